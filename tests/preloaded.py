@@ -25,6 +25,7 @@ import os
 import pickle
 import runpy
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -234,8 +235,7 @@ def start_server() -> str:
         if owner == os.getpid():
             process.kill()
             process.wait()
-            os.unlink(address)
-            os.rmdir(directory)
+            shutil.rmtree(directory, ignore_errors=True)
 
     atexit.register(end)
     return address
@@ -284,8 +284,10 @@ def _be_a_worker(argv: Sequence[str]) -> int:
 def _serve(address: str) -> dict[str, Any]:
     """Fork a process per request, and tell who asked how it ended. Returns in the forked process, with the request.
 
-    Ends when its standard input is closed, which happens at the latest with the end of the tests.
+    Ends when its standard input is closed, which happens at the latest with the end of the tests, and then removes its
+    folder: whoever started it may have been killed.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the tests end in order, and this with them
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -294,6 +296,7 @@ def _serve(address: str) -> dict[str, Any]:
     while True:
         ready, _, _ = select.select([0, listener, *running], [], [])
         if 0 in ready and not os.read(0, 1):
+            shutil.rmtree(os.path.dirname(address), ignore_errors=True)
             sys.exit()
         for pidfd in [fd for fd in ready if fd in running]:
             pid, connection = running.pop(pidfd)
@@ -305,6 +308,11 @@ def _serve(address: str) -> dict[str, Any]:
         if listener in ready:
             connection, _ = listener.accept()
             request, fds = _read(connection)
+            if request is None:
+                connection.close()
+                for fd in fds:
+                    os.close(fd)
+                continue
             _load(request["loaded"])
             pid = os.fork()
             if request["process_group"] is not None:
@@ -346,14 +354,16 @@ def _load(names: Sequence[str]) -> None:
     assert len(threads) == 1, f"{len(threads)} threads, of which a fork would keep one"
 
 
-def _read(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _read(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """Read a request and its streams; None if whoever asked ended in the middle of it."""
     head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
-    (length,) = _LENGTH.unpack(head)
-    parts = []
-    while length > 0:
-        parts.append(connection.recv(length))
-        length -= len(parts[-1])
-    return pickle.loads(b"".join(parts)), fds
+    data = bytearray()
+    while len(head) == _LENGTH.size and len(data) < _LENGTH.unpack(head)[0]:
+        part = connection.recv(_LENGTH.unpack(head)[0] - len(data))
+        if not part:
+            return None, fds
+        data += part
+    return pickle.loads(data) if data else None, fds
 
 
 def _become(request: dict[str, Any], path: list[str]) -> None:
@@ -391,7 +401,7 @@ def _main() -> None:
         path = sys.path[1:]
         _become(_serve(sys.argv[2]), path)
     else:
-        sys.exit(_be_a_worker([word for word in sys.argv[1:] if word != "-u"]))
+        sys.exit(_be_a_worker([word for word in sys.argv[1:] if word not in ("-u", "-B")]))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -57,3 +58,25 @@ def test_it_may_lead_a_group_of_its_own():
 def test_what_takes_too_long_is_ended():
     with pytest.raises(subprocess.TimeoutExpired):
         preloaded.run([sys.executable, "-c", "import time; time.sleep(1000)"], capture_output=True, timeout=0.5)
+
+
+def test_the_process_that_forks_survives_who_hangs_up_and_leaves_no_folder(tmp_path):
+    """It ends by itself when its standard input is closed, as it is when whoever started it is killed."""
+    address = tmp_path / "folder" / "socket"
+    address.parent.mkdir()
+    command = [sys.executable, preloaded.__file__, "serve", str(address)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+        server.send_signal(signal.SIGINT)  # of the terminal, for the tests
+        for sent in (b"", b"\0\0", b"\0" * 7 + b"\x09" + b"half"):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(address))
+                if sent:
+                    socket.send_fds(client, [sent], [2])
+                client.shutdown(socket.SHUT_WR)
+                assert client.recv(1) == b""
+        server.stdin.close()
+        assert server.wait(240) == 0
+    assert list(tmp_path.iterdir()) == []

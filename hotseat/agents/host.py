@@ -48,6 +48,19 @@ _CANCEL_S = 1.0  # how long a cancelled episode is waited for before it is aband
 _CUT_S = 30.0  # how long the engine may take to hand over what it has sampled of a request
 
 
+@dataclass(frozen=True)
+class OpenRequests:
+    """Calls about requests that are not complete. None: the engine does not take them.
+
+    abort: takes the ids of requests to end: those that nobody waits for any more, and those whose time is over, for
+    which the engine then returns what it has sampled so far.
+    listen: takes the id of a request that will stream, and a function for its tokens as they are sampled.
+    """
+
+    abort: Callable[[list[str]], object] | None = None
+    listen: Callable[[str, WhenSampled], object] | None = None
+
+
 class EpisodeFuture(Future[Outcome]):
     """The outcome of an episode. `started_s`: when the episode began, by the monotonic clock; None before that."""
 
@@ -75,9 +88,7 @@ class AgentHost:
     """Runs one agent for many prompts, at most `max_concurrent` episodes at a time.
 
     `ask` reaches the engine: it takes a request and returns at once a future of the completion, or an awaitable.
-    `abort`, if passed, is called with the ids of requests to end: those that nobody waits for any more, and those whose
-    time is over, for which the engine then returns what it has sampled so far. `listen`, if passed, is called with the
-    id of a request that will stream, and a function for its tokens as they are sampled.
+    `requests` reaches it about those that are open.
 
     An episode that raises, or takes longer than `timeout_s`, becomes `Failed`, with the reason; the others continue.
     `deadlines` bound its parts. Where they say that the policy is scored, an answer that is not complete in time is
@@ -100,8 +111,7 @@ class AgentHost:
         max_concurrent: int = 128,
         timeout_s: float = 600.0,
         blocked_s: float = 10.0,
-        abort: Callable[[list[str]], object] | None = None,
-        listen: Callable[[str, WhenSampled], object] | None = None,
+        requests: OpenRequests | None = None,
         deadlines: Deadlines | None = None,
     ):
         self.is_broken = False
@@ -112,8 +122,7 @@ class AgentHost:
         self._is_ours = type(agent) in (SingleTurn, MultiTurn) or bool(getattr(agent, "makes_checked_episodes", False))
         self._name = getattr(agent, "name", type(agent).__name__)
         self._ask = ask
-        self._abort = abort
-        self._listen = listen
+        self._requests = requests or OpenRequests()
         self._run_seed = run_seed
         self._timeout_s = timeout_s
         self._blocked_s = blocked_s
@@ -236,9 +245,9 @@ class AgentHost:
                 episode.cancel()
                 await asyncio.wait({episode}, timeout=_CANCEL_S)
         finally:
-            if job.in_flight and self._abort is not None:
+            if job.in_flight and self._requests.abort is not None:
                 with contextlib.suppress(Exception):
-                    self._abort(sorted(job.in_flight))
+                    self._requests.abort(sorted(job.in_flight))
 
     async def _episode(self, job: _Job) -> None:
         try:
@@ -276,11 +285,11 @@ class AgentHost:
         # The number distinguishes attempts at the same sample; the seed is the same for all of them.
         name = f"{job.key}/{turn}#{next(self._numbers)}"
         seed = job.key.seed(self._run_seed, turn)
-        streams = when_sampled is not None and self._listen is not None
+        streams = when_sampled is not None and self._requests.listen is not None
         seen = job.prompt.images if images is None else images
         request = Request(name, tuple(token_ids), sampling, seed, seen, streams)
-        if when_sampled is not None and self._listen is not None:
-            self._listen(name, when_sampled)
+        if when_sampled is not None and self._requests.listen is not None:
+            self._requests.listen(name, when_sampled)
         asked_s = time.monotonic() - job.started
         self._begin_request(job, name)
         try:
@@ -322,9 +331,9 @@ class AgentHost:
 
     def _abort_request(self, job: _Job, name: str) -> None:
         """End a request whose answer nobody waits for any more, while its episode may continue."""
-        if self._abort is not None:
+        if self._requests.abort is not None:
             with contextlib.suppress(Exception):  # the reason why nobody waits is what counts
-                self._abort([name])
+                self._requests.abort([name])
         self._end_request(job, name)
 
     async def _ask_in_time(self, job: _Job, request: Request) -> Completion:
@@ -356,8 +365,8 @@ class AgentHost:
 
         Without a token of it, the episode has no such turn: at the end of its time it consists of the earlier ones.
         """
-        if self._abort is not None:
-            self._abort([name])
+        if self._requests.abort is not None:
+            self._requests.abort([name])
             await asyncio.wait({answer}, timeout=_CUT_S)
         error = OutOfTimeError if job.is_out_of_time else AgentError
         if not answer.done() or answer.cancelled():

@@ -162,7 +162,7 @@ class Cluster:
         processes: the place of each rank; or an object with such places as its `processes`, such as a role of a plan;
             or a number of processes without devices on the first node.
         num_threads: of torch and the libraries under it, in each process; set, never inherited.
-        timeout_s: the deadline of each call, and of the start, which may take `_LEAST_START_S` in any case.
+        timeout_s: the deadline of each call, and of the start, which has at least 300 s.
         max_concurrency: calls that may run at once in a process; by default `cls.max_concurrency`, else 1. A class with
             coroutine methods runs them all on one event loop.
         wait: False returns at once, so that several groups can start together; `WorkerGroup.ready` waits, and so does

@@ -79,7 +79,7 @@ class ClusterConfig(Section):
     threads_per_process: Positive = 1
     """CPU threads of each worker process; never inherited, because sums depend on their number."""
     call_timeout_s: Seconds = 1800.0
-    """Longest that one call to a worker, or its start, may take before it becomes an error."""
+    """Longest that one call to a worker may take, or its start, which has at least 300 s, before it is an error."""
     silence_timeout_s: Seconds = 30.0
     """Longest that a process may be stopped, or an engine not answer a ping, before it is ended or replaced."""
 
@@ -654,7 +654,7 @@ class AlgorithmConfig(Section):
 
 class DeepSpeedConfig(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
-    """What ZeRO shards: 0 nothing, 1 the optimizer, 2 also gradients, 3 also weights."""
+    """What ZeRO shards: 0 nothing, 1 the optimizer, 2 also gradients, 3 also weights; one rank runs 3 as 2."""
     adam_offload: bool = False
     """Keep and step the optimizer on the CPU."""
     zpg: Positive = 1

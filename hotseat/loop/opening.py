@@ -129,7 +129,7 @@ def record_plan(journal: Journal, place: OnCluster, notes: Sequence[str] = ()) -
     roles = ", ".join(f"{role.name} on {role.on}" for role in place.plan.roles)
     if place.config.task == "rl":
         journal.say(f"{place.plan.label}: {roles}")
-    for note in [*notes, *plan_notes(place.config, place.cluster)]:
+    for note in [*notes, *plan_notes(place.config, place.cluster, place.plan)]:
         journal.say(note)
 
 

@@ -10,7 +10,17 @@ import pytest
 import torch
 from agent_cases import KEY, SAMPLING, TOKENIZER, WAIT_S, Script, completion_of, marked, play, prompt_of
 
-from hotseat.agents import Agent, AgentHost, Deadlines, Environment, MultiTurn, SingleTurn, Step, Transcript
+from hotseat.agents import (
+    Agent,
+    AgentHost,
+    Deadlines,
+    Environment,
+    MultiTurn,
+    OpenRequests,
+    SingleTurn,
+    Step,
+    Transcript,
+)
 from hotseat.errors import RunError, UserError, WorkerError
 from hotseat.types import Episode, Failed, SampleKey, Sampling, ScoredEpisode, Segment
 
@@ -97,7 +107,7 @@ def test_an_episode_that_raises_fails_alone():
 
 def test_an_episode_that_takes_too_long_fails_and_its_request_is_aborted():
     aborted = []
-    failed = outcome(good, lambda request: Future(), timeout_s=0.1, abort=aborted.append)
+    failed = outcome(good, lambda request: Future(), timeout_s=0.1, requests=OpenRequests(aborted.append))
     assert failed == Failed("Does: sample 0/3/1: the agent took longer than 0.1 s")
     assert aborted == [["0/3/1/0#0"]]
 
@@ -401,7 +411,9 @@ class Counts(Environment):
 def played(engine, environment=Counts, timeout_s=WAIT_S, **deadlines):
     agent = MultiTurn(environment, TOKENIZER, max_length=100)
     limits = Deadlines(**deadlines)
-    with AgentHost(agent, engine, run_seed=5, timeout_s=timeout_s, abort=engine.abort, deadlines=limits) as host:
+    with AgentHost(
+        agent, engine, run_seed=5, timeout_s=timeout_s, requests=OpenRequests(engine.abort), deadlines=limits
+    ) as host:
         return host.submit(prompt_of("q"), KEY, SAMPLING).result(WAIT_S)
 
 
@@ -475,7 +487,9 @@ def test_the_limit_of_tools_holds_after_a_request_that_was_given_up():
         await asyncio.Event().wait()
 
     limits = Deadlines(tool_s=0.1, scores_policy=True)
-    failed = outcome(run, lambda request: Future(), timeout_s=WAIT_S, abort=aborted.append, deadlines=limits)
+    failed = outcome(
+        run, lambda request: Future(), timeout_s=WAIT_S, requests=OpenRequests(aborted.append), deadlines=limits
+    )
     assert "took longer than 0.1 s between answers (agent.tool_timeout_s)" in failed.reason
     assert aborted == [["0/3/1/0#0"]]
 

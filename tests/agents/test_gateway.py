@@ -16,7 +16,7 @@ import pytest
 from chat_templates import tokenizer_of
 from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
 
-from hotseat.agents import AgentHost, Deadlines, ProgramSettings
+from hotseat.agents import AgentHost, Deadlines, OpenRequests, ProgramSettings
 from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.conversation import Conversation, ConversationError
 from hotseat.errors import UserError
@@ -38,7 +38,7 @@ def play(
     agent = PlayFunction(
         closing(function), tokenizer_of(name), ProgramSettings(**settings), max_length=600, max_steps=max_steps
     )
-    with AgentHost(agent, engine, run_seed=5, timeout_s=WAIT_S, abort=engine.aborted.extend) as host:
+    with AgentHost(agent, engine, run_seed=5, timeout_s=WAIT_S, requests=OpenRequests(engine.aborted.extend)) as host:
         return host.submit(Prompt(3, "bad?", (1,), "7"), KEY, SAMPLING).result(WAIT_S)
 
 
@@ -500,7 +500,7 @@ def test_a_program_whose_policy_runs_out_of_time_is_told_so_and_what_was_sampled
         return engine(request)
 
     limits = Deadlines(scores_policy=True)
-    with AgentHost(agent, ask, run_seed=5, timeout_s=1.0, abort=abort, deadlines=limits) as host:
+    with AgentHost(agent, ask, run_seed=5, timeout_s=1.0, requests=OpenRequests(abort), deadlines=limits) as host:
         episode = host.submit(Prompt(3, "bad?", (1,), "7"), KEY, SAMPLING).result(WAIT_S)
     assert isinstance(episode, Episode), episode
     assert episode.is_truncated

@@ -15,7 +15,7 @@ import pytest
 from chat_templates import STOPS, tokenizer_of
 from gateway_cases import KEY, SAMPLING, WAIT_S, Outcome, learned
 
-from hotseat.agents import AgentHost, ProgramSettings
+from hotseat.agents import AgentHost, OpenRequests, ProgramSettings
 from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.gateway.growing import certain
 from hotseat.types import Completion, Episode, Failed, Prompt, Request, ScoredEpisode, WhenSampled
@@ -67,7 +67,7 @@ class Engine:
 def play(function: Callable[..., Any], engine: Engine) -> Outcome:
     agent = PlayFunction(function, tokenizer_of("smollm2"), ProgramSettings(), max_length=600)
     with AgentHost(
-        agent, engine, run_seed=5, timeout_s=WAIT_S, abort=engine.aborted.extend, listen=engine.listen
+        agent, engine, run_seed=5, timeout_s=WAIT_S, requests=OpenRequests(engine.aborted.extend, engine.listen)
     ) as host:
         return host.submit(Prompt(3, "bad?", (1,), "7"), KEY, SAMPLING).result(WAIT_S)
 
@@ -203,6 +203,7 @@ def test_an_engine_that_fails_in_the_middle_ends_the_stream_with_an_error():
 
 
 def test_an_engine_that_samples_something_else_after_a_restart_ends_the_stream_with_an_error():
+    """What no client has read is not recorded, and a retry is sampled anew."""
     engine, errors = Engine(), []
 
     async def program(prompt, client):
@@ -212,11 +213,19 @@ def test_an_engine_that_samples_something_else_after_a_restart_ends_the_stream_w
         with pytest.raises(openai.APIError) as raised:
             await anext(texts)
         errors.append(raised.value.message)
+        again = asyncio.ensure_future(_joined(chat(client, extra_headers={"x-stainless-retry-count": "1"})))
+        while len(engine.requests) < 2:
+            await asyncio.sleep(0.005)
+        await engine.end()
+        assert await again == ANSWER
         return 1.0
 
     scored = play(program, engine)
     assert isinstance(scored, ScoredEpisode), scored
     assert errors == ["the answer has become another one than that of which a part was streamed"]
+    assert len(engine.requests) == 2
+    counted = learned(scored.episode.segments, scored.episode.turn_lengths)
+    assert sum(counted.values()) == 1
 
 
 def test_a_client_that_hangs_up_in_the_middle_ends_its_request():

@@ -384,8 +384,44 @@ def test_tokens_of_a_request_that_streams_reach_who_listens_before_it_is_complet
     assert heard == [(7,), (7, 8, 9), (7, 8)]  # the second engine began anew
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_tokens_of_an_engine_whose_requests_were_sent_elsewhere_are_not_heard(is_before):
+    """The driver may replace an engine while a fetch of the old one is on its way."""
+
+    class Late(FakeEngines):
+        def __init__(self):
+            super().__init__(1)
+            self.is_late, self.may_report = asyncio.Event(), asyncio.Event()
+
+        async def answer(self, rank, method, client, *args):
+            if method == "fetch" and not self.is_late.is_set():
+                self.is_late.set()
+                await self.may_report.wait()
+                return [[SampledTokens("a", 5, (6,))]]
+            return await super().answer(rank, method, client, *args)
+
+    heard: list[tuple[int, ...]] = []
+
+    async def main():
+        late = Late()
+        client = EngineClient(late, "host-0", timeout_s=60)
+        client.listen("a", heard.append)
+        asking = asyncio.ensure_future(client.generate(replace(request("a"), streams=True)))
+        await late.is_late.wait()
+        client.rejoin(FakeEngines(1), [0])
+        if is_before:
+            late.may_report.set()
+        answer = await asking  # fetched from the new engine, whether the old one answers or not
+        late.may_report.set()
+        return answer
+
+    assert asyncio.run(main()).token_ids == (1,)
+    assert heard == []
+
+
 @pytest.mark.slow
 def test_an_engine_process_hands_over_tokens_while_it_samples(tmp_path):
+    """Also while other requests of the same client end in every step."""
     from loop_cases import make_task, rl_yaml
 
     from hotseat import faults
@@ -397,13 +433,14 @@ def test_an_engine_process_hands_over_tokens_while_it_samples(tmp_path):
     worker = EngineWorker(settings.engine_settings(loads(rl_yaml(task), ["data.max_length=32"]), (1,), task))
     sampling = Sampling(24, ignore_eos=True)
     streams = Request("streams", (3, 12), sampling, 0, streams=True)
-    with mock.patch.object(faults, "reach", side_effect=lambda point: time.sleep(0.03)):
-        worker.submit("host-0", [streams, replace(streams, id="whole", streams=False)])
+    short = [Request(f"short-{length}", (3, 12), Sampling(length, ignore_eos=True), length) for length in range(1, 24)]
+    with mock.patch.object(faults, "reach", side_effect=lambda point: time.sleep(0.012)):
+        worker.submit("host-0", [streams, replace(streams, id="whole", streams=False), *short])
         worker.submit("host-1", [replace(streams, id="another", streams=False)])
         tokens: tuple[int, ...] = ()
         outcomes: list[Completion] = []
         num_reports = 0
-        while len(outcomes) < 2:
+        while len(outcomes) < 2 + len(short):
             for outcome in worker.fetch("host-0", 5.0):
                 if isinstance(outcome, Completion):
                     outcomes.append(outcome)
@@ -414,7 +451,7 @@ def test_an_engine_process_hands_over_tokens_while_it_samples(tmp_path):
                     num_reports += 1
         [another] = worker.fetch("host-1", 60.0)
     assert num_reports > 2
-    first, second = sorted(outcomes, key=lambda outcome: outcome.request_id)
+    first, second = (each for each in outcomes if each.request_id in ("streams", "whole"))
     assert first.token_ids == second.token_ids == another.token_ids
     assert first.token_ids[: len(tokens)] == tokens
     assert worker.fetch("host-0", 0.0) == []

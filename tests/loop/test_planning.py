@@ -267,15 +267,18 @@ def test_several_engines_on_a_device_are_recommended_for_small_models(hidden, la
     sizes = f"hidden_size: {hidden}, num_hidden_layers: {layers}, intermediate_size: {4 * hidden}"
     actor = f"actor: {{shape: {{model_type: llama, vocab_size: 49152, num_attention_heads: 8, {sizes}}}}}"
 
-    def notes(**settings):
-        rollout = {"engine": "vllm", "batch_size": 32, "samples_per_prompt": 8, "memory_share": 0.3} | settings
-        return more_engines(loads(f"{actor}\nrollout: {json.dumps(rollout)}"))
+    def notes(on="0", **settings):
+        rollout = {"engine": "vllm", "batch_size": 32, "samples_per_prompt": 8, "memory_share": 0.1} | settings
+        placed = f"cluster: {{component_placement: {{actor: 1, rollout: '{on}'}}}}"
+        config = loads(f"{actor}\n{placed}\nrollout: {json.dumps(rollout)}")
+        return more_engines(config, make_plan(config, "1x3"))
 
     assert len(notes()) == (count is not None)
     if count is not None:
         assert f"place rollout on 0:0-{count - 1}" in notes()[0]
-        assert f"memory_share {0.3 / count:.2f}" in notes()[0]
-    assert notes(num_engines=2) == notes(batch_size=4) == []
+        assert f"memory_share {0.1 / count:.2f}" in notes()[0]
+        assert f"place rollout on 2:0-{count - 1} instead of 2," in notes("2")[0]
+    assert notes("0:0-1") == notes("0:0-1", num_engines=2) == notes("0,2") == notes(batch_size=4) == []
 
 
 def test_on_cpus_the_transformers_engine_offloads_its_parts():

@@ -43,11 +43,13 @@ class GrowingAnswer:
             self._text = text
             self._wake()
 
+    def agrees_with(self, answer: ClientAnswer) -> bool:
+        """Tell whether an answer begins with what clients may have read."""
+        return answer.text.startswith(self._text)
+
     def finish(self, answer: ClientAnswer) -> None:
-        """End the answer, which fails if it does not begin with what clients have read."""
-        if not answer.text.startswith(self._text):
-            self.fail(RuntimeError("the answer has become another one than that of which a part was streamed"))
-            return
+        """End the answer with all of it."""
+        assert self.agrees_with(answer), "another answer than that of which clients have read a part"
         self._answer = answer
         self._wake()
 
@@ -87,9 +89,9 @@ class GrowingAnswer:
 
 
 def certain(text: str, stops: Sequence[str]) -> str:
-    """Return how much of the text of an answer's first tokens stays, whatever follows.
+    """Return the part of the text of an answer's first tokens that stays whatever tokens follow.
 
-    Not its end, if that may be part of a character, or of a stop string, which is cut off.
+    Left out is its end, which may be part of a character, or of a stop string that will be cut off.
     """
     text = text.rstrip(_UNFINISHED)
     held = max((len(stop) for stop in stops), default=1) - 1

@@ -136,15 +136,16 @@ class Session:
         watch(growing)
         views = [_View(self._policy, partial(self._certain, context, asked.stop), each) for each in growing]
         try:
-            completions = await self._complete_counted(context, sampling, asked.num_answers, views)
-            answers = await self._policy.work(self._give, context, completions, asked, is_learned)
+            try:
+                completions = await self._complete_counted(context, sampling, asked.num_answers, views)
+            finally:
+                for view in views:
+                    view.end()  # nothing more is shown, so that the whole answers can be compared with what was
+            answers = await self._policy.work(self._give, context, completions, asked, is_learned, growing)
         except BaseException as error:
             for each in growing:
                 each.fail(error)
             raise
-        finally:
-            for view in views:
-                view.end()
         for each, answer in zip(growing, answers, strict=True):
             each.finish(answer)
         return answers
@@ -156,9 +157,26 @@ class Session:
         return certain(self._visible(context, token_ids), stops)
 
     def _give(
-        self, context: Context, completions: list[Completion], asked: Asked, is_learned: bool
+        self,
+        context: Context,
+        completions: list[Completion],
+        asked: Asked,
+        is_learned: bool,
+        growing: Sequence[GrowingAnswer] = (),
     ) -> list[ClientAnswer]:
-        return [self._client_answer(context, completion, asked, is_learned) for completion in completions]
+        """Record the answers to a request and return them. growing: what clients were shown of them, if anything.
+
+        None is recorded if one of them does not begin with what was shown: no client would have read it.
+        """
+        made = [self._client_answer(context, completion, asked) for completion in completions]
+        if not all(each.agrees_with(answer) for each, (answer, _) in zip(growing, made, strict=False)):
+            raise RuntimeError("the answer has become another one than that of which a part was streamed")
+        for answer, completion in made:
+            message = None if asked.messages is None else answer.message
+            self.conversation.record(context, completion, message, is_learned=is_learned)
+            if asked.is_learned:
+                self.is_cut = answer.is_cut
+        return [answer for answer, _ in made]
 
     def token_text(self, token_id: int) -> str:
         return decode(self._policy.tokenizer, [token_id])
@@ -276,7 +294,8 @@ class Session:
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    def _client_answer(self, context: Context, completion: Completion, asked: Asked, is_learned: bool) -> ClientAnswer:
+    def _client_answer(self, context: Context, completion: Completion, asked: Asked) -> tuple[ClientAnswer, Completion]:
+        """Return a completion as clients read it, and its tokens up to a stop string."""
         stop = _first_stop(self.conversation.text_of(context, completion.token_ids), asked.stop)
         if stop is not None:
             completion = self._cut(context, completion, stop)
@@ -293,11 +312,7 @@ class Session:
         )
         if asked.tools and stop is None:
             answer = self._with_tool_calls(answer, context, completion, asked)
-        message = None if asked.messages is None else answer.message
-        self.conversation.record(context, completion, message, is_learned=is_learned)
-        if asked.is_learned:
-            self.is_cut = answer.is_cut
-        return answer
+        return answer, completion
 
     def _cut(self, context: Context, completion: Completion, stop: str) -> Completion:
         """Return a completion up to the token that completes a stop string: an engine would have stopped there."""

@@ -16,7 +16,7 @@ import torch
 from transformers.utils import logging
 
 from hotseat import faults
-from hotseat.agents import AgentHost, load_agent
+from hotseat.agents import AgentHost, OpenRequests, load_agent
 from hotseat.agents.transcript import decode
 from hotseat.config import Config
 from hotseat.config.precision import with_dtype
@@ -125,7 +125,7 @@ class Answerer:
             run_seed=config.seed,
             max_concurrent=self._host.max_concurrent,
             timeout_s=self._host.episode_timeout_s,
-            abort=self.engine.abort,
+            requests=OpenRequests(self.engine.abort),
             deadlines=self._host.deadlines,
         )
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from hotseat.cluster import Calling, WorkerGroup, reports_death
 from hotseat.errors import DeadlineError, RunError
@@ -97,8 +97,8 @@ class EngineClient:
         self._without_engine: dict[str, _Open] = {}
         self._listening: dict[str, WhenSampled] = {}
         self._outbox: dict[int, list[_Open]] = {}
-        self._fetching: dict[int, asyncio.Task[None]] = {}
-        self._submitting: set[asyncio.Task[None]] = set()
+        self._fetching: dict[int, dict[str, _Open]] = {}  # for which of `_in_flight` a fetch is on its way
+        self._tasks: set[asyncio.Task[None]] = set()  # to which the event loop refers only weakly
         self._to_abort: dict[int, dict[str, None]] = {}  # by rank, each id once
         self.num_sent_again = 0
 
@@ -175,10 +175,13 @@ class EngineClient:
                 continue
             if rank not in self._outbox:
                 self._outbox[rank] = []
-                task = asyncio.get_running_loop().create_task(self._submit(rank))
-                self._submitting.add(task)
-                task.add_done_callback(self._submitting.discard)
+                self._begin(self._submit(rank))
             self._outbox[rank].append(opened)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _submit(self, rank: int) -> None:
         """Send the requests made in this iteration of the event loop."""
@@ -192,9 +195,10 @@ class EngineClient:
         except Exception as error:
             self._handle(error, rank, waiting, outbox)
             return
-        fetching = self._fetching.get(rank)
-        if self._in_flight.get(rank) is waiting and (fetching is None or fetching.done()):
-            self._fetching[rank] = asyncio.get_running_loop().create_task(self._fetch(rank, waiting))
+        # A fetch of the engine that this one replaced may still be on its way.
+        if self._in_flight.get(rank) is waiting and self._fetching.get(rank) is not waiting:
+            self._fetching[rank] = waiting
+            self._begin(self._fetch(rank, waiting))
 
     async def _fetch(self, rank: int, waiting: dict[str, _Open]) -> None:
         """Fetch completions until no request is in flight."""
@@ -203,7 +207,9 @@ class EngineClient:
                 [outcomes] = await self._engine(rank).acall(TakesRequests.fetch, self._name, self._fetch_wait_s)
                 for outcome in outcomes:
                     if isinstance(outcome, SampledTokens):
-                        _show(waiting.get(outcome.request_id), outcome)
+                        shown = waiting.get(outcome.request_id)
+                        if shown is not None and shown.among is waiting:  # not sent to another engine since
+                            _show(shown, outcome)
                         continue
                     opened = waiting.pop(outcome.request_id, None)
                     if opened is None or opened.future.done():
@@ -215,6 +221,9 @@ class EngineClient:
                 self._fail_overdue(rank, waiting)
         except Exception as error:
             self._handle(error, rank, waiting, list(waiting.values()))
+        finally:
+            if self._fetching.get(rank) is waiting:
+                del self._fetching[rank]
 
     def _engine(self, rank: int) -> Calling[TakesRequests]:
         return self._engines.on(rank).within(self._timeout_s)
@@ -253,8 +262,8 @@ class EngineClient:
                 self._engine(rank).start(TakesRequests.abort, list(names))
 
 
-def _show(opened: _Open | None, sampled: SampledTokens) -> None:
-    if opened is not None and opened.when_sampled is not None and not opened.future.done():
+def _show(opened: _Open, sampled: SampledTokens) -> None:
+    if opened.when_sampled is not None and not opened.future.done():
         opened.token_ids = opened.token_ids[: sampled.start] + sampled.token_ids
         opened.when_sampled(opened.token_ids)
 

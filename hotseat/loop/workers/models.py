@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -485,6 +485,14 @@ def in_order(batch: MicroBatch, values: Iterable[BySample]) -> Tensor:
     return torch.cat(pieces) if pieces else torch.zeros(0)
 
 
+@dataclass(eq=False)
+class _Streams:
+    """Requests of a client that stream. starts: by request id, how many tokens were fetched."""
+
+    starts: dict[str, int] = field(default_factory=dict)
+    looked_s: float = 0.0  # when tokens were looked for last
+
+
 class EngineWorker:
     """A rollout engine in its process. Hosts submit requests and fetch completions."""
 
@@ -497,9 +505,7 @@ class EngineWorker:
         self._changed = threading.Condition()
         self._finished: dict[str, list[Completion | FailedRequest]] = {}
         self._open: dict[str, set[str]] = {}  # ids of requests, by client
-        self._streams: dict[
-            str, dict[str, int]
-        ] = {}  # by client: requests that stream, and how much of each was fetched
+        self._streams: dict[str, _Streams] = {}  # by client
         self._is_paused = False
         self._held: list[tuple[str, Sequence[Request]]] = []  # came while paused, by client
 
@@ -522,7 +528,7 @@ class EngineWorker:
             self._open.setdefault(client, set()).update(request.id for request in requests)
             streams = {request.id: 0 for request in requests if request.streams}
             if streams:
-                self._streams.setdefault(client, {}).update(streams)
+                self._streams.setdefault(client, _Streams()).starts.update(streams)
                 self._changed.notify_all()
         for request, future in zip(requests, futures, strict=True):
             future.add_done_callback(partial(self._finish_done, client, request.id))
@@ -536,26 +542,36 @@ class EngineWorker:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._finished.get(client) or self._streams.get(client),
+                    lambda: self._finished.get(client) or self._has_streams(client),
                     timeout=max(0.0, deadline - time.monotonic()),
                 )
-                if self._streams.get(client):
-                    self._changed.wait_for(lambda: self._finished.get(client), timeout=min(wait_s, _STREAM_S))
-                finished, starts = self._finished.pop(client, []), dict(self._streams.get(client, {}))
-            if finished or not starts:
-                return [*finished]
-            sampled = self._take_sampled(client, starts)
-            if sampled or time.monotonic() > deadline:
-                return [*sampled]
+                if self._has_streams(client):
+                    next_look_s = self._streams[client].looked_s + _STREAM_S
+                    self._changed.wait_for(
+                        lambda: self._finished.get(client),
+                        timeout=max(0.0, min(deadline, next_look_s) - time.monotonic()),
+                    )
+                finished = self._finished.pop(client, [])
+            sampled = self._take_sampled(client)
+            if finished or sampled or time.monotonic() >= deadline:
+                return [*finished, *sampled]
 
-    def _take_sampled(self, client: str, starts: Mapping[str, int]) -> list[SampledTokens]:
-        """Return the tokens that were sampled since the last fetch for requests that stream."""
+    def _has_streams(self, client: str) -> bool:
+        return client in self._streams and bool(self._streams[client].starts)
+
+    def _take_sampled(self, client: str) -> list[SampledTokens]:
+        """Return the tokens sampled since the last look for requests that stream; none if that was just now."""
+        now = time.monotonic()
+        with self._changed:
+            streams = self._streams.get(client)
+            if streams is None or not streams.starts or now < streams.looked_s + _STREAM_S:
+                return []
+            streams.looked_s, starts = now, dict(streams.starts)
         new = [SampledTokens(name, starts[name], tokens) for name, tokens in self._engine.sampled(starts).items()]
         with self._changed:
-            streams = self._streams.get(client, {})
-            streams.update(
-                {each.request_id: each.start + len(each.token_ids) for each in new if each.request_id in streams}
-            )
+            for each in new:
+                if each.request_id in streams.starts:
+                    streams.starts[each.request_id] = each.start + len(each.token_ids)
         return new
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -599,7 +615,7 @@ class EngineWorker:
         with self._changed:
             self._open.get(client, set()).discard(outcome.request_id)
             if client in self._streams:
-                self._streams[client].pop(outcome.request_id, None)
+                self._streams[client].starts.pop(outcome.request_id, None)
             self._finished.setdefault(client, []).append(outcome)
             self._changed.notify_all()
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hotseat import faults
-from hotseat.agents import AgentHost, Deadlines, ProgramSettings, load_agent
+from hotseat.agents import AgentHost, Deadlines, OpenRequests, ProgramSettings, load_agent
 from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
 from hotseat.loop.devices.memory import Held
@@ -160,8 +160,7 @@ class RolloutHost:
                 else settings.simulation.num_envs
             ),
             timeout_s=settings.episode_timeout_s,
-            abort=self._client.abort,
-            listen=self._client.listen,
+            requests=OpenRequests(self._client.abort, self._client.listen),
             deadlines=settings.deadlines,
         )
 
