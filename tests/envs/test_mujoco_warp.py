@@ -1,7 +1,7 @@
 """MuJoCo Warp on a CPU: batches of worlds conform, a script solves the tasks, and one world changes no other.
 
-Warp compiles its kernels for a minute or more where nobody has used them before: all tests but one small one that needs
-some of them are long.
+Where nobody has used them before, Warp compiles the kernels of the smallest test for a minute of processor time: all
+tests that step are long. `test_simulators.py` tests batches of worlds without Warp.
 """
 
 import sys
@@ -92,6 +92,7 @@ def test_a_world_that_diverges_is_named_and_begins_again(worlds):
     assert np.isfinite(worlds.step([0], np.ones((1, 2, 2)))[0].seen.state).all()
 
 
+@pytest.mark.long
 def test_progress_is_rewarded_by_the_metre():
     from hotseat.envs.families import mujoco_warp
 
