@@ -365,7 +365,7 @@ class Session:
 
 
 class _View:
-    """What clients see of an answer while it is sampled. Its tokens become text in the thread of all conversations.
+    """A client's view of an answer that is being sampled. Its tokens become text in the thread of all conversations.
 
     text_of: that thread's function. Tokens that come while it works wait, and the newest are the next.
     """

@@ -131,7 +131,7 @@ def _unknown_success(settings: SimulationSettings) -> UserError:
 
 @dataclass(frozen=True)
 class Context:
-    """What the policy reads of an observation."""
+    """The part of an observation that the policy reads."""
 
     token_ids: list[int]
     images: tuple[str, ...] = ()  # of the placeholders among the tokens
