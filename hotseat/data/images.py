@@ -393,15 +393,15 @@ def prepare_rows(rows: Sequence[Row], store: ImageStore, image_key: str, *input_
 def _in_messages(row: Row, keys: Sequence[str], num_images: int) -> tuple[dict[str, Any], list[Any]]:
     """Return messages with one part for each image, by their key, and the images that stand in them."""
     changed: dict[str, Any] = {}
-    found: dict[str, list[Any]] = {}
+    images_of: dict[str, list[Any]] = {}
     for key in keys:
         value = row.values.get(key)
         is_conversation = len(keys) == 1 or not isinstance(value, str)  # others are refused where texts are made
         if value is not None and is_conversation:
-            changed[key], found[key] = _with_places(messages_of(row.values, key, "user"), num_images, key)
-    each = list(found.values())
+            changed[key], images_of[key] = _with_places(messages_of(row.values, key, "user"), num_images, key)
+    each = list(images_of.values())
     if any(images != each[0] for images in each):
-        raise BadValue(f"{' and '.join(found)}: their messages contain different images, and a pair has one prompt")
+        raise BadValue(f"{' and '.join(images_of)}: their messages contain different images, and a pair has one prompt")
     return changed, each[0] if each else []
 
 

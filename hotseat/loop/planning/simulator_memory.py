@@ -19,8 +19,8 @@ _SMALLEST_GIB = 0.01  # less than this is a reading error
 
 def kept_gib(config: Config) -> float | None:
     """Return the measured memory of one process of the role env on its device; None: nobody has measured it."""
-    found = _read().get(_key(config))
-    return found if isinstance(found, float) else None
+    gib = _read().get(_key(config))
+    return gib if isinstance(gib, float) else None
 
 
 def keep_gib(config: Config, gib: float) -> bool:
@@ -41,10 +41,10 @@ def keep_gib(config: Config, gib: float) -> bool:
 
 def _read() -> dict[str, object]:
     try:
-        found = json.loads((cache_folder(os.environ) / _FILE).read_text())
+        kept = json.loads((cache_folder(os.environ) / _FILE).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return kept if isinstance(kept, dict) else {}
 
 
 def _key(config: Config) -> str:

@@ -86,22 +86,22 @@ class Profile:
 
     def turns(self, size: int) -> list[TurnCosts]:
         """Return what turns in simulators took, with engines of this tensor-parallel size."""
-        found = [each.turns for each in self._of_size(size) if each.turns is not None]
-        if not found:
+        turns = [each.turns for each in self._of_size(size) if each.turns is not None]
+        if not turns:
             raise UserError(
                 "the profile was measured without simulators: measure this config by `hotseat profile CONFIG`"
             )
-        return found
+        return turns
 
     def _of_size(self, size: int) -> list[Measurement]:
-        found = [each for each in self.measurements if each.tensor_parallel_size == size]
-        if not found:
+        measured = [each for each in self.measurements if each.tensor_parallel_size == size]
+        if not measured:
             known = ", ".join(map(str, self.tensor_parallel_sizes))
             raise UserError(
                 f"the profile has no engines of tensor parallel size {size}, it has {known}: measure them by"
                 f" `hotseat profile CONFIG --tensor-parallel {size}`"
             )
-        return found
+        return measured
 
     def training(self, phase: str) -> Curve:
         """Return the seconds of a training phase by samples per data-parallel rank."""
@@ -139,10 +139,10 @@ class Profile:
     def read(cls, path: Path) -> Profile:
         """Read the file of a profile. Raises if it is none."""
         try:
-            found = json.loads(path.read_text())
-            if found["version"] != _VERSION:
+            stored = json.loads(path.read_text())
+            if stored["version"] != _VERSION:
                 raise UserError(f"{path} is a profile of another version of Hotseat: measure it again")
-            return cls(tuple(_measurement(row) for row in found["measurements"]), found["about"])
+            return cls(tuple(_measurement(row) for row in stored["measurements"]), stored["about"])
         except OSError as error:
             raise UserError(
                 f"{path} cannot be read ({error.strerror}): `hotseat profile CONFIG` writes such a file"
