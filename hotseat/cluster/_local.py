@@ -23,7 +23,7 @@ from hotseat.cluster._worker_process import is_async, refuse_generator
 from hotseat.cluster.environment import environment, restore_environment
 from hotseat.cluster.group import Arguments, WorkerGroup
 from hotseat.cluster.lease import Holder
-from hotseat.cluster.pending import Pending, worker_error
+from hotseat.cluster.pending import Pending, under_way_at_restart, worker_error
 from hotseat.cluster.ports import free_port
 from hotseat.cluster.process import ClusterNode
 from hotseat.cluster.refs import Ref, resolve
@@ -92,7 +92,7 @@ class LocalGroup(WorkerGroup[W_co]):
         self._refuse_if_closed(rank, method)
         started_s = time.time()
         try:
-            return [self._run(rank, method, args, kwargs, timeout_s)]
+            return [self._run(rank, self._objects[rank], method, args, kwargs, timeout_s)]
         except _Busy:
             raise
         except Exception as error:
@@ -145,10 +145,11 @@ class LocalGroup(WorkerGroup[W_co]):
     def _submit(
         self, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, keep: bool
     ) -> Future[Any]:
+        called = self._objects[rank]
         if self._loop:
 
             async def arun() -> Any:
-                result = self._run(rank, method, args, kwargs, timeout_s, is_shared=True)
+                result = self._run(rank, called, method, args, kwargs, timeout_s, is_shared=True)
                 result = await result if inspect.isawaitable(result) else result
                 return LocalRef(result) if keep else result
 
@@ -157,7 +158,7 @@ class LocalGroup(WorkerGroup[W_co]):
 
         def run() -> None:
             try:
-                result = self._run(rank, method, args, kwargs, timeout_s)
+                result = self._run(rank, called, method, args, kwargs, timeout_s)
             except BaseException as error:
                 future.set_exception(error)
             else:
@@ -170,12 +171,14 @@ class LocalGroup(WorkerGroup[W_co]):
     def _run(
         self,
         rank: int,
+        called: Any,
         method: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout_s: float,
         is_shared: bool = False,
     ) -> Any:
+        """Call an object. As with processes, its replacement gets none of the calls made before, and they fail."""
         slot = self._slots[rank]
         if not is_shared and not slot.acquire(timeout=timeout_s):
             raise _Busy(
@@ -183,10 +186,12 @@ class LocalGroup(WorkerGroup[W_co]):
                 " launch with a larger max_concurrency if the class allows several calls at once"
             )
         try:
+            self._refuse_if_replaced(rank, called, method)
             with self._threads():
-                result = getattr(self._objects[rank], method)(*resolve(args, timeout_s), **resolve(kwargs, timeout_s))
-                refuse_generator(method, result)
-                return result
+                result = getattr(called, method)(*resolve(args, timeout_s), **resolve(kwargs, timeout_s))
+            self._refuse_if_replaced(rank, called, method)
+            refuse_generator(method, result)
+            return result
         finally:
             if not is_shared:
                 slot.release()
@@ -216,6 +221,10 @@ class LocalGroup(WorkerGroup[W_co]):
         """Raise the same error as on Ray, with the original's traceback: a post-mortem ends in the worker's frame."""
         message = f"{method!r} raised {type(error).__qualname__}: {error}"
         raise worker_error(self.name, rank, method, message).with_traceback(error.__traceback__) from error
+
+    def _refuse_if_replaced(self, rank: int, called: Any, method: str) -> None:
+        if self._objects[rank] is not called and not self.is_closed:
+            raise under_way_at_restart(self.name, rank, method)
 
     def _refuse_if_closed(self, rank: int, method: str) -> None:
         if self.is_closed:

@@ -138,6 +138,13 @@ def worker_error(group: str, rank: int, method: str, message: str, remote_traceb
     return error
 
 
+def under_way_at_restart(group: str, rank: int, method: str) -> WorkerError:
+    """Make the error of a call whose process was replaced: it reports a death."""
+    error = worker_error(group, rank, method, f"{method!r} was under way when the rank was restarted")
+    error.is_death = True  # type: ignore[attr-defined]
+    return error
+
+
 def reports_death(error: BaseException | None) -> bool:
     """Tell whether an error, raised here or in a worker, reports the death of a process."""
     while error is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 import traceback
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from cluster_workers import Busy, Closing, Plain, Waiting, wait_until
 
-from hotseat.cluster import Cluster, Process, Worker, create_group
+from hotseat.cluster import Cluster, Process, Worker, create_group, reports_death
 from hotseat.cluster._local import LocalRuntime
 from hotseat.errors import DeadlineError, PlacementError, RunError, UserError, WorkerError
 
@@ -180,6 +181,25 @@ def test_a_group_can_be_restarted_and_closed(cluster, tmp_path):
     with pytest.raises(WorkerError, match="closing rank 0: 'close' was called, but the group is closed"):
         group.call(Closing.close)
     cluster.launch("closing", Plain)  # the name is free again
+
+
+def test_a_replacement_gets_none_of_the_calls_made_before_it(cluster, monkeypatch):
+    """A call may be made long before its thread runs: on Ray, too, it belongs to the process that it was made to."""
+    group = cluster.launch("plain", Plain)
+    later, run = threading.Event(), group._run
+
+    def delayed(*args, **kwargs):
+        assert later.wait(60)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(group, "_run", delayed)
+    late = group.start(Plain.add, 1)
+    group.restart(0)
+    later.set()
+    with pytest.raises(WorkerError, match="plain rank 0: 'add' was under way when the rank was restarted") as raised:
+        late.result(60)
+    assert reports_death(raised.value)
+    assert group.call(Plain.add, 1) == [1]
 
 
 def test_environments_that_differ_cannot_share_a_process(cluster):

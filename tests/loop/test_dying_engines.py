@@ -50,11 +50,11 @@ class Engines(_local.LocalGroup):
         super().restart(rank)
         self.dead.discard(rank)
 
-    def _run(self, rank, method, args, *more, **kwargs):
+    def _run(self, rank, called, method, args, *more, **kwargs):
         with self._lock:
             self._record(rank, method, args)
         self._raise_if_dead(rank)
-        result = super()._run(rank, method, args, *more, **kwargs)
+        result = super()._run(rank, called, method, args, *more, **kwargs)
         self._raise_if_dead(rank)
         if method == "fetch" and rank == len(self.ranks) - 1:
             with self._lock:

@@ -22,7 +22,7 @@ from hotseat.cluster._ray.library import import_ray
 from hotseat.cluster._worker_process import Failure, ProcessIdentity
 from hotseat.cluster.group import Arguments, WorkerGroup
 from hotseat.cluster.lease import Holder
-from hotseat.cluster.pending import Pending, raise_failure, worker_error
+from hotseat.cluster.pending import Pending, raise_failure, under_way_at_restart, worker_error
 from hotseat.cluster.process import Process, ProcessLike
 from hotseat.cluster.refs import Ref
 from hotseat.errors import ClusterError, DeadlineError, RunError, WorkerError
@@ -297,7 +297,7 @@ class RayGroup(WorkerGroup[W_co]):
         if self.is_closed:
             return worker_error(self.name, rank, method, f"{method!r} was under way when the group was closed")
         if process.incarnation != self.processes[rank].incarnation:
-            return worker_error(self.name, rank, method, f"{method!r} was under way when the rank was restarted")
+            return under_way_at_restart(self.name, rank, method)
         pid = process.identity.pid if process.identity else _pid_in(error)
         detail = str(error).partition("Worker exit detail:")[2].partition("Some common causes")[0].strip()
         detail = detail or str(error).strip().splitlines()[-1].strip()
