@@ -49,11 +49,12 @@ def load_agent(
     if programs.environment is not None:
         from hotseat.agents.environments.agent import EnvironmentAgent
 
-        return EnvironmentAgent(tokenizer, programs, programs.environment, max_length=max_length, max_steps=max_steps)
+        limits: dict[str, Any] = {"max_length": max_length, "max_steps": max_steps, "sight": sight}
+        return EnvironmentAgent(tokenizer, programs, programs.environment, **limits)
     if programs.command is not None:
         from hotseat.agents.black_box import Program
 
-        return Program(tokenizer, programs, max_length=max_length, max_steps=max_steps)
+        return Program(tokenizer, programs, max_length=max_length, max_steps=max_steps, sight=sight)
     if path is None:
         return SingleTurn(tokenizer)
     named = re.fullmatch(r"(.+\.py):(\w+)", str(path))
@@ -75,14 +76,12 @@ def _load(
     source = _Source(file)
     module = source.load()
     name, form = _choose(module, file, class_name)
-    if sight is not None and name == "play":
-        raise _without_sight(file, name)
     seed = programs.run_seed
     if name == "play":
         from hotseat.agents.black_box import PlayFunction
 
         try:
-            return PlayFunction(form, tokenizer, programs, **limits)
+            return PlayFunction(form, tokenizer, programs, sight=sight, **limits)
         except AgentError as error:
             raise UserError(f"{file}: {error}") from None
     if name == "step":

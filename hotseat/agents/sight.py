@@ -1,4 +1,4 @@
-"""Images that an environment shows in the middle of an episode."""
+"""Images that an environment or a program shows in the middle of an episode."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ class Sight:
     """Prepares images of environments for the model of the run, and puts them into texts.
 
     prepare: prepares one image; raises `AgentError` with what is wrong with it. image_token_id: stands where an image
-    goes. placeholder_ids: tokens that no text may have elsewhere. max_images: of a context.
+    goes. placeholder_ids: tokens that no text may have elsewhere. max_images: of a context. chat_template: that of the
+    model's processor, if the tokenizer has none.
     """
 
     prepare: Callable[[Any], Shown]
     image_token_id: int
     placeholder_ids: frozenset[int]
     max_images: int
+    chat_template: str | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     async def look(self, images: Sequence[Any], num_before: int) -> list[Shown]:

@@ -122,6 +122,3 @@ def test_instances_of_openrlhf_show_images(tmp_path):
     file.write_text(INSTANCE + "\n    async def execute(self, prompt, label, sampling_params):\n        return {}\n")
     with pytest.raises(NotBuiltError, match="an AgentExecutor with an execute of its own is not built for images yet"):
         load_agent(file, TOKENIZER, max_length=100, sight=SIGHT)
-    file.write_text("def play(task):\n    return 1.0\n")
-    with pytest.raises(NotBuiltError, match="play is not built for images yet: write an Environment"):
-        load_agent(file, TOKENIZER, max_length=100, sight=SIGHT)

@@ -119,6 +119,56 @@ def test_an_environment_that_shows_images_is_learned_from(task, tmp_path):
     assert max(gaps(read_lines(task / "runs" / "shown" / "metrics.jsonl"))) < 1e-4
 
 
+PLAY = """
+import base64
+import io
+
+import anthropic
+import openai
+from PIL import Image
+
+
+def picture(shade):
+    file = io.BytesIO()
+    Image.new("RGB", (28, 28), (shade % 256, 80, 9)).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def play(prompt, client):
+    messages = [{"role": "user", "content": client.content}]
+    with openai.OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0) as policy:
+        for turn in range(2):
+            said = policy.chat.completions.create(model=client.model, messages=messages).choices[0].message
+            url = f"data:image/png;base64,{picture(40 * (len(said.content) + turn))}"
+            messages += [said, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    with anthropic.Anthropic(base_url=client.root_url, api_key=client.api_key, max_retries=0) as policy:
+        source = {"type": "base64", "media_type": "image/png", "data": picture(client.seed)}
+        content = [{"type": "text", "text": "and "}, {"type": "image", "source": source}]
+        policy.messages.create(model=client.model, max_tokens=3, messages=[{"role": "user", "content": content}])
+    return float(client.seed % 3)
+"""
+
+
+@pytest.mark.slow
+def test_programs_that_send_images_are_learned_from(task, tmp_path):
+    (tmp_path / "agent.py").write_text(PLAY)
+    rows = [json.loads(line) for line in (task / "prompts.jsonl").read_text().splitlines()[:4]]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(
+            json.dumps({**row, "input": "<|image_pad|>" + row["input"], "images": [f"{task}/{row['images'][0]}"]}) + "\n"
+            for row in rows
+        )
+    )
+    overrides = [f"agent.path={tmp_path}/agent.py", "data.max_images_per_prompt=2", "data.max_length=96"]
+    overrides += [f"data.path={tmp_path}/rows.jsonl", "data.apply_chat_template=false"]
+    start(loads(rl(task, "played", reward="{}"), [*overrides, *SMALL]))
+    records = read_lines(task / "runs" / "played" / "metrics.jsonl")
+    # The trainer computes the log-probs that the engine sampled with, of all turns and protocols.
+    assert max(gaps(records)) < 1e-4
+    shown = [line for line in read_lines(task / "runs" / "played" / "samples.jsonl") if line.get("images")]
+    assert shown
+
+
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_rl_with_images_in_vllm_learns_from_what_it_sampled(task, tmp_path):
@@ -176,7 +226,6 @@ def test_a_chat_template_that_only_the_processor_has_is_used_and_exported(task, 
 REFUSED = {
     "data: {image_key: a}": "data.max_images_per_prompt: 0, and data.image_key names a column of images",
     "rollout: {engine: vllm, lora_sync: adapter}\ntrain: {lora: {rank: 2}}": "rollout.lora_sync: adapter is not built",
-    "agent: {command: [x]}": "agent.command: agents that are programs are not built for images yet: write an",
     "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built",
     "env: {path: x.py, images: true}\nrollout: {engine: vllm}": "rollout.engine: vllm is not built for images of",
     "env: {path: x.py}": "data.image_key: has no effect: env.path is set, and the simulator's tasks and seeds are",

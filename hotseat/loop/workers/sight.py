@@ -1,4 +1,4 @@
-"""Prepares the images that environments show, in the process that plays the episodes."""
+"""Prepares the images that environments and programs show, in the process that plays the episodes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from hotseat.agents.agent import AgentError
 from hotseat.agents.sight import Shown, Sight
 from hotseat.data._problems import BadValue
-from hotseat.data.images import ImageLimits, ImageStore, load_processor
+from hotseat.data.images import ImageLimits, ImageStore, load_processor, processor_template
 from hotseat.vision import placeholder_ids
 
 
 @dataclass(frozen=True)
 class HostImages:
-    """Settings of images that environments show."""
+    """Settings of images that environments and programs show."""
 
     folder: str  # of prepared images
     limits: ImageLimits
@@ -32,9 +32,11 @@ def make_sight(settings: HostImages, model: str, tokenizer: Any) -> Sight:
 
     def prepare(image: Any) -> Shown:
         try:
-            prepared = store.prepare(image, "an image that an environment showed", Path())
+            prepared = store.prepare(image, "an image of the episode", Path())
         except BadValue as error:
             raise AgentError(str(error)) from None
         return Shown(prepared.path, prepared.token_ids)
 
-    return Sight(prepare, store.image_token_id, frozenset(placeholder_ids(config)), settings.limits.max_images)
+    template = None if tokenizer.chat_template else processor_template(model)
+    ids = frozenset(placeholder_ids(config))
+    return Sight(prepare, store.image_token_id, ids, settings.limits.max_images, template)
