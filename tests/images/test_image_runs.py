@@ -155,7 +155,8 @@ def test_programs_that_send_images_are_learned_from(task, tmp_path):
     rows = [json.loads(line) for line in (task / "prompts.jsonl").read_text().splitlines()[:4]]
     (tmp_path / "rows.jsonl").write_text(
         "".join(
-            json.dumps({**row, "input": "<|image_pad|>" + row["input"], "images": [f"{task}/{row['images'][0]}"]}) + "\n"
+            json.dumps({**row, "input": "<|image_pad|>" + row["input"], "images": [f"{task}/{row['images'][0]}"]})
+            + "\n"
             for row in rows
         )
     )
