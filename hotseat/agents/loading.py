@@ -92,25 +92,13 @@ def _load(
     if Environment in form.__mro__:
         return MultiTurn(form, tokenizer, run_seed=seed, sight=sight, **limits)
     try:
-        if name == "AgentExecutor" and sight is None:
-            return ExecutorAgent(form, tokenizer, **limits)
         if name == "AgentExecutor":
-            instances = ExecutorAgent(form, tokenizer, **limits).instance_class
-            if instances is None:
-                raise _without_sight(file, "an AgentExecutor with an execute of its own")
-            return MultiTurn.of_turns(lambda: InstanceTurns(instances), tokenizer, run_seed=seed, sight=sight, **limits)
+            return ExecutorAgent(form, tokenizer, sight=sight, **limits)
         return form(**accepted(form.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
     except NotBuiltError as error:
         raise NotBuiltError(f"{file}: {error}") from error
     except Exception as error:
         raise UserError(f"{file}: {name} cannot be made: {describe(error, str(file))}") from error
-
-
-def _without_sight(file: Path, what: str) -> NotBuiltError:
-    return NotBuiltError(
-        f"{file}: {what} is not built for images yet: write an Environment or an AgentInstance, whose steps may return"
-        " images"
-    )
 
 
 def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tuple[str, Any]:

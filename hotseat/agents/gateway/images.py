@@ -16,7 +16,6 @@ from typing import Any
 
 from hotseat.agents.gateway.asking import BadRequest
 from hotseat.agents.sight import Shown
-from hotseat.vision import tokens_of
 
 _TYPES = ("image_url", "input_image", "image")
 _PROMPT = "hotseat:image/"
@@ -73,10 +72,6 @@ def number_of_prompt(url: str, num_images: int) -> int | None:
     if not (number.isdecimal() and len(number) < 9 and int(number) < num_images):
         raise BadRequest(f"{url[:_SHOWN]!r}: the prompt has {num_images} images, counted from 0", "messages")
     return int(number)
-
-
-def shown_of_prompt(path: str) -> Shown:
-    return Shown(path, tokens_of(path))
 
 
 def _listed(message: Mapping[str, Any]) -> list[Any]:

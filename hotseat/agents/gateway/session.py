@@ -251,8 +251,7 @@ class Session:
         except AgentError as error:
             raise BadRequest(str(error), "messages") from None
         shown: list[Shown] = [
-            next(looked) if number is None else images.shown_of_prompt(self._prompt_images[number])
-            for number in numbers
+            next(looked) if number is None else Shown.of_file(self._prompt_images[number]) for number in numbers
         ]
         return images.with_images(messages, shown)
 

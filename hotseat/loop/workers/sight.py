@@ -39,4 +39,4 @@ def make_sight(settings: HostImages, model: str, tokenizer: Any) -> Sight:
 
     template = None if tokenizer.chat_template else processor_template(model)
     ids = frozenset(placeholder_ids(config))
-    return Sight(prepare, store.image_token_id, ids, settings.limits.max_images, template)
+    return Sight(prepare, store.image_token_id, ids, settings.limits.max_images, template, processor)
