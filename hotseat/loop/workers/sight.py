@@ -10,7 +10,7 @@ from hotseat.agents.agent import AgentError
 from hotseat.agents.sight import Shown, Sight
 from hotseat.data._problems import BadValue
 from hotseat.data.images import ImageLimits, ImageStore, load_processor, processor_template
-from hotseat.vision import placeholder_ids
+from hotseat.vision import placeholder_ids, tokens_of
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class HostImages:
     folder: str  # of prepared images
     limits: ImageLimits
     trust_remote_code: bool = False
+    largest: str | None = None  # the image of the most tokens that the engine was started for; None: any will do
 
 
 def make_sight(settings: HostImages, model: str, tokenizer: Any) -> Sight:
@@ -29,12 +30,19 @@ def make_sight(settings: HostImages, model: str, tokenizer: Any) -> Sight:
     processor = load_processor(model, tokenizer, settings.trust_remote_code)
     store = ImageStore(Path(settings.folder), processor, settings.limits)
     config = AutoConfig.from_pretrained(model, trust_remote_code=settings.trust_remote_code)
+    most = None if settings.largest is None else tokens_of(settings.largest).count(store.image_token_id)
 
     def prepare(image: Any) -> Shown:
         try:
             prepared = store.prepare(image, "an image of the episode", Path())
         except BadValue as error:
             raise AgentError(str(error)) from None
+        num_tokens = prepared.token_ids.count(store.image_token_id)
+        if most is not None and num_tokens > most:
+            raise AgentError(
+                f"an image of the episode: {num_tokens} tokens, and vLLM was started for images of {most}, as many as fit"
+                " into data.max_length"
+            )
         return Shown(prepared.path, prepared.token_ids)
 
     template = None if tokenizer.chat_template else processor_template(model)
