@@ -119,6 +119,54 @@ def test_an_environment_that_shows_images_is_learned_from(task, tmp_path):
     assert max(gaps(read_lines(task / "runs" / "shown" / "metrics.jsonl"))) < 1e-4
 
 
+EXECUTOR = """
+from openrlhf.utils.agent import AgentExecutorBase
+from PIL import Image
+
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
+        tokens, ranges, shown = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"], [], list(images or [])
+        for turn in range(2):
+            output = await llm_engine.generate(tokens, sampling_params, multi_modal_data={"image": shown})
+            sampled = output.outputs[0].token_ids
+            ranges.append((len(tokens), len(tokens) + len(sampled)))
+            if sampled[-1] in hf_tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"]):
+                tokens = tokens + sampled
+                break
+            shown.append(Image.new("RGB", (28, 28), (40 * len(sampled) + turn, 80, 9)))
+            made = hf_tokenizer("<|vision_start|><|image_pad|><|vision_end|>", images=shown[-1:])
+            assert len(made["input_ids"][0]) > 3  # the processor writes all tokens of the image
+            tokens = tokens + sampled + list(made["input_ids"][0])
+        return {"observation_tokens": tokens, "action_ranges": ranges, "reward": float(tokens[-1] % 3)}
+"""
+
+
+@pytest.mark.long
+def test_an_executor_that_shows_images_is_learned_from(task, tmp_path):
+    (tmp_path / "agent.py").write_text(EXECUTOR)
+    overrides = [f"agent.path={tmp_path}/agent.py", "data.max_images_per_prompt=3", "data.max_length=96"]
+    start(loads(rl(task, "executed", reward="{}"), [*overrides, *SMALL]))
+    assert max(gaps(read_lines(task / "runs" / "executed" / "metrics.jsonl"))) < 1e-4
+
+
+@pytest.mark.slow
+def test_images_of_agents_are_no_larger_than_the_engine_was_started_for(task, tmp_path):
+    from transformers import AutoTokenizer
+
+    from hotseat.agents.agent import AgentError
+    from hotseat.data.images import ImageLimits
+    from hotseat.loop.workers.sight import HostImages, make_sight
+
+    model = str(task / "model")
+    largest = image_cases.write_pixels(tmp_path, 0)
+    settings = HostImages(str(tmp_path / "images"), ImageLimits(1, 10**6, 10**6), largest=largest)
+    sight = make_sight(settings, model, AutoTokenizer.from_pretrained(model))
+    assert len(sight.prepare(image_cases.drawn(0, 28, 28)).token_ids) == 4
+    with pytest.raises(AgentError, match="12 tokens, and vLLM was started for images of 4: make it smaller"):
+        sight.prepare(image_cases.drawn(0))
+
+
 PLAY = """
 import base64
 import io

@@ -40,8 +40,8 @@ def make_sight(settings: HostImages, model: str, tokenizer: Any) -> Sight:
         num_tokens = prepared.token_ids.count(store.image_token_id)
         if most is not None and num_tokens > most:
             raise AgentError(
-                f"an image of the episode: {num_tokens} tokens, and vLLM was started for images of {most}, as many as fit"
-                " into data.max_length"
+                f"an image of the episode: {num_tokens} tokens, and vLLM was started for images of {most}: make it"
+                " smaller, or raise data.max_length"
             )
         return Shown(prepared.path, prepared.token_ids)
 
