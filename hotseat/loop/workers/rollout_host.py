@@ -213,7 +213,8 @@ class RolloutHost:
         scoring = self._scoring(is_evaluation=jobs[0].epoch == EVALUATION)
         collection = self._collect(jobs, sampling, scoring)
         groups, facts = collection.groups, collection.facts
-        while self._take_next(collection, jobs):
+        keys = {job.key for job in jobs}
+        while self._take_next(collection, keys):
             pass
         if scoring.waits_for_model:
             with self._changed:
@@ -245,14 +246,14 @@ class RolloutHost:
             collection.collecting.add(new, sampling)
         return collection
 
-    def _take_next(self, collection: _Collection, jobs: Sequence[Job]) -> bool:
-        """Wait for a group if not all jobs are answered. Return whether they were not.
+    def _take_next(self, collection: _Collection, keys: set[GroupKey]) -> bool:
+        """Wait for a group if not all of these are answered. Return whether they were not.
 
-        An earlier call may still wait for the same jobs: its caller has not, since another host died meanwhile.
+        An earlier call may still wait for the same groups: its caller has not, since another host died meanwhile.
         """
         groups, facts = collection.groups, collection.facts
         with collection.lock:
-            if groups.keys() >= {job.key for job in jobs}:
+            if groups.keys() >= keys:
                 return False
             if collection.error is not None:  # which an earlier call got
                 raise collection.error
