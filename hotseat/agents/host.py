@@ -361,14 +361,13 @@ class AgentHost:
 
     async def _ask_in_time(self, job: _Job, request: Request) -> Completion:
         """Return the engine's answer, or what there is of it when the policy's time is over."""
-        limits = self._deadlines
-        left_s = job.started + self._timeout_s - time.monotonic() if limits.scores_policy else None
-        limit_s = min((limit for limit in (limits.turn_s, left_s) if limit is not None), default=None)
-        asked = self._ask(request)
-        answer = asyncio.wrap_future(asked) if isinstance(asked, Future) else asked
-        if limit_s is None:
-            return await answer
-        answer = asyncio.ensure_future(answer)
+        asked, limits = self._ask(request), self._deadlines
+        awaited = asyncio.wrap_future(asked) if isinstance(asked, Future) else asked
+        if limits.turn_s is None and not limits.scores_policy:
+            return await awaited
+        answer = asyncio.ensure_future(awaited)
+        left_s = job.started + self._timeout_s - time.monotonic() if limits.scores_policy else math.inf
+        limit_s = left_s if limits.turn_s is None else min(limits.turn_s, left_s)
         try:
             done, _ = await asyncio.wait({answer}, timeout=max(0.0, limit_s))
             if done:

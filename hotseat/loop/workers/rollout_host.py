@@ -80,6 +80,7 @@ class RolloutHost:
     """Runs agents and rewards in a process of their own: user code may block, crash or keep globals."""
 
     max_concurrency = 4  # a fetch waits; groups are shared and forgotten meanwhile
+    garbage_threshold = 20_000  # it makes some 100 objects for each of thousands of samples, hardly any in cycles
 
     def __init__(self, settings: HostSettings):
         from transformers import AutoTokenizer
