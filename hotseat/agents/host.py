@@ -215,7 +215,7 @@ class AgentHost:
         self._give_places()
 
     def _give_places(self) -> None:
-        while self._waiting and len(self._playing) < self._max_concurrent:
+        while self._waiting and len(self._playing) < self._max_concurrent and self._closed is None:
             job = self._waiting.popleft()
             if job.future.done() or not job.future.set_running_or_notify_cancel():
                 with self._lock:

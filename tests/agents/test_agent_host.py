@@ -89,6 +89,24 @@ def test_a_future_that_is_cancelled_before_its_turn_is_left_out():
             second.result(0)
 
 
+def test_what_waits_for_a_place_does_not_begin_when_the_host_closes():
+    begun, both = [], threading.Event()
+
+    async def run(prompt, key, sampling, sample):
+        begun.append(key.sample)
+        if len(begun) == 2:
+            both.set()
+        await asyncio.Event().wait()
+
+    with AgentHost(Does(run), Script(lambda request: "a"), run_seed=0, max_concurrent=2) as host:
+        futures = [host.submit(prompt_of("q"), SampleKey(0, 0, at), SAMPLING) for at in range(5)]
+        assert both.wait(WAIT_S)
+    for future in futures:
+        with pytest.raises(RunError, match="the agent host is closed"):
+            future.result(0)
+    assert begun == [0, 1]
+
+
 # --- failing ----------------------------------------------------------------------------------------------------------
 
 
