@@ -99,11 +99,13 @@ def assemble(
 
 def _keep_simulator_memory(config: Config, journal: Journal, device: int, num_bytes: int) -> None:
     """Keep what simulators took on a device for later plans, and say so, unless the config says how much it is."""
-    gib, given = num_bytes / GIB, config.env.memory_gib
-    if given is None and keep_gib(config, gib):
+    gib, configured = num_bytes / GIB, config.env.memory_gib
+    if configured is None and keep_gib(config, gib):
         journal.say(f"simulators took {gib:.2f} GiB of device {device}; plans of this config count it from now on")
-    elif given is not None and gib > given:
-        journal.say(f"simulators took {gib:.2f} GiB of device {device}, and env.memory_gib is {given:g}: set it higher")
+    elif configured is not None and gib > configured:
+        journal.say(
+            f"simulators took {gib:.2f} GiB of device {device}, and env.memory_gib is {configured:g}: set it higher"
+        )
 
 
 def _connect(
