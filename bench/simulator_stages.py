@@ -28,9 +28,9 @@ from hotseat.envs.families import babyai
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.simulator_turns import RolloutShape, TurnCosts, predicted_rollout, turn_costs
+from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.engines import EngineSettings, make_engine
 from hotseat.loop.workers.facts import GroupFacts, Job
-from hotseat.loop.workers.models import EngineWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.simulation import Player, SimulationSettings, simulation_prompts
 from hotseat.types import Prompt, Sampling

@@ -13,7 +13,7 @@ from hotseat.config import loads
 from hotseat.errors import RewardError, RunError
 from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
-from hotseat.loop.workers.models import EngineWorker
+from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow

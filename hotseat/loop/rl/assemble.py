@@ -41,7 +41,7 @@ from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.setup import settings
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
-from hotseat.loop.workers.models import EngineWorker
+from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
 from hotseat.placement import GIB, Plan, shares_devices
