@@ -28,7 +28,7 @@ from hotseat.envs.families import babyai
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.simulator_turns import RolloutShape, TurnCosts, predicted_rollout, turn_costs
-from hotseat.loop.workers.engines import EngineSettings, make_engine
+from hotseat.loop.workers.engines import KEPT_PROMPTS, EngineSettings, make_engine
 from hotseat.loop.workers.facts import GroupFacts, Job
 from hotseat.loop.workers.models import EngineWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
@@ -139,7 +139,10 @@ class Host(RolloutHost):
 
 
 class Policy(EngineWorker):
-    """An engine that is made anew for every measurement, with the slots that a run would have."""
+    """An engine that is made anew for every measurement, with the slots and prompts that a run would have.
+
+    Its run has twice as many slots as simulators.
+    """
 
     def __init__(self, settings: EngineSettings):
         super().__init__(settings)
@@ -147,7 +150,8 @@ class Policy(EngineWorker):
 
     def resize(self, num_slots: int) -> None:
         self._engine.close()
-        self._engine = make_engine(replace(self._settings, num_slots=num_slots), 0)
+        num_kept = KEPT_PROMPTS + 2 * self._settings.num_slots - num_slots
+        self._engine = make_engine(replace(self._settings, num_slots=num_slots, num_kept_prompts=num_kept), 0)
 
 
 class Bench:
