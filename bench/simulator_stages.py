@@ -235,7 +235,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-envs", type=int, default=64)
-    parser.add_argument("--max-steps", type=int, default=16)
+    parser.add_argument("--max-steps", type=int, default=12)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4])

@@ -13,10 +13,11 @@ import numpy as np
 
 from hotseat.envs.simulator import ActionSpec, Seen, Step, Task
 
-NUM_PUCKS = 12
+NUM_PUCKS = 20
 ACTION_S = 0.05
 EDGE = 0.4
 SPEED = 2.0  # metres per second, to which observations are bounded
+DIRECTIONS = [(x, y) for x in (-1, 0, 1) for y in (-1, 0, 1)]  # of the finger, in metres per second
 
 _BODY = '<body><joint name="{0}_x" type="slide" axis="1 0 0"/><joint name="{0}_y" type="slide" axis="0 1 0"/>{1}</body>'
 _MOTORS = '<actuator><velocity joint="finger_x" kv="40"/><velocity joint="finger_y" kv="40"/></actuator>'
@@ -44,7 +45,7 @@ class Table:
 
     def __init__(self, tasks: Sequence[str], max_steps: int, substeps: int):
         self.tasks = [Task(index, name) for index, name in enumerate(tasks)]
-        self.action = ActionSpec((-1.0, -1.0), (1.0, 1.0))
+        self.action = ActionSpec.numbered(len(DIRECTIONS))
         num_numbers = 2 * (NUM_PUCKS + 1)
         bound = np.repeat(np.array([EDGE, SPEED], dtype=np.float32), [num_numbers, 2])  # places, the finger's velocity
         self.state_bounds = (-bound, bound)
@@ -64,7 +65,7 @@ class Table:
         return self._seen()
 
     def step(self, action: np.ndarray) -> Step:
-        self._data.ctrl[:] = action
+        self._data.ctrl[:] = DIRECTIONS[int(action[0])]
         mujoco.mj_step(self._model, self._data, nstep=self._substeps)
         self._num_steps += 1
         return Step(self._seen(), 0.0, truncated=self._num_steps == self._max_steps)
