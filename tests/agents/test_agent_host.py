@@ -302,7 +302,6 @@ def test_outcomes_that_are_none():
 def test_close_wakes_everybody():
     host = AgentHost(Does(good), lambda request: Future(), run_seed=0, max_concurrent=1)
     running, waiting = (host.submit(prompt_of("q"), SampleKey(0, 0, at), SAMPLING) for at in range(2))
-    time.sleep(0.05)
     begin = time.monotonic()
     host.close()
     host.close()
@@ -405,19 +404,41 @@ def test_the_same_sample_again_has_another_request_but_the_same_seed():
 
 # --- deadlines --------------------------------------------------------------------------------------------------------
 
+EPISODE_S = 200.0
+
+
+class Clock:
+    """The time of an event loop, which stands still until `pass_by`: a limit is over when that is called."""
+
+    def __init__(self, loop):
+        self._loop, self._now_s = loop, loop.time()
+        loop.time = lambda: self._now_s
+
+    def pass_by(self, seconds):
+        self._loop.call_soon_threadsafe(self._advance, seconds)
+
+    def _advance(self, seconds):
+        self._now_s += seconds
+
 
 class Slow:
-    """An engine that answers nothing until it is told to end, and then what it has sampled: one token."""
+    """An engine that answers nothing until it is told to end, and then what it has sampled: one token.
+
+    With a clock, an episode's time is over once a request waits.
+    """
 
     def __init__(self, *prompt_answers):
         self.answers = list(prompt_answers)
         self.waiting = {}
+        self.clock = None
 
     def __call__(self, request):
         future = self.waiting[request.id] = Future()
         future.request = request
         if self.answers:
             future.set_result(completion_of(request, self.answers.pop(0)))
+        elif self.clock is not None:
+            self.clock.pass_by(EPISODE_S)
         return future
 
     def abort(self, names):
@@ -439,6 +460,7 @@ def played(engine, environment=Counts, timeout_s=WAIT_S, **deadlines):
     with AgentHost(
         agent, engine, run_seed=5, timeout_s=timeout_s, requests=OpenRequests(engine.abort), deadlines=limits
     ) as host:
+        engine.clock = Clock(host._loop) if timeout_s == EPISODE_S else None
         return host.submit(prompt_of("q"), KEY, SAMPLING).result(WAIT_S)
 
 
@@ -456,7 +478,7 @@ def test_an_answer_that_takes_too_long_is_cut_and_scored_where_that_is_configure
 
 
 def test_a_policy_that_runs_out_of_time_is_scored_where_that_is_configured():
-    scored = played(Slow("ab"), timeout_s=0.3, scores_policy=True)
+    scored = played(Slow("ab"), timeout_s=EPISODE_S, scores_policy=True)
     assert marked(scored.episode) == ["q[ab]|[c]"]
     assert scored.turn_rewards == (2.0, 1.0)
     assert scored.episode.is_truncated
@@ -495,7 +517,7 @@ def test_earlier_turns_are_scored_where_the_policy_sampled_nothing_of_the_last_i
         for name in names
         if not engine.waiting[name].done()
     ]
-    scored = played(engine, timeout_s=0.3, scores_policy=True)
+    scored = played(engine, timeout_s=EPISODE_S, scores_policy=True)
     assert marked(scored.episode)[0].startswith("q[ab]")
     assert scored.turn_rewards == (2.0,)
     assert scored.episode.is_truncated
