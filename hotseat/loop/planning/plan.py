@@ -13,7 +13,7 @@ from hotseat.config.batches import token_budget, tokens_per_micro_batch
 from hotseat.config.images import has_images
 from hotseat.config.maths import judge_length, overlap_queue, prompt_max_length
 from hotseat.config.precision import dtype_of, with_dtype
-from hotseat.config.roles import has_judge_engine
+from hotseat.config.roles import has_agent, has_judge_engine
 from hotseat.config.schema import JudgeEngineConfig, NodePoolConfig, RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu
@@ -518,7 +518,7 @@ def _image_share(config: Config) -> float:
     if not has_images(config):
         return 0.0
     num_images = 1 if data.image_key is None else data.max_images_per_prompt  # a simulator shows one at a time
-    only_prompts = config.task == "rl" and data.image_key is not None and config.agent.path is None
+    only_prompts = config.task == "rl" and data.image_key is not None and not has_agent(config)
     tokens = min(prompt_max_length(config), data.max_length) if only_prompts else data.max_length
     shape, _ = _shape(config, "actor")
     if shape is not None and shape.vision is not None:

@@ -21,6 +21,7 @@ from hotseat.config.maths import (
 from hotseat.config.precision import dtype_of
 from hotseat.config.roles import (
     compares_with_reference,
+    has_agent,
     has_critic,
     has_inference,
     has_reward_model,
@@ -341,10 +342,12 @@ def image_limits(config: Config) -> ImageLimits:
 
 
 def _host_images(config: Config) -> HostImages | None:
-    """Return the settings of images that environments show; None if none can."""
-    if config.data.image_key is None or config.agent.path is None:
+    """Return the settings of images that environments and programs show; None if none can."""
+    if config.data.image_key is None or not has_agent(config):
         return None
-    return HostImages(str(image_folder(config)), image_limits(config), config.trust_remote_code)
+    options = _image_options(config) if config.rollout.engine == "vllm" else None
+    largest = None if options is None else options.largest
+    return HostImages(str(image_folder(config)), image_limits(config), config.trust_remote_code, largest)
 
 
 def simulation_settings(config: Config) -> SimulationSettings:
