@@ -30,14 +30,15 @@ from hotseat.cluster import _broker as wire
 from hotseat.cluster._guard import WORKER
 from hotseat.errors import DeadlineError, RunError, WorkerError
 
-__all__ = ["Broker", "Channel", "ChannelClosed", "ChannelDirectory"]
+__all__ = ["Broker", "Channel", "ChannelClosed", "ChannelDirectory", "forget_clients"]
 
 Item = TypeVar("Item")
 
 Address = tuple[str, str | None, int]  # socket file, host or None, port
 
-# The broker answers at the deadline. A client that hears nothing for this much longer stops believing in the broker.
-_BROKER_GRACE_S = 5.0
+# The broker answers at the deadline. A client that hears nothing for this much longer takes the broker for stuck. Long,
+# because a loaded machine may hold it up that much; one that died is noticed at once, by its sockets.
+_BROKER_GRACE_S = 60.0
 
 
 class ChannelClosed(RunError):
@@ -305,17 +306,18 @@ class Broker:
             self._process.wait(3.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(3.0)
+            self._process.wait(60.0)
         self._process.stdout.close()
         with contextlib.suppress(OSError):
             os.unlink(self._path)
+        forget_clients(self._path)
 
 
 class _BrokerClient:
     """The client of a broker. Each thread that waits has a connection to itself; idle ones are kept for the next.
 
     There is one for each channel in a process, however often the channel is sent there, and it lasts as long as the
-    process or the stream: a worker that returns from one call and continues in the next has not left.
+    process, the stream or the broker: a worker that returns from one call and continues in the next has not left.
     """
 
     def __init__(self, address: Address, key: bytes, channel: str, capacity: int, num_producers: int):
@@ -329,6 +331,11 @@ class _BrokerClient:
         self._client = secrets.token_hex(8)
         self._idle: list[socket.socket] = []
         self._lock = threading.Lock()
+
+    @property
+    def path(self) -> str:
+        """The broker's socket file."""
+        return self._address[0]
 
     def __reduce__(self) -> Any:
         hello = self._hello
@@ -400,21 +407,22 @@ class _BrokerClient:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        path, host, port = self._address
         try:
-            if host is None or os.path.exists(path):
-                connection = socket.socket(socket.AF_UNIX)
-                connection.settimeout(_BROKER_GRACE_S)
-                connection.connect(path)
-            else:
-                connection = socket.create_connection((host, port), timeout=_BROKER_GRACE_S)
-            try:
+            with contextlib.ExitStack() as opened:  # closed again, unless the broker accepts
+                connection = self._connect(opened)
                 self._greet(connection)
-            except BaseException:
-                connection.close()
-                raise
+                opened.pop_all()
         except OSError as error:
             raise WorkerError(f"{self._name()} is gone ({error})") from error
+        return connection
+
+    def _connect(self, opened: contextlib.ExitStack) -> socket.socket:
+        path, host, port = self._address
+        if host is not None and not os.path.exists(path):
+            return opened.enter_context(socket.create_connection((host, port), timeout=_BROKER_GRACE_S))
+        connection = opened.enter_context(socket.socket(socket.AF_UNIX))
+        connection.settimeout(_BROKER_GRACE_S)
+        connection.connect(path)
         return connection
 
     def _greet(self, connection: socket.socket) -> None:
@@ -436,6 +444,15 @@ def _client_of(address: Address, key: bytes, channel: str, capacity: int, num_pr
         if channel not in _clients:
             _clients[channel] = _BrokerClient(address, key, channel, capacity, num_producers)
         return _clients[channel]
+
+
+def forget_clients(path: str) -> None:
+    """Close this process's connections to the broker with this socket file, which has ended."""
+    with _clients_lock:
+        channels = [channel for channel, client in _clients.items() if client.path == path]
+        clients = [_clients.pop(channel) for channel in channels]
+    for client in clients:
+        client.leave()
 
 
 def _who() -> str:

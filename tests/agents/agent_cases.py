@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from hotseat.agents import Agent, AgentHost
 from hotseat.types import Completion, Episode, Failed, Prompt, Request, SampleKey, Sampling, ScoredEpisode
 
-WAIT_S = 20.0
+WAIT_S = 300.0
 SAMPLING = Sampling(max_new_tokens=50, temperature=0.7)
 KEY = SampleKey(0, 3, 1)
 

@@ -13,7 +13,7 @@ from chat_templates import STOPS, tokenizer_of
 
 from hotseat.types import Completion, Episode, Failed, Request, SampleKey, Sampling, ScoredEpisode, Segment
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 KEY = SampleKey(0, 3, 1)
 SAMPLING = Sampling(max_new_tokens=50, temperature=0.7)
 Outcome = Episode | ScoredEpisode | Failed

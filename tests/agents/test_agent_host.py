@@ -89,6 +89,24 @@ def test_a_future_that_is_cancelled_before_its_turn_is_left_out():
             second.result(0)
 
 
+def test_what_waits_for_a_place_does_not_begin_when_the_host_closes():
+    begun, both = [], threading.Event()
+
+    async def run(prompt, key, sampling, sample):
+        begun.append(key.sample)
+        if len(begun) == 2:
+            both.set()
+        await asyncio.Event().wait()
+
+    with AgentHost(Does(run), Script(lambda request: "a"), run_seed=0, max_concurrent=2) as host:
+        futures = [host.submit(prompt_of("q"), SampleKey(0, 0, at), SAMPLING) for at in range(5)]
+        assert both.wait(WAIT_S)
+    for future in futures:
+        with pytest.raises(RunError, match="the agent host is closed"):
+            future.result(0)
+    assert begun == [0, 1]
+
+
 # --- failing ----------------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +131,14 @@ def test_an_episode_that_takes_too_long_fails_and_its_request_is_aborted():
 
 
 @pytest.mark.slow
-def test_an_episode_that_does_not_want_to_end_is_left_behind_and_asks_no_more():
+@pytest.mark.parametrize(
+    ("timeout_s", "deadlines", "reason"),
+    [
+        (2.0, None, "the agent took longer than 2 s"),
+        (WAIT_S, Deadlines(tool_s=0.1), "took longer than 0.1 s between answers"),
+    ],
+)
+def test_an_episode_that_does_not_want_to_end_is_left_behind_and_asks_no_more(timeout_s, deadlines, reason):
     script = Script(lambda request: "a")
     over, tried = threading.Event(), threading.Event()
 
@@ -129,9 +154,9 @@ def test_an_episode_that_does_not_want_to_end_is_left_behind_and_asks_no_more():
             tried.set()
         return await good(prompt, key, sampling, sample)
 
-    with AgentHost(Does(run), script, run_seed=0, timeout_s=2.0, max_concurrent=1) as host:
+    with AgentHost(Does(run), script, run_seed=0, timeout_s=timeout_s, max_concurrent=1, deadlines=deadlines) as host:
         stubborn, next_one = (host.submit(prompt_of("q"), SampleKey(0, 0, at), SAMPLING) for at in range(2))
-        assert "took longer than 2 s" in stubborn.result(WAIT_S).reason
+        assert reason in stubborn.result(WAIT_S).reason
         assert isinstance(next_one.result(WAIT_S), Episode)
         over.set()
         assert tried.wait(WAIT_S)
@@ -277,7 +302,6 @@ def test_outcomes_that_are_none():
 def test_close_wakes_everybody():
     host = AgentHost(Does(good), lambda request: Future(), run_seed=0, max_concurrent=1)
     running, waiting = (host.submit(prompt_of("q"), SampleKey(0, 0, at), SAMPLING) for at in range(2))
-    time.sleep(0.05)
     begin = time.monotonic()
     host.close()
     host.close()
@@ -380,19 +404,41 @@ def test_the_same_sample_again_has_another_request_but_the_same_seed():
 
 # --- deadlines --------------------------------------------------------------------------------------------------------
 
+EPISODE_S = 200.0
+
+
+class Clock:
+    """The time of an event loop, which stands still until `pass_by`: a limit is over when that is called."""
+
+    def __init__(self, loop):
+        self._loop, self._now_s = loop, loop.time()
+        loop.time = lambda: self._now_s
+
+    def pass_by(self, seconds):
+        self._loop.call_soon_threadsafe(self._advance, seconds)
+
+    def _advance(self, seconds):
+        self._now_s += seconds
+
 
 class Slow:
-    """An engine that answers nothing until it is told to end, and then what it has sampled: one token."""
+    """An engine that answers nothing until it is told to end, and then what it has sampled: one token.
+
+    With a clock, an episode's time is over once a request waits.
+    """
 
     def __init__(self, *prompt_answers):
         self.answers = list(prompt_answers)
         self.waiting = {}
+        self.clock = None
 
     def __call__(self, request):
         future = self.waiting[request.id] = Future()
         future.request = request
         if self.answers:
             future.set_result(completion_of(request, self.answers.pop(0)))
+        elif self.clock is not None:
+            self.clock.pass_by(EPISODE_S)
         return future
 
     def abort(self, names):
@@ -414,6 +460,7 @@ def played(engine, environment=Counts, timeout_s=WAIT_S, **deadlines):
     with AgentHost(
         agent, engine, run_seed=5, timeout_s=timeout_s, requests=OpenRequests(engine.abort), deadlines=limits
     ) as host:
+        engine.clock = Clock(host._loop) if timeout_s == EPISODE_S else None
         return host.submit(prompt_of("q"), KEY, SAMPLING).result(WAIT_S)
 
 
@@ -431,7 +478,7 @@ def test_an_answer_that_takes_too_long_is_cut_and_scored_where_that_is_configure
 
 
 def test_a_policy_that_runs_out_of_time_is_scored_where_that_is_configured():
-    scored = played(Slow("ab"), timeout_s=0.3, scores_policy=True)
+    scored = played(Slow("ab"), timeout_s=EPISODE_S, scores_policy=True)
     assert marked(scored.episode) == ["q[ab]|[c]"]
     assert scored.turn_rewards == (2.0, 1.0)
     assert scored.episode.is_truncated
@@ -470,7 +517,7 @@ def test_earlier_turns_are_scored_where_the_policy_sampled_nothing_of_the_last_i
         for name in names
         if not engine.waiting[name].done()
     ]
-    scored = played(engine, timeout_s=0.3, scores_policy=True)
+    scored = played(engine, timeout_s=EPISODE_S, scores_policy=True)
     assert marked(scored.episode)[0].startswith("q[ab]")
     assert scored.turn_rewards == (2.0,)
     assert scored.episode.is_truncated

@@ -39,8 +39,8 @@ class Engine:
 
     def __call__(self, request: Request) -> Future[Completion]:
         assert request.streams == (len(self._listeners) > len(self.requests))
-        self.requests.append(request)
         self._futures.append(Future())
+        self.requests.append(request)  # who waits for the request finds its future
         return self._futures[-1]
 
     async def sample(self, number: int, token_ids: tuple[int, ...] = ()) -> None:

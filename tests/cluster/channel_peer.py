@@ -5,10 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-import hotseat.cluster.channel
 from hotseat.cluster import ChannelClosed
 
-hotseat.cluster.channel._BROKER_GRACE_S = 60.0
 what, path = sys.argv[1:3]
 channel = pickle.loads(Path(path).read_bytes())
 print("ready", flush=True)
@@ -16,24 +14,24 @@ if what == "consume":
     count = 0
     try:
         while True:
-            channel.get(timeout_s=20)
+            channel.get(timeout_s=300)
             count += 1
     except ChannelClosed:
         print(count, flush=True)
 elif what == "take one and wait":
-    print(channel.get(timeout_s=20), flush=True)
-    time.sleep(60)
+    print(channel.get(timeout_s=300), flush=True)
+    time.sleep(600)
 elif what == "put one and wait":
-    channel.put(1, timeout_s=20)
+    channel.put(1, timeout_s=300)
     print("put", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 elif what == "put one, close and wait":
-    channel.put(1, timeout_s=20)
+    channel.put(1, timeout_s=300)
     channel.close()
     print("put", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 elif what == "wait":
     try:
-        channel.get(timeout_s=20)
+        channel.get(timeout_s=300)
     except Exception as error:
         print(f"{type(error).__name__}: {error}", flush=True)

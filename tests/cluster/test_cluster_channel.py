@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -117,12 +118,6 @@ def broker(tmp_path_factory):
     made.close()
 
 
-@pytest.fixture(autouse=True)
-def _patient_with_the_broker(monkeypatch):
-    """On a loaded machine it answers late."""
-    monkeypatch.setattr("hotseat.cluster.channel._BROKER_GRACE_S", 60.0)
-
-
 @pytest.fixture(params=["inside", "outside"])
 def make(request):
     def channel(item_type, capacity, **options) -> Channel:
@@ -148,7 +143,7 @@ def in_thread(call, *args, **kwargs):
     thread.start()
 
     def result():
-        thread.join(60)
+        thread.join(300)
         value, error = outcome[0]
         if error:
             raise error
@@ -278,7 +273,7 @@ def peer(tmp_path):
     yield start
     for process in started:
         process.kill()
-        process.wait(5)
+        process.wait(60)
         process.stdout.close()
 
 
@@ -286,38 +281,38 @@ def test_items_cross_processes(broker, peer):
     channel = outside(broker)
     other = peer("consume", channel)
     for value in range(300):
-        channel.put(value, timeout_s=20)
+        channel.put(value, timeout_s=300)
     channel.close()
-    assert other.communicate(timeout=20)[0] == "300\n"
+    assert other.communicate(timeout=300)[0] == "300\n"
 
 
 def test_a_killed_producer_wakes_the_consumer(broker, peer):
     channel = outside(broker)
     other = peer("put one and wait", channel)
     assert other.stdout.readline() == "put\n"
-    assert channel.get(timeout_s=20) == 1
-    waiting = in_thread(channel.get, timeout_s=300)
+    assert channel.get(timeout_s=300) == 1
+    waiting = in_thread(channel.get, timeout_s=3000)
     time.sleep(0.1)
     begin = time.monotonic()
     other.kill()
     with pytest.raises(WorkerError, match=rf"its producer driver \(pid {other.pid}\) went away without closing it"):
         waiting()
-    assert time.monotonic() - begin < 60  # of the 300 it would wait
+    assert time.monotonic() - begin < 300  # it would wait 3,000
 
 
 def test_a_killed_consumer_wakes_the_producer(broker, peer):
     channel = outside(broker, capacity=1)
     other = peer("take one and wait", channel)
-    channel.put(1, timeout_s=20)
+    channel.put(1, timeout_s=300)
     assert other.stdout.readline() == "1\n"
-    channel.put(2, timeout_s=20)
-    waiting = in_thread(channel.put, 3, timeout_s=300)
+    channel.put(2, timeout_s=300)
+    waiting = in_thread(channel.put, 3, timeout_s=3000)
     time.sleep(0.1)
     begin = time.monotonic()
     other.kill()
     with pytest.raises(WorkerError, match=rf"its consumer driver \(pid {other.pid}\) went away"):
         waiting()
-    assert time.monotonic() - begin < 60  # of the 300 it would wait
+    assert time.monotonic() - begin < 300  # it would wait 3,000
 
 
 def test_a_producer_may_go_once_it_has_closed(broker, peer):
@@ -325,9 +320,9 @@ def test_a_producer_may_go_once_it_has_closed(broker, peer):
     other = peer("put one, close and wait", channel)
     assert other.stdout.readline() == "put\n"
     other.kill()
-    other.wait(5)
+    other.wait(60)
     time.sleep(0.1)
-    assert channel.get(timeout_s=5) == 1
+    assert channel.get(timeout_s=60) == 1
     channel.put(2)
     channel.close()
     assert list(channel) == [2]
@@ -337,7 +332,7 @@ def test_a_stopped_process_is_named_at_the_deadline(broker, peer):
     channel = outside(broker)
     other = peer("put one and wait", channel)
     assert other.stdout.readline() == "put\n"
-    channel.get(timeout_s=5)
+    channel.get(timeout_s=60)
     os.kill(other.pid, signal.SIGSTOP)
     with pytest.raises(DeadlineError, match=rf"producers driver \(pid {other.pid}\)"):
         channel.get(timeout_s=0.3)
@@ -347,7 +342,7 @@ def test_a_killed_broker_wakes_both_ends(tmp_path, peer):
     broker = Broker(str(tmp_path))
     channel = outside(broker)
     other = peer("wait", channel)
-    waiting = in_thread(channel.get, timeout_s=30)
+    waiting = in_thread(channel.get, timeout_s=300)
     time.sleep(0.3)
     os.kill(broker.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="the broker of channel 'numbers' is gone"):
@@ -358,8 +353,8 @@ def test_a_killed_broker_wakes_both_ends(tmp_path, peer):
 
 def test_large_items_cross_too(broker):
     channel = outside(broker, item_type=Big, capacity=2)
-    waiting = in_thread(channel.get, timeout_s=30)
-    channel.put(Big(os.urandom(1 << 10) * (30 << 10)), timeout_s=30)
+    waiting = in_thread(channel.get, timeout_s=300)
+    channel.put(Big(os.urandom(1 << 10) * (30 << 10)), timeout_s=300)
     assert len(waiting().data) == 30 << 20
 
 
@@ -370,9 +365,9 @@ def test_a_fork_has_connections_of_its_own(broker):
     if child == 0:
         code = 1
         try:
-            code = 0 if channel.get(timeout_s=10) == 1 else 2
-            channel.put(5, timeout_s=10)
-            channel.get_many(1, timeout_s=10)
+            code = 0 if channel.get(timeout_s=60) == 1 else 2
+            channel.put(5, timeout_s=60)
+            channel.get_many(1, timeout_s=60)
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
@@ -383,9 +378,9 @@ def test_strangers_are_turned_away(broker):
     assert host is None  # no port is open
     assert os.stat(os.path.dirname(path)).st_mode & 0o077 == 0
     with pytest.raises(WorkerError, match="is gone"):
-        Channel("numbers", int, 1, broker=(broker.address, b"wrong key")).put(1, timeout_s=5)
+        Channel("numbers", int, 1, broker=(broker.address, b"wrong key")).put(1, timeout_s=60)
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.settimeout(5)
+        stranger.settimeout(60)
         stranger.connect(path)
         assert len(stranger.recv(64)) == 32
         stranger.sendall(b"x" * 64)
@@ -401,3 +396,39 @@ def test_over_tcp_as_between_machines(tmp_path):
     channel.put_many([1, 2, 3])
     assert channel.get_many(4) == [1, 2, 3]
     broker.close()
+
+
+def test_a_broker_that_is_stuck_is_named(tmp_path, monkeypatch):
+    broker = Broker(str(tmp_path))
+    channel = outside(broker)
+    assert channel.size() == 0
+    monkeypatch.setattr("hotseat.cluster.channel._BROKER_GRACE_S", 0.1)
+    os.kill(broker.pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineError, match=r"the broker of channel 'numbers': no answer in 0\.2 s"):
+        channel.get(timeout_s=0.1)
+    os.kill(broker.pid, signal.SIGCONT)
+    broker.close()
+
+
+def test_connections_end_with_their_broker(tmp_path):
+    """Also one that a dead broker did not accept: nothing is left for the garbage collector to complain about."""
+    broker = Broker(str(tmp_path))
+    channel = outside(broker)
+    before = sockets()
+    channel.put(1)
+    assert len(sockets()) == len(before) + 1
+    broker.close()
+    assert sockets() == before
+    Path(broker.address[0]).touch()
+    with pytest.raises(WorkerError, match="the broker of channel 'numbers' is gone"):
+        channel.put(2)
+    assert sockets() == before
+
+
+def sockets() -> set[str]:
+    """The sockets that this process has open."""
+    opened = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the folder itself, which is closed by now
+            opened.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {link for link in opened if link.startswith("socket:")}

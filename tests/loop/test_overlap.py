@@ -13,8 +13,11 @@ from hotseat.config import loads
 from hotseat.errors import RewardError, RunError
 from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
-from hotseat.loop.workers.models import EngineWorker
+from hotseat.loop.workers.engine_worker import EngineWorker
+from hotseat.loop.workers.facts import EVALUATION
 from hotseat.observe import read_lines
+from hotseat.rollout._requests import RequestTable
+from hotseat.rollout.transformers_engine import TransformersEngine
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +70,29 @@ def long_answers(task: Path) -> dict[str, str]:
         "data": f"{{path: {task}/prompts.jsonl, label_key: label, max_length: 30}}",
         "rollout": "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 24, num_slots: 2}",
     }
+
+
+@pytest.fixture
+def _answers_open_at_first_push(monkeypatch):
+    """However late a thread runs: an engine that has answered the prompts of a step and begun others awaits a push."""
+    num_answers, versions = Counter(), set()
+    step, complete = TransformersEngine._step, RequestTable.complete
+
+    def step_or_wait(self):
+        versions.add(self._serving.version)
+        has_begun = any(sequence is not None and sequence.token_ids for sequence in self._running)
+        if has_begun and len(versions) == 1 and list(num_answers.values()).count(4) >= 4:
+            time.sleep(0.001)  # and commands are obeyed between steps
+        else:
+            step(self)
+
+    def count(self, done):
+        names = (sequence.request.id for sequence, _ in done)
+        num_answers.update(tuple(name.split("/")[:2]) for name in names if not name.startswith(f"{EVALUATION}/"))
+        complete(self, done)
+
+    monkeypatch.setattr(TransformersEngine, "_step", step_or_wait)
+    monkeypatch.setattr(RequestTable, "complete", count)
 
 
 def run_until_saved(task: Path, name: str, overlap: str, monkeypatch, num_checkpoints: int, *overrides: str) -> None:
@@ -159,6 +185,7 @@ def test_by_arrival_a_resumed_run_trains_every_sample_once(task, monkeypatch, in
     assert set(trained(task, "run").values()) == {1}
 
 
+@pytest.mark.usefixtures("_answers_open_at_first_push")
 def test_requests_go_on_over_a_push_and_their_tokens_say_so(task):
     """The age of a sample is that of its oldest token. All samples of each step are recorded."""
     overlap = "{staleness: 2, order: arrival, in_flight: keep}"
@@ -188,6 +215,7 @@ SHARED = {
 CARRIED = "{staleness: 1, order: arrival, in_flight: recompute}"
 
 
+@pytest.mark.usefixtures("_answers_open_at_first_push")
 def test_on_shared_devices_open_answers_stand_still_and_go_on(task):
     sections = SHARED | {"eval": f"{{path: {task}/prompts.jsonl, every: 2}}"}
     rows = run(task, "run", CARRIED, "actor.enable_offload=true", "log.samples_every=1", **sections)
@@ -286,6 +314,7 @@ def test_a_run_that_failed_leaves_no_groups_to_the_next_of_its_name(task):
     assert list((task / "runs" / "run" / "spool").iterdir()) == []
 
 
+@pytest.mark.usefixtures("_answers_open_at_first_push")
 def test_requests_that_a_restart_drops_fail_no_sample(task, monkeypatch):
     """An engine takes a while to drop its requests, and those who wait for them hear of it before it is done."""
 

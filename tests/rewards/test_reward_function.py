@@ -15,7 +15,7 @@ from hotseat.rewards import RewardFunction, Score
 
 pytestmark = pytest.mark.slow  # each starts processes
 
-WAIT_S = 30.0
+WAIT_S = 300.0
 GOOD = "def reward_func(queries, prompts, labels):\n    return [float(len(query)) for query in queries]\n"
 
 
@@ -294,7 +294,7 @@ def test_a_kill_from_outside_does_not_use_up_a_retry(make, tmp_path):
 
 
 def test_too_many_kills_fail(make, tmp_path):
-    function = make(NOTE_PID.format(str(tmp_path / "pids")) + "    time.sleep(100)\n", max_kills=1)
+    function = make(NOTE_PID.format(str(tmp_path / "pids")) + "    time.sleep(10000)\n", max_kills=1)
     future = submit(function)
     killer(tmp_path, 2)
     reason = future.result(WAIT_S)[0].reason
@@ -310,23 +310,23 @@ def test_a_worker_that_dies_between_groups_is_replaced(make):
     assert function.pids != [pid]
 
 
-def test_one_misbehaving_group_does_not_hold_up_the_others(make):
+def test_one_misbehaving_group_does_not_hold_up_the_others(make, tmp_path):
     """Scenario 28."""
-    function = make(
-        "import time\n" + body("if prompts[0] == 'slow': time.sleep(100)", "return [1.0] * 2"),
-        num_workers=2,
-        timeout_s=10.0,
-    )
+    end = tmp_path / "end"
+    hang = f"while prompts[0] == 'slow' and not os.path.exists({str(end)!r}): time.sleep(0.01)"
+    function = make("import os, time\n" + body(hang, "return [1.0] * 2"), num_workers=2)
     slow = submit(function, prompt="slow")
     assert all(score(function, prompt=f"fast{number}") == [Score(1.0, 1.0)] * 2 for number in range(5))
     assert not slow.done()  # they were all scored while it hung
+    end.touch()
+    assert slow.result(WAIT_S) == [Score(1.0, 1.0)] * 2
 
 
 # --- ending -----------------------------------------------------------------------------------------------------------
 
 
 def test_close_ends_workers_and_wakes_waiters(make, tmp_path):
-    function = make(NOTE_PID.format(str(tmp_path / "pids")) + "    time.sleep(100)\n")
+    function = make(NOTE_PID.format(str(tmp_path / "pids")) + "    time.sleep(10000)\n")
     running, waiting, cancelled = submit(function), submit(function), submit(function)
     assert cancelled.cancel()
     wait_until((tmp_path / "pids").exists)
@@ -334,7 +334,7 @@ def test_close_ends_workers_and_wakes_waiters(make, tmp_path):
     begin = time.monotonic()
     function.close()
     function.close()
-    assert time.monotonic() - begin < 5.0
+    assert time.monotonic() - begin < WAIT_S / 2  # after which it would have been ended anyway
     for future in (running, waiting):
         with pytest.raises(RunError, match=r"rewards.py: reward_func: closed before it scored samples 0/7/0, 0/7/1"):
             future.result(0)
@@ -351,7 +351,7 @@ if __name__ == "__main__":
     futures = [function.submit(["q"], ["p"], [None], ["0"]) for _ in range(2)]
     while len(function.pids) < 2: time.sleep(0.01)
     print(*function.pids, flush=True)
-    if sys.argv[2] == "wait": time.sleep(100)
+    if sys.argv[2] == "wait": time.sleep(10000)
 """
 
 
@@ -380,7 +380,7 @@ def test_chance_belongs_to_the_samples_and_not_to_the_process(tmp_path):
     def scores(ids: list[str], seed: int | None = 1) -> list[list[float]]:
         with RewardFunction(file, seed=seed) as function:
             futures = [function.submit(["a", "b"], ["", ""], [None, None], [f"{name}/0", f"{name}/1"]) for name in ids]
-            return [[score.reward for score in future.result(30)] for future in futures]
+            return [[score.reward for score in future.result(WAIT_S)] for future in futures]
 
     first, second = scores(["x", "y"]), scores(["y", "x"])
     assert first == second[::-1]

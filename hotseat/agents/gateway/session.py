@@ -433,5 +433,5 @@ class _View:
 
 def _first_stop(text: str, stops: tuple[str, ...]) -> str | None:
     """Return the stop string that is complete first in a text."""
-    found = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
-    return min(found)[1] if found else None
+    ends = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+    return min(ends)[1] if ends else None

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from hotseat.cluster import _guard
 from hotseat.cluster._ray.connection import RayConnection
 from hotseat.cluster._ray.node_agent import NodeAgent
-from hotseat.cluster.channel import Address, Broker
+from hotseat.cluster.channel import Address, Broker, forget_clients
 from hotseat.cluster.ports import free_port
 from hotseat.cluster.session import Session
 from hotseat.errors import DeadlineError, RunError, WorkerError
@@ -77,9 +77,11 @@ class NodeProcesses:
                 self._connection.ray.kill(agent)
 
     def close_broker(self) -> None:
-        """End the broker on this node."""
+        """End the broker on this node, and this process's connections to those on others."""
         if self._broker_here:
             self._broker_here.close()
+        for (path, _, _), _ in self._brokers.values():
+            forget_clients(path)
 
     def _agent(self, node: int) -> Any:
         """Return the agent on another node than the driver's."""

@@ -332,9 +332,9 @@ def engine_slots(config: Config, role: str = "rollout") -> int:
 
 
 def _simulator_memory(config: Config) -> SimulatorMemory | None:
-    given, measured = config.env.memory_gib, kept_gib(config)
-    if given is not None:
-        return SimulatorMemory(given)
+    configured, measured = config.env.memory_gib, kept_gib(config)
+    if configured is not None:
+        return SimulatorMemory(configured)
     return None if measured is None else SimulatorMemory(measured, source="measured by an earlier run")
 
 
@@ -652,9 +652,9 @@ def _shape_of(name: str) -> tuple[ModelShape | None, str | None]:
 
 def _teachers(config: Config) -> list[tuple[ModelShape, str | None]]:
     """Return shape and assumed model of every teacher; none if one is unknown."""
-    found = [_shape_of(name) for name in config.reference.teachers.values()]
-    known = [(shape, assumed) for shape, assumed in found if shape is not None]
-    return known if len(known) == len(found) else []
+    shapes = [_shape_of(name) for name in config.reference.teachers.values()]
+    known = [(shape, assumed) for shape, assumed in shapes if shape is not None]
+    return known if len(known) == len(shapes) else []
 
 
 def _largest_teacher(config: Config) -> tuple[ModelShape | None, str | None]:
