@@ -34,7 +34,6 @@ from hotseat.placement import (
     Overlap,
     Part,
     Plan,
-    PlannedRole,
     RoleSpec,
     SimulatorMemory,
     TrainMemory,
@@ -286,33 +285,6 @@ def inventory_of(cluster: Any) -> Inventory:
             Node(rank, num_devices=node.num_devices, device_kind=kind(node)) for rank, node in enumerate(cluster.nodes)
         )
     )
-
-
-class ComponentPlacement:
-    """Placement of each role of a config on a running cluster, with the interface of RLinf's class.
-
-    placement = ComponentPlacement(config, cluster)
-    Actor.create_group(config).launch(cluster, name="actor", placement_strategy=placement.get_strategy("actor"))
-    """
-
-    def __init__(self, config: Config, cluster: Any):
-        self.plan = plan_on(config, cluster)
-
-    @property
-    def components(self) -> tuple[str, ...]:
-        return tuple(role.name for role in self.plan.roles)
-
-    @property
-    def placement_mode(self) -> str:
-        """Return colocated, disaggregated or hybrid, derived from the placement."""
-        return self.plan.label
-
-    def get_strategy(self, name: str) -> PlannedRole:
-        """Return the processes of a role, for `launch`."""
-        return self.plan.role(name)
-
-    def get_world_size(self, name: str) -> int:
-        return len(self.plan.role(name).processes)
 
 
 def num_data_parallel(config: Config, made: Plan) -> int:
