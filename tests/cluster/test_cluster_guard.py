@@ -64,7 +64,7 @@ def test_states_of_a_process(start):
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert _guard.process_state(process.pid, started) == "gone"  # though nobody has collected it yet
-    process.wait(5)
+    process.wait(60)
     assert _guard.process_state(process.pid) == "gone"
     assert _guard.start_time(process.pid) is None
 
