@@ -17,7 +17,7 @@ from hotseat.cluster.ports import free_port
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the guard needs Linux")
 
-SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
+SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ import time
 from multiprocessing import shared_memory
 memory = shared_memory.SharedMemory({name!r}, create=True, size=64)
 print("made", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     process = start(
         *(sys.executable, "-c", script), env={**os.environ, _guard.SESSION: session}, stdout=subprocess.PIPE
