@@ -1,5 +1,5 @@
 """For all tests: what one leaves in the environment is not found by the next in the same process; examples that
-hypothesis makes may take their time, because others work on the same cores."""
+hypothesis makes may take their time, because others work on the same cores, and are new only beside long tests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ import preloaded
 import pytest
 from _pytest.mark.expression import Expression
 from environments import RAY_PRIORITY
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from hotseat.openmp import wait_passively
 
 wait_passively()  # before torch is loaded: the tests run two at a time, and threads that spin take each other's cores
 os.environ.update(RAY_PRIORITY)
 
-settings.register_profile("patient", settings(), deadline=None)
+settings.register_profile("patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeated", settings.get_profile("patient"), derandomize=True, database=None)
 settings.load_profile("patient")
 
 # Files of slow tests that take longest: with `--dist loadfile --no-loadscope-reorder` workers begin with them, so that
@@ -107,6 +108,13 @@ def _environment_as_before() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without long tests, try the same examples each time: what fails then, a change has broken. With them, try new."""
+    expression = config.option.markexpr
+    if expression and not Expression.compile(expression).evaluate({"long"}.__contains__):
+        settings.load_profile("repeated")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

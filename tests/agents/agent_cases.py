@@ -89,3 +89,17 @@ def marked(episode: Episode) -> list[str]:
             text += TOKENIZER.decode([token])
         shown.append(text + ("]" if is_inside else ""))
     return shown
+
+
+class Clock:
+    """The time of an event loop, which stands still until `pass_by`: no limit is over before."""
+
+    def __init__(self, loop):
+        self._loop, self._now_s = loop, loop.time()
+        loop.time = lambda: self._now_s
+
+    def pass_by(self, seconds):
+        self._loop.call_soon_threadsafe(self._advance, seconds)
+
+    def _advance(self, seconds):
+        self._now_s += seconds

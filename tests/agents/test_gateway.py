@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from agent_cases import Clock
 from chat_templates import tokenizer_of
 from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
 
@@ -497,10 +498,13 @@ def test_a_program_whose_policy_runs_out_of_time_is_told_so_and_what_was_sampled
 
     def ask(request):
         engine.is_holding = bool(engine.requests)
+        if engine.is_holding:
+            clock.pass_by(20.0)
         return engine(request)
 
     limits = Deadlines(scores_policy=True)
-    with AgentHost(agent, ask, run_seed=5, timeout_s=1.0, requests=OpenRequests(abort), deadlines=limits) as host:
+    with AgentHost(agent, ask, run_seed=5, timeout_s=20.0, requests=OpenRequests(abort), deadlines=limits) as host:
+        clock = Clock(host._loop)
         episode = host.submit(Prompt(3, "bad?", (1,), "7"), KEY, SAMPLING).result(WAIT_S)
     assert isinstance(episode, Episode), episode
     assert episode.is_truncated

@@ -105,7 +105,7 @@ def add_node(head: Head, num_gpus: int) -> Iterator[subprocess.Popen]:
 def _end(process: subprocess.Popen) -> None:
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(20)
+        process.wait(60)
 
 
 def script_environment() -> dict[str, str]:

@@ -22,7 +22,7 @@ def process() -> Iterator[subprocess.Popen]:
     started = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     yield started
     started.kill()
-    started.wait(10)
+    started.wait(60)
 
 
 @pytest.mark.parametrize(("name", "words"), [("gcs_server", "GCS server"), ("raylet", "raylet")])
@@ -48,7 +48,7 @@ def test_daemons_that_live_until_they_are_closed_are_not_reported(process):
     daemons = DaemonWatch({"raylet": [SimpleNamespace(process=process)]}, told.append)
     daemons.close()
     process.kill()
-    process.wait(10)
+    process.wait(60)
     assert told == []
 
 

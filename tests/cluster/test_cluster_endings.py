@@ -43,7 +43,7 @@ class Driver:
 
     def clean_up(self) -> None:
         end_marked(MARK, [self.mark])
-        self.process.wait(5)
+        self.process.wait(60)
         self.process.stdout.close()
 
 

@@ -81,7 +81,7 @@ def environment():
             for process in (second, head):
                 if process:
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(10)
+                        process.wait(60)
             end_marked(MARK, [directory])
 
 
@@ -143,7 +143,7 @@ def driver(environment):
     process = drive(environment, "run")
     yield process
     process.kill()
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
 
 
@@ -173,7 +173,7 @@ def test_a_killed_driver_leaves_the_cluster_as_it_was(environment, driver):
     facts = facts_of(driver)
     assert facts["nodes"] == [[0, 2], [1, 3]]
     driver.send_signal(signal.SIGKILL)
-    driver.wait(10)
+    driver.wait(60)
     wait_until_nothing_is_left(facts)
     left = drive(environment, "observe")
     assert json.loads(left.communicate(timeout=600)[0]) == {"actors": [], "reserved": [], "nodes": 2}

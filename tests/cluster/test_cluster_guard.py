@@ -17,7 +17,7 @@ from hotseat.cluster.ports import free_port
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the guard needs Linux")
 
-SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
+SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_states_of_a_process(start):
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert _guard.process_state(process.pid, started) == "gone"  # though nobody has collected it yet
-    process.wait(5)
+    process.wait(60)
     assert _guard.process_state(process.pid) == "gone"
     assert _guard.start_time(process.pid) is None
 
@@ -109,7 +109,7 @@ import time
 from multiprocessing import shared_memory
 memory = shared_memory.SharedMemory({name!r}, create=True, size=64)
 print("made", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     process = start(
         *(sys.executable, "-c", script), env={**os.environ, _guard.SESSION: session}, stdout=subprocess.PIPE

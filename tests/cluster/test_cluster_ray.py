@@ -257,10 +257,10 @@ def test_a_process_that_ends_itself_is_quoted(single):
 
 
 def test_a_rank_can_be_restarted_in_the_middle_of_a_call(single):
-    pending = single.start(Plain.sleep, 30)
+    pending = single.start(Plain.sleep, 300)
     single.restart(0)
     with pytest.raises(WorkerError, match="single rank 0: 'sleep' was under way when the rank was restarted"):
-        pending.result(5)
+        pending.result(60)
     assert single.call(Plain.add, 1) == [2]
 
 

@@ -85,7 +85,7 @@ def test_steps_continue_and_the_checkpoint_is_of_its_own_step(task, kind):
 
     def wait_for_step_4() -> bool:
         metrics = task / "runs" / "behind" / "metrics.jsonl"
-        is_made = wait_for(lambda: read_lines(metrics)[-1]["step"] >= 4, 60)
+        is_made = wait_for(lambda: read_lines(metrics)[-1]["step"] >= 4, 300)
         time.sleep(0.5)  # so long the save after it has to wait
         return is_made
 

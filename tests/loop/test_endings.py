@@ -63,7 +63,7 @@ def test_nothing_is_left_of_a_run_that_is(ending, tmp_path):
         assert wait_for(lambda: not marked(MARK, [mark]), within_s), marked(MARK, [mark])
     finally:
         end_marked(MARK, [mark])
-        driver.wait(10)
+        driver.wait(60)
 
 
 SLOW_REWARD = """
@@ -123,4 +123,4 @@ def test_engines_that_are_killed_are_replaced_and_no_bit_changes(num_engines, mo
         assert ledgers[0] == ledgers[1]
     finally:
         end_marked(MARK, [mark])
-        driver.wait(10)
+        driver.wait(60)

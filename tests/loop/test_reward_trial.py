@@ -33,7 +33,8 @@ def here(tmp_path, monkeypatch) -> Path:
 def tried(here: Path, body: str, *overrides: str) -> list[str]:
     """The notes of a trial of a reward function with this body, which begins on line 3."""
     (here / "reward.py").write_text(f"import math\ndef reward_func(queries, prompts, labels):\n    {body}\n")
-    return try_rewards(loads((here / "run.yaml").read_text(), overrides), lambda text: None)
+    patient = "reward.trial_timeout_s=300"  # a process is started, which takes its time on a busy machine
+    return try_rewards(loads((here / "run.yaml").read_text(), [patient, *overrides]), lambda text: None)
 
 
 def test_a_function_that_scores_the_first_row_passes_without_a_word(here):

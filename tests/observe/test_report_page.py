@@ -34,7 +34,7 @@ def browser():
         pytest.skip(f"no browser on PATH: none of {', '.join(BROWSERS)}")
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=found, args=list(ARGUMENTS))
+        started = driver.chromium.launch(executable_path=found, args=list(ARGUMENTS), timeout=300_000)
         yield started
         started.close()
 
@@ -105,6 +105,7 @@ def open_report(browser, reports):
     context = browser.new_context(
         viewport={"width": 1440, "height": 900}, color_scheme="light", reduced_motion="reduce"
     )
+    context.set_default_timeout(300_000)
 
     def show(name):
         page = context.new_page()
@@ -132,6 +133,13 @@ def drawing(page, selector):
     return page.eval_on_selector(f"{selector} canvas", "canvas => canvas.toDataURL()")
 
 
+def await_number(page, selector, number):
+    """Wait until there are so many of them, and no more. Charts are drawn one by one as they come near the window."""
+    page.wait_for_function(
+        "([selector, number]) => document.querySelectorAll(selector).length === number", arg=[selector, number]
+    )
+
+
 def num_samples(page):
     return page.locator("#samples .sample-list li").count()
 
@@ -151,12 +159,11 @@ def test_every_section_shows_something(open_report):
         assert page.locator(f"#{section} .absent").count() == 0, section
     tiles = page.locator(".tile").all_inner_texts()
     assert any(text.startswith("Steps\n60") for text in tiles)
-    assert page.locator("#curves canvas").count() == 6
+    await_number(page, "#curves canvas", 6)
     assert page.locator("#phases tbody tr").count() == 6
     for section, num_charts in {"timeline": 1, "phases": 1, "memory": 2, "distributions": 2, "gap": 2}.items():
         page.locator(f"#{section} .chart").last.scroll_into_view_if_needed()
-        page.wait_for_selector(f"#{section} canvas")
-        assert page.locator(f"#{section} .chart canvas").count() == num_charts, section
+        await_number(page, f"#{section} .chart canvas", num_charts)
 
 
 def test_changes_of_a_resumed_run_are_marked_in_curves_and_listed(open_report):
@@ -390,7 +397,7 @@ def test_several_runs_share_curves_and_take_turns_elsewhere(open_report):
 
 def test_a_run_of_examples_says_what_is_absent(open_report):
     page = open_report("examples")
-    assert page.locator("#curves canvas").count() == 1
+    await_number(page, "#curves canvas", 1)
     for section in ("timeline", "phases", "memory", "distributions", "gap", "samples"):
         assert page.locator(f"#{section} .absent").count() == 1, section
 

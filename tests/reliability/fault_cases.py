@@ -156,7 +156,7 @@ class Faulty:
         end_marked(MARK, [self.mark])
         if self.process is not None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
 
     def __enter__(self) -> "Faulty":
         return self

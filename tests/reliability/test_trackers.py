@@ -9,6 +9,7 @@ from pathlib import Path
 import preloaded
 import pytest
 from loop_cases import make_task, rl_yaml
+from paused_runs import wait_for
 from safetensors.torch import load_file
 
 from hotseat.cluster._guard import marked
@@ -53,7 +54,7 @@ def run_command(task: Path, name: str, *overrides: str, is_patient: bool = False
     done = preloaded.run(command, capture_output=True, text=True, timeout=860, env={**clean, **env, MARK: mark})
     seconds, ended_s = time.monotonic() - began, time.time()
     assert done.returncode == 0, done.stderr[-3000:]
-    assert not marked(MARK, [mark])
+    assert wait_for(lambda: not marked(MARK, [mark]), 60), marked(MARK, [mark])
     assert KEY not in done.stdout + done.stderr
     return Ran(done.stdout + done.stderr, seconds, ended_s)
 
