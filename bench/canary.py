@@ -42,9 +42,10 @@ from hotseat.config.schema import CanaryConfig
 from hotseat.errors import WeightError
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.push import PushReport, push_weights
+from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.engines import EngineSettings, VllmSettings, device_of_process
 from hotseat.loop.workers.losses import SupervisedObjective
-from hotseat.loop.workers.models import ActorWorker, EngineWorker
+from hotseat.loop.workers.models import ActorWorker
 from hotseat.loop.workers.proof import Canary, Proof
 from hotseat.train.backend import TrainOptions
 from hotseat.train.schedule import Schedule

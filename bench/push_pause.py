@@ -29,8 +29,9 @@ from rich.table import Table
 
 from hotseat.cluster import Cluster, Process
 from hotseat.loop.rl.push import push_weights
+from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.engines import EngineSettings, VllmSettings
-from hotseat.loop.workers.models import ActorWorker, EngineWorker
+from hotseat.loop.workers.models import ActorWorker
 from hotseat.loop.workers.proof import Canary
 from hotseat.train.backend import TrainOptions
 from hotseat.types import Request, Sampling

@@ -175,9 +175,9 @@ def copy_processor(model: str, folder: Path) -> None:
     from transformers.utils import cached_file
 
     for name in (*_PROCESSOR_FILES, *_TEMPLATE_FILES):
-        found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
-        if found is not None and not (name in _TEMPLATE_FILES and (folder / name).exists()):
-            shutil.copyfile(found, folder / name)
+        cached = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+        if cached is not None and not (name in _TEMPLATE_FILES and (folder / name).exists()):
+            shutil.copyfile(cached, folder / name)
 
 
 class Vision:

@@ -45,7 +45,7 @@ NO_CONFIG = ("algorithms", "placement")
 ROWS_OF = {
     "cluster": (
         ("__init__",),
-        ("create_group", "doctor"),
+        ("doctor",),
         ("cluster",),
         ("@_ray", "_local"),
         ("runtime",),

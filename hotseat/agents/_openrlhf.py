@@ -32,7 +32,7 @@ import torch
 from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.agents.multi_turn import MultiTurn, TurnResult, Turns, number, takes_seed
-from hotseat.agents.sight import listed
+from hotseat.agents.sight import Shown, Sight, listed
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode, Segment, WhenSampled
@@ -112,8 +112,9 @@ class AgentExecutorBase:
             setattr(self, name, value)
 
     async def generate(self, prompt_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
-        refuse_images(multi_modal_data)
-        return await _recording("AgentExecutor.generate").generate(list(prompt_ids), sampling_params)
+        recording = _recording("AgentExecutor.generate")
+        shown = await recording.shared.look(multi_modal_data, recording.prompt)
+        return await recording.generate(list(prompt_ids), sampling_params, shown)
 
     async def execute(self, prompt: str, label: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Play an episode with a new agent instance, or in one turn if the executor has no instance class."""
@@ -217,6 +218,7 @@ class InstanceTurns(Turns):
         observation = result.get("observation") if isinstance(result, Mapping) else result
         if not isinstance(observation, str):
             raise AgentError("AgentInstance.reset returned no text under 'observation'")
+        self.first_images = listed(result.get(IMAGES)) if isinstance(result, Mapping) else ()
         return observation
 
     async def act(self, observation: str, action: str, sampling: Sampling) -> TurnResult:
@@ -238,6 +240,7 @@ class InstanceTurns(Turns):
 
 
 FEEDBACK = "environment_feedback"
+IMAGES = "environment_images"
 # Keys of earlier versions, under which a function returns the whole text that the policy continues from.
 WHOLE_TEXTS = ("next_observation", "next_state")
 
@@ -272,7 +275,7 @@ def _turn_result(
         logs_of(result.get("extra_logs")),
         context,
         _next_sampling(result.get("sampling_params"), params, sampling),
-        listed(result.get("environment_images")),
+        listed(result.get(IMAGES)),
     )
 
 
@@ -356,29 +359,35 @@ class ExecutorAgent(Agent):
 
     Every completion is recorded as it passes, so that log-probs and weight versions are the engine's own. The tokens
     that the executor declares to be actions must be among the recorded ones.
+
+    sight: of a model that sees images. Executors then get a processor in place of the tokenizer, as in OpenRLHF.
     """
 
     makes_checked_episodes = True
 
-    def __init__(self, executor_cls: Any, tokenizer: Any, *, max_length: int, max_steps: int | None = None):
+    def __init__(
+        self,
+        executor_cls: Any,
+        tokenizer: Any,
+        *,
+        max_length: int,
+        max_steps: int | None = None,
+        sight: Sight | None = None,
+    ):
         self._tokenizer = tokenizer
-        self._shared = _Shared()
+        self._offered = tokenizer
+        if sight is not None and sight.processor is not None:
+            self._offered = _ProcessorOfText(sight.processor, tokenizer)
+        self._shared = _Shared(sight)
         self._limits = {"max_length": max_length, "max_steps": max_steps}
         offered = {
             "max_steps": max_steps or sys.maxsize,
             "max_length": max_length,
             "llm_engine": _Engine(self._shared),
-            "hf_tokenizer": tokenizer,
+            "hf_tokenizer": self._offered,
             "result_queue": _ResultQueue(),
         }
         self._executor = executor_cls(**accepted(executor_cls.__init__, offered, "AgentExecutor.__init__", True))
-
-    @property
-    def instance_class(self) -> Any:
-        """Return the class of the instances that it plays turn by turn; None if it plays in a way of its own."""
-        kind = type(self._executor)
-        is_plain = kind.execute is AgentExecutorBase.execute and kind.generate is AgentExecutorBase.generate
-        return self._executor.agent_instance_cls if is_plain else None
 
     async def run(
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
@@ -390,9 +399,9 @@ class ExecutorAgent(Agent):
             "label": "" if prompt.label is None else prompt.label,
             "sampling_params": shown(sampling),
             "max_length": self._limits["max_length"],
-            "hf_tokenizer": self._tokenizer,
+            "hf_tokenizer": self._offered,
             "llm_engine": _Engine(self._shared),
-            "images": None,
+            "images": list(prompt.images) or None,
         }
         execute = self._executor.execute
         with self._shared.opened(recording):
@@ -431,6 +440,22 @@ def _recording(name: str) -> _Recording:
     return recording
 
 
+class _ProcessorOfText:
+    """A processor that also does what a tokenizer does: executors call it with a text, and ask it for tokens."""
+
+    def __init__(self, processor: Any, tokenizer: Any):
+        self._processor, self._tokenizer = processor, tokenizer
+
+    def __call__(self, *texts: Any, **arguments: Any) -> Any:
+        if arguments.get("images") is None:
+            arguments.pop("images", None)
+            return self._tokenizer(*texts, **arguments)
+        return self._processor(**({"text": texts[0]} if texts else {}), **arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer if hasattr(self._tokenizer, name) else self._processor, name)
+
+
 class _Engine:
     """Stand-in for OpenRLHF's engine: `await generate(token_ids, sampling_params)` returns vLLM's form of output."""
 
@@ -440,7 +465,6 @@ class _Engine:
     async def generate(
         self, prompt_token_ids: Any, sampling_params: Any, *more: Any, multi_modal_data: Any = None
     ) -> Any:
-        refuse_images(multi_modal_data)
         if more or not isinstance(prompt_token_ids, list | tuple):
             raise NotBuiltError(
                 "llm_engine.generate with vLLM's own arguments (prompt, sampling_params, request_id): in this version"
@@ -448,13 +472,10 @@ class _Engine:
             )
         recording = _RECORDING.get()
         if recording is None or not self._shared.is_open(recording):
-            return await self._shared.generate(list(prompt_token_ids), sampling_params)
-        return await recording.generate(list(prompt_token_ids), sampling_params)
-
-
-def refuse_images(multi_modal_data: Any) -> None:
-    if multi_modal_data is not None:
-        raise NotBuiltError("generate with multi_modal_data: only text is possible in this version")
+            shown = await self._shared.look(multi_modal_data, None)
+            return await self._shared.generate(list(prompt_token_ids), sampling_params, shown)
+        shown = await self._shared.look(multi_modal_data, recording.prompt)
+        return await recording.generate(list(prompt_token_ids), sampling_params, shown)
 
 
 @dataclass(eq=False)
@@ -464,6 +485,7 @@ class _Call:
     episode: _Recording
     context: tuple[int, ...]
     completion: Completion
+    images: tuple[Shown, ...] = ()  # those in the context
     user: _Recording | None = None
 
 
@@ -471,10 +493,11 @@ class _Shared:
     """The open episodes of an executor, for its calls from a server, which do not say whose they are.
 
     Such a call is sampled as if it were of an open episode that it may be of. Whoever returns its tokens as actions
-    learns from it: equal tokens are as good as each other.
+    learns from it: equal tokens are as good as each other. sight: of a model that sees images.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sight: Sight | None = None) -> None:
+        self.sight = sight
         self._open: list[_Recording] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self.calls: deque[_Call] = deque(maxlen=_MAX_UNCLAIMED)
@@ -494,16 +517,42 @@ class _Shared:
     def is_open(self, recording: _Recording) -> bool:
         return recording in self._open
 
-    async def generate(self, token_ids: list[int], params: Any) -> Any:
+    async def look(self, multi_modal_data: Any, prompt: Prompt | None) -> tuple[Shown, ...]:
+        """Prepare the images of a call. Without any, they are those of the prompt, if it is known."""
+        if multi_modal_data is None:
+            return () if prompt is None else tuple(map(Shown.of_file, prompt.images))
+        if self.sight is None:
+            raise AgentError("generate with multi_modal_data, and the run has no images: set data.image_key")
+        others = sorted(set(multi_modal_data) - {"image"}) if isinstance(multi_modal_data, Mapping) else ["no dict"]
+        if others:
+            raise NotBuiltError(f"generate with multi_modal_data of {', '.join(others)}: only images are possible")
+        images = listed(multi_modal_data.get("image"))
+        prepared = {path for recording in self._open for path in recording.prompt.images}
+        known = [isinstance(image, str) and image in prepared for image in images]
+        num_known = sum(known)
+        looked = iter(
+            await self.sight.look([i for i, is_known in zip(images, known, strict=True) if not is_known], num_known)
+        )
+        return tuple(
+            Shown.of_file(image) if is_known else next(looked) for image, is_known in zip(images, known, strict=True)
+        )
+
+    def expanded(self, token_ids: Sequence[int], images: Sequence[Shown]) -> tuple[int, ...]:
+        """Return tokens with all that stand for each image, of which they may have one or all."""
+        if self.sight is None:
+            return tuple(token_ids)
+        return tuple(self.sight.expand(self.sight.collapse(token_ids, images), images)[0])
+
+    async def generate(self, token_ids: list[int], params: Any, images: tuple[Shown, ...]) -> Any:
         """Sample for a call from any thread, in the event loop of the episodes."""
         if self._loop is None or not self._open:
             raise AgentError("llm_engine.generate was called while no episode was open")
-        sampling = asyncio.run_coroutine_threadsafe(self._generate(token_ids, params), self._loop)
+        sampling = asyncio.run_coroutine_threadsafe(self._generate(token_ids, params, images), self._loop)
         return await asyncio.wrap_future(sampling)
 
-    async def _generate(self, token_ids: list[int], params: Any) -> Any:
-        recording = self._likely(tuple(token_ids))
-        return await recording.generate(token_ids, params, self.calls)
+    async def _generate(self, token_ids: list[int], params: Any, images: tuple[Shown, ...]) -> Any:
+        recording = self._likely(self.expanded(token_ids, images))
+        return await recording.generate(token_ids, params, images, self.calls)
 
     def _likely(self, token_ids: tuple[int, ...]) -> _Recording:
         """Return the open episode that a call continues; else one of the same prompt, or any, that asked least."""
@@ -539,10 +588,13 @@ class _Recording:
     calls: list[_Call] = field(default_factory=list)
     num_asked: int = 0
 
-    async def generate(self, token_ids: list[int], params: Any, calls: deque[_Call] | None = None) -> Any:
+    async def generate(
+        self, token_ids: list[int], params: Any, images: tuple[Shown, ...] = (), calls: deque[_Call] | None = None
+    ) -> Any:
         """Sample for a call of this episode. calls: where to record it instead."""
-        completion = await self._ask(token_ids, read_back(params, self.sampling))
-        call = _Call(self, tuple(token_ids), completion)
+        token_ids = list(self.shared.expanded(token_ids, images))
+        completion = await self._ask(token_ids, read_back(params, self.sampling), images)
+        call = _Call(self, tuple(token_ids), completion, images)
         if calls is None:
             self.calls.append(call)
         else:
@@ -565,9 +617,10 @@ class _Recording:
         prompt = replace(self.prompt, label=label)
         if text != prompt.text:
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            prompt = replace(prompt, text=text, token_ids=tuple(ids))
+            ids = self.shared.expanded(ids, tuple(map(Shown.of_file, prompt.images)))
+            prompt = replace(prompt, text=text, token_ids=ids)
         make_turns = _OneTurn if agent_instance_cls is None else lambda: InstanceTurns(agent_instance_cls)
-        agent = MultiTurn.of_turns(make_turns, self.tokenizer, **self.limits)
+        agent = MultiTurn.of_turns(make_turns, self.tokenizer, sight=self.shared.sight, **self.limits)
         played = await agent.run(prompt, self.key, read_back(params, self.sampling), self._sample)
         scored = played if isinstance(played, ScoredEpisode) else None
         episode = played.episode if isinstance(played, ScoredEpisode) else played
@@ -620,11 +673,11 @@ class _Recording:
         ranges = [(int(begin), int(end)) for begin, end in result["action_ranges"]]
         if not ranges:
             raise AgentError("AgentExecutor.execute returned no action_ranges")
-        segment, lengths = self._segment(tokens, ranges)
+        segment, lengths, images = self._segment(tokens, ranges)
         episode = Episode(
             self.key,
             (segment,) if lengths else (),  # nothing is left to learn where other samples have the same tokens
-            self._query(tokens),
+            self._query(tokens, images),
             bool(result.get("truncated", False)),
             lengths,
         )
@@ -637,21 +690,38 @@ class _Recording:
             turn_rewards = ()  # the executor changed the reward, so the turns' no longer sum up to it
         return ScoredEpisode(episode, reward, score, logs_of(result.get("extra_logs")), turn_rewards)
 
-    def _query(self, tokens: list[int]) -> str:
-        num_prompt = len(self.prompt.token_ids)
-        if tuple(tokens[:num_prompt]) != self.prompt.token_ids:
+    def _query(self, tokens: list[int], images: Sequence[Shown]) -> str:
+        """Return tokens as text, with one token for each image."""
+        sight = self.shared.sight
+        prompt: Sequence[int] = self.prompt.token_ids
+        if sight is not None:
+            tokens = sight.collapse(tokens, images)
+            prompt = sight.collapse(prompt, tuple(map(Shown.of_file, self.prompt.images)))
+        if tokens[: len(prompt)] != list(prompt):
             return decode(self.tokenizer, tokens)
-        return self.prompt.text + decode_after(self.tokenizer, self.prompt.token_ids, tokens[num_prompt:])
+        return self.prompt.text + decode_after(self.tokenizer, prompt, tokens[len(prompt) :])
 
-    def _segment(self, tokens: list[int], ranges: list[tuple[int, int]]) -> tuple[Segment, tuple[int, ...]]:
-        """Return the tokens up to the last action, and the lengths of the actions that are learned from here."""
+    def _segment(
+        self, tokens: list[int], ranges: list[tuple[int, int]]
+    ) -> tuple[Segment, tuple[int, ...], tuple[Shown, ...]]:
+        """Return the tokens up to the last action, the lengths of the actions learned from here, and the images."""
         lengths = []
         end = ranges[-1][1]
+        calls = [(*self._call(tokens, begin, stop), begin, stop) for begin, stop in ranges]
+        images = calls[-1][0].images
+        if self.shared.sight is not None:
+            if any(call.images != images[: len(call.images)] for call, *_ in calls):
+                raise AgentError("AgentExecutor.execute returned actions that were sampled after different images")
+            tokens = [*calls[-1][0].context, *tokens[ranges[-1][0] : end]]
+            calls = [
+                (call, is_new, len(call.context), len(call.context) + stop - begin)
+                for call, is_new, begin, stop in calls
+            ]
+            end = len(tokens)
         mask = torch.zeros(end, dtype=torch.bool)
         log_probs = torch.zeros(end, dtype=torch.float32)
         versions = torch.full((end,), -1, dtype=torch.int32)
-        for begin, stop in ranges:
-            call, is_new = self._call(tokens, begin, stop)
+        for call, is_new, begin, stop in calls:
             if not is_new:
                 continue
             completion = call.completion
@@ -659,15 +729,13 @@ class _Recording:
             mask[begin:stop] = True
             log_probs[begin:stop] = torch.tensor(completion.log_probs)
             versions[begin:stop] = torch.tensor(completion.versions, dtype=torch.int32)
-        return Segment(torch.tensor(tokens[:end], dtype=torch.int64), mask, log_probs, versions), tuple(lengths)
+        paths = tuple(image.path for image in images)
+        segment = Segment(torch.tensor(tokens[:end], dtype=torch.int64), mask, log_probs, versions, paths)
+        return segment, tuple(lengths), images
 
     def _call(self, tokens: list[int], begin: int, end: int) -> tuple[_Call, bool]:
         """Return the call that sampled an action, and whether this is the first time that the episode has it."""
-        fitting = [
-            call
-            for call in (*self.calls, *self.shared.calls)
-            if len(call.context) == begin and (*call.context, *call.completion.token_ids) == tuple(tokens[:end])
-        ]
+        fitting = [call for call in (*self.calls, *self.shared.calls) if self._fits(call, tokens, begin, end)]
         for call in fitting:
             if call.user is None:
                 call.user = self
@@ -680,6 +748,15 @@ class _Recording:
             " sampled there"
         )
 
+    def _fits(self, call: _Call, tokens: list[int], begin: int, end: int) -> bool:
+        """Tell whether an action and what precedes it are those of a call, whichever way images are written."""
+        if self.shared.sight is not None:
+            sight, context = self.shared.sight, call.context
+            return call.completion.token_ids == tuple(tokens[begin:end]) and sight.collapse(
+                tokens[:begin], call.images
+            ) == sight.collapse(context, call.images)
+        return len(call.context) == begin and (*call.context, *call.completion.token_ids) == tuple(tokens[:end])
+
     async def _sample(
         self,
         token_ids: list[int],
@@ -688,14 +765,15 @@ class _Recording:
         images: tuple[str, ...] | None = None,
         when_sampled: WhenSampled | None = None,
     ) -> Completion:
-        assert images is None, "executors are played without images"
-        completion = await self._ask(token_ids, sampling)
-        self.calls.append(_Call(self, tuple(token_ids), completion))
+        shown = tuple(map(Shown.of_file, images or ()))
+        completion = await self._ask(token_ids, sampling, shown)
+        self.calls.append(_Call(self, tuple(token_ids), completion, shown))
         return completion
 
-    async def _ask(self, token_ids: list[int], sampling: Sampling) -> Completion:
+    async def _ask(self, token_ids: list[int], sampling: Sampling, images: tuple[Shown, ...]) -> Completion:
         self.num_asked += 1
-        return await self.sample(token_ids, sampling, self.num_asked - 1)
+        seen = () if self.shared.sight is None else (tuple(image.path for image in images),)
+        return await self.sample(token_ids, sampling, self.num_asked - 1, *seen)
 
 
 class _OneTurn(Turns):

@@ -23,11 +23,14 @@ from hotseat.agents._programs import ProgramHost, environment
 from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, SampleFunction, episode_seed
 from hotseat.agents.branches import Answer, in_order, learned_order, segments_of
+from hotseat.agents.gateway.images import content_of
 from hotseat.agents.gateway.parsing import parser_of
 from hotseat.agents.gateway.server import Address, Gateway
 from hotseat.agents.gateway.session import Policy, Session
 from hotseat.agents.gateway.settings import ProgramSettings, SessionSettings
 from hotseat.agents.multi_turn import number
+from hotseat.agents.sight import Sight
+from hotseat.agents.transcript import decode
 from hotseat.types import Episode, EpisodeFacts, Prompt, SampleKey, Sampling, ScoredEpisode, TurnFacts
 
 _MAX_RESULT_BYTES = 1 << 20
@@ -40,6 +43,7 @@ class Client:
     """How a program reaches the policy: pass `base_url` and `api_key` to an OpenAI client.
 
     `root_url` is the address for Anthropic's client. `seed` is the episode's own; any name of a model is accepted.
+    `content` is the prompt as the content of a message: its text or, with images, parts in OpenAI's form.
     """
 
     base_url: str
@@ -47,6 +51,7 @@ class Client:
     root_url: str
     seed: int
     model: str = "policy"
+    content: str | list[dict[str, Any]] = ""
 
 
 class BlackBox(Agent):
@@ -55,18 +60,27 @@ class BlackBox(Agent):
     makes_checked_episodes = True
     samples_by_itself = True  # under settings of its own, which are masked then: `AgentHost` does not check them
 
-    def __init__(self, tokenizer: Any, settings: ProgramSettings, *, max_length: int, max_steps: int | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        settings: ProgramSettings,
+        *,
+        max_length: int,
+        max_steps: int | None = None,
+        sight: Sight | None = None,
+    ):
         answers = SessionSettings(
             max_length,
             max_steps,
             settings.sampling,
             settings.history,
-            settings.chat_template,
+            settings.chat_template or (sight.chat_template if sight is not None else None),
             settings.tool_parser,
         )
         if settings.tool_parser is not None:
             parser_of(tokenizer, settings.tool_parser)  # raises if it cannot be
         self._answers = answers
+        self._sight = sight  # of a model that sees images
         self._tokenizer = tokenizer
         self._policy: Policy | None = None
         self._settings = settings
@@ -77,12 +91,12 @@ class BlackBox(Agent):
     ) -> Episode | ScoredEpisode:
         if self._gateway is None or self._policy is None:
             self._gateway = Gateway(self._settings.bind, self._settings.advertise_url)
-            self._policy = Policy(self._tokenizer, self._answers)
+            self._policy = Policy(self._tokenizer, self._answers, self._sight)
         gateway, policy = self._gateway, self._policy
-        session = Session(policy, sample, sampling)
+        session = Session(policy, sample, sampling, prompt)
         address = await gateway.open(session)
         try:
-            result = await _unless_failed(self.play(prompt, self._client(address, key)), session)
+            result = await _unless_failed(self.play(prompt, self._client(address, prompt, key)), session)
         except Exception:
             if not session.is_out_of_time or session.failure.done():
                 raise
@@ -91,9 +105,11 @@ class BlackBox(Agent):
             gateway.end(address)
         return await policy.work(_episode, session, key, result)
 
-    def _client(self, address: Address, key: SampleKey) -> Client:
+    def _client(self, address: Address, prompt: Prompt, key: SampleKey) -> Client:
         seed = episode_seed(key, self._settings.run_seed)
-        return Client(address.base_url, address.token, address.root_url, seed)
+        token = "" if self._sight is None else decode(self._tokenizer, [self._sight.image_token_id])
+        content = content_of(prompt.text, token, len(prompt.images))
+        return Client(address.base_url, address.token, address.root_url, seed, content=content)
 
     async def play(self, prompt: Prompt, client: Client) -> Any:
         """Play one episode and return its result: None, a number, or a mapping with some of `_RESULT_KEYS`."""
@@ -153,7 +169,9 @@ class Program(BlackBox):
                     "HOTSEAT_RESULT": str(result),
                 },
             )
-            task = {"prompt": prompt.text, "label": prompt.label, "seed": client.seed}
+            task: dict[str, Any] = {"prompt": prompt.text, "label": prompt.label, "seed": client.seed}
+            if prompt.images:
+                task["content"] = client.content
             try:
                 code, written = await programs.run(self._command, folder, env, json.dumps(task).encode() + b"\n")
             except OSError as error:

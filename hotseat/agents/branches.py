@@ -12,6 +12,9 @@ Each answer that nothing continues ends a path, and each path is a segment of th
 root to its last sampled token. Where paths share an answer, the first of them learns it; in the others it is context.
 Every sampled token is thus learned exactly once, after exactly the tokens that the engine sampled it after. Segments of
 an episode share its reward and its sample id, so an episode counts once however often its program branches.
+
+An image is known by its file, and in the tokens by placeholders that say nothing about what is in it: an answer
+continues another one only if the images are the same, too.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ class Answer:
     completion: Completion
     is_learned: bool = True  # False: sampled under other settings than the run's, so it is only context
     tool_calls: tuple[str, ...] = ()  # `name(arguments)` each, for people
+    images: tuple[str, ...] = ()  # files of those in the context, in order
+    is_end: bool = False  # no answer continues it
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -44,7 +49,7 @@ def in_order(answers: Sequence[Answer]) -> list[Answer]:
     context is longer.
     """
     *others, last = answers
-    return [*sorted(others, key=lambda answer: (len(answer.context), answer.token_ids)), last]
+    return [*sorted(others, key=lambda answer: (len(answer.context), answer.token_ids, answer.images)), last]
 
 
 def segments_of(answers: Sequence[Answer]) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
@@ -84,6 +89,8 @@ def _segment(answers: Sequence[Answer], path: Sequence[int], new: set[int]) -> S
     draft = Draft([])
     for at in path:
         answer = answers[at]
+        for image in answer.images[len(draft.images) :]:
+            draft.add_image(image, 0)  # somewhere in what comes next
         draft.add(answer.context[len(draft.token_ids) :])
         if at in new:
             draft.add_sampled(answer.completion)
@@ -104,15 +111,23 @@ def _path(end: int, parents: Sequence[int | None]) -> list[int]:
 
 def _parents(answers: Sequence[Answer]) -> list[int | None]:
     """Return, for each answer, the one among the earlier ones that it continues; of several, the longest and latest."""
-    ends: dict[tuple[int, ...], int] = {}  # tokens up to the end of an answer -> the latest such answer
-    lengths: list[int] = []  # of those, in descending order
+    # Tokens and images up to the end of an answer -> the latest such answer.
+    ends: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
+    sizes: list[tuple[int, int]] = []  # numbers of those tokens and images, in descending order
     parents: list[int | None] = []
     for at, answer in enumerate(answers):
-        candidates = (ends.get(answer.context[:length]) for length in lengths if length <= len(answer.context))
+        candidates = (
+            ends.get((answer.context[:num_tokens], answer.images[:num_images]))
+            for num_tokens, num_images in sizes
+            if num_tokens <= len(answer.context)
+        )
         parents.append(next((parent for parent in candidates if parent is not None), None))
+        if answer.is_end:
+            continue
         tokens = answer.token_ids
-        ends[tokens] = at
-        if len(tokens) not in lengths:
-            lengths.append(len(tokens))
-            lengths.sort(reverse=True)
+        ends[tokens, answer.images] = at
+        size = len(tokens), len(answer.images)
+        if size not in sizes:
+            sizes.append(size)
+            sizes.sort(reverse=True)
     return parents

@@ -14,6 +14,10 @@ the recorded tokens. `history` says what happens then:
 
 A conversation that continues no recorded answer, or in which the place of the answer cannot be found, is rendered as a
 whole, too. Whatever is chosen here, what was sampled is learned (`branches.py`): this file says what the policy reads.
+
+Images stand in messages as parts `{"type": "image", "shown": Shown}`, already prepared. In texts an image is one token
+of the model, which the template writes; in tokens it is all those that stand for it. So texts and tokens of contexts
+with different images may be equal: wherever they are compared, the images are compared, too.
 """
 
 from __future__ import annotations
@@ -23,12 +27,14 @@ import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import PurePath
 from typing import Any, Literal
 
 from hotseat.agents.branches import Answer
+from hotseat.agents.sight import Shown, Sight
 from hotseat.agents.transcript import decode, decode_after
-from hotseat.types import Completion
+from hotseat.types import Completion, Prompt
 
 History = Literal["append", "render"]
 Message = Mapping[str, Any]
@@ -48,11 +54,13 @@ class Context:
     text: str
     messages: bytes | None = None  # digest of the messages; None: it was made of text or of tokens
     num_messages: int = 0
+    images: tuple[str, ...] = ()  # files of the images in it, in order
 
     @cached_property
     def digest(self) -> bytes:
-        """Return a digest of the tokens."""
-        return hashlib.blake2b(array("q", self.token_ids).tobytes(), digest_size=8).digest()
+        """Return a digest of the tokens and images."""
+        names = "/".join(PurePath(image).stem for image in self.images)  # digests of what is in them
+        return hashlib.blake2b(array("q", self.token_ids).tobytes() + names.encode(), digest_size=8).digest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +71,18 @@ class _Recorded:
     text: str
     num_messages: int  # with the answer
     stop: str | None  # text of the token that ended the answer; None: it was cut
+    images: tuple[str, ...] = ()
+
+
+_NOTHING = _Recorded((), "", 0, None)
 
 
 class Conversation:
     """The contexts and answers of one episode.
 
     chat_template: instead of the tokenizer's. when_rewritten: called when a template changes what was sampled.
-    max_characters: of a text; longer ones are refused before they are tokenised. None: no limit.
+    max_characters: of a text; longer ones are refused before they are tokenised. None: no limit. sight: of a model that
+    sees images. prompt: what a text or tokens may begin with besides recorded answers, with the images that are in it.
     """
 
     def __init__(
@@ -80,13 +93,18 @@ class Conversation:
         history: History = "append",
         when_rewritten: Callable[[], object] = lambda: None,
         max_characters: int | None = None,
+        sight: Sight | None = None,
+        prompt: Prompt | None = None,
     ):
+        self._sight = sight
         self._max_characters = max_characters
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._history = history
         self._when_rewritten = when_rewritten
         self._recorded: list[_Recorded] = []
+        if prompt is not None and prompt.images:
+            self._recorded.append(_Recorded(prompt.token_ids, prompt.text, 0, None, prompt.images))
         self._by_messages: dict[bytes, _Recorded] = {}
         self.answers: list[Answer] = []  # in the order in which they were recorded
         self.text = ""  # of the last answer and its context
@@ -97,36 +115,75 @@ class Conversation:
         self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Mapping[str, Any] | None = None
     ) -> Context:
         """Return the context for the next answer to a conversation. options: variables of the template."""
+        images = _images_of(messages)
         digests = _digests(messages, tools, options or {})
         text = self._render(messages, tools, options or {})
         said = self._longest_by_messages(messages, digests)
-        read = self._longest_by_text(text)
+        read = self._longest_by_text(text, images)
         if said is not None and (read is None or read.num_messages < said.num_messages):
             self._when_rewritten()
             if self._history == "append":
                 tail = self._tail(messages, said, tools, options or {})
                 if tail is not None:
-                    return self._continued(said, tail, digests[-1], len(messages))
+                    return self._continued(said, tail, images, digests[-1], len(messages))
         if read is not None:
-            return self._continued(read, text[len(read.text) :], digests[-1], len(messages))
-        return Context(self._encode(text), text, digests[-1], len(messages))
+            return self._continued(read, text[len(read.text) :], images, digests[-1], len(messages))
+        return self._continued(_NOTHING, text, images, digests[-1], len(messages))
 
     def of_text(self, text: str) -> Context:
         """Return the context for a text to be continued."""
-        read = self._longest_by_text(text)
-        if read is not None:
-            return self._continued(read, text[len(read.text) :])
-        return Context(self._encode(text), text)
+        read = self._longest_by_text(text) or _NOTHING
+        return self._continued(read, text[len(read.text) :])
 
     def of_tokens(self, token_ids: Sequence[int]) -> Context:
-        return Context(tuple(token_ids), decode(self._tokenizer, token_ids))
+        tokens = tuple(token_ids)
+        if self._sight is None:
+            return Context(tokens, decode(self._tokenizer, tokens))
+        fitting = [each for each in reversed(self._recorded) if tokens[: len(each.token_ids)] == each.token_ids]
+        read = max(fitting, key=lambda recorded: len(recorded.token_ids), default=_NOTHING)
+        rest = tokens[len(read.token_ids) :]
+        self._with_images(rest, ())
+        text = read.text + decode_after(self._tokenizer, read.token_ids, rest)
+        return Context(tokens, text, images=read.images)
 
-    def _continued(self, recorded: _Recorded, tail: str, digest: bytes | None = None, num_messages: int = 0) -> Context:
-        return Context(recorded.token_ids + self._encode(tail), recorded.text + tail, digest, num_messages)
+    def _continued(
+        self,
+        recorded: _Recorded,
+        tail: str,
+        images: Sequence[Shown] | None = None,
+        digest: bytes | None = None,
+        num_messages: int = 0,
+    ) -> Context:
+        """Return a recorded context with a text after it. images: all of the context; None: those recorded."""
+        more = () if images is None else images[len(recorded.images) :]
+        added = self._with_images(self._encode(tail), more)
+        paths = recorded.images + tuple(image.path for image in more)
+        return Context(recorded.token_ids + added, recorded.text + tail, digest, num_messages, paths)
 
-    def _longest_by_text(self, text: str) -> _Recorded | None:
-        """Return the longest recorded answer with whose context and text a text begins; the latest of several."""
-        fitting = [recorded for recorded in reversed(self._recorded) if text.startswith(recorded.text)]
+    def _with_images(self, token_ids: tuple[int, ...], images: Sequence[Shown]) -> tuple[int, ...]:
+        """Replace the token of each image by those that stand for it."""
+        if self._sight is None:
+            return token_ids
+        num_places = sum(token_id == self._sight.image_token_id for token_id in token_ids)
+        if num_places != len(images) or (self._sight.placeholder_ids - {self._sight.image_token_id}) & set(token_ids):
+            tokens = ", ".join(sorted(decode(self._tokenizer, [token]) for token in self._sight.placeholder_ids))
+            raise ConversationError(
+                f"{len(images)} images, and {num_places} places for them: images are parts of messages, texts and"
+                f" tokens must be without {tokens}, and the chat template must write one place for each image"
+            )
+        return tuple(self._sight.expand(token_ids, images)[0])
+
+    def _longest_by_text(self, text: str, images: Sequence[Shown] | None = None) -> _Recorded | None:
+        """Return the longest recorded answer with whose context and text a text begins; the latest of several.
+
+        images: those in the text; None: it has those of the recorded answer.
+        """
+        paths = None if images is None else tuple(image.path for image in images)
+        fitting = [
+            recorded
+            for recorded in reversed(self._recorded)
+            if text.startswith(recorded.text) and (paths is None or paths[: len(recorded.images)] == recorded.images)
+        ]
         return max(fitting, key=lambda recorded: len(recorded.text), default=None)
 
     def _longest_by_messages(self, messages: Sequence[Message], digests: Sequence[bytes]) -> _Recorded | None:
@@ -168,6 +225,8 @@ class Conversation:
         if not (self._chat_template or getattr(self._tokenizer, "chat_template", None)):
             raise ConversationError("the policy's tokenizer has no chat template: set data.chat_template")
         shown = [_for_template(message) for message in messages]
+        if self._sight is not None and not _takes_text(self._tokenizer, self._chat_template):
+            shown = [{**each, "content": _parts(each["content"])} for each in shown]
         try:
             return self._tokenizer.apply_chat_template(
                 shown,
@@ -200,13 +259,18 @@ class Conversation:
         self, context: Context, completion: Completion, message: Message | None = None, *, is_learned: bool = True
     ) -> None:
         """Remember an answer. message: as the program gets it and sends it back; None if it gets only text."""
-        answer = Answer(context.token_ids, completion, is_learned, _shown_calls(message))
+        # A placeholder that the policy sampled has no image: nothing can be read after it.
+        is_end = self._sight is not None and not self._sight.placeholder_ids.isdisjoint(completion.token_ids)
+        calls = _shown_calls(message)
+        answer = Answer(context.token_ids, completion, is_learned, calls, context.images, is_end)
         self.answers.append(answer)
         added = self.text_of(context, completion.token_ids)
         stop = decode(self._tokenizer, completion.token_ids[-1:]) if completion.finish == "stop" else None
         self.text = context.text + added
+        if is_end:
+            return
         num_messages = 0 if message is None else context.num_messages + 1
-        recorded = _Recorded(answer.token_ids, self.text, num_messages, stop)
+        recorded = _Recorded(answer.token_ids, self.text, num_messages, stop, context.images)
         self._recorded.append(recorded)
         if message is not None and context.messages is not None:
             self._by_messages[_digest_after(context.messages, message)] = recorded
@@ -219,9 +283,13 @@ def _shown_calls(message: Message | None) -> tuple[str, ...]:
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message in the form that templates read: content as text, arguments of tool calls as objects."""
+    """Return a message in the form that templates read.
+
+    Content is text or, with images, parts of text and of images; arguments of tool calls are objects.
+    """
     shown = {name: value for name, value in message.items() if value is not None}
-    shown["content"] = text_of_content(message.get("content"))
+    content = message.get("content")
+    shown["content"] = _parts(content) if _images_of([message]) else text_of_content(content)
     if shown.get("tool_calls"):
         shown["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _parsed(call["function"].get("arguments"))}}
@@ -247,6 +315,33 @@ def text_of_content(content: Any) -> str:
     )
 
 
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """Return content as parts of text and of images, of which templates read only the types."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [
+        {"type": "image"} if part.get("type") == "image" else {"type": "text", "text": text_of_content([part])}
+        for part in content
+    ]
+
+
+def _images_of(messages: Sequence[Message]) -> list[Shown]:
+    """Return the images in messages, in order."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
+    return [part["shown"] for part in parts if isinstance(part.get("shown"), Shown)]
+
+
+@lru_cache(maxsize=64)
+def _takes_text(tokenizer: Any, chat_template: str | None) -> bool:
+    """Tell whether a template shows content that is a text; some take only lists of parts, and show nothing else."""
+    messages = [{"role": "user", "content": _PLACE}]
+    try:
+        return _PLACE in tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False)
+    except Exception:  # a template may raise any error
+        return False
+
+
 def _parsed(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
@@ -269,7 +364,11 @@ def _digest_after(before: bytes, message: Message) -> bytes:
         named = [[call.get("name"), _parsed(call.get("arguments"))] for call in calls]
         return _hashed(["assistant", text_of_content(message.get("content")), named], before)
     rest = {name: value for name, value in message.items() if value is not None and name != "content"}
-    return _hashed([rest, text_of_content(message.get("content"))], before)
+    content: Any = message.get("content")
+    if _images_of([message]):
+        parts = [part["shown"].path if part.get("type") == "image" else part.get("text") for part in content]
+        return _hashed([rest, [part.get("type") for part in content], parts], before)
+    return _hashed([rest, text_of_content(content)], before)
 
 
 def _hashed(value: Any, before: bytes = b"") -> bytes:

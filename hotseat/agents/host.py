@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,7 @@ class _Job:
     submitted: float = field(default_factory=time.monotonic)
     started: float = math.inf
     task: asyncio.Task[None] | None = None
+    deadline: asyncio.TimerHandle | None = None  # calls what is next if the episode does not end by itself
     in_flight: set[str] = field(default_factory=set)
     turns: set[int] = field(default_factory=set)
     completions: dict[tuple[tuple[int, ...], tuple[int, ...]], Completion] = field(default_factory=dict)
@@ -130,13 +132,14 @@ class AgentHost:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._jobs: set[_Job] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: deque[_Job] = deque()  # for a place among the episodes that are played at a time
+        self._playing: set[_Job] = set()
+        self._max_concurrent = max_concurrent
         self._closed: str | None = None
         self._is_ending = threading.Event()
         self._beat = time.monotonic()
         self._loop = new_event_loop()
         self._stop = asyncio.Event()
-        self._slots = asyncio.Semaphore(max_concurrent)
         self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
         self._watch = threading.Thread(target=self._look_after, name="agents-watch", daemon=True)
         self._thread.start()
@@ -205,49 +208,69 @@ class AgentHost:
         self._beat = time.monotonic()
         self._loop.call_later(_BEAT_S, self._show_life)
 
-    def _start(self, jobs: Sequence[_Job]) -> None:
-        for job in jobs:
-            task = self._loop.create_task(self._run(job))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    # An episode is one task with one timer: a second task to wait for the first would cost as much as its whole turn.
 
-    async def _run(self, job: _Job) -> None:
-        async with self._slots:
+    def _start(self, jobs: Sequence[_Job]) -> None:
+        self._waiting.extend(jobs)
+        self._give_places()
+
+    def _give_places(self) -> None:
+        while self._waiting and len(self._playing) < self._max_concurrent and self._closed is None:
+            job = self._waiting.popleft()
             if job.future.done() or not job.future.set_running_or_notify_cancel():
                 with self._lock:
                     self._jobs.discard(job)
-                return
-            job.started = job.future.started_s = time.monotonic()
-            job.task = episode = self._loop.create_task(self._episode(job))
-            job.tool_clock = ToolClock(self._deadlines.tool_s, lambda: self._end_overdue_tool(job, episode))
-            job.tool_clock.start()
-            try:
-                done, _ = await asyncio.wait({episode}, timeout=self._timeout_s)
-                if not done and self._deadlines.scores_policy and (job.in_flight or job.is_out_of_time):
-                    job.is_out_of_time = True
-                    done, _ = await asyncio.wait({episode}, timeout=SCORING_S)
-                if not done:
-                    self._fail(job, f"the agent took longer than {self._timeout_s:g} s")
-            finally:
-                job.tool_clock.stop()
-                await self._let_go(job, episode)
+                continue
+            self._playing.add(job)
+            self._begin(job)
 
-    def _end_overdue_tool(self, job: _Job, episode: asyncio.Task[None]) -> None:
+    def _begin(self, job: _Job) -> None:
+        job.started = job.future.started_s = time.monotonic()
+        job.task = self._loop.create_task(self._episode(job))
+        job.task.add_done_callback(lambda _: self._leave(job))
+        job.deadline = self._loop.call_later(self._timeout_s, self._end_overdue, job)
+        if self._deadlines.tool_s is not None:
+            job.tool_clock = ToolClock(self._deadlines.tool_s, lambda: self._end_overdue_tool(job))
+            job.tool_clock.start()
+
+    def _end_overdue(self, job: _Job) -> None:
+        if self._deadlines.scores_policy and (job.in_flight or job.is_out_of_time):
+            job.is_out_of_time = True
+            job.deadline = self._loop.call_later(SCORING_S, self._give_up_on, job)
+        else:
+            self._give_up_on(job)
+
+    def _give_up_on(self, job: _Job) -> None:
+        self._cancel(job, f"the agent took longer than {self._timeout_s:g} s")
+
+    def _end_overdue_tool(self, job: _Job) -> None:
         limit_s = self._deadlines.tool_s
-        self._fail(
+        self._cancel(
             job, f"environment, tools or program took longer than {limit_s:g} s between answers (agent.tool_timeout_s)"
         )
-        episode.cancel()
 
-    async def _let_go(self, job: _Job, episode: asyncio.Task[None]) -> None:
-        try:
-            if not episode.done():
-                episode.cancel()
-                await asyncio.wait({episode}, timeout=_CANCEL_S)
-        finally:
-            if job.in_flight and self._requests.abort is not None:
-                with contextlib.suppress(Exception):
-                    self._requests.abort(sorted(job.in_flight))
+    def _cancel(self, job: _Job, reason: str) -> None:
+        """Fail an episode and cancel its task, which keeps its place for a moment if it does not end."""
+        self._fail(job, reason)
+        assert job.task is not None
+        job.task.cancel()
+        if job.deadline is not None:
+            job.deadline.cancel()
+        job.deadline = self._loop.call_later(_CANCEL_S, self._leave, job)
+
+    def _leave(self, job: _Job) -> None:
+        """End what belongs to an episode that has ended, or is abandoned, and give its place to the next."""
+        if job not in self._playing:
+            return
+        self._playing.discard(job)
+        if job.deadline is not None:
+            job.deadline.cancel()
+        if job.tool_clock is not None:
+            job.tool_clock.stop()
+        if job.in_flight and self._requests.abort is not None:
+            with contextlib.suppress(Exception):
+                self._requests.abort(sorted(job.in_flight))
+        self._give_places()
 
     async def _episode(self, job: _Job) -> None:
         try:
@@ -338,13 +361,13 @@ class AgentHost:
 
     async def _ask_in_time(self, job: _Job, request: Request) -> Completion:
         """Return the engine's answer, or what there is of it when the policy's time is over."""
-        asked = self._ask(request)
-        answer = asyncio.ensure_future(asyncio.wrap_future(asked) if isinstance(asked, Future) else asked)
-        limits = self._deadlines
-        left_s = job.started + self._timeout_s - time.monotonic() if limits.scores_policy else None
-        limit_s = min((limit for limit in (limits.turn_s, left_s) if limit is not None), default=None)
-        if limit_s is None:
-            return await answer
+        asked, limits = self._ask(request), self._deadlines
+        awaited = asyncio.wrap_future(asked) if isinstance(asked, Future) else asked
+        if limits.turn_s is None and not limits.scores_policy:
+            return await awaited
+        answer = asyncio.ensure_future(awaited)
+        left_s = job.started + self._timeout_s - time.monotonic() if limits.scores_policy else math.inf
+        limit_s = left_s if limits.turn_s is None else min(limits.turn_s, left_s)
         try:
             done, _ = await asyncio.wait({answer}, timeout=max(0.0, limit_s))
             if done:

@@ -49,11 +49,12 @@ def load_agent(
     if programs.environment is not None:
         from hotseat.agents.environments.agent import EnvironmentAgent
 
-        return EnvironmentAgent(tokenizer, programs, programs.environment, max_length=max_length, max_steps=max_steps)
+        limits: dict[str, Any] = {"max_length": max_length, "max_steps": max_steps, "sight": sight}
+        return EnvironmentAgent(tokenizer, programs, programs.environment, **limits)
     if programs.command is not None:
         from hotseat.agents.black_box import Program
 
-        return Program(tokenizer, programs, max_length=max_length, max_steps=max_steps)
+        return Program(tokenizer, programs, max_length=max_length, max_steps=max_steps, sight=sight)
     if path is None:
         return SingleTurn(tokenizer)
     named = re.fullmatch(r"(.+\.py):(\w+)", str(path))
@@ -75,14 +76,12 @@ def _load(
     source = _Source(file)
     module = source.load()
     name, form = _choose(module, file, class_name)
-    if sight is not None and name == "play":
-        raise _without_sight(file, name)
     seed = programs.run_seed
     if name == "play":
         from hotseat.agents.black_box import PlayFunction
 
         try:
-            return PlayFunction(form, tokenizer, programs, **limits)
+            return PlayFunction(form, tokenizer, programs, sight=sight, **limits)
         except AgentError as error:
             raise UserError(f"{file}: {error}") from None
     if name == "step":
@@ -93,25 +92,13 @@ def _load(
     if Environment in form.__mro__:
         return MultiTurn(form, tokenizer, run_seed=seed, sight=sight, **limits)
     try:
-        if name == "AgentExecutor" and sight is None:
-            return ExecutorAgent(form, tokenizer, **limits)
         if name == "AgentExecutor":
-            instances = ExecutorAgent(form, tokenizer, **limits).instance_class
-            if instances is None:
-                raise _without_sight(file, "an AgentExecutor with an execute of its own")
-            return MultiTurn.of_turns(lambda: InstanceTurns(instances), tokenizer, run_seed=seed, sight=sight, **limits)
+            return ExecutorAgent(form, tokenizer, sight=sight, **limits)
         return form(**accepted(form.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
     except NotBuiltError as error:
         raise NotBuiltError(f"{file}: {error}") from error
     except Exception as error:
         raise UserError(f"{file}: {name} cannot be made: {describe(error, str(file))}") from error
-
-
-def _without_sight(file: Path, what: str) -> NotBuiltError:
-    return NotBuiltError(
-        f"{file}: {what} is not built for images yet: write an Environment or an AgentInstance, whose steps may return"
-        " images"
-    )
 
 
 def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tuple[str, Any]:

@@ -14,7 +14,6 @@ from hotseat.agents.agent import Agent, AgentError, OutOfTimeError, SampleFuncti
 from hotseat.agents.sight import Shown, Sight, listed
 from hotseat.agents.transcript import Transcript
 from hotseat.types import Episode, Prompt, SampleKey, Sampling, ScoredEpisode
-from hotseat.vision import tokens_of
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,8 @@ class MultiTurn(Agent):
     async def _play(
         self, turns: Turns, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
-        transcript = self._begin(prompt, await turns.begin(prompt, episode_seed(key, self._run_seed)))
+        observation = await turns.begin(prompt, episode_seed(key, self._run_seed))
+        transcript = self._begin(prompt, observation, await self._look(turns.first_images, len(prompt.images)))
         results: list[TurnResult] = []
         is_cut, last_words = False, ""
         while self._max_steps is None or len(results) < self._max_steps:
@@ -139,14 +139,16 @@ class MultiTurn(Agent):
             return []
         return await self._sight.look(images, num_before)
 
-    def _begin(self, prompt: Prompt, observation: str | None) -> Transcript:
+    def _begin(self, prompt: Prompt, observation: str | None, images: Sequence[Shown]) -> Transcript:
+        """Return what the first turn is sampled from. images: those after the prompt's."""
         transcript = Transcript(self._tokenizer, prompt, self._sight)
-        if observation is None or observation == prompt.text:
+        if (observation is None or observation == prompt.text) and not images:
             return transcript
+        observation = prompt.text if observation is None else observation
         if observation.startswith(prompt.text):
-            transcript.add_text(observation[len(prompt.text) :])
+            transcript.add_text(observation[len(prompt.text) :], images)
         else:
-            transcript.start_again(observation, [Shown(image, tokens_of(image)) for image in prompt.images])
+            transcript.start_again(observation, [*map(Shown.of_file, prompt.images), *images])
         return transcript
 
 
@@ -176,7 +178,12 @@ class TurnResult:
 
 
 class Turns:
-    """The environment of one episode, whichever form of user file it comes from."""
+    """The environment of one episode, whichever form of user file it comes from.
+
+    first_images: those that it shows in its first observation, after the prompt's; known once it has begun.
+    """
+
+    first_images: tuple[Any, ...] = ()
 
     async def begin(self, prompt: Prompt, seed: int) -> str | None:
         """Start the environment and return the first observation; None stands for the prompt."""

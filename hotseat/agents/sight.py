@@ -1,4 +1,4 @@
-"""Images that an environment shows in the middle of an episode."""
+"""Images that an environment or a program shows in the middle of an episode."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotseat.agents.agent import AgentError
+from hotseat.vision import tokens_of
 
 
 @dataclass(frozen=True)
@@ -18,19 +19,27 @@ class Shown:
     path: str
     token_ids: tuple[int, ...]
 
+    @classmethod
+    def of_file(cls, path: str) -> Shown:
+        """Read which tokens stand for an image that was prepared before."""
+        return cls(path, tokens_of(path))
+
 
 @dataclass(frozen=True)
 class Sight:
     """Prepares images of environments for the model of the run, and puts them into texts.
 
     prepare: prepares one image; raises `AgentError` with what is wrong with it. image_token_id: stands where an image
-    goes. placeholder_ids: tokens that no text may have elsewhere. max_images: of a context.
+    goes. placeholder_ids: tokens that no text may have elsewhere. max_images: of a context. chat_template: that of the
+    model's processor, if the tokenizer has none. processor: that processor, without its part for videos.
     """
 
     prepare: Callable[[Any], Shown]
     image_token_id: int
     placeholder_ids: frozenset[int]
     max_images: int
+    chat_template: str | None = None
+    processor: Any = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     async def look(self, images: Sequence[Any], num_before: int) -> list[Shown]:
@@ -49,13 +58,13 @@ class Sight:
     def expand(self, token_ids: Sequence[int], images: Sequence[Shown]) -> tuple[list[int], list[int]]:
         """Replace the token of each image by those that stand for it; return the tokens, and where each image begins.
 
-        A text that has another number of places, or a placeholder of videos, is an error of the environment.
+        Raises for a text that has another number of places, or a placeholder of videos.
         """
         num_places = sum(token_id == self.image_token_id for token_id in token_ids)
         strangers = self.placeholder_ids - {self.image_token_id}
         if num_places != len(images) or strangers & set(token_ids):
             raise AgentError(
-                f"an environment's text has {num_places} places for images, and it showed {len(images)}: write the"
+                f"a text of the agent has {num_places} places for images, and it showed {len(images)}: write the"
                 " model's image token where each one goes, and nowhere else"
             )
         expanded: list[int] = []
@@ -68,6 +77,22 @@ class Sight:
             else:
                 expanded.append(token_id)
         return expanded, begins
+
+    def collapse(self, token_ids: Sequence[int], images: Sequence[Shown]) -> list[int]:
+        """Replace the tokens that stand for each image by one token. Where there is one already, it stays."""
+        collapsed: list[int] = []
+        at = 0
+        for image in images:
+            ahead = image.token_ids.index(self.image_token_id)  # tokens of the image before its first placeholder
+            try:
+                place = token_ids.index(self.image_token_id, at)
+            except ValueError:
+                break
+            begin = place - ahead
+            is_whole = begin >= at and tuple(token_ids[begin : begin + len(image.token_ids)]) == image.token_ids
+            collapsed += [*token_ids[at : begin if is_whole else place], self.image_token_id]
+            at = begin + len(image.token_ids) if is_whole else place + 1
+        return [*collapsed, *token_ids[at:]]
 
 
 def listed(images: Any) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hotseat.cli.main import reported
+from hotseat.cli.ending import reported
 from hotseat.errors import NotBuiltError, UserError
 
 _NO_EFFECT = {

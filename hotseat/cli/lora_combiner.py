@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hotseat.cli.main import reported
+from hotseat.cli.ending import reported
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hotseat import __version__, clock
 from hotseat.cli import completion, help_texts, new, offline_arguments, serving
-from hotseat.cli.stopping import interrupted_by_sigterm, last_words
-from hotseat.errors import HotseatError, UserError
+from hotseat.cli.ending import OK, REFUSED, reported
+from hotseat.errors import UserError
 from hotseat.openmp import wait_passively
-
-# Exit codes: done; failed while running; refused before anything ran; stopped by Ctrl-C or SIGTERM.
-OK, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
 
 
 def entry() -> None:
@@ -31,22 +28,6 @@ def main(argv: Sequence[str]) -> int:
     clock.begin()
     arguments = parse(argv)
     return reported("hotseat", lambda: int(arguments.run(arguments)))
-
-
-def reported(command: str, run: Callable[[], int]) -> int:
-    """Run a command and return its exit code, with errors and interruptions reported on standard error."""
-    try:
-        with interrupted_by_sigterm():
-            return run()
-    except UserError as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        return REFUSED
-    except HotseatError as error:
-        print("\n".join([f"{command}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt as interrupt:
-        print(last_words(command, interrupt), file=sys.stderr)
-        return STOPPED
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

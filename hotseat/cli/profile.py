@@ -145,18 +145,18 @@ def _of_simulators(config: Config, factor: float, num_groups: int) -> list[str]:
 
 def whole_numbers(text: str) -> list[int]:
     """Parse whole numbers that are joined by commas."""
-    found = numbers(text)
-    if any(each != int(each) for each in found):
+    values = numbers(text)
+    if any(each != int(each) for each in values):
         raise UserError(f"{text!r}: all numbers have to be whole: write them as 1,2,4")
-    return [int(each) for each in found]
+    return [int(each) for each in values]
 
 
 def numbers(text: str) -> list[float]:
     """Parse numbers that are joined by commas."""
     try:
-        found = [float(each) for each in text.split(",")]
+        values = [float(each) for each in text.split(",")]
     except ValueError:
         raise UserError(f"{text!r} is no list of numbers: write them as 1,2,4") from None
-    if not all(each > 0 for each in found):
+    if not all(each > 0 for each in values):
         raise UserError(f"{text!r}: all numbers have to be above 0")
-    return found
+    return values

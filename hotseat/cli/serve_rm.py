@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hotseat.cli import serving
-from hotseat.cli.stopping import interrupted_by_sigterm
+from hotseat.cli.ending import FAILED, OK, REFUSED, STOPPED, interrupted_by_sigterm
 from hotseat.errors import HotseatError, UserError
 from hotseat.openmp import wait_passively
 from hotseat.rewards.addresses import bearer_token
@@ -16,7 +16,6 @@ from hotseat.rewards.addresses import bearer_token
 if TYPE_CHECKING:
     from hotseat.loop.serving.model import ModelOptions
 
-OK, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
 
 # Flags that are read and change nothing here, and why.
 _NO_EFFECT = {

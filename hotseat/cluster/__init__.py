@@ -4,7 +4,6 @@ from hotseat.cluster._guard import in_worker_process
 from hotseat.cluster._ray.template import Template, started_template
 from hotseat.cluster.channel import Channel, ChannelClosed, ChannelDirectory
 from hotseat.cluster.cluster import Cluster
-from hotseat.cluster.create_group import Worker, create_group
 from hotseat.cluster.group import Calling, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder, Lease, LeaseError, Leases, LeaseTransfer
 from hotseat.cluster.pending import Pending, reports_death
@@ -28,10 +27,8 @@ __all__ = [
     "Process",
     "Ref",
     "Template",
-    "Worker",
     "WorkerGroup",
     "as_arguments",
-    "create_group",
     "in_worker_process",
     "reports_death",
     "started_template",

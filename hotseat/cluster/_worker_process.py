@@ -103,13 +103,16 @@ def refuse_generator(method: str, result: Any) -> None:
         raise TypeError(f"{method!r} returns a generator; return a list, or put the items into a channel")
 
 
-def _spare_collector() -> None:
+def _spare_collector(threshold: int | None) -> None:
     """Exempt what imports and the constructor made from garbage collection: it stays for good.
 
-    Otherwise every full collection goes through all of it, some 50 ms with torch and transformers loaded.
+    Otherwise every full collection goes through all of it, some 50 ms with torch and transformers loaded. threshold: so
+    many new objects are awaited before any are looked through; None: Python's default.
     """
     gc.collect()
     gc.freeze()
+    if threshold is not None:
+        gc.set_threshold(threshold, *gc.get_threshold()[1:])
 
 
 class ObjectHost:
@@ -137,7 +140,7 @@ class ObjectHost:
     ) -> ProcessIdentity | Failure:
         def make() -> ProcessIdentity:
             self._object = cls(*resolve(args, timeout_s), **resolve(kwargs, timeout_s))
-            _spare_collector()
+            _spare_collector(getattr(cls, "garbage_threshold", None))
             return this_process()
 
         with activity.activity.doing("its start"):

@@ -35,12 +35,9 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
         if has_reward_model(config) and config.reward.retokenize:
             why = "images are prepared for the actor's tokens: choose a reward model with the actor's tokenizer"
             problems.append(("reward.retokenize", f"true, but {why}, and set it to false"))
-        for key, value, what in (
-            ("agent.command", config.agent.command, "agents that are programs are"),
-            ("agent.environment.family", config.agent.environment.family, "environments of libraries are"),
-        ):
-            if value is not None and data.image_key is not None:
-                problems.append((key, f"{what} {_OPEN}: write an Environment, and set agent.path"))
+        if config.agent.environment.family is not None and data.image_key is not None:
+            why = f"environments of libraries are {_OPEN}: write an Environment, and set agent.path"
+            problems.append(("agent.environment.family", why))
     for key, is_set in (
         ("train.sequence_parallel_size", train.sequence_parallel_size > 1),
         ("train.deepspeed.tensor_parallel_size", train.tensor_parallel_size > 1),

@@ -269,10 +269,10 @@ def _num_env_processes(values: Mapping[str, Any]) -> int | None:
 
 
 def _at(values: Mapping[str, Any], path: str) -> Any:
-    found: Any = values
+    section: Any = values
     for part in path.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        section = section.get(part) if isinstance(section, Mapping) else None
+    return section
 
 
 _ALL_SIMULATORS = "env.train.total_num_envs"

@@ -71,15 +71,14 @@ def images_of(values: Mapping[str, Any], key: str, limits: ImageLimits) -> list[
     return listed
 
 
-def read_image(value: Any, key: str, folder: Path, limits: ImageLimits) -> tuple[bytes, Any]:
-    """Return an image's bytes as it is stored, and the image, decoded, upright and in RGB."""
+def read_image(value: Any, key: str, folder: Path, limits: ImageLimits) -> Any:
+    """Return an image, decoded, upright and in RGB."""
     import PIL.Image
     import PIL.ImageOps
 
-    if isinstance(value, PIL.Image.Image):
+    if _is_decoded(value):
         _check_size(value, key, limits)
-        image = value.convert("RGB")
-        return f"{image.size}".encode() + image.tobytes(), image
+        return value.convert("RGB")
     stored = _bytes_of(value, key, folder, limits)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # our own limit is checked below
@@ -99,10 +98,25 @@ def read_image(value: Any, key: str, folder: Path, limits: ImageLimits) -> tuple
             frames = getattr(image, "n_frames", 1)  # seeks through the later ones
             if frames == 1:
                 image.load()
-                return stored, PIL.ImageOps.exif_transpose(image).convert("RGB")
+                return PIL.ImageOps.exif_transpose(image).convert("RGB")
         except Exception as error:
             raise BadValue(f"{key}: broken or truncated {image.format} {_described(error)}") from None
     raise BadValue(f"{key}: {image.format} with {frames} frames, and a prompt takes still images: choose one")
+
+
+def stored_bytes(value: Any, key: str, folder: Path, limits: ImageLimits) -> bytes:
+    """Return the bytes of an image as it is stored; of one that is decoded already, its size and pixels."""
+    if not _is_decoded(value):
+        return _bytes_of(value, key, folder, limits)
+    _check_size(value, key, limits)
+    image = value.convert("RGB")
+    return f"{image.size}".encode() + image.tobytes()
+
+
+def _is_decoded(value: Any) -> bool:
+    import PIL.Image
+
+    return isinstance(value, PIL.Image.Image)
 
 
 def _described(error: Exception) -> str:
@@ -230,9 +244,10 @@ class ImageStore:
 
     def prepare(self, value: Any, key: str, folder: Path) -> PreparedImage:
         """Return the prepared image, from the folder if it is there. Raises `BadValue`."""
-        stored, image = read_image(value, key, folder, self.limits)
+        stored = stored_bytes(value, key, folder, self.limits)
         digest = hashlib.blake2b(stored, key=self._how, digest_size=20).hexdigest()
-        if digest not in self._known:
+        if digest not in self._known:  # those were decoded before: conversations show the same images again and again
+            image = read_image(value if _is_decoded(value) else stored, key, folder, self.limits)
             path = self.folder / f"{digest}.safetensors"
             if not path.exists():
                 self._write(path, image, key)

@@ -106,9 +106,9 @@ class FSDPActor(Worker):
         for _ in range(self._num_groups):
             group = input_channel.get()
             if not isinstance(group, list | tuple) or len(group) != self._group_size:
-                found = f"a list of {len(group)}" if isinstance(group, list | tuple) else f"a {type(group).__name__}"
+                item = f"a list of {len(group)}" if isinstance(group, list | tuple) else f"a {type(group).__name__}"
                 raise DataError(
-                    f"channel {input_channel.name!r} has {found}: put whole groups into it, each a list of"
+                    f"channel {input_channel.name!r} has {item}: put whole groups into it, each a list of"
                     f" algorithm.group_size {self._group_size} trajectories"
                 )
             self._trajectories += group
@@ -240,10 +240,10 @@ def _refuse_without_effect(cfg: Any) -> None:
     """Raise for settings that would be learned by, and are not."""
     for path, neutral in _FIXED:
         *sections, name = path.split(".")
-        found = cfg
+        values = cfg
         for each in sections:
-            found = section(found, each)
-        value = found.get(name)
+            values = section(values, each)
+        value = values.get(name)
         if value is not None and value not in neutral:
             fitting = " or ".join(map(str, neutral)) + ", or leave it out" if neutral else "null, or leave it out"
             raise UserError(f"{path} is {value}, which this actor does not have: set it to {fitting}")

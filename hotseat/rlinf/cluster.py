@@ -62,8 +62,8 @@ class Cluster:
         self._is_owner = on is None
         self._cluster = on or machinery.Cluster(num_devices=num_devices, timeout_s=self.default_timeout_s())
         try:
-            wanted = num_nodes if num_nodes is not None else section.num_nodes
-            self.inventory = with_node_groups(inventory_of(self._cluster), wanted, section.node_groups)
+            num_asked = num_nodes if num_nodes is not None else section.num_nodes
+            self.inventory = with_node_groups(inventory_of(self._cluster), num_asked, section.node_groups)
             if any(node.env for node in self.inventory.nodes):
                 self._cluster.reserve(self._everywhere(), nodes=self.inventory.nodes)
         except BaseException:

@@ -31,8 +31,8 @@ def plain(cfg: Any) -> Any:
 def section(cfg: Any, name: str) -> Mapping[str, Any]:
     """Return a section of a config, empty where the config has none."""
     whole = plain(cfg)
-    found = whole.get(name) if isinstance(whole, Mapping) else None
-    return {} if found is None else found
+    part = whole.get(name) if isinstance(whole, Mapping) else None
+    return {} if part is None else part
 
 
 def checked_cluster(cfg: Any) -> ClusterConfig:

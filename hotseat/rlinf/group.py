@@ -103,8 +103,8 @@ class WorkerGroup(Generic[T]):
         groups = Cluster().groups
         if group_name not in groups:
             raise PlacementError(f"there is no group {group_name!r}; there are {', '.join(groups) or 'none'}")
-        found: WorkerGroup[T] = groups[group_name]
-        return found
+        group: WorkerGroup[T] = groups[group_name]
+        return group
 
     @property
     def worker_group_name(self) -> str:

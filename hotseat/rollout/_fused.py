@@ -75,9 +75,9 @@ def renamed(every: Iterable[Piece], model: nn.Module, names: Collection[str]) ->
         return
     if hasattr(table, "orig_to_new_stacked"):  # pieces of fused weights are apart already
         table = replace(table, orig_to_new_stacked={})
-    found = {table._map_name(name): name for name in names}
+    hf_names = {table._map_name(name): name for name in names}
     for piece in every:
-        yield piece if piece.name in names else replace(piece, name=found.get(piece.name, piece.name))
+        yield piece if piece.name in names else replace(piece, name=hf_names.get(piece.name, piece.name))
 
 
 def _of_parameter(

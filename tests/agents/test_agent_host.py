@@ -89,6 +89,24 @@ def test_a_future_that_is_cancelled_before_its_turn_is_left_out():
             second.result(0)
 
 
+def test_what_waits_for_a_place_does_not_begin_when_the_host_closes():
+    begun, both = [], threading.Event()
+
+    async def run(prompt, key, sampling, sample):
+        begun.append(key.sample)
+        if len(begun) == 2:
+            both.set()
+        await asyncio.Event().wait()
+
+    with AgentHost(Does(run), Script(lambda request: "a"), run_seed=0, max_concurrent=2) as host:
+        futures = [host.submit(prompt_of("q"), SampleKey(0, 0, at), SAMPLING) for at in range(5)]
+        assert both.wait(WAIT_S)
+    for future in futures:
+        with pytest.raises(RunError, match="the agent host is closed"):
+            future.result(0)
+    assert begun == [0, 1]
+
+
 # --- failing ----------------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +131,14 @@ def test_an_episode_that_takes_too_long_fails_and_its_request_is_aborted():
 
 
 @pytest.mark.slow
-def test_an_episode_that_does_not_want_to_end_is_left_behind_and_asks_no_more():
+@pytest.mark.parametrize(
+    ("timeout_s", "deadlines", "reason"),
+    [
+        (2.0, None, "the agent took longer than 2 s"),
+        (WAIT_S, Deadlines(tool_s=0.1), "took longer than 0.1 s between answers"),
+    ],
+)
+def test_an_episode_that_does_not_want_to_end_is_left_behind_and_asks_no_more(timeout_s, deadlines, reason):
     script = Script(lambda request: "a")
     over, tried = threading.Event(), threading.Event()
 
@@ -129,9 +154,9 @@ def test_an_episode_that_does_not_want_to_end_is_left_behind_and_asks_no_more():
             tried.set()
         return await good(prompt, key, sampling, sample)
 
-    with AgentHost(Does(run), script, run_seed=0, timeout_s=2.0, max_concurrent=1) as host:
+    with AgentHost(Does(run), script, run_seed=0, timeout_s=timeout_s, max_concurrent=1, deadlines=deadlines) as host:
         stubborn, next_one = (host.submit(prompt_of("q"), SampleKey(0, 0, at), SAMPLING) for at in range(2))
-        assert "took longer than 2 s" in stubborn.result(WAIT_S).reason
+        assert reason in stubborn.result(WAIT_S).reason
         assert isinstance(next_one.result(WAIT_S), Episode)
         over.set()
         assert tried.wait(WAIT_S)

@@ -1,7 +1,12 @@
 """Environments that show images: their tokens stand in the text, and requests and segments have their files."""
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
 from agent_cases import KEY, SAMPLING, TOKENIZER, WAIT_S, Script, ids_of, play, prompt_of
+from safetensors.torch import save
 
 from hotseat.agents import AgentHost, Environment, Step
 from hotseat.agents.agent import AgentError
@@ -9,7 +14,8 @@ from hotseat.agents.loading import load_agent
 from hotseat.agents.multi_turn import MultiTurn
 from hotseat.agents.sight import Shown, Sight
 from hotseat.errors import NotBuiltError
-from hotseat.types import Failed
+from hotseat.types import Failed, Prompt
+from hotseat.vision import TOKENS
 
 (PLACE,) = ids_of("@")  # the image token
 (VIDEO,) = ids_of("%")
@@ -112,16 +118,127 @@ class AgentExecutor(MultiTurnAgentExecutor):
 """
 
 
+def prepared(folder, name):
+    """Write the file of a prepared image, as far as agents read it."""
+    path = folder / f"{name}.safetensors"
+    tokens = (*ids_of("<"), PLACE, PLACE, *ids_of(">"))
+    path.write_bytes(save({"pixel_values": torch.zeros(1)}, {TOKENS: json.dumps(tokens)}))
+    return str(path)
+
+
+def load(tmp_path, text, sight=SIGHT):
+    (tmp_path / "agent.py").write_text(text)
+    return load_agent(tmp_path / "agent.py", TOKENIZER, max_length=100, sight=sight)
+
+
+def play_with(agent, script, *images):
+    prompt = Prompt(3, "q:@" if images else "q:", ids_of("q:<@@>") if images else ids_of("q:"), "4", images=images)
+    with AgentHost(agent, script, run_seed=5, timeout_s=WAIT_S) as host:
+        return host.submit(prompt, KEY, SAMPLING).result(WAIT_S)
+
+
 def test_instances_of_openrlhf_show_images(tmp_path):
-    file = tmp_path / "agent.py"
+    one = prepared(tmp_path, "one")
+    files = Sight(Shown.of_file, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
     for text in (INSTANCE, INSTANCE.partition("class AgentExecutor")[0]):
-        file.write_text(text)
         script = Script(["a", "b"])
-        play(load_agent(file, TOKENIZER, max_length=100, sight=SIGHT), script)
-        assert [request.images for request in script.requests] == [(), ("/one.safetensors",)]
-    file.write_text(INSTANCE + "\n    async def execute(self, prompt, label, sampling_params):\n        return {}\n")
-    with pytest.raises(NotBuiltError, match="an AgentExecutor with an execute of its own is not built for images yet"):
-        load_agent(file, TOKENIZER, max_length=100, sight=SIGHT)
-    file.write_text("def play(task):\n    return 1.0\n")
-    with pytest.raises(NotBuiltError, match="play is not built for images yet: write an Environment"):
-        load_agent(file, TOKENIZER, max_length=100, sight=SIGHT)
+        play(load(tmp_path, text.replace('"one"', repr(one)), files), script)
+        assert [request.images for request in script.requests] == [(), (one,)]
+
+
+EXECUTE = """
+from openrlhf.utils.agent import AgentExecutorBase
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
+        tokens = list(hf_tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
+        images, ranges = list(images or []), []
+        for text in ("+@", ""):
+            data = {"image": images} if images else None
+            output = await llm_engine.generate(tokens, sampling_params, multi_modal_data=data)
+            sampled = output.outputs[0].token_ids
+            ranges.append((len(tokens), len(tokens) + len(sampled)))
+            tokens = tokens + sampled + hf_tokenizer(text, add_special_tokens=False)["input_ids"]
+            images.append("one")
+        return {"observation_tokens": tokens, "action_ranges": ranges, "reward": 1.0}
+"""
+
+
+@pytest.mark.parametrize("first", ["prompt", "prompt.replace('@', '<@@>')"])
+def test_executors_pass_images_to_generate_and_write_one_token_for_each_or_all(tmp_path, first):
+    own = prepared(tmp_path, "own")
+    script = Script(["a", "b"])
+    scored = play_with(load(tmp_path, EXECUTE.replace("PROMPT", first)), script, own)
+    assert script.contexts == ["q:<@@>", "q:<@@>a+<@@>"]
+    assert [request.images for request in script.requests] == [(own,), (own, "/one.safetensors")]
+    (segment,) = scored.episode.segments
+    assert segment.images == (own, "/one.safetensors")
+    assert TOKENIZER.decode(segment.token_ids.tolist()) == "q:<@@>a+<@@>b"
+    assert TOKENIZER.decode(segment.token_ids[segment.mask].tolist()) == "ab"
+    assert scored.episode.query == "q:@a+@b"
+
+
+def test_an_executor_that_says_nothing_about_images_has_those_of_the_prompt(tmp_path):
+    own = prepared(tmp_path, "own")
+    text = EXECUTE.replace("PROMPT", "prompt").replace(", multi_modal_data=data", "").replace("+@", "+")
+    script = Script(["a", "b"])
+    scored = play_with(load(tmp_path, text), script, own)
+    assert [request.images for request in script.requests] == [(own,), (own,)]
+    assert scored.episode.segments[0].images == (own,)
+
+
+def test_an_executor_may_change_the_prompt_around_the_usual_execution_with_images(tmp_path):
+    own = prepared(tmp_path, "own")
+    text = INSTANCE.replace('["one"]', f"[{prepared(tmp_path, 'one')!r}]") + (
+        "\n    async def execute(self, prompt, label, sampling_params, images=None, **kwargs):\n"
+        "        return await super().execute('Think. ' + prompt, label, sampling_params)\n"
+    )
+    files = Sight(Shown.of_file, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
+    script = Script(["a", "b"])
+    scored = play_with(load(tmp_path, text, files), script, own)
+    assert script.contexts == ["Think. q:<@@>", "Think. q:<@@>a<@@>"]
+    assert [len(request.images) for request in script.requests] == [1, 2]
+    assert [Path(image).stem for image in scored.episode.segments[0].images] == ["own", "one"]
+
+
+def test_images_of_a_reset_stand_in_the_first_observation(tmp_path):
+    text = INSTANCE.partition("class AgentExecutor")[0] + (
+        "    async def reset(self, states):\n"
+        "        return {'observation': states['observation'] + 'see @', 'environment_images': 'two'}\n"
+    )
+    script = Script(["a", "b"])
+    play(load(tmp_path, text), script)
+    assert script.contexts == ["q:see <@@>", "q:see <@@>a<@@>"]
+    assert script.requests[1].images == ("/two.safetensors", "/one.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ("{'image': ['one']}", "a text of the agent has 0 places for images, and it showed 1"),
+        ("{'image': 'broken'}", "an image that an environment showed: broken"),
+        ("{'image': ['one'] * 3}", "data.max_images_per_prompt allows 2"),
+    ],
+)
+def test_images_that_executors_cannot_show(tmp_path, data, reason):
+    text = EXECUTE.replace("PROMPT", "prompt").replace("multi_modal_data=data", f"multi_modal_data={data}")
+    failed = play_with(load(tmp_path, text), Script(["a", "b"]))
+    assert isinstance(failed, Failed)
+    assert reason in failed.reason
+
+
+def test_executors_show_images_only_and_only_to_models_that_see(tmp_path):
+    text = EXECUTE.replace("PROMPT", "prompt").replace("=data", "={'video': [1]}")
+    with pytest.raises(NotBuiltError, match="multi_modal_data of video: only images are possible"):
+        play_with(load(tmp_path, text), Script(["a", "b"]))
+    failed = play_with(load(tmp_path, text.replace("video", "image"), None), Script(["a", "b"]))
+    assert "generate with multi_modal_data, and the run has no images: set data.image_key" in failed.reason
+
+
+def test_actions_after_other_images_are_no_actions_of_one_episode(tmp_path):
+    text = EXECUTE.replace("PROMPT", "'q:@'").replace(
+        '{"image": images}', '{"image": [["one"], ["two", "one"]][len(ranges)]}'
+    )
+    text = text.replace("list(images or [])", "['']")
+    failed = play_with(load(tmp_path, text), Script(["a", "b"]))
+    assert "returned actions that were sampled after different images" in failed.reason

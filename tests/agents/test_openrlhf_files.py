@@ -504,11 +504,6 @@ def test_an_executor_without_a_reward(load):
     [
         (
             "generate(tokens, sampling_params)",
-            "generate(tokens, sampling_params, multi_modal_data=[1])",
-            "generate with multi_modal_data: only text is possible",
-        ),
-        (
-            "generate(tokens, sampling_params)",
             "generate(tokens, sampling_params, 'id')",
             "llm_engine.generate with vLLM",
         ),

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hotseat.cli import help_texts
-from hotseat.cli.main import FAILED, OK, REFUSED, STOPPED, main, make_parser, parse
+from hotseat.cli.ending import FAILED, OK, REFUSED, STOPPED
+from hotseat.cli.main import main, make_parser, parse
 from hotseat.cli.options_view import options
 from hotseat.config import loads, to_saved
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cluster_workers import Busy, Closing, Plain, Waiting, wait_until
 
-from hotseat.cluster import Cluster, Process, Worker, create_group, reports_death
+from hotseat.cluster import Cluster, Process, reports_death
 from hotseat.cluster._local import LocalRuntime
 from hotseat.errors import DeadlineError, PlacementError, RunError, UserError, WorkerError
 
@@ -212,23 +212,6 @@ def test_environments_that_differ_cannot_share_a_process(cluster):
         cluster.launch("three", Plain, env={"HOTSEAT_TEST_VALUE": "2"})
     cluster.close()
     assert "HOTSEAT_TEST_VALUE" not in os.environ
-
-
-def test_the_shape_that_rlinf_users_know(cluster):
-    class Actor(Worker):
-        def __init__(self, config):
-            self.config = config
-
-        def name(self):
-            return self.config["name"]
-
-    class Strategy:
-        processes = (Process(0, 0, (0,)), Process(1, 0, (1,)))
-
-    group = Actor.create_group({"name": "a"}).launch(cluster, name="actor", placement_strategy=Strategy())
-    assert group.name == "actor"
-    assert group.call(Actor.name) == ["a", "a"]
-    assert create_group(Plain, 5).launch(cluster).call(Plain.add, 1) == [6]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_an_image_is_read_from_everything_that_rows_hold(tmp_path):
         PICTURE,
     ]
     for form in forms:
-        _, image = read_image(form, "image", tmp_path, LIMITS)
+        image = read_image(form, "image", tmp_path, LIMITS)
         assert (image.mode, image.size) == ("RGB", (30, 20))
         assert image.tobytes() == PICTURE.tobytes()
 
@@ -62,7 +62,7 @@ def test_an_image_is_read_from_everything_that_rows_hold(tmp_path):
 def test_an_image_stands_as_its_camera_was_held(tmp_path):
     rotated = Image.Exif()
     rotated[0x0112] = 6  # to be turned by a quarter
-    _, image = read_image(encoded(kind="JPEG", exif=rotated), "image", tmp_path, LIMITS)
+    image = read_image(encoded(kind="JPEG", exif=rotated), "image", tmp_path, LIMITS)
     assert image.size == (20, 30)
 
 

@@ -1,5 +1,6 @@
 """Models that see: transformers' own forward, the trainer in every layout and the engine give the same log-probs."""
 
+import importlib.util
 from types import SimpleNamespace
 
 import image_cases as tiny
@@ -34,7 +35,16 @@ def texts(family):
 
 
 # Qwen3-VL is the second family with positions in three dimensions.
-FAMILIES = [pytest.param(each, marks=pytest.mark.long if each == "qwen3_vl" else ()) for each in tiny.FAMILIES]
+FAMILIES = [
+    *(pytest.param(each, marks=pytest.mark.long if each == "qwen3_vl" else ()) for each in tiny.FAMILIES),
+    pytest.param(
+        "smolvlm",
+        marks=[
+            pytest.mark.long,
+            pytest.mark.skipif(importlib.util.find_spec("num2words") is None, reason="num2words is not installed"),
+        ],
+    ),
+]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -119,6 +119,105 @@ def test_an_environment_that_shows_images_is_learned_from(task, tmp_path):
     assert max(gaps(read_lines(task / "runs" / "shown" / "metrics.jsonl"))) < 1e-4
 
 
+EXECUTOR = """
+from openrlhf.utils.agent import AgentExecutorBase
+from PIL import Image
+
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
+        tokens, ranges, shown = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"], [], list(images or [])
+        for turn in range(2):
+            output = await llm_engine.generate(tokens, sampling_params, multi_modal_data={"image": shown})
+            sampled = output.outputs[0].token_ids
+            ranges.append((len(tokens), len(tokens) + len(sampled)))
+            if sampled[-1] in hf_tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"]):
+                tokens = tokens + sampled
+                break
+            shown.append(Image.new("RGB", (28, 28), (40 * len(sampled) + turn, 80, 9)))
+            made = hf_tokenizer("<|vision_start|><|image_pad|><|vision_end|>", images=shown[-1:])
+            assert len(made["input_ids"][0]) > 3  # the processor writes all tokens of the image
+            tokens = tokens + sampled + list(made["input_ids"][0])
+        return {"observation_tokens": tokens, "action_ranges": ranges, "reward": float(tokens[-1] % 3)}
+"""
+
+
+@pytest.mark.long
+def test_an_executor_that_shows_images_is_learned_from(task, tmp_path):
+    (tmp_path / "agent.py").write_text(EXECUTOR)
+    overrides = [f"agent.path={tmp_path}/agent.py", "data.max_images_per_prompt=3", "data.max_length=96"]
+    start(loads(rl(task, "executed", reward="{}"), [*overrides, *SMALL]))
+    assert max(gaps(read_lines(task / "runs" / "executed" / "metrics.jsonl"))) < 1e-4
+
+
+@pytest.mark.slow
+def test_images_of_agents_are_no_larger_than_the_engine_was_started_for(task, tmp_path):
+    from transformers import AutoTokenizer
+
+    from hotseat.agents.agent import AgentError
+    from hotseat.data.images import ImageLimits
+    from hotseat.loop.workers.sight import HostImages, make_sight
+
+    model = str(task / "model")
+    largest = image_cases.write_pixels(tmp_path, 0)
+    settings = HostImages(str(tmp_path / "images"), ImageLimits(1, 10**6, 10**6), largest=largest)
+    sight = make_sight(settings, model, AutoTokenizer.from_pretrained(model))
+    assert len(sight.prepare(image_cases.drawn(0, 28, 28)).token_ids) == 4
+    with pytest.raises(AgentError, match="12 tokens, and vLLM was started for images of 4: make it smaller"):
+        sight.prepare(image_cases.drawn(0))
+
+
+PLAY = """
+import base64
+import io
+
+import anthropic
+import openai
+from PIL import Image
+
+
+def picture(shade):
+    file = io.BytesIO()
+    Image.new("RGB", (28, 28), (shade % 256, 80, 9)).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def play(prompt, client):
+    messages = [{"role": "user", "content": client.content}]
+    with openai.OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0) as policy:
+        for turn in range(2):
+            said = policy.chat.completions.create(model=client.model, messages=messages).choices[0].message
+            url = f"data:image/png;base64,{picture(40 * (len(said.content) + turn))}"
+            messages += [said, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    with anthropic.Anthropic(base_url=client.root_url, api_key=client.api_key, max_retries=0) as policy:
+        source = {"type": "base64", "media_type": "image/png", "data": picture(client.seed)}
+        content = [{"type": "text", "text": "and "}, {"type": "image", "source": source}]
+        policy.messages.create(model=client.model, max_tokens=3, messages=[{"role": "user", "content": content}])
+    return float(client.seed % 3)
+"""
+
+
+@pytest.mark.slow
+def test_programs_that_send_images_are_learned_from(task, tmp_path):
+    (tmp_path / "agent.py").write_text(PLAY)
+    rows = [json.loads(line) for line in (task / "prompts.jsonl").read_text().splitlines()[:4]]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(
+            json.dumps({**row, "input": "<|image_pad|>" + row["input"], "images": [f"{task}/{row['images'][0]}"]})
+            + "\n"
+            for row in rows
+        )
+    )
+    overrides = [f"agent.path={tmp_path}/agent.py", "data.max_images_per_prompt=2", "data.max_length=96"]
+    overrides += [f"data.path={tmp_path}/rows.jsonl", "data.apply_chat_template=false"]
+    start(loads(rl(task, "played", reward="{}"), [*overrides, *SMALL]))
+    records = read_lines(task / "runs" / "played" / "metrics.jsonl")
+    # The trainer computes the log-probs that the engine sampled with, of all turns and protocols.
+    assert max(gaps(records)) < 1e-4
+    shown = [line for line in read_lines(task / "runs" / "played" / "samples.jsonl") if line.get("images")]
+    assert shown
+
+
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_rl_with_images_in_vllm_learns_from_what_it_sampled(task, tmp_path):
@@ -176,7 +275,6 @@ def test_a_chat_template_that_only_the_processor_has_is_used_and_exported(task, 
 REFUSED = {
     "data: {image_key: a}": "data.max_images_per_prompt: 0, and data.image_key names a column of images",
     "rollout: {engine: vllm, lora_sync: adapter}\ntrain: {lora: {rank: 2}}": "rollout.lora_sync: adapter is not built",
-    "agent: {command: [x]}": "agent.command: agents that are programs are not built for images yet: write an",
     "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built",
     "env: {path: x.py, images: true}\nrollout: {engine: vllm}": "rollout.engine: vllm is not built for images of",
     "env: {path: x.py}": "data.image_key: has no effect: env.path is set, and the simulator's tasks and seeds are",

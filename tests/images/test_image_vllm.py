@@ -28,8 +28,17 @@ WIDTH = 64  # vLLM's attention on a CPU has no smaller heads
 TOLERANCE = 2e-5  # of log-probs in fp32
 TEXT = (string.ascii_lowercase * 6)[:140]  # longer than a block of vLLM's cache on a CPU, of 128 tokens
 FAMILIES = [
-    pytest.param(family, marks=pytest.mark.slow if family == "qwen2_5_vl" else pytest.mark.long)
-    for family in tiny.FAMILIES
+    *(
+        pytest.param(family, marks=pytest.mark.slow if family == "qwen2_5_vl" else pytest.mark.long)
+        for family in tiny.FAMILIES
+    ),
+    pytest.param(
+        "smolvlm",
+        marks=[
+            pytest.mark.long,
+            pytest.mark.skipif(importlib.util.find_spec("num2words") is None, reason="num2words is not installed"),
+        ],
+    ),
 ]
 
 

@@ -26,8 +26,14 @@ CHAT = (
     "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-PLACE = {"qwen2_5_vl": _QWEN_PROMPT, "qwen3_vl": _QWEN_PROMPT, "idefics3": "<image>", "llava": "<image>"}
-FAMILIES = tuple(PLACE)
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "idefics3", "llava")
+PLACE = {
+    "qwen2_5_vl": _QWEN_PROMPT,
+    "qwen3_vl": _QWEN_PROMPT,
+    "idefics3": "<image>",
+    "llava": "<image>",
+    "smolvlm": "<image>",  # whose processor needs a package: num2words
+}
 
 
 def save(family: str, folder: Path, *, seed: int = 0, hidden_size: int = 32) -> str:
@@ -130,13 +136,15 @@ def _qwen(kind: str, hidden_size: int) -> tuple[Any, Any]:
     return model, _without_videos(processor, images, tokenizer)
 
 
-def _idefics(hidden_size: int) -> tuple[Any, Any]:
+def _idefics(kind: str, hidden_size: int) -> tuple[Any, Any]:
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+    is_smol = kind == "smolvlm"
     rows = tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))
     special = ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", *rows)
     tokenizer = tokenizer_with(special)
-    config = transformers.Idefics3Config(
+    config = (transformers.SmolVLMConfig if is_smol else transformers.Idefics3Config)(
         text_config=_text(tokenizer, hidden_size, model_type="llama"),
         vision_config={
             "hidden_size": 32,
@@ -150,7 +158,12 @@ def _idefics(hidden_size: int) -> tuple[Any, Any]:
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         pad_token_id=tokenizer.pad_token_id,
     )
-    images = Idefics3ImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
+    sizes: dict[str, Any] = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
+    if is_smol:
+        images: Any = SmolVLMImageProcessorPil(**sizes)
+        made = _without_videos(transformers.SmolVLMProcessor, images, tokenizer, video_processor=None, image_seq_len=4)
+        return transformers.SmolVLMForConditionalGeneration(config), made
+    images = Idefics3ImageProcessorPil(**sizes)
     processor = transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
     return transformers.Idefics3ForConditionalGeneration(config), processor
 
@@ -184,7 +197,8 @@ def _llava(hidden_size: int) -> tuple[Any, Any]:
 _MAKERS = {
     "qwen2_5_vl": lambda hidden_size: _qwen("qwen2_5_vl", hidden_size),
     "qwen3_vl": lambda hidden_size: _qwen("qwen3_vl", hidden_size),
-    "idefics3": _idefics,
+    "idefics3": lambda hidden_size: _idefics("idefics3", hidden_size),
+    "smolvlm": lambda hidden_size: _idefics("smolvlm", hidden_size),
     "llava": _llava,
 }
 

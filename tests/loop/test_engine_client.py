@@ -315,7 +315,8 @@ def test_an_engine_forgets_what_a_lost_client_asked_for(tmp_path):
     from loop_cases import make_task
 
     from hotseat import faults
-    from hotseat.loop.workers.models import EngineSettings, EngineWorker
+    from hotseat.loop.workers.engine_worker import EngineWorker
+    from hotseat.loop.workers.engines import EngineSettings
 
     def step_when_called(point):
         """End a step when the next command waits, so that it finds requests under way."""
@@ -339,7 +340,8 @@ def test_a_request_that_an_engine_refuses_does_not_fail_those_submitted_with_it(
     from loop_cases import make_task
 
     from hotseat.errors import UserError
-    from hotseat.loop.workers.models import EngineSettings, EngineWorker
+    from hotseat.loop.workers.engine_worker import EngineWorker
+    from hotseat.loop.workers.engines import EngineSettings
 
     make_task(tmp_path)
     engine = EngineWorker(EngineSettings(str(tmp_path / "model"), 16, 4, (1,), "float32", 1))
@@ -433,7 +435,7 @@ def test_an_engine_process_hands_over_tokens_while_it_samples(tmp_path):
     from hotseat import faults
     from hotseat.config import loads
     from hotseat.loop.setup import settings
-    from hotseat.loop.workers.models import EngineWorker
+    from hotseat.loop.workers.engine_worker import EngineWorker
 
     task = make_task(tmp_path, seed=0)
     worker = EngineWorker(settings.engine_settings(loads(rl_yaml(task), ["data.max_length=32"]), (1,), task))

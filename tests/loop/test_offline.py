@@ -16,8 +16,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hotseat.cli.batch_inference import main as batch_inference
+from hotseat.cli.ending import FAILED, OK, REFUSED
 from hotseat.cli.lora_combiner import main as lora_combiner
-from hotseat.cli.main import FAILED, OK, REFUSED, main
+from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.loop.offline.evaluate import measure, pass_at
 from hotseat.loop.offline.group_file import partial_path

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from hotseat.cli.batch_inference import main as batch_inference
+from hotseat.cli.ending import REFUSED
 from hotseat.cli.lora_combiner import main as lora_combiner
-from hotseat.cli.main import REFUSED, main
+from hotseat.cli.main import main
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.offline.group_file import GroupFile, partial_path
 from hotseat.loop.offline.options import offline_config

@@ -13,8 +13,8 @@ from hotseat.config import loads
 from hotseat.errors import RewardError, RunError
 from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
+from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.facts import EVALUATION
-from hotseat.loop.workers.models import EngineWorker
 from hotseat.observe import read_lines
 from hotseat.rollout._requests import RequestTable
 from hotseat.rollout.transformers_engine import TransformersEngine
@@ -74,7 +74,7 @@ def long_answers(task: Path) -> dict[str, str]:
 
 @pytest.fixture
 def _answers_open_at_first_push(monkeypatch):
-    """An engine that has answered the prompts of a step, and begun others, waits for the first push."""
+    """However late a thread runs: an engine that has answered the prompts of a step and begun others awaits a push."""
     num_answers, versions = Counter(), set()
     step, complete = TransformersEngine._step, RequestTable.complete
 

@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from hotseat.cluster import Cluster, Worker
+from hotseat.cluster import Cluster
 from hotseat.config import loads
 from hotseat.errors import PlacementError
 from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.planning.plan import (
-    ComponentPlacement,
     cache_limit,
     is_anything_offloaded,
     make_plan,
@@ -292,27 +291,6 @@ def test_a_run_without_accelerators_knows_that_it_has_none():
         plan = plan_on(loads(SLEEPING), cluster)
     assert away(plan) == set()
     assert any(warning.startswith("rollout.enable_offload: no effect") for warning in plan.warnings)
-
-
-class Echo(Worker):
-    def __init__(self, word):
-        self.word = word
-
-    def say(self):
-        return self.word
-
-
-def test_groups_launch_in_the_shape_that_users_of_rlinf_know():
-    config = loads("cluster: {component_placement: {actor: 0-1, rollout: 1}}")
-    with Cluster("local", num_devices=2) as cluster:
-        placement = ComponentPlacement(config, cluster)
-        assert placement.components == ("actor", "rollout")
-        assert placement.placement_mode == "hybrid"
-        assert placement.get_world_size("actor") == 2
-        actor = Echo.create_group("hello").launch(
-            cluster, name="actor", placement_strategy=placement.get_strategy("actor")
-        )
-        assert actor.call(Echo.say) == ["hello", "hello"]
 
 
 def test_second_copies_are_counted_on_the_devices_that_there_are():

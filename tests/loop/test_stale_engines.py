@@ -19,8 +19,9 @@ from hotseat.errors import WeightError
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.push import push_weights
 from hotseat.loop.setup import settings
+from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.experience import Share
-from hotseat.loop.workers.models import ActorWorker, EngineWorker
+from hotseat.loop.workers.models import ActorWorker
 from hotseat.loop.workers.proof import Canary, Proof
 from hotseat.types import Episode, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 from hotseat.weights import Bucket, Sender, choose_transports

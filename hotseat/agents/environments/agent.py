@@ -54,6 +54,7 @@ class EnvironmentAgent(BlackBox):
                     "api_key": client.api_key,
                     "root_url": client.root_url,
                     "model": client.model,
+                    "content": client.content,
                 }
             }
         )

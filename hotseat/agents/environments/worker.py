@@ -43,8 +43,9 @@ _OVER = ("max_steps", "context_length_exceeded", "timeout")  # the run's bounds 
 class Policy:
     """The policy of one episode, behind the gateway. It may be asked by several threads."""
 
-    def __init__(self, base_url: str, api_key: str, root_url: str, model: str, seed: int):
+    def __init__(self, base_url: str, api_key: str, root_url: str, model: str, seed: int, content: Any = ""):
         self.base_url, self.api_key, self.root_url, self.model, self.seed = base_url, api_key, root_url, model, seed
+        self.content = content  # the prompt as that of a message
 
     def ask(self, messages: Sequence[Mapping[str, Any]], **body: Any) -> str | None:
         """Return the answer to a conversation; None if the episode may have no more turns or tokens."""
@@ -125,7 +126,7 @@ class _Worker:
         return [self._tasks.prompt(number) for number in range(first, last + 1)]
 
     async def _episode(self, asked: Mapping[str, Any]) -> Any:
-        client = Policy(*(asked[name] for name in ("base_url", "api_key", "root_url", "model", "seed")))
+        client = Policy(*(asked[name] for name in ("base_url", "api_key", "root_url", "model", "seed", "content")))
         prompt = SimpleNamespace(text=asked["text"], label=asked["label"])
         if inspect.iscoroutinefunction(self._play):
             result = await self._play(prompt, client)

@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 
 from hotseat.agents.agent import AgentError, OutOfTimeError, SampleFunction
 from hotseat.agents.conversation import Context, Conversation, ConversationError
+from hotseat.agents.gateway import images
 from hotseat.agents.gateway.asking import CAN_BE_SAMPLED, Asked, BadRequest, ClientAnswer
 from hotseat.agents.gateway.growing import GrowingAnswer, certain
 from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
 from hotseat.agents.gateway.settings import SessionSettings
+from hotseat.agents.sight import Shown, Sight
 from hotseat.agents.transcript import decode, decode_after
-from hotseat.types import Completion, Sampling, WhenSampled
+from hotseat.types import Completion, Prompt, Sampling, WhenSampled
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -32,11 +34,14 @@ class Policy:
 
     Rendering and tokenising long conversations takes milliseconds, which the event loop does not have: one thread does
     all of it (`work`), in the order of the calls. What it returns or raises goes to who waits; `close` ends it.
+
+    sight: of a model that sees images; None: the run has none.
     """
 
-    def __init__(self, tokenizer: Any, settings: SessionSettings):
+    def __init__(self, tokenizer: Any, settings: SessionSettings, sight: Sight | None = None):
         self.tokenizer = tokenizer
         self.settings = settings
+        self.sight = sight
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
         self._logged: set[str] = set()
@@ -78,6 +83,7 @@ class Session:
     """One episode's side of the gateway: what was asked, what was sampled, and what went wrong.
 
     `failure` is done as soon as the engine fails a request: the episode cannot continue, whatever the program does.
+    prompt: whose images the program may show; None: it has none.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class Session:
         policy: Policy,
         sample: SampleFunction,
         sampling: Sampling,
+        prompt: Prompt | None = None,
     ):
         self.sampling = sampling
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -94,7 +101,10 @@ class Session:
             history=policy.settings.history,
             when_rewritten=policy.log_rewritten,
             max_characters=policy.max_characters,
+            sight=policy.sight,
+            prompt=prompt,
         )
+        self._prompt_images = () if prompt is None else prompt.images
         self.is_cut = False  # the last answer ended at a limit of tokens
         self.is_out_of_time = False  # the episode's time is over, and a request was refused for it
         self._policy = policy
@@ -110,6 +120,8 @@ class Session:
         settings = self._policy.settings
         sampling, is_learned = self._sampling(asked.own)
         is_learned = is_learned and asked.is_learned
+        if asked.messages is not None and self._policy.sight is not None:
+            asked = replace(asked, messages=await self._seen(asked.messages, self._policy.sight))
         try:
             context = await self._policy.work(self._context, asked)
         except ConversationError as error:
@@ -218,6 +230,31 @@ class Session:
             )
         return replace(self.sampling, **changed), False
 
+    async def _seen(self, messages: Sequence[Mapping[str, Any]], sight: Sight) -> Sequence[Mapping[str, Any]]:
+        """Return messages with their images prepared."""
+        urls = images.urls_of(messages)
+        if not urls:
+            return messages
+        if len(urls) > sight.max_images:
+            raise BadRequest(
+                f"messages: {len(urls)} images, and data.max_images_per_prompt allows {sight.max_images}", "messages"
+            )
+        for detail in images.details_of(messages):
+            self._policy.log_once(
+                f"detail {detail}",
+                f"a program asked for images in detail {detail!r:.20}: the model's processor decides",
+            )
+        numbers = [images.number_of_prompt(url, len(self._prompt_images)) for url in urls]
+        own = [url for url, number in zip(urls, numbers, strict=True) if number is None]
+        try:
+            looked = iter(await sight.look(own, 0))
+        except AgentError as error:
+            raise BadRequest(str(error), "messages") from None
+        shown: list[Shown] = [
+            next(looked) if number is None else Shown.of_file(self._prompt_images[number]) for number in numbers
+        ]
+        return images.with_images(messages, shown)
+
     def _context(self, asked: Asked) -> Context:
         context = self._made_context(asked)
         _ = context.digest  # computed here, in the thread that may take its time
@@ -284,10 +321,11 @@ class Session:
         taken.add(number)
         digest = hashlib.blake2b(context.digest + str(number).encode(), digest_size=8).digest()
         turn = int.from_bytes(digest, "little") >> 1
+        more: dict[str, Any] = {} if when_sampled is None else {"when_sampled": when_sampled}
+        if self._policy.sight is not None:
+            more["images"] = context.images
         try:
-            if when_sampled is None:
-                return await self._sample(list(context.token_ids), sampling, turn)
-            return await self._sample(list(context.token_ids), sampling, turn, when_sampled=when_sampled)
+            return await self._sample(list(context.token_ids), sampling, turn, **more)
         except BaseException:
             taken.discard(number)
             raise
@@ -395,5 +433,5 @@ class _View:
 
 def _first_stop(text: str, stops: tuple[str, ...]) -> str | None:
     """Return the stop string that is complete first in a text."""
-    found = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
-    return min(found)[1] if found else None
+    ends = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+    return min(ends)[1] if ends else None

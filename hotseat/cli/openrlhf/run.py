@@ -8,17 +8,16 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hotseat import clock
+from hotseat.cli.ending import OK, reported
 from hotseat.cli.openrlhf.argv import hide_secrets
 from hotseat.cli.openrlhf.flags import TASKS
-from hotseat.cli.stopping import interrupted_by_sigterm, last_words
-from hotseat.errors import HotseatError, NotBuiltError, UserError
+from hotseat.errors import NotBuiltError, UserError
 from hotseat.openmp import wait_passively
 
 if TYPE_CHECKING:
     from hotseat.cli.openrlhf.translate import Translation
     from hotseat.config import Config
 
-OK, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -38,18 +37,7 @@ def main(
 ) -> int:
     """Run a command and return its exit code. start: starts a run, by default `hotseat.loop.start.start`."""
     clock.begin()
-    try:
-        with interrupted_by_sigterm():
-            return _run(command, argv, os.environ if env is None else env, start)
-    except UserError as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        return REFUSED
-    except HotseatError as error:
-        print("\n".join([f"{command}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt as interrupt:
-        print(last_words(command, interrupt), file=sys.stderr)
-        return STOPPED
+    return reported(command, lambda: _run(command, argv, os.environ if env is None else env, start))
 
 
 def _run(command: str, argv: Sequence[str], env: MutableMapping[str, str], start: Callable[..., Any] | None) -> int:

@@ -26,6 +26,26 @@ class Held:
     unused: int  # that its allocator reserved beyond that
 
 
+def held_here() -> Held:
+    """Measure the device memory of this process since the last call."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Held(0, 0)
+    peak = torch.cuda.max_memory_allocated()
+    unused = torch.cuda.max_memory_reserved() - peak
+    torch.cuda.reset_peak_memory_stats()
+    return Held(peak, unused)
+
+
+def release_cache_here() -> None:
+    """Return unused allocator cache of this process to the device."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 class MeasuresMemory(Protocol):
     """Call that measures the memory of a role's process."""
 

@@ -30,7 +30,7 @@ from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engines import make_engine
 from hotseat.loop.workers.facts import EVALUATION, Job
 from hotseat.loop.workers.records import record_of
-from hotseat.loop.workers.rollout_host import make_scorer
+from hotseat.loop.workers.scorers import make_scorer
 from hotseat.loop.workers.sight import make_sight
 from hotseat.observe import LiveView
 from hotseat.rewards import Score

@@ -200,7 +200,7 @@ def _without_overlap(config: Config) -> Settings:
 
 
 def _num_devices(config: Config, inventory: str | Inventory | None) -> int:
-    given = inventory or config.cluster.inventory
-    if given is None:
+    devices = inventory or config.cluster.inventory
+    if devices is None:
         return make_plan(config).inventory.num_devices
-    return (Inventory.parse(given) if isinstance(given, str) else given).num_devices
+    return (Inventory.parse(devices) if isinstance(devices, str) else devices).num_devices

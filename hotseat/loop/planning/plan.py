@@ -13,7 +13,7 @@ from hotseat.config.batches import token_budget, tokens_per_micro_batch
 from hotseat.config.images import has_images
 from hotseat.config.maths import judge_length, overlap_queue, prompt_max_length
 from hotseat.config.precision import dtype_of, with_dtype
-from hotseat.config.roles import has_judge_engine
+from hotseat.config.roles import has_agent, has_judge_engine
 from hotseat.config.schema import JudgeEngineConfig, NodePoolConfig, RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu
@@ -34,7 +34,6 @@ from hotseat.placement import (
     Overlap,
     Part,
     Plan,
-    PlannedRole,
     RoleSpec,
     SimulatorMemory,
     TrainMemory,
@@ -288,33 +287,6 @@ def inventory_of(cluster: Any) -> Inventory:
     )
 
 
-class ComponentPlacement:
-    """Placement of each role of a config on a running cluster, with the interface of RLinf's class.
-
-    placement = ComponentPlacement(config, cluster)
-    Actor.create_group(config).launch(cluster, name="actor", placement_strategy=placement.get_strategy("actor"))
-    """
-
-    def __init__(self, config: Config, cluster: Any):
-        self.plan = plan_on(config, cluster)
-
-    @property
-    def components(self) -> tuple[str, ...]:
-        return tuple(role.name for role in self.plan.roles)
-
-    @property
-    def placement_mode(self) -> str:
-        """Return colocated, disaggregated or hybrid, derived from the placement."""
-        return self.plan.label
-
-    def get_strategy(self, name: str) -> PlannedRole:
-        """Return the processes of a role, for `launch`."""
-        return self.plan.role(name)
-
-    def get_world_size(self, name: str) -> int:
-        return len(self.plan.role(name).processes)
-
-
 def num_data_parallel(config: Config, made: Plan) -> int:
     """Return the number of data-parallel ranks. The planner has checked that ranks divide into replicas."""
     return len(made.role("actor").processes) // config.train.num_model_parallel
@@ -332,9 +304,9 @@ def engine_slots(config: Config, role: str = "rollout") -> int:
 
 
 def _simulator_memory(config: Config) -> SimulatorMemory | None:
-    given, measured = config.env.memory_gib, kept_gib(config)
-    if given is not None:
-        return SimulatorMemory(given)
+    configured, measured = config.env.memory_gib, kept_gib(config)
+    if configured is not None:
+        return SimulatorMemory(configured)
     return None if measured is None else SimulatorMemory(measured, source="measured by an earlier run")
 
 
@@ -518,7 +490,7 @@ def _image_share(config: Config) -> float:
     if not has_images(config):
         return 0.0
     num_images = 1 if data.image_key is None else data.max_images_per_prompt  # a simulator shows one at a time
-    only_prompts = config.task == "rl" and data.image_key is not None and config.agent.path is None
+    only_prompts = config.task == "rl" and data.image_key is not None and not has_agent(config)
     tokens = min(prompt_max_length(config), data.max_length) if only_prompts else data.max_length
     shape, _ = _shape(config, "actor")
     if shape is not None and shape.vision is not None:
@@ -652,9 +624,9 @@ def _shape_of(name: str) -> tuple[ModelShape | None, str | None]:
 
 def _teachers(config: Config) -> list[tuple[ModelShape, str | None]]:
     """Return shape and assumed model of every teacher; none if one is unknown."""
-    found = [_shape_of(name) for name in config.reference.teachers.values()]
-    known = [(shape, assumed) for shape, assumed in found if shape is not None]
-    return known if len(known) == len(found) else []
+    shapes = [_shape_of(name) for name in config.reference.teachers.values()]
+    known = [(shape, assumed) for shape, assumed in shapes if shape is not None]
+    return known if len(known) == len(shapes) else []
 
 
 def _largest_teacher(config: Config) -> tuple[ModelShape | None, str | None]:

@@ -41,7 +41,7 @@ from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.setup import settings
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
-from hotseat.loop.workers.models import EngineWorker
+from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
 from hotseat.placement import GIB, Plan, shares_devices
@@ -99,11 +99,13 @@ def assemble(
 
 def _keep_simulator_memory(config: Config, journal: Journal, device: int, num_bytes: int) -> None:
     """Keep what simulators took on a device for later plans, and say so, unless the config says how much it is."""
-    gib, given = num_bytes / GIB, config.env.memory_gib
-    if given is None and keep_gib(config, gib):
+    gib, configured = num_bytes / GIB, config.env.memory_gib
+    if configured is None and keep_gib(config, gib):
         journal.say(f"simulators took {gib:.2f} GiB of device {device}; plans of this config count it from now on")
-    elif given is not None and gib > given:
-        journal.say(f"simulators took {gib:.2f} GiB of device {device}, and env.memory_gib is {given:g}: set it higher")
+    elif configured is not None and gib > configured:
+        journal.say(
+            f"simulators took {gib:.2f} GiB of device {device}, and env.memory_gib is {configured:g}: set it higher"
+        )
 
 
 def _connect(

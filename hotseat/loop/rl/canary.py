@@ -36,7 +36,8 @@ from hotseat.config import Config
 from hotseat.config.precision import dtype_of
 from hotseat.errors import WeightError
 from hotseat.loop.rl.push import PushReport
-from hotseat.loop.workers.models import ActorWorker, EngineWorker, InferenceWorker
+from hotseat.loop.workers.engine_worker import EngineWorker
+from hotseat.loop.workers.models import ActorWorker, InferenceWorker
 from hotseat.loop.workers.proof import Canary
 from hotseat.types import Prompt, Request, Sampling
 

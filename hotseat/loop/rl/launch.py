@@ -41,8 +41,9 @@ from hotseat.loop.setup.inputs import judge_eos_token_ids
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.run_dir import LOGS
+from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.engines import EngineSettings
-from hotseat.loop.workers.models import ActorWorker, EngineWorker, InferenceWorker, ModelWorker
+from hotseat.loop.workers.models import ActorWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.teachers import TeachersWorker
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker

@@ -22,7 +22,6 @@ from hotseat.loop.rl.recovery import Recovery
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.state.run_dir import SPOOL
 from hotseat.loop.workers.facts import GroupFacts, GroupKey, Job
-from hotseat.loop.workers.rollout_host import facts_of
 from hotseat.loop.workers.spool import Spool
 from hotseat.types import Prompt, Sampling
 
@@ -146,7 +145,7 @@ class OverlappedStream:
     def _spooled(self, key: GroupKey) -> GroupFacts:
         finished = self._spool.get(key)
         assert finished is not None, f"the checkpoint lacks group {key}"
-        return facts_of(finished)
+        return finished.facts()
 
     # --- hosts --------------------------------------------------------------------------------------------------------
 

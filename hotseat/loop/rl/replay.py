@@ -20,7 +20,6 @@ from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.state.run_dir import ARRIVALS, ROLLOUTS
 from hotseat.loop.workers.facts import GroupFacts, GroupKey
-from hotseat.loop.workers.rollout_host import facts_of
 from hotseat.loop.workers.spool import Spool
 
 T = TypeVar("T")
@@ -62,7 +61,7 @@ class Recording:
     def _facts(self, key: GroupKey) -> GroupFacts:
         finished = self._spool.get(key)
         assert finished is not None, f"{self.folder} lacks group {key}"
-        return facts_of(finished)
+        return finished.facts()
 
 
 class ReplayStream:

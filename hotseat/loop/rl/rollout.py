@@ -22,8 +22,8 @@ from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.sync import SyncPhase
 from hotseat.loop.setup import settings
+from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.facts import GroupFacts, Job
-from hotseat.loop.workers.models import EngineWorker
 from hotseat.loop.workers.value_models import RewardWorker
 from hotseat.types import Prompt, Sampling
 

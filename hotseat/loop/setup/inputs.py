@@ -13,6 +13,7 @@ from hotseat.config import Config
 from hotseat.config.images import filler_image, has_images, image_folder, largest_image
 from hotseat.config.maths import judge_length, prompt_limit, prompt_max_length
 from hotseat.config.roles import (
+    has_agent,
     has_critic,
     has_judge_engine,
     has_reference,
@@ -416,7 +417,7 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row], *input_keys: s
         raise UserError(f"data.image_key {data.image_key!r}: no row has an image: correct it, or leave it unset")
     if config.task == "rl" and config.rollout.engine == "vllm":
         # What an environment shows later may be larger than all images of the data.
-        others = config.agent.path is not None
+        others = has_agent(config)
         store.write_largest(largest_image(config), data.max_length, with_others=others)
     return prepared
 

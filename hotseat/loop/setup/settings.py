@@ -21,6 +21,7 @@ from hotseat.config.maths import (
 from hotseat.config.precision import dtype_of
 from hotseat.config.roles import (
     compares_with_reference,
+    has_agent,
     has_critic,
     has_inference,
     has_reward_model,
@@ -38,7 +39,7 @@ from hotseat.loop.setup.judge import judge_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
 from hotseat.loop.workers.cutting import BatchSettings
-from hotseat.loop.workers.engines import EngineSettings, VllmSettings
+from hotseat.loop.workers.engines import KEPT_PROMPTS, EngineSettings, VllmSettings
 from hotseat.loop.workers.experience import AdvantageSettings
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.models import PolicySettings
@@ -225,7 +226,8 @@ def engine_settings(
 ) -> EngineSettings:
     """Return the settings of the rollout engines. `logs`: the folder for their logs. `limit`: of their caches.
 
-    num_slots: sequences that one engine decodes at a time; None: what the config says.
+    num_slots: sequences that one engine decodes at a time; None: what the config says. Where it is fewer, prompts are
+    kept in the room of the others: of simulators that an action did not change, and that are asked for again.
     """
     assert config.actor.model is not None
     rollout = config.rollout
@@ -249,6 +251,7 @@ def engine_settings(
         num_threads=config.cluster.threads_per_process,
         trust_remote_code=config.trust_remote_code,
         fp32_head=rollout.fp32_head,
+        num_kept_prompts=KEPT_PROMPTS + engine_slots(config) - (num_slots or engine_slots(config)),
         keeps_cache=config.overlap.in_flight == "keep",
         is_deterministic=config.train.full_determinism,
         vllm=vllm if rollout.engine == "vllm" else None,
@@ -339,10 +342,12 @@ def image_limits(config: Config) -> ImageLimits:
 
 
 def _host_images(config: Config) -> HostImages | None:
-    """Return the settings of images that environments show; None if none can."""
-    if config.data.image_key is None or config.agent.path is None:
+    """Return the settings of images that environments and programs show; None if none can."""
+    if config.data.image_key is None or not has_agent(config):
         return None
-    return HostImages(str(image_folder(config)), image_limits(config), config.trust_remote_code)
+    options = _image_options(config) if config.rollout.engine == "vllm" else None
+    largest = None if options is None else options.largest
+    return HostImages(str(image_folder(config)), image_limits(config), config.trust_remote_code, largest)
 
 
 def simulation_settings(config: Config) -> SimulationSettings:

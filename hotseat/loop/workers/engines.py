@@ -21,6 +21,8 @@ from hotseat.train.backend import LoraOptions
 from hotseat.train.lora import target_layers
 from hotseat.vision import policy_class
 
+KEPT_PROMPTS = 8
+
 
 def device_of_process() -> torch.device:
     """Return the device of this process: a GPU if it sees one, else the CPU."""
@@ -39,6 +41,7 @@ class EngineSettings:
     num_threads: int
     trust_remote_code: bool = False
     fp32_head: bool = True
+    num_kept_prompts: int = KEPT_PROMPTS  # of full length, for other requests that begin alike
     keeps_cache: bool = True  # of requests in flight, when weights change
     is_deterministic: bool = False  # deterministic kernels only
     vllm: VllmSettings | None = None  # None: the transformers engine
@@ -88,7 +91,12 @@ def _transformers_engine(settings: EngineSettings) -> Engine:
         num_slots=settings.num_slots,
         eos_token_ids=settings.eos_token_ids,
         num_threads=settings.num_threads,
-        options=SlotOptions(device=device_of_process(), fp32_head=settings.fp32_head, keeps_cache=settings.keeps_cache),
+        options=SlotOptions(
+            device=device_of_process(),
+            fp32_head=settings.fp32_head,
+            prefix_cache_tokens=settings.num_kept_prompts * settings.max_length,
+            keeps_cache=settings.keeps_cache,
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Workers of a run: one plain class per role. `cluster` makes a group of each, or calls it in process.
+"""Workers that hold models: one plain class per role. `cluster` makes a group of each, or calls it in process.
 
 A method marked as collective waits for the other ranks of its role: all of them have to call it.
 """
@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +19,11 @@ from torch import Tensor
 from hotseat.algorithms import Aggregation, Moments, StepTotals, WeightTotals
 from hotseat.algorithms.adapters import WeightForm, merge_apart
 from hotseat.cluster.activity import activity
-from hotseat.errors import DeviceMemoryError, HotseatError, RunError
-from hotseat.loop.devices.memory import Held
+from hotseat.errors import DeviceMemoryError, RunError
+from hotseat.loop.devices.memory import Held, held_here, release_cache_here
 from hotseat.loop.planning.budgets import Use
 from hotseat.loop.workers.cutting import BatchSettings, Cutter, too_large
-from hotseat.loop.workers.engine_client import FailedRequest, SampledTokens
-from hotseat.loop.workers.engines import EngineSettings, device_of_process, make_engine
+from hotseat.loop.workers.engines import device_of_process
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
     Share,
@@ -57,10 +52,9 @@ from hotseat.train.backend import Backend, Loss, TrainOptions, UpdateReport
 from hotseat.train.exact import ExactScores, exact_log_probs, missing_bytes
 from hotseat.train.make import make_backend
 from hotseat.train.packing import split_by_tokens, take
-from hotseat.types import Completion, MicroBatch, Moved, Request
+from hotseat.types import MicroBatch, Moved
 from hotseat.weights import BUCKET_BYTES, BroadcastGroup, Bucket, Receiver, Sender, Transport
 
-_STREAM_S = 0.02  # between two looks at the tokens of requests that stream
 _CANARY_TOKENS = 4096  # in one forward, unless a single sequence is longer
 
 
@@ -79,20 +73,6 @@ def _rebuild_by_sample(lengths: Mapping[str, list[int]], flat: Any) -> BySample:
     sizes = [length for each in lengths.values() for length in each]
     segments = iter(() if flat is None else torch.from_numpy(flat.copy()).split(sizes))
     return BySample({name: [next(segments) for _ in each] for name, each in lengths.items()})
-
-
-def _held() -> Held:
-    if not torch.cuda.is_available():
-        return Held(0, 0)
-    peak = torch.cuda.max_memory_allocated()
-    unused = torch.cuda.max_memory_reserved() - peak
-    torch.cuda.reset_peak_memory_stats()
-    return Held(peak, unused)
-
-
-def _release_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -126,7 +106,7 @@ class BackendWorker:
 
     def held(self) -> Held:
         """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
-        return _held()
+        return held_here()
 
     def device_type(self) -> str:
         """Return `cuda` or `cpu`."""
@@ -228,7 +208,7 @@ class ModelWorker(BackendWorker):
 
     def release_cache(self) -> None:
         """Return unused allocator cache to the device."""
-        _release_cache()
+        release_cache_here()
 
     def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._backend.offload(parts)
@@ -436,7 +416,7 @@ class ActorWorker(ModelWorker):
                 scores = str(error).partition("\n")[0]
         for _ in weights:  # Gathering is collective: every rank takes part until the last weight.
             pass
-        _release_cache()
+        release_cache_here()
         return scores
 
     def close(self) -> None:
@@ -483,185 +463,3 @@ def in_order(batch: MicroBatch, values: Iterable[BySample]) -> Tensor:
     segments = {name: iter(each) for rank in values for name, each in rank.items()}
     pieces = [next(segments[name]) for name in batch.sample_ids]
     return torch.cat(pieces) if pieces else torch.zeros(0)
-
-
-@dataclass(eq=False)
-class _Streams:
-    """Requests of a client that stream. starts: by request id, how many tokens were fetched."""
-
-    starts: dict[str, int] = field(default_factory=dict)
-    looked_s: float = 0.0  # when tokens were looked for last
-
-
-class EngineWorker:
-    """A rollout engine in its process. Hosts submit requests and fetch completions."""
-
-    max_concurrency = 16  # a fetch waits; requests, health checks and weights must get through meanwhile
-
-    def __init__(self, settings: EngineSettings):
-        with activity.doing("loading weights" if settings.vllm is None else "loading vLLM"):
-            self._engine = make_engine(settings, int(os.environ.get("RANK", "0")), activity.becomes)
-        self._receiver = Receiver(self._engine)
-        self._changed = threading.Condition()
-        self._finished: dict[str, list[Completion | FailedRequest]] = {}
-        self._open: dict[str, set[str]] = {}  # ids of requests, by client
-        self._streams: dict[str, _Streams] = {}  # by client
-        self._is_paused = False
-        self._held: list[tuple[str, Sequence[Request]]] = []  # came while paused, by client
-
-    def submit(self, client: str, requests: Sequence[Request]) -> None:
-        """Take requests of a client. While paused they wait, because an engine may be off its device."""
-        with self._changed:
-            if self._is_paused:
-                self._held.append((client, requests))
-                return
-        try:
-            futures = self._engine.submit_many(requests)
-        except HotseatError as error:
-            if len(requests) == 1:
-                self._finish(client, FailedRequest(requests[0].id, error))
-            else:  # the others are not to fail for one that is refused
-                for request in requests:
-                    self.submit(client, [request])
-            return
-        with self._changed:
-            self._open.setdefault(client, set()).update(request.id for request in requests)
-            streams = {request.id: 0 for request in requests if request.streams}
-            if streams:
-                self._streams.setdefault(client, _Streams()).starts.update(streams)
-                self._changed.notify_all()
-        for request, future in zip(requests, futures, strict=True):
-            future.add_done_callback(partial(self._finish_done, client, request.id))
-
-    def fetch(self, client: str, wait_s: float) -> list[Completion | FailedRequest | SampledTokens]:
-        """Return the outcomes of a client's requests, waiting at most `wait_s` for the first.
-
-        Of requests that stream, tokens are returned as they are sampled, at most every `_STREAM_S`.
-        """
-        deadline = time.monotonic() + wait_s
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._finished.get(client) or self._has_streams(client),
-                    timeout=max(0.0, deadline - time.monotonic()),
-                )
-                if self._has_streams(client):
-                    next_look_s = self._streams[client].looked_s + _STREAM_S
-                    self._changed.wait_for(
-                        lambda: self._finished.get(client),
-                        timeout=max(0.0, min(deadline, next_look_s) - time.monotonic()),
-                    )
-                finished = self._finished.pop(client, [])
-            sampled = self._take_sampled(client)
-            if finished or sampled or time.monotonic() >= deadline:
-                return [*finished, *sampled]
-
-    def _has_streams(self, client: str) -> bool:
-        return client in self._streams and bool(self._streams[client].starts)
-
-    def _take_sampled(self, client: str) -> list[SampledTokens]:
-        """Return the tokens sampled since the last look for requests that stream; none if that was just now."""
-        now = time.monotonic()
-        with self._changed:
-            streams = self._streams.get(client)
-            if streams is None or not streams.starts or now < streams.looked_s + _STREAM_S:
-                return []
-            streams.looked_s, starts = now, dict(streams.starts)
-        new = [SampledTokens(name, starts[name], tokens) for name, tokens in self._engine.sampled(starts).items()]
-        with self._changed:
-            for each in new:
-                if each.request_id in streams.starts:
-                    streams.starts[each.request_id] = each.start + len(each.token_ids)
-        return new
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests that nobody waits for any more."""
-        names = set(request_ids)
-        with self._changed:
-            self._held = [(client, [each for each in held if each.id not in names]) for client, held in self._held]
-        self._engine.abort(request_ids)
-
-    def drop_requests(self, connected: Sequence[str] = ()) -> None:
-        """Abort the requests of all other clients: those who waited are gone, or will ask again."""
-        with self._changed:
-            gone = self._open.keys() - set(connected)
-            names = sorted(name for client in gone for name in self._open[client])
-            self._held = [(client, held) for client, held in self._held if client in connected]
-        self._engine.abort(names)
-        with self._changed:
-            for client in gone | (self._finished.keys() - set(connected)):
-                self._open.pop(client, None)
-                self._streams.pop(client, None)
-                self._finished.pop(client, None)
-
-    def pause(self) -> None:
-        """Stop sampling. Open requests keep their place, and the engine may leave its device with them."""
-        with self._changed:
-            self._is_paused = True
-        self._engine.pause()
-
-    def resume(self) -> None:
-        """Go on with open requests, and begin those that came meanwhile."""
-        self._engine.resume()
-        with self._changed:
-            held, self._held, self._is_paused = self._held, [], False
-        for client, requests in held:
-            self.submit(client, requests)
-
-    def _finish_done(self, client: str, request_id: str, done: Future[Completion]) -> None:
-        self._finish(client, _outcome(request_id, done))
-
-    def _finish(self, client: str, outcome: Completion | FailedRequest) -> None:
-        with self._changed:
-            self._open.get(client, set()).discard(outcome.request_id)
-            if client in self._streams:
-                self._streams[client].starts.pop(outcome.request_id, None)
-            self._finished.setdefault(client, []).append(outcome)
-            self._changed.notify_all()
-
-    def begin_load(self, version: int) -> None:
-        self._receiver.begin(version)
-
-    def take_bucket(self, bucket: Bucket) -> None:
-        self._receiver.take(bucket)
-
-    def finish_load(self, version: int, canary: Canary | None) -> Proof:
-        digests = self._receiver.finish(version)
-        is_offloaded = bool(self._engine.health().offloaded & self._engine.scores_with)
-        log_probs = None if canary is None or is_offloaded else self.score_canary(canary)
-        return Proof(digests, log_probs, self._engine.undigested)
-
-    def score_canary(self, canary: Canary) -> list[float]:
-        """Return log-probs of the canary's sampled tokens."""
-        return canary.sampled(self._engine.score(canary.sequences, canary.temperature, canary.images))
-
-    def answer(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
-        """Return the tokens sampled for each request, when all are done."""
-        return [completion.token_ids for completion in self._engine.generate(requests)]
-
-    def held(self) -> Held:
-        """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
-        return _held()
-
-    def release_cache(self) -> None:
-        """Return unused allocator cache to the device."""
-        _release_cache()
-
-    def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
-        return self._engine.offload(parts, keep_weights=keep_weights)
-
-    def onload(self, parts: Sequence[Any]) -> Moved:
-        return self._engine.onload(parts)
-
-    def health(self) -> Any:
-        return self._engine.health()
-
-    def close(self) -> None:
-        self._engine.close()
-
-
-def _outcome(request_id: str, done: Future[Completion]) -> Completion | FailedRequest:
-    error = done.exception()
-    if error is None:
-        return done.result()
-    return FailedRequest(request_id, error if isinstance(error, Exception) else RunError(str(error)))

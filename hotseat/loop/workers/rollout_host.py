@@ -30,10 +30,11 @@ from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.judge_engines import JudgeEngines
 from hotseat.loop.workers.records import SampleRecord, record_of
+from hotseat.loop.workers.scorers import make_eval_scorer, make_scorer
 from hotseat.loop.workers.sight import HostImages, make_sight
 from hotseat.loop.workers.simulation import Player, SimulationSettings
 from hotseat.loop.workers.spool import Finished, Spool
-from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Score, Scorer
+from hotseat.rewards import Grader, SandboxSettings, Score
 from hotseat.rewards.graders import add_verdict
 from hotseat.rewards.rubrics import JudgeSettings
 from hotseat.types import Episode, Failed, MicroBatch, Moved, PromptGroup, SampleKey, Sampling, ScoredEpisode
@@ -80,6 +81,7 @@ class RolloutHost:
     """Runs agents and rewards in a process of their own: user code may block, crash or keep globals."""
 
     max_concurrency = 4  # a fetch waits; groups are shared and forgotten meanwhile
+    garbage_threshold = 20_000  # it makes some 100 objects for each of thousands of samples, hardly any in cycles
 
     def __init__(self, settings: HostSettings):
         from transformers import AutoTokenizer
@@ -99,7 +101,7 @@ class RolloutHost:
         self._settings = settings
         self._agents: AgentHost | None = None
         self._reward = make_scorer(settings)
-        self._eval_reward = _eval_scorer(settings)
+        self._eval_reward = make_eval_scorer(settings)
         self._reward_tokenizer = None
         if settings.reward_tokenizer is not None:
             self._reward_tokenizer = AutoTokenizer.from_pretrained(
@@ -213,7 +215,8 @@ class RolloutHost:
         scoring = self._scoring(is_evaluation=jobs[0].epoch == EVALUATION)
         collection = self._collect(jobs, sampling, scoring)
         groups, facts = collection.groups, collection.facts
-        while self._take_next(collection, jobs):
+        keys = {job.key for job in jobs}
+        while self._take_next(collection, keys):
             pass
         if scoring.waits_for_model:
             with self._changed:
@@ -245,14 +248,14 @@ class RolloutHost:
             collection.collecting.add(new, sampling)
         return collection
 
-    def _take_next(self, collection: _Collection, jobs: Sequence[Job]) -> bool:
-        """Wait for a group if not all jobs are answered. Return whether they were not.
+    def _take_next(self, collection: _Collection, keys: set[GroupKey]) -> bool:
+        """Wait for a group if not all of these are answered. Return whether they were not.
 
-        An earlier call may still wait for the same jobs: its caller has not, since another host died meanwhile.
+        An earlier call may still wait for the same groups: its caller has not, since another host died meanwhile.
         """
         groups, facts = collection.groups, collection.facts
         with collection.lock:
-            if groups.keys() >= {job.key for job in jobs}:
+            if groups.keys() >= keys:
                 return False
             if collection.error is not None:  # which an earlier call got
                 raise collection.error
@@ -369,7 +372,7 @@ class RolloutHost:
         assert self._spool is not None
         self._spool.put(finished)
         self._groups[finished.key] = finished.group
-        self._finished.append(facts_of(finished))
+        self._finished.append(finished.facts())
         self._changed.notify_all()
 
     def _scoring(self, *, is_evaluation: bool) -> Scoring:
@@ -509,7 +512,7 @@ class RolloutHost:
         self._groups[finished.key] = finished.group
         if self._spool is not None and finished.epoch != EVALUATION:
             self._spool.put(finished)
-        return facts_of(finished)
+        return finished.facts()
 
     def _finished_group(self, group: OpenGroup, scores: Sequence[Score | Failed]) -> Finished:
         answers = iter(scores)
@@ -559,91 +562,3 @@ class _Collection:
     facts: dict[GroupKey, GroupFacts] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)  # held by who waits for the next group
     error: Exception | None = None  # of an episode, whose group will never be complete
-
-
-def facts_of(finished: Finished) -> GroupFacts:
-    """Return what the driver is told of a group."""
-    samples = finished.group.samples
-    turns = [turn for sample in samples if (facts := sample.episode.facts) is not None for turn in facts.turns]
-    return GroupFacts(
-        epoch=finished.epoch,
-        prompt=finished.group.prompt.index,
-        source=finished.group.prompt.source,
-        samples=tuple(sample.episode.key.sample for sample in samples),
-        rewards=tuple(sample.reward for sample in samples),
-        scores=tuple(sample.score for sample in samples),
-        num_sampled=tuple(sample.episode.num_sampled for sample in samples),
-        num_tokens=tuple(sum(len(s.token_ids) for s in sample.episode.segments) for sample in samples),
-        truncated=tuple(sample.episode.is_truncated for sample in samples),
-        failures=finished.failures,
-        extra=tuple(dict(sample.extra) for sample in samples),
-        versions=tuple(_versions(sample.episode) for sample in samples),
-        episode_s=finished.episode_s,
-        num_turns=len(turns),
-        policy_s=sum(turn.answered_s - turn.asked_s for turn in turns),
-        scoring_s=finished.scoring_s,
-    )
-
-
-def _versions(episode: Episode) -> tuple[int, int]:
-    """Return the oldest and the newest version of the weights that sampled tokens of an episode."""
-    sampled = [segment.versions.numpy()[segment.mask.numpy()] for segment in episode.segments]
-    versions = sampled[0] if len(sampled) == 1 else np.concatenate(sampled)
-    return int(versions.min()), int(versions.max())
-
-
-def make_scorer(settings: HostSettings) -> Scorer | None:
-    """Return what scores the samples to learn from, and evaluations without a reward of their own."""
-    scorer, judge = _function_or_servers(settings), settings.judge
-    if not settings.graders and (judge is None or (judge.engine is not None and scorer is None)):
-        return scorer
-    return Graders(
-        settings.graders,
-        sandbox=settings.sandbox,
-        function=scorer,
-        judge=None if judge is None or judge.engine is not None else _judge(judge),
-        max_memory_bytes=settings.reward_max_bytes,
-    )
-
-
-def _eval_scorer(settings: HostSettings) -> Scorer | None:
-    """Return what scores evaluations instead of any other reward; None: evaluations have none of their own."""
-    function = None if settings.eval_reward is None else _reward_function(settings.eval_reward, settings)
-    if not settings.eval_graders:
-        return function
-    return Graders(
-        settings.eval_graders,
-        sandbox=settings.sandbox,
-        function=function,
-        max_memory_bytes=settings.reward_max_bytes,
-    )
-
-
-def _judge(settings: JudgeSettings) -> tuple[Grader, Scorer]:
-    from hotseat.rewards.judge import Endpoints, Judge
-
-    return Grader("judge", settings.name, settings.weight), Judge(settings, Endpoints(settings))
-
-
-def _function_or_servers(settings: HostSettings) -> Scorer | None:
-    if settings.reward_urls:
-        from hotseat.rewards.service import RewardService
-
-        return RewardService(
-            settings.reward_urls,
-            timeout_s=settings.reward_timeout_s,
-            retries=settings.reward_retries,
-            max_open=settings.reward_max_open,
-            token=settings.reward_token,
-        )
-    return None if settings.reward is None else _reward_function(settings.reward, settings)
-
-
-def _reward_function(path: str, settings: HostSettings) -> RewardFunction:
-    return RewardFunction(
-        path,
-        timeout_s=settings.reward_timeout_s,
-        retries=settings.reward_retries,
-        max_memory_bytes=settings.reward_max_bytes,
-        seed=settings.run_seed,
-    )

@@ -1,4 +1,4 @@
-"""Prepares the images that environments show, in the process that plays the episodes."""
+"""Prepares the images that environments and programs show, in the process that plays the episodes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 from hotseat.agents.agent import AgentError
 from hotseat.agents.sight import Shown, Sight
 from hotseat.data._problems import BadValue
-from hotseat.data.images import ImageLimits, ImageStore, load_processor
-from hotseat.vision import placeholder_ids
+from hotseat.data.images import ImageLimits, ImageStore, load_processor, processor_template
+from hotseat.vision import placeholder_ids, tokens_of
 
 
 @dataclass(frozen=True)
 class HostImages:
-    """Settings of images that environments show."""
+    """Settings of images that environments and programs show."""
 
     folder: str  # of prepared images
     limits: ImageLimits
     trust_remote_code: bool = False
+    largest: str | None = None  # the image of the most tokens that the engine was started for; None: any will do
 
 
 def make_sight(settings: HostImages, model: str, tokenizer: Any) -> Sight:
@@ -29,12 +30,21 @@ def make_sight(settings: HostImages, model: str, tokenizer: Any) -> Sight:
     processor = load_processor(model, tokenizer, settings.trust_remote_code)
     store = ImageStore(Path(settings.folder), processor, settings.limits)
     config = AutoConfig.from_pretrained(model, trust_remote_code=settings.trust_remote_code)
+    most = None if settings.largest is None else tokens_of(settings.largest).count(store.image_token_id)
 
     def prepare(image: Any) -> Shown:
         try:
-            prepared = store.prepare(image, "an image that an environment showed", Path())
+            prepared = store.prepare(image, "an image of the episode", Path())
         except BadValue as error:
             raise AgentError(str(error)) from None
+        num_tokens = prepared.token_ids.count(store.image_token_id)
+        if most is not None and num_tokens > most:
+            raise AgentError(
+                f"an image of the episode: {num_tokens} tokens, and vLLM was started for images of {most}: make it"
+                " smaller, or raise data.max_length"
+            )
         return Shown(prepared.path, prepared.token_ids)
 
-    return Sight(prepare, store.image_token_id, frozenset(placeholder_ids(config)), settings.limits.max_images)
+    template = None if tokenizer.chat_template else processor_template(model)
+    ids = frozenset(placeholder_ids(config))
+    return Sight(prepare, store.image_token_id, ids, settings.limits.max_images, template, processor)

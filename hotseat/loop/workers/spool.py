@@ -11,9 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from hotseat.loop.workers.experience import Share
-from hotseat.loop.workers.facts import GroupKey
-from hotseat.types import PromptGroup
+from hotseat.loop.workers.facts import GroupFacts, GroupKey
+from hotseat.types import Episode, PromptGroup
 
 KEPT_BYTES_PER_TOKEN = 8 + 1 + 4 + 4  # id, mask, log-prob and version of a token in a file
 
@@ -31,6 +33,29 @@ class Finished:
     @property
     def key(self) -> GroupKey:
         return self.epoch, self.group.prompt.index
+
+    def facts(self) -> GroupFacts:
+        """Return what the driver is told of a group."""
+        samples = self.group.samples
+        turns = [turn for sample in samples if (facts := sample.episode.facts) is not None for turn in facts.turns]
+        return GroupFacts(
+            epoch=self.epoch,
+            prompt=self.group.prompt.index,
+            source=self.group.prompt.source,
+            samples=tuple(sample.episode.key.sample for sample in samples),
+            rewards=tuple(sample.reward for sample in samples),
+            scores=tuple(sample.score for sample in samples),
+            num_sampled=tuple(sample.episode.num_sampled for sample in samples),
+            num_tokens=tuple(sum(len(s.token_ids) for s in sample.episode.segments) for sample in samples),
+            truncated=tuple(sample.episode.is_truncated for sample in samples),
+            failures=self.failures,
+            extra=tuple(dict(sample.extra) for sample in samples),
+            versions=tuple(_versions(sample.episode) for sample in samples),
+            episode_s=self.episode_s,
+            num_turns=len(turns),
+            policy_s=sum(turn.answered_s - turn.asked_s for turn in turns),
+            scoring_s=self.scoring_s,
+        )
 
 
 class Spool:
@@ -108,3 +133,10 @@ def _link(source: Path, target: Path) -> None:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP):
             raise
         shutil.copyfile(source, target)
+
+
+def _versions(episode: Episode) -> tuple[int, int]:
+    """Return the oldest and the newest version of the weights that sampled tokens of an episode."""
+    sampled = [segment.versions.numpy()[segment.mask.numpy()] for segment in episode.segments]
+    versions = sampled[0] if len(sampled) == 1 else np.concatenate(sampled)
+    return int(versions.min()), int(versions.max())

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from hotseat.cli import main as command
-from hotseat.cli.stopping import interrupted_by_sigterm, last_words
+from hotseat.cli.ending import interrupted_by_sigterm, last_words
 
 
 def test_sigterm_interrupts_a_command_from_its_first_moment_and_leaves_no_handler():
