@@ -334,7 +334,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
     from hotseat.config.built import not_built
-    from hotseat.loop.planning.plan import make_plan, on_all_devices, with_budgets
+    from hotseat.loop.planning.plan import flow_problem, make_plan, on_all_devices, with_budgets
 
     config = load(arguments.config, arguments.overrides)
     if arguments.auto is not None:
@@ -350,6 +350,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     made = make_plan(chosen.config, arguments.inventory)
     for key, what in not_built(chosen.config):
         print(f"planned, but this run cannot start yet: {key}: not part of this version: {what}", file=sys.stderr)
+    if (problem := flow_problem(chosen.config)) is not None:
+        print(f"planned, but no run can follow it: flow: {problem}", file=sys.stderr)
     if arguments.json:
         print(made.to_json())
     else:

@@ -36,7 +36,6 @@ class Unbuilt:
 
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("flow", "flows other than the task's own"),
     Unbuilt(
         "train.load_in_4bit",
         "4-bit weights, with which engines would sample from another model than the one that learns",

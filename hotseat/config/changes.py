@@ -40,6 +40,7 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
         "placement",
         (
             "cluster",
+            "flow",
             "train.sequence_parallel_size",
             "train.deepspeed.tensor_parallel_size",
             *(

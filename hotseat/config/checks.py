@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from hotseat.config.images import has_images, image_conflicts
 from hotseat.config.maths import correction_kind, max_sampled_tokens, overlap_queue, shortest_kl_horizon, uses_k1_loss
@@ -27,7 +28,7 @@ from hotseat.config.roles import (
     roles_of,
     task_numbers,
 )
-from hotseat.config.schema import Config, CorrectionConfig, GraderConfig, OptimizerConfig
+from hotseat.config.schema import Config, CorrectionConfig, GraderConfig, OptimizerConfig, RoleName
 from hotseat.config.urls import as_list, url_problems
 
 
@@ -535,6 +536,16 @@ def no_effect(config: Config, set_keys: Iterable[str]) -> list[tuple[str, str]]:
     return idle_keys
 
 
+def _name_conflicts(config: Config) -> Iterator[tuple[str, str]]:
+    key = "cluster.component_names"
+    placed = placed_roles(config)
+    for name, role in config.cluster.component_names.items():
+        if name in get_args(RoleName):
+            yield key, f"{name} is a role already: choose another name for {role}"
+        elif name in placed:  # the loader replaces names, unless that would place a role twice
+            yield key, f"{name} is {role}, which cluster.component_placement places twice: keep one of the two entries"
+
+
 def conflicts(config: Config) -> list[tuple[str, str]]:
     """Return (key, message) of values that contradict each other."""
     problems: list[tuple[str, str]] = []
@@ -552,6 +563,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
                 f"{config.train.checkpointed_layers}: no layer recomputes; set train.gradient_checkpointing to true",
             )
         )
+    problems += _name_conflicts(config)
     problems += _maths_conflicts(config)
     problems += _overlap_conflicts(config)
     problems += _agent_conflicts(config)

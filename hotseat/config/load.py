@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hotseat.config import checks
+from hotseat.config.component_names import with_roles
 from hotseat.config.schema import Config, EvaluationConfig, FunctionPath
 from hotseat.config.yaml_lines import Document, KeyPath, dotted, dump, parse_value, read_yaml
 from hotseat.errors import ConfigError, Problem
@@ -59,7 +60,7 @@ def check(document: Document) -> tuple[Config, list[Problem]]:
 
 def validate(document: Document) -> tuple[Config, list[Problem]]:
     """Check types, ranges and unknown keys. Invalid entries are left out, so that the rest can still be checked."""
-    values, problems = document.values, list(document.problems)
+    values, problems = with_roles(document.values), list(document.problems)
     while True:
         try:
             return Config.model_validate(values), problems

@@ -19,6 +19,8 @@ Amount = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 FunctionPath = Annotated[str, Field(pattern=r"^.+\.py:\w+$")]
 
+RoleName = Literal["actor", "critic", "reference", "reward", "judge", "rollout", "env", "inference"]
+
 DEFAULT_MINUTES = 10.0  # between checkpoints, where the config does not say when to save
 
 
@@ -72,6 +74,8 @@ class ClusterConfig(Section):
     """Machines to plan for, such as `4x8xA100-80G`; unset asks the running cluster."""
     component_placement: dict[str, str | int | PoolPlacementConfig] = {}
     """Role, or comma-joined roles, to selection: `0-7`, `all`, `2x8`, `@actor`, `cpu*4`, `none`, `pool/0-3`."""
+    component_names: dict[str, RoleName] = {}
+    """Names of one's own for roles, such as `simulator: env`, to use in `component_placement` and in `flow`."""
     node_groups: list[NodePoolConfig] = []
     """Named pools of nodes with environment variables of their own."""
     profile: str | None = None

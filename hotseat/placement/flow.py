@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
 from hotseat.errors import PlacementError
 from hotseat.placement.roles import PARTS_OF_ROLE, Part, check_role, nearest
 
 Order = Literal["together", "in_turn"]
+Kind = Literal["rollout", "prepare", "update", "sync"]
 Task = Literal["rl", "embodied", "sft", "rm", "dpo"]
 
 _TRAINS = (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
@@ -43,6 +45,11 @@ class Phase:
     @property
     def roles(self) -> tuple[str, ...]:
         return tuple(work.role for work in self.works)
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of work, whatever the phase is named."""
+        return _kind(self.works, self.pushes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,19 @@ class PhaseStep:
     @property
     def roles(self) -> tuple[str, ...]:
         return tuple(work.role for work in self.works)
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of work, whatever the phase is named."""
+        return _kind(self.works, self.pushes)
+
+
+def _kind(works: Sequence[RoleWork], pushes: Sequence[str]) -> Kind:
+    if pushes:
+        return "sync"
+    if any(work.is_training for work in works):
+        return "update"
+    return "rollout" if any(work.role in ("rollout", "env") for work in works) else "prepare"
 
 
 def default_flow(task: str, roles: Collection[str], overlap: Overlap | None = None) -> Flow:
@@ -281,6 +301,72 @@ def check_flow(flow: Flow, roles: Collection[str]) -> None:
             _check_work(work, where, roles)
             if phase.roles.count(work.role) > 1:
                 raise PlacementError(f"{where}: {work.role} is named twice: name it once, or make two phases")
+
+
+# In order; each with the key under which its roles are written.
+_KEYS: dict[Kind, str] = {"rollout": "run", "prepare": "run", "update": "train", "sync": "push"}
+# Roles whose work others of the kind wait for, whatever the flow says.
+_FIRST: dict[Kind, tuple[str, ...]] = {"prepare": ("judge", "reward"), "update": ("critic",)}
+
+
+def check_runs(flow: Flow, task: str) -> None:
+    """Refuse a flow that a run of this task cannot follow.
+
+    A flow names, divides and arranges the work of the task's usual flow: it has no other work, and leaves none out.
+    """
+    usual = {(phase.kind, role): phase.name for phase in default_flow(task, flow.roles).phases for role in phase.roles}
+    phase_of: dict[tuple[Kind, str], Phase] = {}
+    for phase in flow.phases:
+        where = f"flow: phase {phase.name!r}"
+        for role in phase.roles:
+            work = phase.kind, role
+            if work not in usual:
+                others = ", ".join(other for kind, other in usual if kind == phase.kind)
+                raise PlacementError(
+                    f"{where}: {role} has no work with the roles under {_KEYS[phase.kind]}, which can be {others}: give"
+                    " it a phase of its own, or take it out"
+                )
+            if work in phase_of:
+                raise PlacementError(
+                    f"{where}: {role} does the same in phase {phase_of[work].name!r}: take it out of one of them"
+                )
+            phase_of[work] = phase
+    for (kind, role), name in usual.items():
+        if (kind, role) not in phase_of:
+            raise PlacementError(
+                f"flow: {role} has no work under {_KEYS[kind]}, which it has in {name!r} usually: add it"
+            )
+    _check_order(flow)
+    for kind in ("rollout", "sync"):
+        _check_together([phase for phase in flow.phases if phase.kind == kind])
+
+
+def _check_order(flow: Flow) -> None:
+    kinds = list(_KEYS)
+    for earlier, phase in pairwise(flow.phases):
+        if kinds.index(phase.kind) < kinds.index(earlier.kind):
+            raise PlacementError(
+                f"flow: phase {phase.name!r} comes after {earlier.name!r}: samples are made, scored and learned from,"
+                " then weights are pushed: write the phases in this order"
+            )
+        if earlier.kind == phase.kind:
+            first = _FIRST.get(phase.kind, ())
+            late = [role for role in phase.roles if role in first]
+            before = [role for role in earlier.roles if role not in first]
+            if late and before:
+                raise PlacementError(
+                    f"flow: phase {phase.name!r}: {late[0]} works before {before[0]} of phase {earlier.name!r}: write"
+                    " its phase first"
+                )
+
+
+def _check_together(phases: Sequence[Phase]) -> None:
+    if len(phases) > 1 or any(phase.order == "in_turn" for phase in phases):
+        names = " and ".join(repr(phase.name) for phase in phases)
+        roles = " and ".join(dict.fromkeys(role for phase in phases for role in phase.roles))
+        raise PlacementError(
+            f"flow: phase {names}: {roles} work at the same time: write one phase, with order together"
+        )
 
 
 def _check_work(work: RoleWork, where: str, roles: Collection[str]) -> None:

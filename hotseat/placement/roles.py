@@ -57,4 +57,7 @@ def check_role(name: str) -> str:
         return name
     guess = nearest(name.lower(), ROLES)
     hint = f"did you mean {guess!r}? " if guess else ""
-    raise PlacementError(f"unknown role {name!r}: {hint}the roles are {', '.join(ROLES)}")
+    raise PlacementError(
+        f"unknown role {name!r}: {hint}the roles are {', '.join(ROLES)}; other names for"
+        " them are declared in cluster.component_names"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import sys
 
 import anthropic
 import image_cases
@@ -10,7 +11,7 @@ import openai
 import pytest
 from gateway_cases import KEY, SAMPLING, WAIT_S, Engine
 
-from hotseat.agents import AgentHost, ProgramSettings
+from hotseat.agents import AgentHost, ProgramSettings, load_agent
 from hotseat.agents.agent import AgentError
 from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.branches import Answer, segments_of
@@ -241,3 +242,30 @@ def test_a_run_without_images_refuses_them():
     _, outcome = play(program, Prompt(3, "how many?", (1,), "7"), None)
     assert isinstance(outcome, Failed)
     assert "content of type image_url: only text is possible here" in outcome.reason
+
+
+COMMAND = """
+import json
+import os
+import sys
+import urllib.request
+
+task = json.loads(sys.stdin.readline())
+body = json.dumps({"messages": [{"role": "user", "content": task["content"]}]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+assert json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"] == "red"
+with open(os.environ["HOTSEAT_RESULT"], "w") as file:
+    file.write("1.0")
+"""
+
+
+def test_a_command_shows_the_images_of_its_prompt(prompt, tmp_path):
+    (tmp_path / "program.py").write_text(COMMAND)
+    engine = Qwen()
+    programs = ProgramSettings(command=(sys.executable, str(tmp_path / "program.py")))
+    agent = load_agent(None, TOKENIZER, max_length=600, programs=programs, sight=SIGHT)
+    with AgentHost(agent, engine, run_seed=5, timeout_s=WAIT_S) as host:
+        outcome = host.submit(prompt, KEY, SAMPLING).result(WAIT_S)
+    assert isinstance(outcome, ScoredEpisode), outcome
+    assert [request.images for request in engine.requests] == [prompt.images]

@@ -132,6 +132,7 @@ WITHOUT_A_FLAG = {
     "algorithm.turn_credit",
     "checkpoint.background",
     "cluster.call_timeout_s",
+    "cluster.component_names",
     "cluster.node_groups",
     "cluster.num_nodes",
     "cluster.profile",

@@ -1,12 +1,16 @@
 """Reading a config: every problem in one error, each with its place, what was given and what would fit."""
 
+from typing import get_args
+
 import pytest
 from pydantic import ValidationError
 
 from hotseat.config import Config, load, loads, to_yaml
 from hotseat.config.load import fields_of, valid_keys
+from hotseat.config.schema import RoleName
 from hotseat.config.yaml_lines import parse_value
 from hotseat.errors import ConfigError
+from hotseat.placement.roles import ROLES
 
 
 def problems_of(text: str, *overrides: str) -> list[str]:
@@ -282,3 +286,39 @@ def test_a_path_of_null_switches_evaluation_off_with_all_that_belongs_to_it(text
 def test_a_path_of_null_hides_no_unknown_key():
     with pytest.raises(ConfigError, match="eval.evry: unknown key; did you mean eval.every"):
         loads("eval: {path: null, evry: 5}")
+
+
+NAMED = """
+cluster:
+  component_names: {simulator: env, policy: rollout}
+  component_placement: {actor: 0-3, simulator: 0-1, policy: 2-3}
+"""
+
+
+def test_roles_may_have_names_of_ones_own_in_placement_and_flow():
+    phases = (
+        "{name: play, run: [simulator, policy]}, {name: score, run: {actor: [weights]}}, {name: send, push: [policy]}"
+    )
+    config = loads(NAMED + "env: {path: gym, tasks: [CartPole-v1]}", [f"flow=[{phases}]"])
+    assert config.cluster.component_placement == {"actor": "0-3", "env": "0-1", "rollout": "2-3"}
+    assert config.flow is not None
+    assert [(phase.run, phase.push) for phase in config.flow] == [
+        (["env", "rollout"], []),
+        ({"actor": ["weights"]}, []),
+        ([], ["rollout"]),
+    ]
+    assert loads(to_yaml(config)) == config
+    same = loads(
+        "cluster: {component_names: {learner: actor}, component_placement: {learner: 0, 'rollout': '@learner'}}"
+    )
+    assert same.cluster.component_placement == {"actor": 0, "rollout": "@actor"}
+
+
+def test_names_of_roles_are_checked():
+    assert set(get_args(RoleName)) == set(ROLES)
+    with pytest.raises(ConfigError, match="component_names: env is a role already: choose another name for rollout"):
+        loads("cluster: {component_names: {env: rollout}}")
+    with pytest.raises(ConfigError, match="component_names: policy is rollout, which .* places twice: keep one"):
+        loads("cluster: {component_names: {policy: rollout}, component_placement: {policy: 0, rollout: 1}}")
+    with pytest.raises(ConfigError, match="component_names.tool"):
+        loads("cluster: {component_names: {tool: hammer}}")

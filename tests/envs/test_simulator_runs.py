@@ -66,11 +66,14 @@ def one_stage(task):
     return run(task, "one-stage")
 
 
-def test_what_is_learned_does_not_depend_on_stages_hosts_or_engines(task, one_stage):
+def test_what_is_learned_does_not_depend_on_stages_hosts_engines_or_names(task, one_stage):
+    names = "component_names: {simulator: env, policy: rollout}"
     two = run(
         task,
         "two-stages",
-        cluster="{runtime: local, component_placement: {actor: 0, env: 0-1, rollout: 2-3}}",
+        cluster=f"{{runtime: local, {names}, component_placement: {{actor: 0, simulator: 0-1, policy: 2-3}}}}",
+        flow="[{name: play, run: [simulator, policy]}, {name: score, run: [actor]}, {name: learn, train: [actor]},"
+        " {name: send, push: [policy]}]",
         rollout="{batch_size: 4, samples_per_prompt: 2, num_slots: 4, pipeline_stage_num: 4}",
     )
     assert weights_of(two) == weights_of(one_stage)

@@ -420,6 +420,18 @@ def test_engines_have_room_for_one_stage():
     assert slots("{actor: 0-7, env: 0-3, rollout: 7}", "{pipeline_stage_num: 2}") == 64  # as many as it has
 
 
+def test_engines_keep_prompts_in_the_room_of_slots_that_a_stage_does_not_need(tmp_path):
+    from hotseat.config.load import loads
+    from hotseat.loop.setup.settings import engine_settings
+
+    config = loads(
+        "actor: {model: none}\nenv: {path: gym, tasks: [CartPole-v1], num_envs: 48}\nrollout: {num_slots: 40}",
+        ["train.dtype=fp32"],
+    )
+    kept = {count: engine_settings(config, (), tmp_path, num_slots=count).num_kept_prompts for count in (None, 40, 24)}
+    assert kept == {None: 8, 40: 8, 24: 24}
+
+
 def test_wrong_settings_are_refused(tmp_path):
     assert "gym" in family_names()
     assert path_problem("gym") is None

@@ -74,7 +74,7 @@ def long_answers(task: Path) -> dict[str, str]:
 
 @pytest.fixture
 def _answers_open_at_first_push(monkeypatch):
-    """However late a thread runs: an engine that has answered the prompts of a step and begun others awaits a push."""
+    """An engine that has answered the prompts of a step, and begun others, waits for the first push."""
     num_answers, versions = Counter(), set()
     step, complete = TransformersEngine._step, RequestTable.complete
 

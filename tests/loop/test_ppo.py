@@ -384,6 +384,11 @@ def test_old_log_probs_on_devices_of_their_own_change_no_bit(task):
     records = run(task, "with", "train.num_episodes=1", cluster=placement)
     assert same(weights(task / "runs" / "without" / "model"), weights(task / "runs" / "with" / "model"))
     assert all(record["engine_gap"] < 1e-4 for record in records[1:])
+    flow = """[{name: play, run: [rollout]}, {name: old, run: [inference]}, {name: score, run: [critic, reference]},
+      {name: value, train: [critic]}, {name: policy, train: [actor]}, {name: send, push: [rollout, inference]}]"""
+    offload = [f"{role}.enable_offload=true" for role in ("actor", "critic", "reference", "rollout")]
+    run(task, "arranged", "train.num_episodes=1", *offload, cluster=placement, flow=flow)
+    assert same(weights(task / "runs" / "without" / "model"), weights(task / "runs" / "arranged" / "model"))
 
 
 def test_an_inference_rank_that_serves_other_weights_is_found(task, monkeypatch):

@@ -203,6 +203,11 @@ def test_everything_is_in_one_error(here):
         refuse_at_once(loads((here / "run.yaml").read_text(), ["use_modelscope=true"]))
 
 
+def test_a_flow_that_no_run_can_follow_is_refused(here):
+    flow = "flow=[{name: play, run: [rollout]}, {name: learn, train: [actor]}, {name: send, push: [rollout]}]"
+    assert "  flow: actor has no work under run, which it has in 'prepare' usually: add it" in refusal(here, flow)
+
+
 # --- the hub ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,17 @@
 from placement_cases import refused
 
-from hotseat.placement import Flow, Overlap, Part, Phase, RoleWork, check_flow, default_flow, make_steps, parse_flow
+from hotseat.placement import (
+    Flow,
+    Overlap,
+    Part,
+    Phase,
+    RoleWork,
+    check_flow,
+    check_runs,
+    default_flow,
+    make_steps,
+    parse_flow,
+)
 
 W, G, O, K, S = Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.KV_CACHE, Part.SIMULATOR  # noqa: E741
 PPO = ("actor", "critic", "reference", "reward", "rollout")
@@ -192,3 +203,61 @@ def test_overlap_lets_the_rollout_go_on_beside_training_but_not_beside_the_push(
     steps = make_steps(flow, {"actor": (0,), "rollout": (1,)})
     beside = {step.name: tuple(work.role for work in step.beside) for step in steps}
     assert beside == {"rollout": (), "prepare": ("rollout",), "update": ("rollout",), "sync": ()}
+
+
+# --- flows that a run can follow --------------------------------------------------------------------------------------
+
+ROLLOUT, PREPARE = {"name": "play", "run": ["rollout"]}, {"name": "score", "run": ["reference", "critic", "actor"]}
+REWARD, UPDATE = {"name": "grade", "run": ["reward"]}, {"name": "learn", "train": ["critic", "actor"]}
+PUSH = {"name": "send", "push": ["rollout"]}
+
+
+def follow(*phases) -> Flow:
+    flow = parse_flow(phases, PPO)
+    check_runs(flow, "rl")
+    return flow
+
+
+def test_a_flow_names_divides_and_arranges_the_usual_work():
+    flow = follow(
+        ROLLOUT,
+        REWARD,
+        {"name": "base", "run": ["reference"]},
+        {"name": "rest", "run": ["critic", "actor"], "order": "in_turn"},
+        {"name": "first", "train": ["critic"]},
+        {"name": "then", "train": ["actor"]},
+        PUSH,
+    )
+    kinds = ["rollout", "prepare", "prepare", "prepare", "update", "update", "sync"]
+    assert [phase.kind for phase in flow.phases] == kinds
+    assert {step.name: step.kind for step in make_steps(flow, dict.fromkeys(PPO, (0,)))}["rest.1"] == "prepare"
+
+
+def test_a_flow_without_work_that_is_usual_is_refused():
+    with refused("flow: critic has no work under run, which it has in 'prepare' usually: add it"):
+        follow(ROLLOUT, REWARD, {"name": "score", "run": ["reference", "actor"]}, UPDATE, PUSH)
+
+
+def test_work_that_is_not_usual_is_refused():
+    with refused("flow: phase 'play': reference has no work with the roles under run, which can be rollout: give it"):
+        follow({"name": "play", "run": ["rollout", "reference"]}, REWARD, PREPARE, UPDATE, PUSH)
+    with refused("flow: phase 'more': actor does the same in phase 'learn': take it out of one of them"):
+        follow(ROLLOUT, REWARD, PREPARE, UPDATE, {"name": "more", "train": ["actor"]}, PUSH)
+
+
+def test_work_in_another_order_is_refused():
+    with refused("flow: phase 'score' comes after 'learn': samples are made, scored and learned from"):
+        follow(ROLLOUT, REWARD, UPDATE, PREPARE, PUSH)
+    with refused("flow: phase 'grade': reward works before reference of phase 'score': write its phase first"):
+        follow(ROLLOUT, PREPARE, REWARD, UPDATE, PUSH)
+
+
+def test_simulators_and_engines_work_at_the_same_time():
+    score, learn = {"name": "score", "run": ["actor"]}, {"name": "learn", "train": ["actor"]}
+    for phases in (
+        [{"name": "play", "run": ["env", "rollout"], "order": "in_turn"}],
+        [{"name": "play", "run": ["env"]}, {"name": "answer", "run": ["rollout"]}],
+    ):
+        flow = parse_flow([*phases, score, learn, PUSH], ("actor", "env", "rollout"))
+        with refused("env and rollout work at the same time: write one phase, with order together"):
+            check_runs(flow, "embodied")

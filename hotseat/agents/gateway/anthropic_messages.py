@@ -1,4 +1,4 @@
-"""`/v1/messages`, as Anthropic's clients use it, as far as it is about text and tools."""
+"""`/v1/messages`, as Anthropic's clients use it, as far as it is about text, images and tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/responses`, as far as it is about text and functions. Responses are not stored."""
+"""`/v1/responses`, as far as it is about text, images and functions. Responses are not stored."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class DeviceScheduler:
 
     @contextmanager
     def lease(self, phase: str, role: str) -> Iterator[None]:
-        """Hold the devices of the step in which `role` works in `phase`."""
+        """Hold the devices of the step in which `role` works. phase: the kind of work, however the flow names it."""
         step = self._step(phase, role)
         started_s = time.monotonic()
         self._hand_over(self._leaving(step), step.name)
@@ -156,7 +156,7 @@ class DeviceScheduler:
 
     def _step(self, phase: str, role: str) -> PhaseStep:
         for step in self._plan.steps:
-            if step.phase == phase and role in step.roles:
+            if step.kind == phase and role in step.roles:
                 return step
         steps = "; ".join(f"{step.name}: {', '.join(step.roles)}" for step in self._plan.steps)
         raise PlacementError(f"the flow has no phase {phase!r} in which {role} works; it has {steps}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,7 @@ from hotseat.placement import (
     SimulatorMemory,
     TrainMemory,
     VisionShape,
+    check_runs,
     default_flow,
     estimate,
     from_hf_config,
@@ -345,8 +346,23 @@ def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
     overlap = Overlap(overlap_queue(config), config.overlap.staleness, config.overlap.in_flight == "recompute")
     if config.flow is not None:
         return parse_flow([phase.model_dump(exclude_defaults=True) for phase in config.flow], roles, overlap)
-    task = "embodied" if config.task == "rl" and "env" in roles else config.task
-    return default_flow(task, roles, overlap)
+    return default_flow(_usual_task(config, roles), roles, overlap)
+
+
+def flow_problem(config: Config) -> str | None:
+    """Return why a run cannot follow the flow of its config; None if it can, or has none of its own."""
+    if config.flow is None:
+        return None
+    roles = roles_of(config)
+    try:
+        check_runs(make_flow(config, roles), _usual_task(config, roles))
+    except PlacementError as error:
+        return str(error).removeprefix("flow: ")
+    return None
+
+
+def _usual_task(config: Config, roles: Collection[str]) -> str:
+    return "embodied" if config.task == "rl" and "env" in roles else config.task
 
 
 def role_specs(config: Config) -> list[RoleSpec]:

@@ -36,7 +36,7 @@ class PhaseMeter:
 
     def turns(self, phase: str, roles: Sequence[str]) -> list[tuple[str, ...]]:
         """Return these roles of a phase turn by turn: roles of one step of the plan work at the same time."""
-        steps = [step for step in self._plan.steps if step.phase == phase]
+        steps = [step for step in self._plan.steps if step.kind == phase]
         turns = (tuple(role for role in roles if role in step.roles) for step in steps)
         return [turn for turn in turns if turn]
 

@@ -24,6 +24,7 @@ from hotseat.config.roles import (
 )
 from hotseat.envs.loading import EXAMPLES, import_problem, path_problem
 from hotseat.errors import NotBuiltError, UserError
+from hotseat.loop.planning.plan import flow_problem
 from hotseat.loop.setup.graders import grader_obstacles
 from hotseat.loop.setup.hub import hub_problem
 from hotseat.loop.setup.judge import judge_obstacles
@@ -44,6 +45,7 @@ def obstacles(config: Config, optional: Collection[str] = ()) -> list[tuple[str,
     """
     return [
         *((key, message) for key, message in missing(config) if key not in optional),
+        *_flow(config),
         *_user_files(config),
         *_simulators(config),
         *grader_obstacles(config),
@@ -53,6 +55,11 @@ def obstacles(config: Config, optional: Collection[str] = ()) -> list[tuple[str,
         *_missing_columns(config),
         *_too_many_tokens(config),
     ]
+
+
+def _flow(config: Config) -> Iterator[tuple[str, str]]:
+    if (problem := flow_problem(config)) is not None:
+        yield "flow", problem
 
 
 def refuse_at_once(config: Config, optional: Collection[str] = ()) -> None:

@@ -60,7 +60,7 @@ class SampleRecord:
     turns: tuple[TurnRecord, ...] = ()  # in order across segments
     waited_s: float | None = None
     took_s: float | None = None
-    images: tuple[str, ...] = ()  # of the prompt
+    images: tuple[str, ...] = ()  # of the prompt, and those that the agent showed
     film: str | None = None  # what the policy saw in a simulator, as an animated image
 
 
@@ -93,13 +93,19 @@ def record_of(sample: ScoredEpisode, prompt: Prompt, tokenizer: Any) -> SampleRe
             for segment in sample.episode.played_segments
         ),
         turns=_turns_of(sample),
-        images=tuple(image for image in prompt.images if not is_packed(image)),
+        images=_images_of(sample, prompt),
         film=film_of(
             [image for segment in sample.episode.segments for image in segment.images if is_packed(image)][:MAX_FRAMES]
         ),
         waited_s=None if sample.episode.facts is None else sample.episode.facts.waited_s,
         took_s=None if sample.episode.facts is None else sample.episode.facts.took_s,
     )
+
+
+def _images_of(sample: ScoredEpisode, prompt: Prompt) -> tuple[str, ...]:
+    """Return the files of the images of an episode, each once: the prompt's, then others as they were shown."""
+    shown = [image for segment in sample.episode.segments for image in segment.images]
+    return tuple(image for image in dict.fromkeys([*prompt.images, *shown]) if not is_packed(image))
 
 
 def _turns_of(sample: ScoredEpisode) -> tuple[TurnRecord, ...]:

@@ -14,7 +14,7 @@ from hotseat.observe.report.reading import finite, json_lines_at, parsed, shorte
 MAX_TOKENS = 1_600  # of one sample: the first three quarters and the last quarter
 MAX_PROMPT_CHARACTERS = 6_000
 MAX_TURNS = 400
-MAX_IMAGES = 4  # of one prompt
+MAX_IMAGES = 4  # of one sample
 MAX_IMAGE_BYTES = 40_000
 MAX_FILM_CHARACTERS = 400_000
 _FILM = "data:image/webp;base64,"
