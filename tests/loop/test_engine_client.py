@@ -1,7 +1,9 @@
 """Requests to engines: few calls, least-loaded, every failure reaches who waits."""
 
 import asyncio
+import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -312,12 +314,18 @@ def test_an_engine_forgets_what_a_lost_client_asked_for(tmp_path):
     """The id is free again, nothing is kept for the one who is gone, and parts can be offloaded."""
     from loop_cases import make_task
 
+    from hotseat import faults
     from hotseat.loop.workers.engine_worker import EngineWorker
     from hotseat.loop.workers.engines import EngineSettings
 
+    def step_when_called(point):
+        """End a step when the next command waits, so that it finds requests under way."""
+        while not engine._engine._thread._commands:
+            time.sleep(0.001)
+
     make_task(tmp_path)
     engine = EngineWorker(EngineSettings(str(tmp_path / "model"), 16, 1, (1,), "float32", 1))
-    try:
+    with mock.patch.object(faults, "reach", side_effect=step_when_called), closing(engine):
         long = [Request(name, (3, 4), Sampling(14, ignore_eos=True), seed) for seed, name in enumerate("abcd")]
         engine.submit("lost", long)
         engine.drop_requests()
@@ -326,8 +334,6 @@ def test_an_engine_forgets_what_a_lost_client_asked_for(tmp_path):
         engine.abort(["a", "b", "c", "d"])
         assert {completion.finish for completion in fetch_all(engine, "new", 4)} == {"abort"}
         engine.offload(["kv_cache"])
-    finally:
-        engine.close()
 
 
 def test_a_request_that_an_engine_refuses_does_not_fail_those_submitted_with_it(tmp_path):
@@ -436,14 +442,17 @@ def test_an_engine_process_hands_over_tokens_while_it_samples(tmp_path):
     sampling = Sampling(24, ignore_eos=True)
     streams = Request("streams", (3, 12), sampling, 0, streams=True)
     short = [Request(f"short-{length}", (3, 12), Sampling(length, ignore_eos=True), length) for length in range(1, 24)]
-    with mock.patch.object(faults, "reach", side_effect=lambda point: time.sleep(0.012)):
+    steps = threading.Semaphore(1)  # each waits for a fetch, until some tokens were reported
+    with mock.patch.object(faults, "reach", side_effect=lambda point: steps.acquire(timeout=60)):
         worker.submit("host-0", [streams, replace(streams, id="whole", streams=False), *short])
         worker.submit("host-1", [replace(streams, id="another", streams=False)])
         tokens: tuple[int, ...] = ()
         outcomes: list[Completion] = []
         num_reports = 0
         while len(outcomes) < 2 + len(short):
-            for outcome in worker.fetch("host-0", 5.0):
+            news = worker.fetch("host-0", 5.0)
+            steps.release(1 if num_reports < 3 else 1000)
+            for outcome in news:
                 if isinstance(outcome, Completion):
                     outcomes.append(outcome)
                 else:
