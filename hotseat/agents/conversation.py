@@ -320,8 +320,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [
-        {"type": "image"} if _is_image(part) else {"type": "text", "text": text_of_content([part])}
-        for part in content
+        {"type": "image"} if _is_image(part) else {"type": "text", "text": text_of_content([part])} for part in content
     ]
 
 
