@@ -707,8 +707,11 @@ class _Recording:
         """Return the tokens up to the last action, the lengths of the actions learned from here, and the images."""
         lengths = []
         end = ranges[-1][1]
-        calls = [(*self._call(tokens, begin, stop), begin, stop) for begin, stop in ranges]
-        images = calls[-1][0].images
+        prompted = tuple(map(Shown.of_file, self.prompt.images))
+        last = self._call(tokens, *ranges[-1], prompted)
+        images = last[0].images
+        calls = [(*self._call(tokens, begin, stop, images), begin, stop) for begin, stop in ranges[:-1]]
+        calls.append((*last, *ranges[-1]))
         if self.shared.sight is not None:
             if any(call.images != images[: len(call.images)] for call, *_ in calls):
                 raise AgentError("AgentExecutor.execute returned actions that were sampled after different images")
@@ -733,9 +736,15 @@ class _Recording:
         segment = Segment(torch.tensor(tokens[:end], dtype=torch.int64), mask, log_probs, versions, paths)
         return segment, tuple(lengths), images
 
-    def _call(self, tokens: list[int], begin: int, end: int) -> tuple[_Call, bool]:
-        """Return the call that sampled an action, and whether this is the first time that the episode has it."""
+    def _call(self, tokens: list[int], begin: int, end: int, images: tuple[Shown, ...]) -> tuple[_Call, bool]:
+        """Return the call that sampled an action, and whether this is the first time that the episode has it.
+
+        images: those that it was probably sampled after, or the first of them: the same tokens may have been sampled
+        after others, too, also in another episode.
+        """
         fitting = [call for call in (*self.calls, *self.shared.calls) if self._fits(call, tokens, begin, end)]
+        if self.shared.sight is not None:
+            fitting.sort(key=lambda call: any(one != other for one, other in zip(call.images, images, strict=False)))
         for call in fitting:
             if call.user is None:
                 call.user = self

@@ -320,9 +320,12 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [
-        {"type": "image"} if part.get("type") == "image" else {"type": "text", "text": text_of_content([part])}
-        for part in content
+        {"type": "image"} if _is_image(part) else {"type": "text", "text": text_of_content([part])} for part in content
     ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
 
 
 def _images_of(messages: Sequence[Message]) -> list[Shown]:
@@ -366,8 +369,8 @@ def _digest_after(before: bytes, message: Message) -> bytes:
     rest = {name: value for name, value in message.items() if value is not None and name != "content"}
     content: Any = message.get("content")
     if _images_of([message]):
-        parts = [part["shown"].path if part.get("type") == "image" else part.get("text") for part in content]
-        return _hashed([rest, [part.get("type") for part in content], parts], before)
+        parts = [[part["shown"].path] if _is_image(part) else text_of_content([part]) for part in content]
+        return _hashed([rest, parts], before)
     return _hashed([rest, text_of_content(content)], before)
 
 

@@ -263,6 +263,8 @@ class AgentHost:
         if job not in self._playing:
             return
         self._playing.discard(job)
+        if not job.future.done() and self._closed is None:
+            self._fail(job, "the agent cancelled itself")
         if job.deadline is not None:
             job.deadline.cancel()
         if job.tool_clock is not None:
@@ -287,8 +289,6 @@ class AgentHost:
                 self._fail(job, str(error))
             elif not isinstance(error, asyncio.CancelledError):
                 self._fail(job, f"the agent raised {_describe(error)}")
-            elif not asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                self._fail(job, "the agent cancelled itself")
 
     async def _sample(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ class Shown:
     token_ids: tuple[int, ...]
 
     @classmethod
+    @functools.lru_cache(maxsize=1024)  # an episode asks in each turn; what is in a file never changes
     def of_file(cls, path: str) -> Shown:
         """Read which tokens stand for an image that was prepared before."""
         return cls(path, tokens_of(path))

@@ -150,7 +150,9 @@ class LocalGroup(WorkerGroup[W_co]):
 
             async def arun() -> Any:
                 result = self._run(rank, called, method, args, kwargs, timeout_s, is_shared=True)
-                result = await result if inspect.isawaitable(result) else result
+                if inspect.isawaitable(result):
+                    result = await result
+                    self._refuse_if_replaced(rank, called, method)
                 return LocalRef(result) if keep else result
 
             return self._loop.submit(arun())

@@ -12,7 +12,6 @@ that decides how it is prepared. Equal images are prepared once, also by later r
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 import json
@@ -150,7 +149,7 @@ def _bytes_of(value: Any, key: str, folder: Path, limits: ImageLimits) -> bytes:
         _check_bytes(len(encoded) * 3 // 4, key, limits)
         try:
             return base64.b64decode(encoded, validate=True)
-        except binascii.Error as error:
+        except ValueError as error:  # binascii.Error is one, too
             raise BadValue(f"{key}: a data URI with broken base64 ({error})") from None
     if "://" in value and not value.startswith("file://"):
         raise BadValue(

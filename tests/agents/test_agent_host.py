@@ -191,10 +191,15 @@ def test_an_engine_that_cancels_is_not_the_episodes_failure():
 
 
 def test_an_agent_that_cancels_itself_fails():
-    async def run(prompt, key, sampling, sample):
+    async def raises(prompt, key, sampling, sample):
         raise asyncio.CancelledError
 
-    assert "the agent cancelled itself" in outcome(run).reason
+    async def cancels(prompt, key, sampling, sample):
+        asyncio.current_task().cancel()
+        await asyncio.sleep(WAIT_S)
+
+    for run in (raises, cancels):
+        assert "the agent cancelled itself" in outcome(run).reason
 
 
 def test_a_users_mistake_is_raised():

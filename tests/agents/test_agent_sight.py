@@ -14,7 +14,7 @@ from hotseat.agents.loading import load_agent
 from hotseat.agents.multi_turn import MultiTurn
 from hotseat.agents.sight import Shown, Sight
 from hotseat.errors import NotBuiltError
-from hotseat.types import Failed, Prompt
+from hotseat.types import Failed, Prompt, SampleKey
 from hotseat.vision import TOKENS
 
 (PLACE,) = ids_of("@")  # the image token
@@ -242,3 +242,49 @@ def test_actions_after_other_images_are_no_actions_of_one_episode(tmp_path):
     text = text.replace("list(images or [])", "['']")
     failed = play_with(load(tmp_path, text), Script(["a", "b"]))
     assert "returned actions that were sampled after different images" in failed.reason
+
+
+SERVED = """
+import asyncio
+
+from openrlhf.utils.agent import AgentExecutorBase
+
+class AgentExecutor(AgentExecutorBase):
+    waiting = []
+
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
+        tokens = list(hf_tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        data = {"image": images}
+        call = lambda: asyncio.run(llm_engine.generate(tokens, sampling_params, multi_modal_data=data))
+        # As of a server: in a thread that does not know the episode.
+        output = await asyncio.get_running_loop().run_in_executor(None, call)
+        self.waiting.append(asyncio.get_running_loop().create_future())
+        if len(self.waiting) == 2:
+            for each in self.waiting:
+                each.set_result(None)
+        await self.waiting[len(self.waiting) - 1]
+        sampled = output.outputs[0].token_ids
+        ranges = [(len(tokens), len(tokens) + len(sampled))]
+        return {"observation_tokens": tokens + sampled, "action_ranges": ranges, "reward": 1.0}
+"""
+
+
+def test_calls_of_a_server_are_learned_by_the_episode_whose_images_they_have(tmp_path):
+    paths = [prepared(tmp_path, name) for name in ("a", "b")]
+    prompts = [Prompt(at, "q:@", ids_of("q:<@@>"), "4", images=(path,)) for at, path in enumerate(paths)]
+    samples = [(prompt, SampleKey(0, prompt.index, 0)) for prompt in prompts]
+    agent = load(tmp_path, SERVED)
+    with AgentHost(agent, Script(lambda _: "cat"), run_seed=5, timeout_s=WAIT_S) as host:
+        outcomes = [future.result(WAIT_S) for future in host.submit_many(samples[::-1], SAMPLING)[::-1]]
+    assert [outcome.episode.segments[0].images for outcome in outcomes] == [prompt.images for prompt in prompts]
+
+
+def test_an_action_that_was_sampled_again_after_another_image_is_found_with_its_image(tmp_path):
+    text = EXECUTE.replace("PROMPT", "'q:@'").replace(
+        'for text in ("+@", ""):', "for text, images in (('', ['one']), ('+@', ['two']), ('', ['two', 'one'])):"
+    )
+    text = text.replace('images.append("one")', "if images == ['one']: tokens, ranges = tokens[:-1], []")
+    scored = play_with(load(tmp_path, text), Script(["a", "a", "b"]))
+    (segment,) = scored.episode.segments
+    assert segment.images == ("/two.safetensors", "/one.safetensors")
+    assert TOKENIZER.decode(segment.token_ids[segment.mask].tolist()) == "ab"

@@ -224,6 +224,9 @@ def test_what_is_refused_costs_the_program_a_request_and_not_the_episode(prompt)
             assert "an image in an answer" in await refused({"role": "assistant", "content": [part]})
             broken = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
             assert "without the URL or the base64 of an image" in await refused(broken)
+            for stranger, kind in (("what?", "str"), (None, "NoneType")):
+                mixed = {"role": "user", "content": [stranger, part]}
+                assert f"content of type {kind}: only text" in await refused(mixed)
             assert "type video_url: only text" in await refused({"role": "user", "content": [{"type": "video_url"}]})
             await chat.chat.completions.create(model="policy", messages=[{"role": "user", "content": "what?"}])
         return 1.0

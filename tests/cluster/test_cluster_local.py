@@ -204,6 +204,16 @@ def test_a_replacement_gets_none_of_the_calls_made_before_it(cluster, monkeypatc
     assert group.call(Plain.add, 1) == [1]
 
 
+def test_a_coroutine_that_ends_after_the_restart_fails_too(cluster):
+    group = cluster.launch("waiting", Waiting)
+    late, replaced = group.start(Waiting.meet, 1, 2), group._objects[0]
+    wait_until(lambda: replaced.num_running == 1)
+    group.restart(0)
+    group._loop.submit(replaced.meet(2, 2)).result(60)
+    with pytest.raises(WorkerError, match="waiting rank 0: 'meet' was under way when the rank was restarted"):
+        late.result(60)
+
+
 def test_environments_that_differ_cannot_share_a_process(cluster):
     cluster.launch("one", Plain, env={"HOTSEAT_TEST_VALUE": "1"})
     two = cluster.launch("two", Plain, env={"HOTSEAT_TEST_VALUE": "1"})

@@ -73,6 +73,7 @@ def test_an_image_stands_as_its_camera_was_held(tmp_path):
         ("https://example.com/a.png", "is on another machine, and images are read from files"),
         ("data:image/png,abc", "a data URI that is not in base64"),
         ("data:image/png;base64,a", "a data URI with broken base64"),
+        ("data:image/png;base64,\u00e9", "a data URI with broken base64"),
         (7, "photo: a number, neither a path nor the bytes"),
         ({"height": 3}, "photo: an object without bytes or path"),
         (b"hello, this is a text", "photo: not an image in one of the formats PNG, .* begins with b'hello, this '"),

@@ -241,7 +241,7 @@ class Session:
             )
         for detail in images.details_of(messages):
             self._policy.log_once(
-                f"detail {detail}",
+                "detail",
                 f"a program asked for images in detail {detail!r:.20}: the model's processor decides",
             )
         numbers = [images.number_of_prompt(url, len(self._prompt_images)) for url in urls]
