@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,8 @@ class Sight:
     max_images: int
     chat_template: str | None = None
     processor: Any = None
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    # One thread, so that equal images of several episodes are written once; its own, so that no other work waits.
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "images"), repr=False)
 
     async def look(self, images: Sequence[Any], num_before: int) -> list[Shown]:
         """Prepare images, in a thread. num_before: how many the context has already."""
@@ -51,11 +52,12 @@ class Sight:
                 f"an environment showed {len(images)} more images after {num_before}, and data.max_images_per_prompt"
                 f" allows {self.max_images} in all"
             )
-        return await asyncio.to_thread(self._prepare, images) if images else []
+        if not images:
+            return []
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._prepare, images)
 
     def _prepare(self, images: Sequence[Any]) -> list[Shown]:
-        with self._lock:  # equal images of several episodes are written once
-            return [self.prepare(image) for image in images]
+        return [self.prepare(image) for image in images]
 
     def expand(self, token_ids: Sequence[int], images: Sequence[Shown]) -> tuple[list[int], list[int]]:
         """Replace the token of each image by those that stand for it; return the tokens, and where each image begins.

@@ -1,6 +1,8 @@
 """Environments that show images: their tokens stand in the text, and requests and segments have their files."""
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -288,3 +290,21 @@ def test_an_action_that_was_sampled_again_after_another_image_is_found_with_its_
     (segment,) = scored.episode.segments
     assert segment.images == ("/two.safetensors", "/one.safetensors")
     assert TOKENIZER.decode(segment.token_ids[segment.mask].tolist()) == "ab"
+
+
+def test_other_work_does_not_wait_for_images():
+    go_on = threading.Event()
+
+    def waits(image):
+        assert go_on.wait(WAIT_S)
+        return prepare(image)
+
+    sight = Sight(waits, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
+
+    async def look():
+        looks = [asyncio.ensure_future(sight.look([str(at)], 0)) for at in range(64)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(go_on.set)  # in a thread of those that all work shares
+        return await asyncio.gather(*looks)
+
+    assert [image.path for (image,) in asyncio.run(look())] == [f"/{at}.safetensors" for at in range(64)]
