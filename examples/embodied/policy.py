@@ -1,6 +1,6 @@
 """Write what the example starts from: a tiny model that sees BabyAI's views, and what BabyAI's bot did.
 
-    python examples/embodied/policy.py FOLDER --task BabyAI-GoToRedBallGrey-v0 --decisions 14400
+    python examples/embodied/policy.py FOLDER --task BabyAI-GoToRedBallGrey-v0 --decisions 28800
 
 `FOLDER/model` is a LLaVA with random weights, in which each of the 7 x 7 cells of a view is a patch; its tokenizer has
 a token per word of the missions, and the last tokens are the actions. `FOLDER/expert.jsonl` has a row per decision: the
@@ -134,9 +134,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--task", default="BabyAI-GoToRedBallGrey-v0")
-    parser.add_argument("--decisions", type=int, default=14400, help="rows to imitate")
-    parser.add_argument("--at-random", type=float, default=0.7, help="share of the decisions that are made at random")
-    parser.add_argument("--max-steps", type=int, default=12, help="actions of an episode, as env.max_steps of the run")
+    parser.add_argument("--decisions", type=int, default=28800, help="rows to imitate")
+    parser.add_argument("--at-random", type=float, default=0.75, help="share of the decisions that are made at random")
+    parser.add_argument("--max-steps", type=int, default=14, help="actions of an episode, as env.max_steps of the run")
     parser.add_argument("--chunk", type=int, default=1, help="actions of a decision")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
