@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--task", default="BabyAI-GoToRedBallGrey-v0")
     parser.add_argument("--decisions", type=int, default=28800, help="rows to imitate")
     parser.add_argument("--at-random", type=float, default=0.75, help="share of the decisions that are made at random")
-    parser.add_argument("--max-steps", type=int, default=14, help="actions of an episode, as env.max_steps of the run")
+    parser.add_argument("--max-steps", type=int, default=14, help="actions of an episode")
     parser.add_argument("--chunk", type=int, default=1, help="actions of a decision")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
