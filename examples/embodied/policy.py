@@ -112,7 +112,8 @@ def decisions(task: str, first_seed: int, max_steps: int, chunk: int, at_random:
         bot, action = simulator.expert(), None
         is_over = False
         while not is_over:
-            view, taken = seen, []
+            view = seen
+            taken: list[int] = []
             while len(taken) < chunk and not is_over:
                 action = generator.integers(len(ACTIONS)) if at_random else bot.replan(action)
                 taken.append(int(action))
