@@ -1,10 +1,11 @@
 """Write what the example starts from: a tiny model that sees BabyAI's views, and what BabyAI's bot did.
 
-    python examples/embodied/policy.py FOLDER --task BabyAI-GoToRedBallGrey-v0 --episodes 190
+    python examples/embodied/policy.py FOLDER --task BabyAI-GoToRedBallGrey-v0 --decisions 28800
 
 `FOLDER/model` is a LLaVA with random weights, in which each of the 7 x 7 cells of a view is a patch; its tokenizer has
-a token per word of the missions, and the last tokens are the actions. `FOLDER/expert.jsonl` has a row per decision of
-the bot: the view, the mission, and the actions as tokens.
+a token per word of the missions, and the last tokens are the actions. `FOLDER/expert.jsonl` has a row per decision: the
+view, the mission, and the actions as tokens. A share of the decisions are of BabyAI's bot, the others are random: a
+policy that imitates both has learned to see, but seldom succeeds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +33,8 @@ MISSION = (
 )
 ACTIONS = [f"<{name}>" for name in babyai.ACTIONS]
 IMAGE = "<image>"
-INIT = 0.1  # transformers' 0.02 is for wide models: 64 wide ones that begin with it learn several times more slowly
+INIT = 0.2  # transformers' 0.02 is for wide models: 64 wide ones that begin with it learn several times more slowly
+AT_RANDOM_SEED = 5_000  # first of the seeds of episodes played at random, counted from that of the bot's
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -99,26 +103,26 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
     )
 
 
-def expert_rows(task: str, num_episodes: int, first_seed: int, chunk: int) -> list[dict[str, object]]:
-    """Return a row for each decision of the bot, in episodes of seeds that no run learns from."""
-    simulator = babyai.make([task], view="pixels")
-    rows: list[dict[str, object]] = []
-    for episode in range(num_episodes):
-        seen = simulator.reset(0, first_seed + episode)
+def decisions(task: str, first_seed: int, max_steps: int, chunk: int, at_random: bool) -> Iterator[dict[str, object]]:
+    """Yield a row for each decision of the bot, or of random actions, in episodes of seeds that no run learns from."""
+    simulator = babyai.make([task], max_steps, view="pixels")
+    generator = np.random.default_rng(first_seed)
+    for seed in itertools.count(first_seed):
+        seen = simulator.reset(0, seed)
         bot, action = simulator.expert(), None
         is_over = False
         while not is_over:
-            view, taken = seen, []
+            view = seen
+            taken: list[int] = []
             while len(taken) < chunk and not is_over:
-                action = bot.replan(action)
+                action = generator.integers(len(ACTIONS)) if at_random else bot.replan(action)
                 taken.append(int(action))
                 step = simulator.step(np.array([float(action)]))
                 seen, is_over = step.seen, step.terminated or step.truncated
             taken += [taken[-1]] * (chunk - len(taken))  # what would follow the end is never carried out
             assert view.image is not None
             words = " ".join(ACTIONS[each] for each in taken)
-            rows.append({"input": f"{IMAGE} {view.instruction}", "images": [_png(view.image)], "output": f" {words}"})
-    return rows
+            yield {"input": f"{IMAGE} {view.instruction}", "images": [_png(view.image)], "output": f" {words}"}
 
 
 def _png(image: np.ndarray) -> str:
@@ -131,7 +135,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--task", default="BabyAI-GoToRedBallGrey-v0")
-    parser.add_argument("--episodes", type=int, default=190)
+    parser.add_argument("--decisions", type=int, default=28800, help="rows to imitate")
+    parser.add_argument("--at-random", type=float, default=0.75, help="share of the decisions that are made at random")
+    parser.add_argument("--max-steps", type=int, default=14, help="actions of an episode")
     parser.add_argument("--chunk", type=int, default=1, help="actions of a decision")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
@@ -139,9 +145,15 @@ def main() -> None:
     tokenizer = make_tokenizer()
     make_model(tokenizer, arguments.width, arguments.seed).save_pretrained(arguments.folder / "model")
     make_processor(tokenizer).save_pretrained(arguments.folder / "model")
-    rows = expert_rows(arguments.task, arguments.episodes, 2_000_000 + 10_000 * arguments.seed, arguments.chunk)
+    first_seed = 2_000_000 + 10_000 * arguments.seed
+    num_at_random = round(arguments.decisions * arguments.at_random)
+    rows: list[dict[str, object]] = []
+    for at_random, num_rows in ((False, arguments.decisions - num_at_random), (True, num_at_random)):
+        seed = first_seed + AT_RANDOM_SEED * at_random
+        made = decisions(arguments.task, seed, arguments.max_steps, arguments.chunk, at_random)
+        rows += itertools.islice(made, num_rows)
     (arguments.folder / "expert.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{arguments.folder}: a model, and {len(rows)} decisions in {arguments.episodes} episodes")
+    print(f"{arguments.folder}: a model, and {len(rows)} decisions, {num_at_random} of them at random")
 
 
 if __name__ == "__main__":
