@@ -1,4 +1,4 @@
-"""Write what the example starts from: a tiny model that sees BabyAI's views, and what BabyAI's bot did.
+"""Write what the example starts from: a tiny model that sees BabyAI's views, and decisions to imitate.
 
     python examples/embodied/policy.py FOLDER --task BabyAI-GoToRedBallGrey-v0 --decisions 28800
 
