@@ -233,6 +233,8 @@ def test_executors_show_images_only_and_only_to_models_that_see(tmp_path):
     text = EXECUTE.replace("PROMPT", "prompt").replace("=data", "={'video': [1]}")
     with pytest.raises(NotBuiltError, match="multi_modal_data of video: only images are possible"):
         play_with(load(tmp_path, text), Script(["a", "b"]))
+    with pytest.raises(NotBuiltError, match="multi_modal_data of no dict: only images are possible"):
+        play_with(load(tmp_path, text.replace("{'video': [1]}", "[1]")), Script(["a", "b"]))
     failed = play_with(load(tmp_path, text.replace("video", "image"), None), Script(["a", "b"]))
     assert "generate with multi_modal_data, and the run has no images: set data.image_key" in failed.reason
 

@@ -416,13 +416,13 @@ def test_connections_end_with_their_broker(tmp_path):
     channel = outside(broker)
     before = sockets()
     channel.put(1)
-    assert len(sockets()) == len(before) + 1
+    assert len(sockets() - before) == 1  # those of earlier tests may end at any time
     broker.close()
-    assert sockets() == before
+    assert not sockets() - before
     Path(broker.address[0]).touch()
     with pytest.raises(WorkerError, match="the broker of channel 'numbers' is gone"):
         channel.put(2)
-    assert sockets() == before
+    assert not sockets() - before
 
 
 def sockets() -> set[str]:

@@ -215,7 +215,7 @@ def test_programs_that_send_images_are_learned_from(task, tmp_path):
     # The trainer computes the log-probs that the engine sampled with, of all turns and protocols.
     assert max(gaps(records)) < 1e-4
     shown = [line["images"] for line in read_lines(task / "runs" / "played" / "samples.jsonl")]
-    assert all(len(images) == 3 for images in shown)  # one of the prompt, and two of the program
+    assert {len(images) for images in shown} == {3}  # one of the prompt, and two of the program
 
 
 @pytest.mark.long
