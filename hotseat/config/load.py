@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hotseat.config import checks
-from hotseat.config.component_names import with_roles
+from hotseat.config.component_names import as_written, with_roles
 from hotseat.config.schema import Config, EvaluationConfig, FunctionPath
 from hotseat.config.yaml_lines import Document, KeyPath, dotted, dump, parse_value, read_yaml
 from hotseat.errors import ConfigError, Problem
@@ -71,7 +71,7 @@ def validate(document: Document) -> tuple[Config, list[Problem]]:
                 messages.setdefault(path, _explain(path, detail))
             # A value that may be a scalar or a section fails as both: keep the messages about the section's own keys.
             paths = [path for path in messages if not any(other[: len(path)] == path != other for other in messages)]
-            problems += [document.problem(path, messages[path]) for path in paths]
+            problems += [document.problem(as_written(document.values, path), messages[path]) for path in paths]
             values = _without(values, paths)
 
 
@@ -149,7 +149,7 @@ def _apply_override(document: Document, override: str) -> None:
     if not equals or not key:
         document.problems.append(Problem("", f"{override!r} is not key=value", file="command line"))
         return
-    path: KeyPath = tuple(key.strip().split("."))
+    path = as_written(document.values, tuple(key.strip().split(".")))
     try:
         value = parse_value(text)
     except ValueError as error:
