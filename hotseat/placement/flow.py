@@ -372,10 +372,13 @@ def _check_order(flow: Flow) -> None:
         if earlier.kind != phase.kind:
             continue
         numbers = {role: _NUMBERS.get(phase.kind, {}).get(role, 1) for role in (*before, *after)}
-        first, last = min(after, key=numbers.__getitem__), max(before, key=numbers.__getitem__)
-        if numbers[first] < numbers[last]:
+        first = min(after, key=numbers.__getitem__)
+        too_early = [role for role in before if numbers[role] > numbers[first]]
+        if too_early:
             of, what = (f" of phase {earlier.name!r}", "its phase") if phase is not earlier else ("", "it")
-            raise PlacementError(f"flow: phase {phase.name!r}: {first} works before {last}{of}: write {what} first")
+            raise PlacementError(
+                f"flow: phase {phase.name!r}: {first} works before {too_early[0]}{of}: write {what} first"
+            )
 
 
 def _turns(phase: Phase) -> list[tuple[str, ...]]:
