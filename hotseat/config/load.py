@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -288,18 +287,21 @@ def _takes_function(path: KeyPath) -> bool:
 
 
 def _literals_at(path: KeyPath) -> list[str]:
-    """Return the words that the field at a path accepts."""
-    fields = dict(fields_of(Config))
-    info = fields.get(".".join(str(part) for part in path if not isinstance(part, int)))
+    """Return the words that the field at a path accepts, or the entries of the mapping around it."""
+    section: type[BaseModel] | None = Config
+    annotation: Any = None
+    for part in path:
+        if section is not None and part in section.model_fields:
+            annotation = section.model_fields[str(part)].annotation
+            section = next(_sections_in(annotation), None)
     words: list[str] = []
 
     def collect(annotation: Any) -> None:
         if typing.get_origin(annotation) is typing.Literal:
             words.extend(str(value) for value in typing.get_args(annotation))
-        elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        else:
             for member in typing.get_args(annotation):
                 collect(member)
 
-    if info is not None:
-        collect(info.annotation)
+    collect(annotation)
     return words

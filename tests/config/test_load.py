@@ -320,8 +320,12 @@ def test_names_of_roles_are_checked():
         loads("cluster: {component_names: {env: rollout}}")
     with pytest.raises(ConfigError, match="component_names: policy is rollout, which .* places twice: keep one"):
         loads("cluster: {component_names: {policy: rollout}, component_placement: {policy: 0, rollout: 1}}")
-    with pytest.raises(ConfigError, match="component_names.tool"):
+    with pytest.raises(
+        ConfigError, match="component_names.tool: given 'hammer', must be one of actor, critic, reference"
+    ):
         loads("cluster: {component_names: {tool: hammer}}")
+    with pytest.raises(ConfigError, match=r"flow\[0\].order: given 'turns', must be one of together, in_turn"):
+        loads("flow: [{name: play, order: turns}]")
 
 
 def test_an_override_under_the_role_or_its_name_replaces_the_entry():
