@@ -542,8 +542,13 @@ def _name_conflicts(config: Config) -> Iterator[tuple[str, str]]:
     for name, role in config.cluster.component_names.items():
         if name in get_args(RoleName):
             yield key, f"{name} is a role already: choose another name for {role}"
-        elif name in placed:  # the loader replaces names, unless that would place a role twice
+            continue
+        if name in placed:  # the loader replaces names, unless that would name a role twice
             yield key, f"{name} is {role}, which cluster.component_placement places twice: keep one of the two entries"
+        for phase in config.flow or ():
+            if isinstance(phase.run, dict) and name in phase.run:
+                twice = f"{name} is {role}, which it names twice: keep one of the two entries"
+                yield "flow", f"phase {phase.name!r}: {twice}"
 
 
 def conflicts(config: Config) -> list[tuple[str, str]]:

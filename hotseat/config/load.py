@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hotseat.config import checks
-from hotseat.config.component_names import with_roles
+from hotseat.config.component_names import as_written, with_roles
 from hotseat.config.schema import Config, EvaluationConfig, FunctionPath
 from hotseat.config.yaml_lines import Document, KeyPath, dotted, dump, parse_value, read_yaml
 from hotseat.errors import ConfigError, Problem
@@ -71,7 +70,7 @@ def validate(document: Document) -> tuple[Config, list[Problem]]:
                 messages.setdefault(path, _explain(path, detail))
             # A value that may be a scalar or a section fails as both: keep the messages about the section's own keys.
             paths = [path for path in messages if not any(other[: len(path)] == path != other for other in messages)]
-            problems += [document.problem(path, messages[path]) for path in paths]
+            problems += [document.problem(as_written(document.values, path), messages[path]) for path in paths]
             values = _without(values, paths)
 
 
@@ -149,7 +148,7 @@ def _apply_override(document: Document, override: str) -> None:
     if not equals or not key:
         document.problems.append(Problem("", f"{override!r} is not key=value", file="command line"))
         return
-    path: KeyPath = tuple(key.strip().split("."))
+    path = as_written(document.values, tuple(key.strip().split(".")))
     try:
         value = parse_value(text)
     except ValueError as error:
@@ -288,18 +287,21 @@ def _takes_function(path: KeyPath) -> bool:
 
 
 def _literals_at(path: KeyPath) -> list[str]:
-    """Return the words that the field at a path accepts."""
-    fields = dict(fields_of(Config))
-    info = fields.get(".".join(str(part) for part in path if not isinstance(part, int)))
+    """Return the words that the field at a path accepts, or the entries of the mapping around it."""
+    section: type[BaseModel] | None = Config
+    annotation: Any = None
+    for part in path:
+        if section is not None and part in section.model_fields:
+            annotation = section.model_fields[str(part)].annotation
+            section = next(_sections_in(annotation), None)
     words: list[str] = []
 
     def collect(annotation: Any) -> None:
         if typing.get_origin(annotation) is typing.Literal:
             words.extend(str(value) for value in typing.get_args(annotation))
-        elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        else:
             for member in typing.get_args(annotation):
                 collect(member)
 
-    if info is not None:
-        collect(info.annotation)
+    collect(annotation)
     return words

@@ -305,40 +305,58 @@ def check_flow(flow: Flow, roles: Collection[str]) -> None:
 
 # In order; each with the key under which its roles are written.
 _KEYS: dict[Kind, str] = {"rollout": "run", "prepare": "run", "update": "train", "sync": "push"}
-# Roles whose work others of the kind wait for, whatever the flow says.
-_FIRST: dict[Kind, tuple[str, ...]] = {"prepare": ("judge", "reward"), "update": ("critic",)}
+# When a run takes a role among those of its kind, whatever the flow says; the others' number is 1.
+_NUMBERS: dict[Kind, dict[str, int]] = {"prepare": {"judge": 0, "reward": 0, "actor": 2}, "update": {"critic": 0}}
 
 
-def check_runs(flow: Flow, task: str) -> None:
-    """Refuse a flow that a run of this task cannot follow.
+def check_runs(flow: Flow, task: str, roles: Collection[str]) -> None:
+    """Refuse a flow that a run of this task with these roles cannot follow.
 
     A flow names, divides and arranges the work of the task's usual flow: it has no other work, and leaves none out.
     """
-    usual = {(phase.kind, role): phase.name for phase in default_flow(task, flow.roles).phases for role in phase.roles}
+    usual = {
+        (phase.kind, work.role): (phase, work) for phase in default_flow(task, roles).phases for work in phase.works
+    }
     phase_of: dict[tuple[Kind, str], Phase] = {}
     for phase in flow.phases:
         where = f"flow: phase {phase.name!r}"
-        for role in phase.roles:
-            work = phase.kind, role
-            if work not in usual:
+        for work in phase.works:
+            role, key = work.role, (phase.kind, work.role)
+            if key not in usual:
                 others = ", ".join(other for kind, other in usual if kind == phase.kind)
                 raise PlacementError(
                     f"{where}: {role} has no work with the roles under {_KEYS[phase.kind]}, which can be {others}: give"
                     " it a phase of its own, or take it out"
                 )
-            if work in phase_of:
+            if key in phase_of:
                 raise PlacementError(
-                    f"{where}: {role} does the same in phase {phase_of[work].name!r}: take it out of one of them"
+                    f"{where}: {role} does the same in phase {phase_of[key].name!r}: take it out of one of them"
                 )
-            phase_of[work] = phase
-    for (kind, role), name in usual.items():
+            phase_of[key] = phase
+            usual_phase, usual_work = usual[key]
+            _check_same(work, usual_work, where)
+            if role in usual_phase.pushes and role not in phase.pushes:
+                raise PlacementError(f"{where}: {role} gets the actor's weights in it: name it under push")
+    for (kind, role), (usual_phase, _) in usual.items():
         if (kind, role) not in phase_of:
             raise PlacementError(
-                f"flow: {role} has no work under {_KEYS[kind]}, which it has in {name!r} usually: add it"
+                f"flow: {role} has no work under {_KEYS[kind]}, which it has in {usual_phase.name!r} usually: add it"
             )
     _check_order(flow)
     for kind in ("rollout", "sync"):
         _check_together([phase for phase in flow.phases if phase.kind == kind])
+
+
+def _check_same(work: RoleWork, usual: RoleWork, where: str) -> None:
+    """Refuse work without parts that it uses, and training where a run does not train."""
+    lacking = ", ".join(part for part in usual.parts if part not in work.parts)
+    if lacking:
+        remedy = "name it under train" if usual.is_training else f"add {lacking} to its parts"
+        raise PlacementError(f"{where}: {work.role} works without its {lacking}: {remedy}")
+    if work.is_training and not usual.is_training:
+        raise PlacementError(
+            f"{where}: {work.role} does not learn in it: take it out of train, or gradients out of its parts"
+        )
 
 
 def _check_order(flow: Flow) -> None:
@@ -349,15 +367,23 @@ def _check_order(flow: Flow) -> None:
                 f"flow: phase {phase.name!r} comes after {earlier.name!r}: samples are made, scored and learned from,"
                 " then weights are pushed: write the phases in this order"
             )
-        if earlier.kind == phase.kind:
-            first = _FIRST.get(phase.kind, ())
-            late = [role for role in phase.roles if role in first]
-            before = [role for role in earlier.roles if role not in first]
-            if late and before:
-                raise PlacementError(
-                    f"flow: phase {phase.name!r}: {late[0]} works before {before[0]} of phase {earlier.name!r}: write"
-                    " its phase first"
-                )
+    turns = [(phase, roles) for phase in flow.phases for roles in _turns(phase)]
+    for (earlier, before), (phase, after) in pairwise(turns):
+        if earlier.kind != phase.kind:
+            continue
+        numbers = {role: _NUMBERS.get(phase.kind, {}).get(role, 1) for role in (*before, *after)}
+        first = min(after, key=numbers.__getitem__)
+        too_early = [role for role in before if numbers[role] > numbers[first]]
+        if too_early:
+            of, what = (f" of phase {earlier.name!r}", "its phase") if phase is not earlier else ("", "it")
+            raise PlacementError(
+                f"flow: phase {phase.name!r}: {first} works before {too_early[0]}{of}: write {what} first"
+            )
+
+
+def _turns(phase: Phase) -> list[tuple[str, ...]]:
+    """Return the roles of a phase turn by turn, as if they shared their devices."""
+    return [(role,) for role in phase.roles] if phase.order == "in_turn" else [phase.roles]
 
 
 def _check_together(phases: Sequence[Phase]) -> None:

@@ -320,5 +320,32 @@ def test_names_of_roles_are_checked():
         loads("cluster: {component_names: {env: rollout}}")
     with pytest.raises(ConfigError, match="component_names: policy is rollout, which .* places twice: keep one"):
         loads("cluster: {component_names: {policy: rollout}, component_placement: {policy: 0, rollout: 1}}")
-    with pytest.raises(ConfigError, match="component_names.tool"):
+    with pytest.raises(
+        ConfigError, match="component_names.tool: given 'hammer', must be one of actor, critic, reference"
+    ):
         loads("cluster: {component_names: {tool: hammer}}")
+    with pytest.raises(ConfigError, match=r"flow\[0\].order: given 'turns', must be one of together, in_turn"):
+        loads("flow: [{name: play, order: turns}]")
+
+
+def test_an_override_under_the_role_or_its_name_replaces_the_entry():
+    for name in ("simulator", "env"):
+        text = NAMED + "env: {path: gym, tasks: [CartPole-v1]}"
+        changed = loads(text, [f"cluster.component_placement.{name}=0"])
+        assert list(changed.cluster.component_placement.items()) == [("actor", "0-3"), ("env", 0), ("rollout", "2-3")]
+        again = loads(to_yaml(changed), [f"cluster.component_placement.{name}=1"])
+        assert again.cluster.component_placement["env"] == 1
+
+
+def test_problems_of_named_roles_are_told_by_their_names():
+    text = "cluster:\n  component_names: {simulator: env}\n  component_placement:\n    actor: 0\n    simulator: [1]\n"
+    assert problems_of(text)[0].startswith("run.yaml:5: cluster.component_placement.simulator: ")
+    phase = "flow: [{name: play, run: {simulator: 3}}]\n"
+    assert problems_of(phase + "cluster: {component_names: {simulator: env}}")[0].startswith(
+        "run.yaml:1: flow[0].run.simulator: "
+    )
+    twice = "flow: [{name: play, run: {simulator: [simulator], env: [simulator]}}]\n"
+    [problem] = problems_of(twice + "cluster: {component_names: {simulator: env}}")
+    assert problem.endswith("flow: phase 'play': simulator is env, which it names twice: keep one of the two entries")
+    listed = "flow: [{name: play, run: {simulator: [simulator]}}]\ncluster: {component_names: {simulator: [env]}}"
+    assert "cluster.component_names.simulator: " in problems_of(listed)[0]

@@ -214,7 +214,7 @@ PUSH = {"name": "send", "push": ["rollout"]}
 
 def follow(*phases) -> Flow:
     flow = parse_flow(phases, PPO)
-    check_runs(flow, "rl")
+    check_runs(flow, "rl", PPO)
     return flow
 
 
@@ -238,6 +238,13 @@ def test_a_flow_without_work_that_is_usual_is_refused():
         follow(ROLLOUT, REWARD, {"name": "score", "run": ["reference", "actor"]}, UPDATE, PUSH)
 
 
+def test_a_role_without_any_work_is_refused():
+    with refused("flow: reference has no work under run, which it has in 'prepare' usually: add it"):
+        follow(ROLLOUT, REWARD, {"name": "score", "run": ["critic", "actor"]}, UPDATE, PUSH)
+    with refused("flow: rollout has no work under run, which it has in 'rollout' usually: add it"):
+        follow(REWARD, PREPARE, UPDATE)
+
+
 def test_work_that_is_not_usual_is_refused():
     with refused("flow: phase 'play': reference has no work with the roles under run, which can be rollout: give it"):
         follow({"name": "play", "run": ["rollout", "reference"]}, REWARD, PREPARE, UPDATE, PUSH)
@@ -252,12 +259,44 @@ def test_work_in_another_order_is_refused():
         follow(ROLLOUT, PREPARE, REWARD, UPDATE, PUSH)
 
 
+def test_work_in_another_order_within_turns_is_refused():
+    late = {"name": "base", "run": ["reference", "critic"]}
+    with refused("flow: phase 'base': reference works before actor of phase 'own': write its phase first"):
+        follow(ROLLOUT, REWARD, {"name": "own", "run": ["actor"]}, late, UPDATE, PUSH)
+    turns = {"name": "score", "run": ["reference", "reward", "critic", "actor"], "order": "in_turn"}
+    with refused("flow: phase 'score': reward works before reference: write it first"):
+        follow(ROLLOUT, turns, UPDATE, PUSH)
+    with refused("flow: phase 'learn': critic works before actor: write it first"):
+        follow(ROLLOUT, REWARD, PREPARE, {"name": "learn", "train": ["actor", "critic"], "order": "in_turn"}, PUSH)
+
+
+def test_work_without_parts_that_it_uses_is_refused():
+    with refused("flow: phase 'play': rollout works without its kv_cache: add kv_cache to its parts"):
+        follow({"name": "play", "run": {"rollout": ["weights"]}}, REWARD, PREPARE, UPDATE, PUSH)
+    half = {"name": "learn", "run": ["critic"], "train": ["actor"], "order": "in_turn"}
+    with refused("flow: phase 'learn': critic works without its gradients, optimizer: name it under train"):
+        follow(ROLLOUT, REWARD, PREPARE, half, PUSH)
+
+
+def test_a_push_only_pushes_and_to_all():
+    with refused("flow: phase 'send': actor does not learn in it: take it out of train"):
+        follow(ROLLOUT, REWARD, PREPARE, UPDATE, {"name": "send", "train": ["actor"], "push": ["rollout"]})
+    roles = ("actor", "inference", "rollout")
+    send = {"name": "send", "run": ["inference"], "push": ["rollout"]}
+    flow = parse_flow(
+        [ROLLOUT, {"name": "old", "run": ["inference"]}, {"name": "learn", "train": ["actor"]}, send], roles
+    )
+    with refused("flow: phase 'send': inference gets the actor's weights in it: name it under push"):
+        check_runs(flow, "rl", roles)
+
+
 def test_simulators_and_engines_work_at_the_same_time():
     score, learn = {"name": "score", "run": ["actor"]}, {"name": "learn", "train": ["actor"]}
     for phases in (
         [{"name": "play", "run": ["env", "rollout"], "order": "in_turn"}],
         [{"name": "play", "run": ["env"]}, {"name": "answer", "run": ["rollout"]}],
     ):
-        flow = parse_flow([*phases, score, learn, PUSH], ("actor", "env", "rollout"))
+        roles = ("actor", "env", "rollout")
+        flow = parse_flow([*phases, score, learn, PUSH], roles)
         with refused("env and rollout work at the same time: write one phase, with order together"):
-            check_runs(flow, "embodied")
+            check_runs(flow, "embodied", roles)

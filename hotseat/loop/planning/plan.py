@@ -355,7 +355,7 @@ def flow_problem(config: Config) -> str | None:
         return None
     roles = roles_of(config)
     try:
-        check_runs(make_flow(config, roles), _usual_task(config, roles))
+        check_runs(make_flow(config, roles), _usual_task(config, roles), roles)
     except PlacementError as error:
         return str(error).removeprefix("flow: ")
     return None
