@@ -111,7 +111,7 @@ def _environment_as_before() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without long tests, try the same examples each time: what fails then, a change has broken. With them, try new."""
+    """Have hypothesis try the same examples each time, and new ones only where long tests run, too."""
     expression = config.option.markexpr
     if expression and not Expression.compile(expression).evaluate({"long"}.__contains__):
         settings.load_profile("repeated")

@@ -523,8 +523,12 @@ class _Shared:
             return () if prompt is None else tuple(map(Shown.of_file, prompt.images))
         if self.sight is None:
             raise AgentError("generate with multi_modal_data, and the run has no images: set data.image_key")
-        others = sorted(set(multi_modal_data) - {"image"}) if isinstance(multi_modal_data, Mapping) else ["no dict"]
-        if others:
+        if not isinstance(multi_modal_data, Mapping):
+            raise UserError(
+                f"generate with multi_modal_data of type {type(multi_modal_data).__name__}: it must be a dict, as in"
+                ' {"image": [...]}'
+            )
+        if others := sorted(set(multi_modal_data) - {"image"}):
             raise NotBuiltError(f"generate with multi_modal_data of {', '.join(others)}: only images are possible")
         images = listed(multi_modal_data.get("image"))
         prepared = {path for recording in self._open for path in recording.prompt.images}

@@ -15,7 +15,7 @@ from hotseat.agents.agent import AgentError
 from hotseat.agents.loading import load_agent
 from hotseat.agents.multi_turn import MultiTurn
 from hotseat.agents.sight import Shown, Sight
-from hotseat.errors import NotBuiltError
+from hotseat.errors import NotBuiltError, UserError
 from hotseat.types import Failed, Prompt, SampleKey
 from hotseat.vision import TOKENS
 
@@ -233,7 +233,7 @@ def test_executors_show_images_only_and_only_to_models_that_see(tmp_path):
     text = EXECUTE.replace("PROMPT", "prompt").replace("=data", "={'video': [1]}")
     with pytest.raises(NotBuiltError, match="multi_modal_data of video: only images are possible"):
         play_with(load(tmp_path, text), Script(["a", "b"]))
-    with pytest.raises(NotBuiltError, match="multi_modal_data of no dict: only images are possible"):
+    with pytest.raises(UserError, match="multi_modal_data of type list: it must be a dict"):
         play_with(load(tmp_path, text.replace("{'video': [1]}", "[1]")), Script(["a", "b"]))
     failed = play_with(load(tmp_path, text.replace("video", "image"), None), Script(["a", "b"]))
     assert "generate with multi_modal_data, and the run has no images: set data.image_key" in failed.reason

@@ -91,7 +91,7 @@ def test_a_server_that_hangs_for_one_group_fails_that_group_alone(task, server):
         return {}
 
     one = server(lambda number, message: hang() if message["prompts"][0] == "3+4=" else sevens(message))
-    records = run(task, "hangs", one, timeout_s=3, retries=0, max_failed_fraction=0.5)
+    records = run(task, "hangs", one, timeout_s=8, retries=0, max_failed_fraction=0.5)
     assert sorted(record["samples_failed"] for record in records[1:]) == [0, 4]
     assert failed(task, "hangs") == {2}
 
