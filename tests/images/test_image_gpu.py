@@ -5,9 +5,11 @@ from dataclasses import replace
 import image_cases
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.train import PARTS, FSDPBackend, TrainOptions
+from hotseat.train.attention import window_attention
 from hotseat.train.backend import AdamW, Schedule
 from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch, Request, Sampling
@@ -67,6 +69,27 @@ def test_packed_and_padded_agree_and_learn_on_a_gpu(family, is_compiled, head, t
         assert losses[-1] < losses[0] - 0.3
         backend.close()
     assert (scores["padded"] - scores["auto"]).abs().max() < 0.05
+
+
+def test_windows_of_an_encoder_attend_in_one_call_as_they_do_one_by_one():
+    lengths, heads, size = [64, 64, 16, 1024, 4], 16, 80  # the heads of Qwen2.5-VL's encoder
+    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
+    made = torch.randn(3, 1, heads, sum(lengths), size, generator=torch.Generator().manual_seed(0))
+    results = []
+    for is_flash in (False, True):
+        query, key, value = (each.to("cuda", torch.bfloat16).requires_grad_() for each in made)
+        if is_flash:
+            out, _ = window_attention(
+                torch.nn.Module(), query, key, value, None, 0.1, cu_seq_lens_q=offsets, max_length_q=max(lengths)
+            )
+        else:
+            windows = zip(*(each.split(lengths, dim=2) for each in (query, key, value)), strict=True)
+            attended = [scaled_dot_product_attention(*window, scale=0.1) for window in windows]
+            out = torch.cat(attended, dim=2).transpose(1, 2)
+        (out.float() * torch.arange(size, device="cuda")).mean().backward()
+        results.append([out, query.grad, key.grad, value.grad])
+    for one_by_one, in_one_call in zip(*results, strict=True):
+        assert (one_by_one - in_one_call).abs().max() <= 0.02 * one_by_one.abs().max()
 
 
 def test_the_visual_encoder_leaves_the_gpu_with_the_rest_and_comes_back(tmp_path):
