@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -43,8 +43,13 @@ _COST_OF_GATHERING = 0.10
 # --- which segments go together ---------------------------------------------------------------------------------------
 
 
-def split_by_count(batch: MicroBatch, max_segments: int, units: Sequence[Hashable] | None = None) -> list[MicroBatch]:
-    """Cut a batch into micro-batches of at most `max_segments` segments, segments of like length together."""
+def split_by_count(
+    batch: MicroBatch, max_segments: int, units: Sequence[Hashable] | None = None, *, by_images: bool = False
+) -> list[MicroBatch]:
+    """Cut a batch into micro-batches of at most `max_segments` segments, segments of like length together.
+
+    by_images: those with the same images together instead.
+    """
     if max_segments < 1:
         raise BatchError(f"{max_segments} segments per micro-batch: set it to 1 or more")
     members = _members(batch, units)
@@ -56,7 +61,8 @@ def split_by_count(batch: MicroBatch, max_segments: int, units: Sequence[Hashabl
             f" of segments per micro-batch to {largest} or more"
         )
     bins: list[list[int]] = []
-    for unit in sorted(members, key=lambda unit: -max(lengths[segment] for segment in unit)):
+    ordered = sorted(members, key=lambda unit: -max(lengths[segment] for segment in unit))
+    for unit in _by_images(batch, members) if by_images else ordered:
         if not bins or len(bins[-1]) + len(unit) > max_segments:
             bins.append([])
         bins[-1].extend(unit)
@@ -70,11 +76,13 @@ def split_by_tokens(
     padded: bool = False,
     units: Sequence[Hashable] | None = None,
     allow_longer: bool = False,
+    by_images: bool = False,
 ) -> list[MicroBatch]:
     """Cut a batch into as few micro-batches of at most `max_tokens` as first-fit decreasing finds, then even them out.
 
     padded: padding counts too, as number of segments x longest. allow_longer: a unit with more tokens than that is a
-    micro-batch by itself; otherwise it is an error.
+    micro-batch by itself; otherwise it is an error. by_images: segments with the same images stand together, and
+    micro-batches are filled one after the other.
     """
     members = _members(batch, units)
     lengths = _lengths(batch)
@@ -90,6 +98,8 @@ def split_by_tokens(
                 f"sample {batch.sample_ids[unit[0]]} has {tokens(unit)} tokens, a micro-batch at most {max_tokens}:"
                 f" raise the token budget to {tokens(unit)}, or lower the longest prompt and answer"
             )
+    if by_images:
+        return _take_all(batch, _filled(_by_images(batch, members), max_tokens, tokens))
     bins = _first_fit_decreasing(members, lengths, max_tokens, padded)
     even = balance([sum(lengths[segment] for segment in unit) for unit in members], len(bins))
     evened = [[segment for unit in part for segment in members[unit]] for part in even]
@@ -162,6 +172,24 @@ def _members(batch: MicroBatch, units: Sequence[Hashable] | None) -> list[list[i
     for segment, unit in enumerate(batch.sample_ids if units is None else units):
         members.setdefault(unit, []).append(segment)
     return list(members.values())
+
+
+def _by_images(batch: MicroBatch, members: list[list[int]]) -> list[list[int]]:
+    """Put units whose first segments have the same images next to each other, in order of first appearance."""
+    places: dict[tuple[str, ...], int] = {}
+    for unit in members:
+        places.setdefault(batch.images[unit[0]] if batch.images else (), len(places))
+    return sorted(members, key=lambda unit: places[batch.images[unit[0]] if batch.images else ()])
+
+
+def _filled(members: list[list[int]], max_tokens: int, tokens: Callable[[Sequence[int]], int]) -> list[list[int]]:
+    """Fill one bin after the other with units, in their order."""
+    bins: list[list[int]] = []
+    for unit in members:
+        if not bins or tokens([*bins[-1], *unit]) > max_tokens:
+            bins.append([])
+        bins[-1].extend(unit)
+    return bins
 
 
 def _lengths(batch: MicroBatch) -> list[int]:

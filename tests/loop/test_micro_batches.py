@@ -465,3 +465,18 @@ def test_a_fixed_size_is_not_changed_behind_the_users_back(tmp_path, faulty):
     faulty(Fault("update.forward", "out-of-memory"))
     with pytest.raises(WorkerError, match="with train.micro_batch_size 8 .*: set it to 4, or to auto"):
         start(loads(rl_yaml(task)))
+
+
+def test_samples_with_the_same_images_share_micro_batches_unless_rows_are_padded():
+    lengths = [9, 2, 3, 8, 5, 4]
+    batch = MicroBatch.from_segments(
+        [torch.ones(length, dtype=torch.int64) for length in lengths],
+        [torch.ones(length, dtype=torch.bool) for length in lengths],
+        [f"s{index}" for index in range(6)],
+        images=[("a",), ("b",)] * 3,
+    )
+    for settings in (BatchSettings(3, None), BatchSettings(None, 17)):
+        assert [piece.images for piece in settings.cut(batch)] == [(("a",),) * 3, (("b",),) * 3]
+    # 9, 8, 5 and 4, 3, 2 tokens: rows of like length.
+    padded = BatchSettings(3, None, is_padded=True).cut(batch)
+    assert [piece.sample_ids for piece in padded] == [("s0", "s3", "s4"), ("s1", "s2", "s5")]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -227,3 +228,32 @@ def test_episodes_follow_sample_ids() -> None:
     assert layout.segment_episode.tolist() == [0, 0, 1, 2]
     assert layout.num_episodes == 3
     assert layout.sampled_per_episode.tolist() == [2, 0, 1]
+
+
+def seen(*images: str, lengths: Sequence[int]) -> MicroBatch:
+    """Make segments of these lengths, each with an image."""
+    return MicroBatch.from_segments(
+        [torch.full((length,), 1 + index) for index, length in enumerate(lengths)],
+        [torch.ones(length, dtype=torch.bool) for length in lengths],
+        [f"s{index}" for index in range(len(lengths))],
+        images=[(image,) for image in images],
+    )
+
+
+def test_segments_with_the_same_images_stay_together_where_they_are_cut_by_images() -> None:
+    # Two groups whose answers have other lengths; their samples come in turn.
+    batch = seen("a", "b", "a", "b", "a", "b", lengths=[9, 2, 3, 8, 5, 4])
+
+    def images(pieces: list[MicroBatch]) -> list[list[str]]:
+        return [[image for (image,) in piece.images] for piece in pieces]
+
+    assert images(split_by_count(batch, 3)) == [["a", "b", "a"], ["b", "a", "b"]]  # by length: 9 8 5, 4 3 2
+    assert images(split_by_count(batch, 3, by_images=True)) == [["a"] * 3, ["b"] * 3]
+    # A group that does not fit whole goes on in the next one: no micro-batch has room left.
+    assert images(split_by_count(batch, 4, by_images=True)) == [["a", "b", "a", "a"], ["b", "b"]]
+    # 9 + 3 + 5 and 2 + 8 + 4 tokens.
+    assert images(split_by_tokens(batch, 17, by_images=True)) == [["a"] * 3, ["b"] * 3]
+    # 9 + 3, then 5 + 2, then 8 + 4; inside a micro-batch segments keep their order.
+    assert images(split_by_tokens(batch, 12, by_images=True)) == [["a", "a"], ["b", "a"], ["b", "b"]]
+    every = split_by_tokens(batch, 12, by_images=True)
+    assert sorted(name for piece in every for name in piece.sample_ids) == [f"s{index}" for index in range(6)]

@@ -34,13 +34,19 @@ class BatchSettings:
     num_devices: int = 1  # over which each micro-batch is sharded
 
     def cut(self, batch: MicroBatch) -> list[MicroBatch]:
-        """Cut a batch into micro-batches of this size."""
+        """Cut a batch into micro-batches of this size.
+
+        Samples of a prompt with images stay together where sequences are packed: its images are then encoded once.
+        """
         if batch.num_segments == 0:
             return []
+        by_images = bool(batch.images) and not self.is_padded
         if self.max_tokens is not None:
-            return split_by_tokens(batch, self.max_tokens, padded=self.is_padded, allow_longer=self.is_chosen)
+            return split_by_tokens(
+                batch, self.max_tokens, padded=self.is_padded, allow_longer=self.is_chosen, by_images=by_images
+            )
         assert self.micro_batch_size is not None, "neither sequences nor tokens were chosen"
-        return split_by_count(batch, self.micro_batch_size)
+        return split_by_count(batch, self.micro_batch_size, by_images=by_images)
 
 
 class Cutter:
