@@ -712,8 +712,8 @@ class TrainConfig(Section):
     """Keep fp32 master weights beside a 16-bit computation."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
-    checkpointed_layers: Positive | None = None
-    """With gradient_checkpointing: recompute so many layers, evenly spread; the others keep theirs. Unset: all."""
+    checkpointed_layers: NotNegative | Literal["auto"] | None = None
+    """With gradient_checkpointing: recompute so many layers, evenly spread; `auto`: as few as fit. Unset: all."""
     compile: bool | None = None
     """Compile the model's layers with torch.compile; unset: on a GPU, where there is a C compiler."""
     packing: bool = True

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hotseat.config import Config, roles_of
-from hotseat.config.batches import token_budget, tokens_per_micro_batch
+from hotseat.config.batches import num_checkpointed, token_budget, tokens_per_micro_batch
 from hotseat.config.images import has_images
 from hotseat.config.maths import judge_length, overlap_queue, prompt_max_length
 from hotseat.config.precision import dtype_of, with_dtype
@@ -86,7 +86,9 @@ def with_budgets(
     if are_devices_logical:
         return choose_on_cpu(config, _activation_bytes(with_dtype(config, has_gpus=False)))
     num_ranks = num_data_parallel(config, _make_plan(config, inventory, False))
-    return choose(config, num_ranks, lambda made: _make_plan(made, inventory, False))
+    trained = [spec.model for spec in role_specs(config) if isinstance(spec.memory, TrainMemory) and spec.model]
+    model = max(trained, key=lambda shape: shape.num_layers, default=None)
+    return choose(config, num_ranks, lambda made: _make_plan(made, inventory, False), model)
 
 
 def on_all_devices(config: Config, inventory: str | Inventory | None = None) -> Config:
@@ -483,7 +485,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         has_muon=(config.critic if role == "critic" else config.actor).optimizer.kind == "muon",
         optimizer_offload=train.deepspeed.adam_offload,
         gradient_checkpointing=train.gradient_checkpointing,
-        checkpointed_layers=train.checkpointed_layers,
+        checkpointed_layers=num_checkpointed(config),
         is_whole=is_deepspeed and train.deepspeed.deepcompile,
         is_compiled=train.compile is not False and not train.liger_kernel and train.tensor_parallel_size == 1,
         packing=train.packing,

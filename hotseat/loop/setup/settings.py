@@ -8,7 +8,7 @@ from pathlib import Path
 from hotseat.agents import Deadlines, ProgramSettings
 from hotseat.agents.environments.families import EnvironmentSettings, settings_of
 from hotseat.config import Config
-from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
+from hotseat.config.batches import is_auto, num_checkpointed, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.images import filler_image, has_images, image_folder, largest_image
 from hotseat.config.maths import (
     aggregation,
@@ -89,7 +89,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         lora=lora_options(config) if is_trained else None,
         average_decay=train.ema.beta if train.ema.enabled and is_trained else None,
         gradient_checkpointing=train.gradient_checkpointing,
-        checkpointed_layers=train.checkpointed_layers,
+        checkpointed_layers=num_checkpointed(config),
         compile=train.compile,
         liger_kernel=train.liger_kernel,
         freeze_visual_encoder=train.freeze_visual_encoder and is_trained,
