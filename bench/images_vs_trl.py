@@ -10,7 +10,9 @@ by itself, and added to Hotseat's step in the last line.
 
     python bench/images_vs_trl.py                          both sides; on a machine without a GPU, in a tiny shape
     python bench/images_vs_trl.py --engine transformers    Hotseat by its own engine; --trl-engine likewise
-    python bench/images_vs_trl.py --only hotseat trl-16    some; results stay in --directory, and all are printed
+    python bench/images_vs_trl.py --only hotseat trl-8     some; results stay in --directory, and all are printed
+    python bench/images_vs_trl.py --limit 330              seconds for everything; a part that is cut off counts with
+                                                           the steps that it has made
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -30,7 +34,9 @@ from typing import Any
 from lib.trl_side import timed_steps
 
 TARGET = 1.3  # times as fast as TRL
-NUM_WARM_UP = 2  # steps that do not count
+NUM_WARM_UP = {"hotseat": 2, "trl": 1}  # steps that do not count; TRL compiles nothing
+LEAST_S = 60  # seconds that a part needs at least: with fewer left it is not begun
+GRACE_S = 20  # seconds for a part that is cut off to end its processes
 PACKAGES = ("torch", "transformers", "PIL", "torchvision", "vllm", "trl", "datasets", "accelerate")
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -54,22 +60,26 @@ class Size:
     group_size: int
     num_new_tokens: int
     steps: int
+    trl_steps: int
     micro_batch: int
+    engines: dict[str, tuple[int, float]]  # of Hotseat: vLLM engines on the device, and the share of each
     peers: dict[str, tuple[int, bool]]  # of TRL: samples of a micro-batch, and whether it recomputes activations
 
 
 SIZES = {
     "tiny": Size(
         vocab_size=512,
-        text={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+        text={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
         vision={"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "fullatt_block_indexes": [1]},
-        mrope_section=(2, 3, 3),
+        mrope_section=(4, 6, 6),
         edge=56,
         num_prompts=4,
         group_size=4,
         num_new_tokens=8,
         steps=4,
+        trl_steps=3,
         micro_batch=8,
+        engines={"hotseat": (1, 0.4)},
         peers={"trl-8": (8, False)},
     ),
     "3B": Size(
@@ -82,8 +92,10 @@ SIZES = {
         group_size=8,
         num_new_tokens=256,
         steps=6,
-        micro_batch=32,
-        peers={"trl-16": (16, False), "trl-ckpt-32": (32, True), "trl-ckpt-64": (64, True)},
+        trl_steps=4,
+        micro_batch=16,
+        engines={"hotseat": (1, 0.2), "hotseat-2": (2, 0.13)},
+        peers={"trl-ckpt-32": (32, True), "trl-8": (8, False), "trl-ckpt-64": (64, True), "trl-16": (16, False)},
     ),
 }
 NUM_WORDS = 16  # of a prompt
@@ -212,7 +224,7 @@ def write_model(directory: Path, name: str) -> None:
 # --- the two sides ----------------------------------------------------------------------------------------------------
 
 
-def engine_of(directory: Path, name: str, engine: str) -> str:
+def engine_of(directory: Path, name: str, part: str, engine: str) -> str:
     """Return the engine that Hotseat samples with; auto: vLLM where there is a GPU, and it takes images."""
     import torch
 
@@ -224,23 +236,27 @@ def engine_of(directory: Path, name: str, engine: str) -> str:
     if not has("vllm") or not has("torchvision") or not torch.cuda.is_available():
         return "transformers"
     try:
-        loads(config_text(directory, name, "vllm"))
+        loads(config_text(directory, name, part, "vllm"))
     except ConfigError as error:
         print(f"Hotseat samples by transformers: {error}")
         return "transformers"
     return "vllm"
 
 
-def config_text(directory: Path, name: str, engine: str) -> str:
+def config_text(directory: Path, name: str, part: str, engine: str) -> str:
     import torch
 
     size, is_gpu = SIZES[name], torch.cuda.is_available()
+    num_engines, share = size.engines[part]
     prompt_length = (size.edge // 28) ** 2 + NUM_WORDS + 8  # with the template's own tokens
-    more = ", memory_share: 0.4" if engine == "vllm" else f", num_slots: {size.num_prompts * size.group_size}"
+    more = f", num_slots: {size.num_prompts * size.group_size}"
+    if engine == "vllm":
+        more = f", num_engines: {num_engines}, memory_share: {share}, prefix_caching: true"
+    rollout = "@actor" if num_engines == 1 else f"0:0-{num_engines - 1}"
     return CONFIG.format(
-        name=f"{name}-{time.time_ns()}",
+        name=f"{name}-{part}-{time.time_ns()}",
         directory=directory,
-        cluster='component_placement: {actor: 0, rollout: "@actor"}' if is_gpu else "runtime: local",
+        cluster=f'component_placement: {{actor: 0, rollout: "{rollout}"}}' if is_gpu else "runtime: local",
         model=directory / name,
         max_length=prompt_length + size.num_new_tokens,
         prompt_length=prompt_length,
@@ -256,24 +272,31 @@ def config_text(directory: Path, name: str, engine: str) -> str:
     )
 
 
-def run_hotseat(directory: Path, name: str, engine: str) -> dict[str, Any]:
+def run_hotseat(directory: Path, name: str, part: str, engine: str) -> dict[str, Any]:
     from hotseat.config import loads
     from hotseat.loop.run import start
+
+    config = loads(config_text(directory, name, part, engine_of(directory, name, part, engine)))
+    start(config)
+    return read_run(directory, name, Path(config.run_dir) / str(config.name))
+
+
+def read_run(directory: Path, name: str, run_dir: Path) -> dict[str, Any]:
+    """Return the result of a run of Hotseat, or of the steps that it has made."""
+    from hotseat.config import load
     from hotseat.observe import read_lines
 
-    size, chosen = SIZES[name], engine_of(directory, name, engine)
-    config = loads(config_text(directory, name, chosen))
-    start(config)
-    run_dir = Path(config.run_dir) / str(config.name)
     records = [record for record in read_lines(run_dir / "metrics.jsonl") if "step_s" in record]
-    kept = records[NUM_WARM_UP:]
-    phases = {key: statistics.median(record[key] for record in kept) for key in kept[0] if key.startswith("time/")}
+    kept = records[NUM_WARM_UP["hotseat"] :]
+    if not kept:
+        raise RuntimeError(f"{run_dir}: {len(records)} steps, all of which are warm-up")
+    keys = [key for key in kept[0] if key.startswith(("time/", "memory/")) or key in ("engine_gap", "canary_gap")]
     return {
-        "engine": chosen,
+        "engine": load(run_dir / "config.yaml").rollout.engine,
         "seconds": [record["step_s"] for record in records],
         "length": statistics.fmean(record["length"] for record in kept),
-        "phases": phases,
-        "prepare_s": seconds_to_prepare(directory / name) * size.num_prompts,
+        "medians": {key: statistics.median(record.get(key, 0.0) for record in kept) for key in keys},
+        "prepare_s": seconds_to_prepare(directory / name) * SIZES[name].num_prompts,
     }
 
 
@@ -312,6 +335,13 @@ def run_trl(directory: Path, name: str, peer: str, engine: str) -> dict[str, Any
         "image": [str(model / row["images"][0]) for row in rows],
     }
     lengths: list[int] = []
+    part_file = directory / f"{name}-{peer}.json"
+    num_samples = size.num_prompts * size.group_size
+
+    def result(seconds: list[float]) -> dict[str, Any]:
+        kept = lengths[NUM_WARM_UP["trl"] * num_samples :]
+        used = "vllm" if use_vllm else "transformers"
+        return {"engine": used, "seconds": seconds, "length": statistics.fmean(kept or lengths)}
 
     def reward(completions: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         lengths.extend(map(len, completion_ids))
@@ -319,13 +349,12 @@ def run_trl(directory: Path, name: str, peer: str, engine: str) -> dict[str, Any
 
     vllm: dict[str, Any] = {
         "vllm_mode": "colocate",
-        "vllm_enable_sleep_mode": True,
+        "vllm_enable_sleep_mode": is_gpu,
         "vllm_gpu_memory_utilization": 0.4,
         "vllm_max_model_length": 1024,
         # A sampled placeholder would have no pixels in TRL's forward; its own generation suppresses it, too.
         "generation_kwargs": {"logit_bias": {size.vocab_size - len(SPECIAL) + at: -100.0 for at in range(4)}},
     }
-    num_samples = size.num_prompts * size.group_size
     trainer = GRPOTrainer(
         model=str(model),
         reward_funcs=reward,
@@ -339,7 +368,7 @@ def run_trl(directory: Path, name: str, peer: str, engine: str) -> dict[str, Any
             report_to=[],
             disable_tqdm=True,
             logging_steps=1000,
-            max_steps=size.steps,
+            max_steps=size.trl_steps,
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=num_samples // micro_batch,
             num_generations=size.group_size,
@@ -353,41 +382,42 @@ def run_trl(directory: Path, name: str, peer: str, engine: str) -> dict[str, Any
         ),
         train_dataset=Dataset.from_dict(shown).cast_column("image", Image()),
     )
-    seconds = timed_steps(trainer)
-    return {
-        "engine": "vllm" if use_vllm else "transformers",
-        "seconds": seconds,
-        "length": statistics.fmean(lengths[NUM_WARM_UP * num_samples :]),
-    }
+    return result(timed_steps(trainer, lambda seconds: part_file.write_text(json.dumps(result(seconds)))))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def step_s(result: dict[str, Any]) -> float:
-    return statistics.median(result["seconds"][NUM_WARM_UP:])
+def step_s(part: str, result: dict[str, Any]) -> float:
+    return statistics.median(result["seconds"][NUM_WARM_UP[part.partition("-")[0]] :])
 
 
-def print_results(results: dict[str, dict[str, Any]], size: Size) -> None:
-    for name, result in results.items():
-        if "error" in result:
-            print(f"{name:12} failed: {result['error']}")
-            continue
-        rate = size.num_prompts * size.group_size * result["length"] / step_s(result)
-        print(
-            f"{name:12} {step_s(result):8.2f} s a step  {rate:10,.0f} sampled tokens/s  {result['length']:6.1f} tokens"
-            f" an answer  sampled by {result['engine']}"
-        )
-    ours = results.get("hotseat")
-    peers = [step_s(result) for name, result in results.items() if name != "hotseat" and "error" not in result]
-    if ours is None or "error" in ours:
+def print_result(part: str, result: dict[str, Any], size: Size) -> None:
+    if "error" in result:
+        print(f"{part:12} failed: {result['error']}", flush=True)
         return
+    rate = size.num_prompts * size.group_size * result["length"] / step_s(part, result)
+    steps = ", ".join(f"{seconds:.2f}" for seconds in result["seconds"])
     print(
-        "Hotseat's phases: " + ", ".join(f"{key.removeprefix('time/')} {s:.2f} s" for key, s in ours["phases"].items())
+        f"{part:12} {step_s(part, result):8.2f} s a step  {rate:10,.0f} sampled tokens/s"
+        f"  {result['length']:6.1f} tokens an answer  sampled by {result['engine']}; all steps: {steps}"
     )
-    if peers:
-        for what, seconds in (("", step_s(ours)), (" with preparing images", step_s(ours) + ours["prepare_s"])):
-            print(f"ratio{what}: {min(peers) / seconds:.2f} (target {TARGET})")
+    medians = result.get("medians", {})
+    if medians:
+        print("    " + ", ".join(f"{key.removeprefix('time/')} {value:.3f}" for key, value in medians.items()))
+    sys.stdout.flush()
+
+
+def print_ratios(results: dict[str, dict[str, Any]]) -> None:
+    times = {part: step_s(part, result) for part, result in results.items() if "error" not in result}
+    best = min((seconds for part, seconds in times.items() if part.startswith("trl")), default=None)
+    for part, seconds in times.items():
+        if best is not None and part.startswith("hotseat"):
+            prepared = seconds + results[part]["prepare_s"]
+            print(
+                f"{part}: {best / seconds:.2f} times as fast as TRL (target {TARGET}),"
+                f" with preparing images {best / prepared:.2f}"
+            )
 
 
 def parse() -> argparse.Namespace:
@@ -396,7 +426,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path("build/images_vs_trl"))
     parser.add_argument("--size", choices=SIZES, default="3B" if torch.cuda.is_available() else "tiny")
-    parser.add_argument("--only", nargs="+", help="hotseat, and peers such as trl-16")
+    parser.add_argument("--only", nargs="+", help="hotseat, hotseat-2, and peers such as trl-8")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for everything")
     parser.add_argument("--engine", choices=("auto", "vllm", "transformers"), default="auto", help="Hotseat's")
     parser.add_argument("--trl-engine", choices=("auto", "vllm", "transformers"), default="auto")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -408,11 +439,60 @@ def run_one(name: str, args: argparse.Namespace) -> None:
     if name == "model":
         write_model(args.directory, args.size)
         return
-    if name == "hotseat":
-        result = run_hotseat(args.directory, args.size, args.engine)
+    if name.startswith("hotseat"):
+        result = run_hotseat(args.directory, args.size, name, args.engine)
     else:
         result = run_trl(args.directory, args.size, name, args.trl_engine)
     (args.directory / f"{args.size}-{name}.json").write_text(json.dumps(result))
+
+
+def run_part(part: str, args: argparse.Namespace, limit_s: float) -> dict[str, Any] | None:
+    """Run one part in a process of its own, so that what it leaves on the device does not burden the next.
+
+    Returns its result, that of the steps that it made if it failed or took too long, or an error; None of the model.
+    """
+    log, stored = args.directory / f"{args.size}-{part}.log", args.directory / f"{args.size}-{part}.json"
+    stored.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--one", part, "--directory", str(args.directory), "--size", args.size]
+    command += ["--engine", args.engine, "--trl-engine", args.trl_engine]
+    began = time.time()
+    with log.open("w") as output:
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            child.wait(limit_s)
+            problem = f"exit code {child.returncode}" if child.returncode else None
+        except subprocess.TimeoutExpired:
+            problem = f"cut off after {limit_s:.0f} s"
+        for kill in (signal.SIGTERM, signal.SIGKILL):  # also what a part that ended has left behind
+            try:
+                os.killpg(child.pid, kill)
+                child.wait(GRACE_S)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+    print(f"== {part}: {problem or 'done'}, {time.time() - began:.0f} s", flush=True)
+    if problem is not None:
+        print_tails(part, args, log)
+    if part == "model":
+        return None if problem is None else {"error": problem}
+    try:
+        if part.startswith("hotseat") and not stored.exists():
+            run_dir = max((args.directory / "runs").glob(f"{args.size}-{part}-[0-9]*"))
+            return read_run(args.directory, args.size, run_dir)
+        result: dict[str, Any] = json.loads(stored.read_text())
+        step_s(part, result)
+    except (OSError, ValueError, RuntimeError) as error:  # no run, no file, no step after the warm-up
+        return {"error": f"{problem or 'no result'}; {error}"}
+    return result
+
+
+def print_tails(part: str, args: argparse.Namespace, log: Path) -> None:
+    """Print the ends of the logs of a part that failed."""
+    logs = [log]
+    if part.startswith("hotseat"):
+        logs += sorted((args.directory / "runs").glob(f"{args.size}-{part}-[0-9]*/logs/*.log"))[-4:]
+    for each in logs:
+        lines = each.read_text(errors="replace").splitlines()[-40:]
+        print(f"-- the end of {each.name}:", *(line[:300] for line in lines), sep="\n", flush=True)
 
 
 def main() -> int:
@@ -423,27 +503,33 @@ def main() -> int:
         run_one(args.one, args)
         return 0
     for note in missing():
-        print(note)
-    size = SIZES[args.size]
+        print(note, flush=True)
+    size, end = SIZES[args.size], time.monotonic() + args.limit
     has_trl = all(map(has, ("trl", "datasets", "accelerate")))
-    parts = ["hotseat", *(size.peers if has_trl else ())]
+    first, *others = size.engines
+    parts = [first, *(size.peers if has_trl else ()), *others]
     chosen = [part for part in parts if args.only is None or part in args.only]
     if not (args.directory / args.size / "prompts.jsonl").exists():
-        chosen = ["model", *chosen]
-    failed = {}
-    common = ["--directory", str(args.directory), "--size", args.size]
-    common += ["--engine", args.engine, "--trl-engine", args.trl_engine]
+        problem = run_part("model", args, args.limit)
+        if problem is not None:
+            return 1
+    has_failed = False
     for part in chosen:
-        result = args.directory / f"{args.size}-{part}.json"
-        result.unlink(missing_ok=True)
-        # A process each: what one side leaves on the device does not burden the other.
-        done = subprocess.run([sys.executable, __file__, "--one", part, *common], capture_output=True, text=True)
-        if done.returncode:
-            failed[part] = {"error": (done.stderr or done.stdout)[-1500:]}
+        left_s = end - time.monotonic() - GRACE_S
+        if left_s < min(LEAST_S, args.limit / 4):
+            print(f"== {part}: not begun, {left_s:.0f} s are left", flush=True)
+            continue
+        result = run_part(part, args, left_s)
+        assert result is not None
+        has_failed |= "error" in result
+        (args.directory / f"{args.size}-{part}.json").write_text(json.dumps(result))
+        print_result(part, result, size)
     files = {part: args.directory / f"{args.size}-{part}.json" for part in parts}
-    results = {part: json.loads(file.read_text()) for part, file in files.items() if file.exists()} | failed
-    print_results(results, size)
-    return 1 if failed else 0
+    results = {part: json.loads(file.read_text()) for part, file in files.items() if file.exists()}
+    for part in results.keys() - set(chosen):
+        print_result(part, results[part], size)
+    print_ratios(results)
+    return 1 if has_failed else 0
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def value_class(config: Any) -> Any:
 
     kind = type(config)
     if sees_images(config) and kind not in AutoModelForSequenceClassification._model_mapping:
-        # Without `exist_ok` a class for one of transformers' own configs is not taken.
-        AutoModelForSequenceClassification.register(kind, _with_score_head(kind), exist_ok=True)
+        # Not by `register`, which in transformers 5.17 leaves out classes for transformers' own configs.
+        AutoModelForSequenceClassification._model_mapping._extra_content[kind] = _with_score_head(kind)
     return AutoModelForSequenceClassification
 
 

@@ -32,8 +32,11 @@ def time_grpo(
     return timed_steps(trainer)
 
 
-def timed_steps(trainer: Any) -> list[float]:
-    """Train with one of transformers' trainers; return the seconds of each of its steps."""
+def timed_steps(trainer: Any, when_made: Callable[[list[float]], object] | None = None) -> list[float]:
+    """Train with one of transformers' trainers; return the seconds of each of its steps.
+
+    when_made: called after each step, with those of the steps so far.
+    """
     import torch
     from transformers import TrainerCallback
 
@@ -47,7 +50,14 @@ def timed_steps(trainer: Any) -> list[float]:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             ends.append(time.perf_counter())
+            seconds = durations()
+            print(f"step {len(seconds)}: {seconds[-1]:.2f} s", flush=True)
+            if when_made is not None:
+                when_made(seconds)
+
+    def durations() -> list[float]:
+        return [end - begin for begin, end in itertools.pairwise(ends)]
 
     trainer.add_callback(Clock())
     trainer.train()
-    return [end - begin for begin, end in itertools.pairwise(ends)]
+    return durations()

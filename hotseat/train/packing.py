@@ -300,7 +300,8 @@ def model_input(
         # A shared context, and the images in it, stands where its first segment begins.
         owned = list(range(batch.num_segments))
         if kind == "shared" and owners is not None:
-            owned = [index for index, start in enumerate(starts[:-1].tolist()) if int(owners[start]) == start]
+            begins = starts[: batch.num_segments].tolist()  # without those of fillers, which have no images
+            owned = [index for index, start in enumerate(begins) if int(owners[start]) == start]
         pixels = vision.arguments([image for index in owned for image in batch.images[index]], device)
     targets = token_ids[scored]
     if device is not None and device.type != "cpu":

@@ -133,6 +133,9 @@ def test_every_layout_of_the_trainer_gives_what_transformers_gives(seeing):
     # Shared contexts stand there once, and so do their images.
     pixels = [model_input(batch, kind, vision=vision).pixels["pixel_values"].numel() for kind in ("packed", "shared")]
     assert pixels[0] == 2 * pixels[1]
+    # With fillers behind them, as for varlen attention, they have the same images.
+    flash = [model_input(batch, kind, vision=vision, has_flash=True).pixels for kind in ("packed", "shared")]
+    assert [pixels["pixel_values"].numel() for pixels in flash] == pixels
 
 
 def test_a_value_model_gives_what_transformers_head_gives_and_is_loaded_again_as_it_was_written(seeing):
