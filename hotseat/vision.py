@@ -37,6 +37,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load, save
@@ -49,6 +50,7 @@ _TEMPLATE_FILES = ("chat_template.json", "chat_template.jinja")  # tokenizers re
 TOKENS = "token_ids"  # in the metadata of a prepared image
 _CACHED = 256  # images whose pixels a process keeps mapped
 _PACKED = "pixels:"
+_PALETTE = "palette"  # in packed pixels
 _ENCODERS = ("visual", "vision_tower", "vision_model")  # what families call the visual encoder
 _LANGUAGE = ("language_model", "text_model")
 
@@ -135,9 +137,14 @@ def _part(model: Any, names: Sequence[str]) -> Any:
     )
 
 
-def pack_pixels(pixels: Mapping[str, Tensor]) -> str:
-    """Return prepared pixels as a string that stands for the image wherever the path of a file would."""
-    stored = save({name: tensor.contiguous() for name, tensor in pixels.items()})
+def pack_pixels(pixels: Mapping[str, Tensor], palette: Tensor | None = None) -> str:
+    """Return prepared pixels as a string that stands for the image wherever the path of a file would.
+
+    palette: [channels or 1, 256] float32, the values of bytes; `pixel_values` [1, channels, H, W] are bytes then, which
+    take a tenth of the time.
+    """
+    tensors = dict(pixels) if palette is None else {**pixels, _PALETTE: palette}
+    stored = save({name: tensor.contiguous() for name, tensor in tensors.items()})
     return _PACKED + base64.b64encode(zlib.compress(stored, 1)).decode("ascii")
 
 
@@ -150,7 +157,7 @@ def is_packed(image: str) -> bool:
 def pixels_of(image: str) -> dict[str, Tensor]:
     """Return the prepared pixels of an image, by the names of the forward's arguments: unpacked, or mapped."""
     if is_packed(image):
-        return dict(load(zlib.decompress(base64.b64decode(image[len(_PACKED) :]))))
+        return _unpack(dict(load(zlib.decompress(base64.b64decode(image[len(_PACKED) :])))))
     try:
         with safe_open(image, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -159,6 +166,17 @@ def pixels_of(image: str) -> dict[str, Tensor]:
             f"{image}: a prepared image cannot be read ({error}): the folder of prepared images must be on a file"
             " system that all machines of the run share"
         ) from None
+
+
+def _unpack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace bytes by their values."""
+    palette = tensors.pop(_PALETTE, None)
+    if palette is not None:
+        rows = tensors["pixel_values"].numpy()[0]  # [channels, H, W]
+        table = np.broadcast_to(palette.numpy(), (len(rows), palette.shape[1]))
+        values = np.stack([np.take(of, row) for of, row in zip(table, rows, strict=True)])
+        tensors["pixel_values"] = torch.from_numpy(values)[None]
+    return tensors
 
 
 def tokens_of(image: str) -> tuple[int, ...]:
@@ -204,6 +222,11 @@ class Vision:
         # Images in tiles are [1, num_tiles, channels, height, width]; the model drops the first dimension.
         dim = 1 if each[0]["pixel_values"].ndim == 5 else 0
         return {name: torch.cat([pixels[name] for pixels in each], dim=dim).to(device) for name in each[0]}
+
+    def features(self, images: Sequence[str], device: torch.device | None) -> Tensor:
+        """Compute what stands for the placeholders of images, in order: [num_placeholders, hidden_size]."""
+        output: Any = self._base.get_image_features(**self.arguments(images, device))
+        return torch.cat([*output.pooler_output])
 
     def common_shape(self, images: Sequence[str]) -> tuple[int, ...] | None:
         """Return the shape of these images if several sequences with such images may share a forward, else None.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,53 +87,75 @@ def _bin(index: int) -> str:
 
 
 def write_script_rows(
-    file: Path, tasks: list[str], *, num_episodes: int, chunk: int, bins: int, pixels: int, max_steps: int
+    file: Path,
+    tasks: list[str],
+    *,
+    num_rows: int,
+    chunk: int,
+    bins: int,
+    pixels: int,
+    max_steps: int,
+    copies: dict[str, int],
+    seed: int = 0,
 ) -> tuple[int, float]:
-    """Write a row for each chunk of the script; return their number, and the share of its episodes that succeed.
+    """Write `num_rows` decisions of the script, and random ones; return the number of rows, and of images per second.
 
-    The script's actions are those of the middles of bins, as the policy's are.
+    copies: of each kind of task, how many random decisions in the same place follow a decision of the script: a policy
+    that imitates all of them has learned to see, but seldom succeeds. Episodes leave the script's path: every third
+    decision is carried out at random. The script's actions are those of the middles of bins, as the policy's are.
     """
     from hotseat.envs.families.mujoco_warp import make_worlds
 
-    num_worlds = min(num_episodes, 256)
+    num_worlds = min(num_rows, 256)
     worlds = make_worlds(tasks, max_steps, num_worlds, observe="image", pixels=pixels)
-    rows, num_success = [], 0
-    for first in range(0, num_episodes, num_worlds):
-        acting = list(range(min(num_worlds, num_episodes - first)))
-        seen: dict[int, Any] = dict(
-            zip(
-                acting,
-                worlds.reset(
-                    acting, [(first + at) % len(tasks) for at in acting], [SCRIPT_SEED + first + at for at in acting]
-                ),
-                strict=True,
-            )
-        )
-        while acting:
+    random = np.random.default_rng(SCRIPT_SEED + seed)
+    rows: list[str] = []
+    num_decisions, next_seed = 0, SCRIPT_SEED + 1_000_000 * seed
+    everywhere = list(range(num_worlds))
+    kinds = [tasks[at % len(tasks)].split("-")[0] for at in everywhere]
+    began_s = time.perf_counter()
+    while num_decisions < num_rows:
+        seeds = [next_seed + at for at in everywhere]
+        next_seed += num_worlds
+        seen = list(worlds.reset(everywhere, [at % len(tasks) for at in everywhere], seeds))
+        acting = everywhere
+        while acting and num_decisions < num_rows:
             begun = {at: seen[at] for at in acting}
+            is_script = dict(zip(acting, random.random(len(acting)) < 2 / 3, strict=True))
             taken: dict[int, list[int]] = {at: [] for at in acting}
             for _ in range(chunk):
-                moving = list(acting)
-                if not moving:
+                if not acting:
                     break
-                indexes = np.clip(np.floor((worlds.expert(moving) + 1) / 2 * bins), 0, bins - 1).astype(int)
-                for at, index in zip(moving, indexes, strict=True):
+                advice = np.clip(np.floor((worlds.expert(acting) + 1) / 2 * bins), 0, bins - 1)
+                chosen = np.array([is_script[at] for at in acting])[:, None]
+                indexes = np.where(chosen, advice, random.integers(bins, size=advice.shape)).astype(int)
+                for at, index in zip(acting, indexes, strict=True):
                     taken[at] += index.tolist()
-                steps = worlds.step(moving, ((indexes + 0.5) / bins * 2 - 1)[:, None])
-                for at, step in zip(moving, steps, strict=True):
+                steps = worlds.step(acting, ((indexes + 0.5) / bins * 2 - 1)[:, None])
+                going = []
+                for at, step in zip(acting, steps, strict=True):
                     if isinstance(step, Exception):
                         raise step
                     seen[at] = step.seen
-                    if step.terminated or step.truncated:
-                        acting.remove(at)
-                        num_success += bool(step.success)
+                    if not (step.terminated or step.truncated):
+                        going.append(at)
+                acting = going
             for at, view in begun.items():
-                bins_of = taken[at] + taken[at][-2:] * (chunk - len(taken[at]) // 2)  # after the end: never carried out
-                words = " ".join(_bin(index) for index in bins_of)
-                row = {"input": f"{IMAGE} {view.instruction}", "images": [_png(view.image)], "output": f" {words}"}
-                rows.append(json.dumps(row))
+                if not is_script[at]:
+                    continue
+                num_decisions += 1
+                missing = 2 * chunk - len(taken[at])  # after the end: never carried out
+                decisions = [taken[at] + taken[at][-2:] * (missing // 2)]
+                decisions += random.integers(bins, size=(copies[kinds[at]], 2 * chunk)).tolist()
+                image = _png(view.image)
+                for decision in decisions:
+                    words = " ".join(_bin(index) for index in decision)
+                    row = {"input": f"{IMAGE} {view.instruction}", "images": [image], "output": f" {words}"}
+                    rows.append(json.dumps(row))
+    worlds.close()
+    random.shuffle(rows)
     file.write_text("\n".join(rows) + "\n")
-    return len(rows), num_success / num_episodes
+    return len(rows), num_decisions / (time.perf_counter() - began_s)
 
 
 def _png(image: np.ndarray) -> str:
