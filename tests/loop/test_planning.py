@@ -118,6 +118,8 @@ def test_an_engine_has_its_share_its_size_and_its_parts():
     assert spec.can_offload == {Part.WEIGHTS, Part.KV_CACHE}
     assert specs("rollout: {engine: vllm}")["rollout"].share == 0.9
     assert specs("")["rollout"].share is None
+    assert spec.memory.kept_prompts == 0
+    assert specs("")["rollout"].memory.kept_prompts == 8
 
 
 JUDGED = "reward: {judge: {rubric: r.txt, model: Qwen/Qwen2.5-7B-Instruct, max_tokens: 256"

@@ -57,6 +57,7 @@ DEVICES_PER_NODE = 8  # of the nodes assumed where neither config nor command li
 MAX_ASSUMED_NODES = 4096
 _QWEN_VALUES = 6  # numbers of a pixel in a patch: three colours, twice, since a still image is a film of two
 DEFAULT_ENGINE_SHARE = 0.9  # of a device's memory, for vLLM
+KEPT_PROMPTS = 8  # of full length, which a transformers engine keeps beside its slots for requests that begin alike
 VLLM_SLOTS = 512  # sequences that one vLLM engine decodes at a time: the most that its CUDA graphs take
 
 _MODELS = frozenset({"actor", "critic", "reference", "reward", "inference"})  # roles behind a training backend
@@ -426,6 +427,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
                 engine=engine_kind(config, role),
                 weight_bytes=_BYTES[dtype_of(config)],
                 kv_bytes=_BYTES[dtype_of(config)],
+                kept_prompts=0 if is_vllm else KEPT_PROMPTS,
                 cuda_graphs=is_vllm and not section.enforce_eager,
                 image_share=_image_share(config) if role == "rollout" else 0.0,
             ),
