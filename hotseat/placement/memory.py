@@ -168,6 +168,7 @@ class EngineMemory:
     kv_bytes: int = 2
     cuda_graphs: bool = True
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
+    kept_prompts: int = 0  # of full length, whose keys and values are kept beside the slots
 
     def __post_init__(self) -> None:
         _check_positive("an engine", self, "max_tokens", "slots")
@@ -725,8 +726,10 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
         cache = Term(role, "kv cache", max(min(left, useful), one), formula, Part.KV_CACHE)
         min_share = (rest + one) / layout.device_gib
     else:
-        formula = f"{memory.slots} slots x {_n(memory.max_tokens)} tokens x {_n(per_token)} B"
-        cache = Term(role, "kv cache", memory.slots * one, formula, Part.KV_CACHE)
+        kept = memory.kept_prompts
+        sequences = f"({memory.slots} slots + {kept} prompts)" if kept else f"{memory.slots} slots"
+        formula = f"{sequences} x {_n(memory.max_tokens)} tokens x {_n(per_token)} B"
+        cache = Term(role, "kv cache", (memory.slots + kept) * one, formula, Part.KV_CACHE)
     working: dict[Activity, tuple[Term, ...]] = {
         "generate": (workspace, *images),
         "forward": (workspace, *images),

@@ -245,6 +245,7 @@ def test_an_engine_without_a_share_takes_cache_for_its_slots():
     found = engine()
     assert parts(found, Part.WEIGHTS) == {"weights": 680}
     assert parts(found, Part.KV_CACHE) == {"kv cache": 5 * 100 * 16}
+    assert parts(engine(kept_prompts=8), Part.KV_CACHE) == {"kv cache": (5 + 8) * 100 * 16}
     assert found.min_share is None
     # 500 tokens x 28 values x 2 bytes, 5 slots x 10 logits x 6 bytes
     assert in_bytes(found.working["generate"]) == {"engine workspace": 500 * 56 + 5 * 10 * 6}

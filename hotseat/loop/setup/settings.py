@@ -33,13 +33,13 @@ from hotseat.config.urls import as_list
 from hotseat.data.images import ImageLimits
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.errors import UserError
-from hotseat.loop.planning.plan import CacheLimit, engine_slots, episodes_per_engine
+from hotseat.loop.planning.plan import KEPT_PROMPTS, CacheLimit, engine_slots, episodes_per_engine
 from hotseat.loop.setup.graders import eval_graders_of, graders_of, sandbox_of
 from hotseat.loop.setup.judge import judge_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
 from hotseat.loop.workers.cutting import BatchSettings
-from hotseat.loop.workers.engines import KEPT_PROMPTS, EngineSettings, VllmSettings
+from hotseat.loop.workers.engines import EngineSettings, VllmSettings
 from hotseat.loop.workers.experience import AdvantageSettings
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.models import PolicySettings

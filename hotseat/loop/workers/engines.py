@@ -14,14 +14,12 @@ import torch
 
 from hotseat.cluster import in_worker_process
 from hotseat.determinism import use_batch_invariant_kernels, use_deterministic_kernels
-from hotseat.loop.planning.plan import DEFAULT_ENGINE_SHARE
+from hotseat.loop.planning.plan import DEFAULT_ENGINE_SHARE, KEPT_PROMPTS
 from hotseat.rollout import Engine, SlotOptions, TransformersEngine, vllm_engine
 from hotseat.rollout._progress import stages_shown
 from hotseat.train.backend import LoraOptions
 from hotseat.train.lora import target_layers
 from hotseat.vision import policy_class
-
-KEPT_PROMPTS = 8
 
 
 def device_of_process() -> torch.device:
