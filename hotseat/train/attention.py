@@ -8,6 +8,8 @@ blocks and not the square of all tokens. Padded rows need neither: the padding i
 Where segments share their first tokens, each segment gathers a copy of them: the rest of the model, which is most of
 the work, sees them once.
 
+`image_attention` is for visual encoders that pack images, or windows of them, into one row: patches see all of theirs.
+
 Scores that are capped (Gemma 2) or compete with a sink (gpt-oss) are computed as they are defined, a chunk of queries
 at a time: no kernel of torch has them.
 
@@ -37,6 +39,7 @@ from hotseat.train.sequence import Slice
 from hotseat.types import to_device
 
 ATTENTION = "hotseat"
+IMAGE_ATTENTION = "hotseat_flash"  # encoders pass where images begin if the name has "flash" in it, else they loop
 BLOCKS = "hotseat_blocks"  # the keyword argument that carries `Blocks` from the model's forward to its layers
 
 # Segments down to this share of the longest are gathered into the same rows; shorter ones get rows of their own.
@@ -295,6 +298,39 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, offsets: 
 
 
 AttentionInterface.register(ATTENTION, causal_attention)
+
+
+@torch.compiler.disable  # each number of images would be another graph
+def image_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each image, or window: [1, num_heads, num_patches, head_size] -> [1, num_patches, ...].
+
+    cu_seq_lens_q: where each begins, and the end of the last. max_length_q: patches of the largest.
+    """
+    if has_flash(query.device, query.dtype):
+        flat = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
+        offsets = cu_seq_lens_q.to(torch.int32)
+        out = varlen_attn(*flat, offsets, offsets, max_length_q, max_length_q, scale=scaling, window_size=(-1, -1))
+        return out.unsqueeze(0), None
+    lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([scaled_dot_product_attention(*part, scale=scaling) for part in parts], dim=2).transpose(
+        1, 2
+    ), None
+
+
+AttentionInterface.register(IMAGE_ATTENTION, image_attention)
 
 
 # --- what layers ask for, against the masks of transformers -----------------------------------------------------------

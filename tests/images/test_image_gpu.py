@@ -8,10 +8,11 @@ import torch
 
 from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.train import PARTS, FSDPBackend, TrainOptions
+from hotseat.train.attention import IMAGE_ATTENTION
 from hotseat.train.backend import AdamW, Schedule
 from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch, Request, Sampling
-from hotseat.vision import tokens_of
+from hotseat.vision import Vision, encoder_of, tokens_of
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +68,24 @@ def test_packed_and_padded_agree_and_learn_on_a_gpu(family, is_compiled, head, t
         assert losses[-1] < losses[0] - 0.3
         backend.close()
     assert (scores["padded"] - scores["auto"]).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_an_encoder_attends_to_all_images_at_once_as_it_would_to_each(family, tmp_path):
+    model = image_cases.make(family).to("cuda", torch.bfloat16)
+    encoder = encoder_of(model)
+    images = [image_cases.write_pixels(tmp_path, index, 4, 4 + 4 * index) for index in range(3)]
+    pixels = Vision.of(model).arguments(images, torch.device("cuda"))
+    outputs = []
+    for name in ("sdpa", IMAGE_ATTENTION):
+        encoder.config._attn_implementation_internal = name
+        encoder.zero_grad()
+        out = encoder(pixels["pixel_values"].bfloat16(), pixels["image_grid_thw"]).last_hidden_state
+        out.float().square().mean().backward()
+        gradients = torch.cat([weight.grad.flatten() for weight in encoder.parameters() if weight.grad is not None])
+        outputs.append((out.float(), gradients.float()))
+    for one, other in zip(*outputs, strict=True):
+        assert (one - other).norm() < 0.02 * one.norm()
 
 
 def test_the_visual_encoder_leaves_the_gpu_with_the_rest_and_comes_back(tmp_path):

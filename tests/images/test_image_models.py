@@ -7,6 +7,7 @@ import image_cases as tiny
 import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows
 from hotseat.data.prompts import make_prompts
@@ -14,12 +15,13 @@ from hotseat.data.rows import Row
 from hotseat.errors import RunError, UserError
 from hotseat.rollout import TransformersEngine
 from hotseat.train import TrainOptions
+from hotseat.train.attention import IMAGE_ATTENTION, image_attention
 from hotseat.train.backend import AdamW
 from hotseat.train.export import write_model
 from hotseat.train.models import load_model, prepare_model
 from hotseat.train.packing import join, model_input, take, with_ends
 from hotseat.types import MicroBatch, Request, Sampling
-from hotseat.vision import Vision, pixels_of, placeholder_ids, policy_class, sees_images
+from hotseat.vision import Vision, encoder_of, pixels_of, placeholder_ids, policy_class, sees_images
 
 pytestmark = pytest.mark.slow
 
@@ -258,6 +260,32 @@ def test_batches_keep_the_images_of_their_segments(seeing):
     assert take(batch, [2]).images == ()
     assert join([take(batch, [2]), take(batch, [0])]).images == (none, one)
     assert with_ends(batch).images == batch.to(torch.device("cpu")).images == batch.images
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_an_encoder_attends_to_all_images_at_once_and_computes_the_same_bits(family, tmp_path, monkeypatch):
+    model, calls = tiny.make(family), []
+    encoder = encoder_of(model)
+    images = [
+        tiny.write_pixels(tmp_path, 0, 4, 8),
+        tiny.write_pixels(tmp_path, 1, 8, 4),
+        tiny.write_pixels(tmp_path, 2),
+    ]
+    pixels = Vision.of(model).arguments(images, None)
+
+    def encoded():
+        return encoder(pixels["pixel_values"], pixels["image_grid_thw"]).last_hidden_state
+
+    expected = encoded()
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS,
+        IMAGE_ATTENTION,
+        lambda *args, **kwargs: calls.append(kwargs["cu_seq_lens_q"].tolist()) or image_attention(*args, **kwargs),
+    )
+    prepare_model(model, head="policy", layout="auto", gradient_checkpointing=False)
+    assert torch.equal(encoded(), expected)
+    assert len(calls) == model.config.vision_config.depth  # once a layer
+    assert calls[-1] == [0, 32, 64, 80]  # patches of whole images
 
 
 def test_a_model_of_text_takes_no_images(tmp_path):
