@@ -229,12 +229,16 @@ class Vision:
         return torch.cat([*output.pooler_output])
 
     def common_shape(self, images: Sequence[str]) -> tuple[int, ...] | None:
-        """Return the shape of these images if several sequences with such images may share a forward, else None.
+        """Return what the images of sequences must have in common for these to share a forward; None: they never do.
 
-        Images may differ in shape, have positions in three dimensions, or be cut into tiles: none of these share one.
+        With positions in three dimensions it is the grid of each image, in order: pixels are rows of patches, whose
+        number decides how products are computed. Otherwise all images have one shape. Tiles of images share nothing.
         """
-        shapes = {tuple(pixels_of(image)["pixel_values"].shape) for image in images}
-        return None if self.has_axes or len(shapes) != 1 or len(next(iter(shapes))) != 4 else next(iter(shapes))
+        pixels = [pixels_of(image) for image in images]
+        if self.has_axes:
+            return tuple(int(size) for each in pixels for size in each["image_grid_thw"].flatten())
+        shapes = {tuple(each["pixel_values"].shape) for each in pixels}
+        return None if len(shapes) != 1 or len(next(iter(shapes))) != 4 else next(iter(shapes))
 
     def positions(self, token_ids: Tensor, images: Sequence[str]) -> Tensor:
         """Compute positions in three dimensions: [num_tokens] int64 -> [3, num_tokens], both on the CPU."""

@@ -30,8 +30,6 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
         if config.rollout.engine == "vllm" and data.image_key is None:
             why = "vllm is not built for images of simulators yet: set it to transformers"
             problems.append(("rollout.engine", why))
-        if config.rollout.engine == "vllm" and config.rollout.lora_sync == "adapter":
-            problems.append(("rollout.lora_sync", f"adapter is {_OPEN}: set it to merged"))
         if has_reward_model(config) and config.reward.retokenize:
             why = "images are prepared for the actor's tokens: choose a reward model with the actor's tokenizer"
             problems.append(("reward.retokenize", f"true, but {why}, and set it to false"))

@@ -37,6 +37,7 @@ MUON_BUCKET_ENTRIES = (
 )  # entries of matrices that Muon orthogonalises between two messages, as `train/muon.py` has it
 MUON_COPIES = 6  # of a matrix in bf16 that exist while it is orthogonalised
 ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step at most (max_num_batched_tokens)
+SHARED_FORWARD_TOKENS = 1024  # tokens of prompts that share a forward of the transformers engine at most
 USEFUL_CACHE = 2  # times what an engine's sequences need at their full length: as much again for cached prefixes
 ENGINE_BUFFERS_GIB = 1.0  # attention workspace, sampler and input buffers that an engine keeps; measured
 CUDA_GRAPH_GIB_PER_LAYER = 0.015  # captured graphs of an engine, outside of its memory share; measured
@@ -700,9 +701,12 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
         f"{_n(tokens)} tokens x {_n(width)} B + {memory.slots} slots x {_n(model.vocab_size)} x"
         f" {memory.weight_bytes + FP32} B{_per(tp, 'tensor parallel')}",
     )
-    # The transformers engine encodes the images of one prompt at a time, vLLM those of all prompts of a step.
+    # The transformers engine encodes the images of one prompt at a time, or of small ones that share a forward; vLLM
+    # those of all prompts of a step.
     image_tokens = memory.image_share * memory.max_tokens
-    if memory.engine == "vllm":
+    if memory.engine == "transformers":
+        image_tokens = memory.image_share * max(memory.max_tokens, SHARED_FORWARD_TOKENS)
+    elif memory.engine == "vllm":
         image_tokens = max(image_tokens, min(ENGINE_BATCH_TOKENS, memory.slots * image_tokens))
     images = _seeing_forward(role, model, image_tokens, memory.weight_bytes)
     per_token = kv_bytes_per_token(model, memory.kv_bytes, tp)

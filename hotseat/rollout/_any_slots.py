@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from hotseat.algorithms.head import HALVES, project
 from hotseat.errors import NotBuiltError
+from hotseat.placement.memory import SHARED_FORWARD_TOKENS
 from hotseat.rollout._slot_cache import (
     ROWS,
     ImageBatch,
@@ -75,7 +76,7 @@ def check_config(model_config: Any, max_length: int) -> None:
 class AnySlots:
     """Any causal model with keys and values per token, through its own forward with masks and positions of ours."""
 
-    max_forward_tokens = 1024  # few, because scoring holds the logits of all of them
+    max_forward_tokens = SHARED_FORWARD_TOKENS  # few, because scoring holds the logits of all of them
 
     def __init__(self, model: Any, num_slots: int, max_length: int, device: torch.device, fp32_head: bool):
         self._model = model
@@ -187,7 +188,7 @@ class AnySlots:
         return logits.float()
 
     def image_batch(self, length: int, images: Sequence[str], index: int) -> ImageBatch:
-        """Small contexts whose images have one shape go together, by `ROWS`; all others are alone."""
+        """Small contexts whose images are of the same shapes go together, by `ROWS`; all others are alone."""
         assert self._vision is not None, "images for a model that sees none"
         shape = self._vision.common_shape(images)
         if shape is None or length * ROWS > self.max_forward_tokens:
@@ -227,10 +228,13 @@ class AnySlots:
             tokens = torch.cat([tokens, tokens[:1].expand(ROWS - len(tokens), -1)])
         arguments = self._vision.arguments([image for row in images for image in row], tokens.device)
         if self._vision.has_axes:
-            [length] = lengths
-            positions = self._vision.positions(tokens[0, :length].cpu(), images[0])
-            padding = (0, tokens.shape[1] - length)
-            arguments["position_ids"] = functional.pad(positions, padding)[:, None].to(tokens.device)
+            token_ids, width = tokens.cpu(), tokens.shape[1]
+            rows = [
+                functional.pad(self._vision.positions(row[:length], seen), (0, width - length))
+                for row, length, seen in zip(token_ids, lengths, images, strict=False)
+            ]
+            rows += [rows[0]] * (len(tokens) - len(rows))
+            arguments["position_ids"] = torch.stack(rows, dim=1).to(tokens.device)  # [3, rows, length]
         return tokens, arguments
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -67,17 +67,24 @@ def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
 def renamed(every: Iterable[Piece], model: nn.Module, names: Collection[str]) -> Iterator[Piece]:
     """Give pieces the names of the Hugging Face model where vLLM's model has its parts under other names.
 
-    Models that see images have them: vLLM's own table says which. names: of all weights of the Hugging Face model.
+    names: of all weights of the Hugging Face model.
+    """
+    hf_names = _hf_names(model, names)
+    for piece in every:
+        yield replace(piece, name=hf_names.get(piece.name, piece.name))
+
+
+def _hf_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Return the names of the Hugging Face model by those that its weights have in vLLM, before they are fused.
+
+    In models that see images they differ: vLLM's own table says how.
     """
     table: Any = getattr(model, "hf_to_vllm_mapper", None)
     if table is None:
-        yield from every
-        return
+        return {}
     if hasattr(table, "orig_to_new_stacked"):  # pieces of fused weights are apart already
         table = replace(table, orig_to_new_stacked={})
-    hf_names = {table._map_name(name): name for name in names}
-    for piece in every:
-        yield piece if piece.name in names else replace(piece, name=hf_names.get(piece.name, piece.name))
+    return {table._map_name(name): name for name in names} | {name: name for name in names}
 
 
 def _of_parameter(
@@ -156,13 +163,15 @@ def adapter_pieces(model: nn.Module, rank: int, names: WeightNames) -> Iterator[
     if not names.factors:
         return
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    hf_names = _hf_names(model, names.first_names)
     for prefix, module in model.named_modules():
         if not prefix.endswith(_BELOW_ADAPTER):
             continue
         prefix = prefix.removesuffix(_BELOW_ADAPTER)
         adapter: Any = model.get_submodule(prefix)
         parts = _of_parameter(module, prefix, "weight", module.weight.detach(), rank, packed)
-        weights = [piece for piece in parts if names.shape(piece.name) == piece.shape]
+        named = [replace(piece, name=hf_names.get(piece.name, piece.name)) for piece in parts]
+        weights = [piece for piece in named if names.shape(piece.name) == piece.shape]
         if len(weights) != len(adapter.lora_a_stacked):
             continue  # arranged in another way
         for weight, all_a, all_b in zip(weights, adapter.lora_a_stacked, adapter.lora_b_stacked, strict=True):

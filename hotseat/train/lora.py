@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hotseat.errors import UserError
 from hotseat.train.backend import Head, LoraOptions
-from hotseat.vision import policy_class, value_class
+from hotseat.vision import language_part, policy_class, value_class
 
 ALL_LINEAR = "all-linear"
 _NAME = "default"  # PEFT's, of the only adapter
@@ -125,14 +125,34 @@ def check_targets(source: str, targets: Sequence[str] | str, head: Head, trust_r
         target_layers(source, targets, trust_remote_code, head)
 
 
+def check_language_targets(source: str, targets: Sequence[str] | str, trust_remote_code: bool) -> None:
+    """Raise if the targets name layers of a model that sees images outside of its language model."""
+    model = _empty_model(source, trust_remote_code, "policy")
+    language = language_part(model)
+    inside = {id(module) for module in language.modules()}
+    outside = [name for name in find_targets(model, targets) if id(model.get_submodule(name)) not in inside]
+    if outside:
+        part = next(name for name, module in model.named_modules() if module is language).rpartition(".")[2]
+        raise UserError(
+            f"train.lora.target_modules: {outside[0]} is one of {len(outside)} layers outside of the language model,"
+            " and vLLM applies adapters to that alone (rollout.lora_sync is adapter): set target_modules to a pattern"
+            f" such as .*{part}.*_proj, or rollout.lora_sync to merged"
+        )
+
+
 def target_layers(
     source: str, targets: Sequence[str] | str, trust_remote_code: bool, head: Head = "policy"
 ) -> list[str]:
     """List the layers of a model that `find_targets` would find, without loading its weights."""
+    return find_targets(_empty_model(source, trust_remote_code, head), targets)
+
+
+def _empty_model(source: str, trust_remote_code: bool, head: Head) -> PreTrainedModel:
+    """Make a model without memory for its weights."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     kind = policy_class(config) if head == "policy" else value_class(config)
     with torch.device("meta"):
-        return find_targets(kind.from_config(config, trust_remote_code=trust_remote_code), targets)
+        return kind.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def find_adapters(model: nn.Module) -> dict[str, Adapter]:

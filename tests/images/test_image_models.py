@@ -204,6 +204,50 @@ def test_the_engine_samples_and_scores_with_images(seeing):
         engine.close()
 
 
+def test_contexts_with_images_of_one_shape_share_forwards_and_no_bit_depends_on_the_company(seeing):
+    tokenizer, place = AutoTokenizer.from_pretrained(seeing.name), tiny.PLACE[seeing.family]
+    store = ImageStore(seeing.folder / "company", seeing.processor, ImageLimits(2, 10**6, 10**6))
+    # Answers of other lengths, pixels of other values; every fourth image of another size, if the family has sizes.
+    rows = [
+        Row(
+            {"input": f"a{place}{'bc?'[: at % 4]}", "images": [tiny.drawn(at, 56, 28 if at % 4 else 42)]},
+            "x",
+            at,
+            has_line=True,
+        )
+        for at in range(21)
+    ]
+    prompts, _ = make_prompts(
+        prepare_rows(rows, store, "images", "input", is_chat=False), tokenizer, image_key="images"
+    )
+    asked = [([*prompt.token_ids, 5, 6, 7 + at % 3], prompt.images) for at, prompt in enumerate(prompts)]
+    model, rows_of = seeing.load(), []
+    model.register_forward_pre_hook(lambda _, args, kwargs: rows_of.append(len(kwargs["input_ids"])), with_kwargs=True)
+    engine = TransformersEngine(model, max_length=256, num_slots=4)
+
+    def score(chosen):
+        rows_of.clear()
+        return engine.score([tokens for tokens, _ in chosen], 1.0, [images for _, images in chosen])
+
+    def sample(chosen):
+        rows_of.clear()
+        requests = [Request(f"{at}", tuple(tokens), Sampling(1), 3, images) for at, (tokens, images) in chosen]
+        return [(each.token_ids, each.log_probs) for each in engine.generate(requests)]
+
+    try:
+        together, num_alone = score(asked), rows_of.count(1)
+        is_tiled = seeing.family in ("idefics3", "smolvlm")
+        assert num_alone == (21 if is_tiled else 0)
+        assert is_tiled or len(rows_of) < 21 / 4
+        assert [score([each])[0] for each in asked] == together
+        assert score(asked[::-1])[::-1] == together
+        numbered = list(enumerate(asked))
+        sampled = sample(numbered)
+        assert [sample([each])[0] for each in numbered[::5]] == sampled[::5]
+    finally:
+        engine.close()
+
+
 def test_a_placeholder_that_ends_an_answer_is_learned_like_any_other_token(seeing):
     model = seeing.load()
     policy, _ = prepare_model(model, head="policy", layout="auto", gradient_checkpointing=False)

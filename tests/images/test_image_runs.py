@@ -274,7 +274,6 @@ def test_a_chat_template_that_only_the_processor_has_is_used_and_exported(task, 
 
 REFUSED = {
     "data: {image_key: a}": "data.max_images_per_prompt: 0, and data.image_key names a column of images",
-    "rollout: {engine: vllm, lora_sync: adapter}\ntrain: {lora: {rank: 2}}": "rollout.lora_sync: adapter is not built",
     "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built",
     "env: {path: x.py, images: true}\nrollout: {engine: vllm}": "rollout.engine: vllm is not built for images of",
     "env: {path: x.py}": "data.image_key: has no effect: env.path is set, and the simulator's tasks and seeds are",
@@ -312,3 +311,36 @@ def test_bad_images_and_models_without_sight_are_named_before_a_model_loads(task
     without = rl_yaml(task, data=f"{{path: {task}/prompts.jsonl, max_length: 64}}")
     with pytest.raises(UserError, match=r"Qwen2_5_VL sees images, and the run has none: set data.image_key"):
         inputs.check_models(loads(without))
+
+
+def test_adapters_outside_of_the_language_model_are_refused_where_vllm_would_apply_them(task):
+    from hotseat.loop.setup import inputs
+
+    vllm = "{engine: vllm, batch_size: 2, samples_per_prompt: 4, max_new_tokens: 3, lora_sync: adapter}"
+    text = rl(task, "adapters", rollout=vllm)
+    with pytest.raises(UserError) as caught:
+        inputs.check_models(loads(text, ["train.lora.rank=2"]))
+    assert "model.visual.blocks.0.attn.qkv is one of 12 layers outside of the language model" in str(caught.value)
+    pattern = ".*language_model.*_proj"
+    assert f"such as {pattern}, or rollout.lora_sync to merged" in str(caught.value)
+    inputs.check_models(loads(text, ["train.lora.rank=2", f"train.lora.target_modules={pattern}"]))
+    inputs.check_models(loads(text, ["train.lora.rank=2", "rollout.lora_sync=merged"]))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_applies_adapters_of_the_language_model_beside_images(task, tmp_path):
+    # vLLM's attention on a CPU has no smaller heads than this model has.
+    image_cases.save("qwen2_5_vl", tmp_path / "model", hidden_size=64)
+    vllm = "{engine: vllm, batch_size: 2, samples_per_prompt: 4, max_new_tokens: 3, lora_sync: adapter}"
+    lora = ["train.lora.rank=2", "train.lora.alpha=16", "train.lora.target_modules=.*language_model.*_proj"]
+    learning = ["actor.optimizer.learning_rate=0.03", f"actor.model={tmp_path}/model", f"run_dir={tmp_path}/runs"]
+    start(loads(rl(task, "adapters", rollout=vllm), [*SMALL, *lora, *learning]))
+    records = read_lines(tmp_path / "runs" / "adapters" / "metrics.jsonl")[1:]
+    assert [record["version"] for record in records] == [1.0, 2.0, 3.0, 4.0]
+    # Digests agreed, and so do log-probs, although the policy moves.
+    assert max(gaps(records)) < 1e-4
+    # Two layers of 64: q, o [64, 64], k, v [32, 64], three of the MLP with 128, of rank 2; 4 bytes a number.
+    num_factors = 2 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    assert [record["sync/gb"] for record in records] == pytest.approx([4e-9 * num_factors] * 4)

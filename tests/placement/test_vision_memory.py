@@ -56,10 +56,11 @@ def test_weights_of_the_encoder_and_pixels_are_named_in_every_role():
         weights = terms(each.parts[Part.WEIGHTS])
         assert weights["visual encoder"].gib == ENCODER * 2 / GIB
         assert weights["weights"].gib == (SHAPE.num_parameters - ENCODER) * 2 / GIB
-    # A quarter of 2,000 tokens, each for four patches of 1,176 fp32 numbers; an engine encodes one prompt at a time.
+    # A quarter of 2,000 tokens, each for four patches of 1,176 fp32 numbers; an engine encodes
+    # one prompt at a time, or small ones with 1,024 tokens in all.
     assert terms(trained.working["train"])["pixels"].gib == 500 * 4 * 1176 * 4 / GIB
     assert terms(scored.working["forward"])["pixels"].gib == 500 * 4 * 1176 * 4 / GIB
-    assert terms(sampled.working["generate"])["pixels"].gib == 250 * 4 * 1176 * 4 / GIB
+    assert terms(sampled.working["generate"])["pixels"].gib == 256 * 4 * 1176 * 4 / GIB
     for slots, num_tokens in ((8, 8 * 250), (64, 8192)):  # vLLM encodes those of a step, which has 8,192 tokens at most
         by_vllm = estimate("rollout", EngineMemory(1000, slots, "vllm", image_share=0.25), SHAPE, ALONE)
         assert terms(by_vllm.working["generate"])["pixels"].gib == num_tokens * 4 * 1176 * 4 / GIB

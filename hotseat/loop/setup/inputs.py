@@ -106,7 +106,7 @@ def _check_model(
     from transformers import AutoConfig
 
     from hotseat.train.liger import check_liger
-    from hotseat.train.lora import check_targets
+    from hotseat.train.lora import check_language_targets, check_targets
     from hotseat.train.models import check_fit, check_length, check_stored_head, check_value_head
 
     try:
@@ -128,6 +128,8 @@ def _check_model(
         lora = config.train.lora
         if lora.rank > 0 and is_trained:
             check_targets(model, lora.target_modules, "value" if is_value else "policy", config.trust_remote_code)
+        if key == "actor.model" and has_images(config) and config.rollout.lora_sync == "adapter":
+            check_language_targets(model, lora.target_modules, config.trust_remote_code)
     except UserError as error:
         raise UserError(f"{key} {model!r}: {error}") from None
     except (OSError, ValueError) as error:
