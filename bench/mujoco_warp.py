@@ -191,6 +191,7 @@ def config(arguments: argparse.Namespace, folder: Path, name: str, model: Path, 
         ),
         "algorithm": f"{{estimator: group_norm, entropy_coef: {arguments.entropy_coef}}}",
         "train": f"{{dtype: fp32, compile: false, batch_size: {sizes['prompts'] * 8 // arguments.updates}}}",
+        "reward": "{max_failed_fraction: 0.5}",  # a policy at random may sample a placeholder of images
         "eval": "{every: 1000000}",
         **changes,
     }
@@ -199,7 +200,8 @@ def config(arguments: argparse.Namespace, folder: Path, name: str, model: Path, 
 def cluster(arguments: argparse.Namespace, hosts: int = 1) -> str:
     if arguments.runtime == "local":
         return "{runtime: local}"
-    return f"{{runtime: ray, component_placement: {{actor: '0', env: '0:{hosts}', rollout: '0'}}}}"
+    env = f"0:0-{hosts - 1}" if hosts > 1 else "0"  # several processes on one device
+    return f"{{runtime: ray, component_placement: {{actor: '0', env: '{env}', rollout: '0'}}}}"
 
 
 def env_section(arguments: argparse.Namespace, tasks: list[str], num_envs: int, **changes: object) -> str:
@@ -298,10 +300,7 @@ def turns(arguments: argparse.Namespace, folder: Path) -> None:
             def mean(key: str, warm: list[dict[str, Any]] = warm) -> float:
                 return float(np.mean([each.get(key, np.nan) for each in warm]))
 
-            memory = {
-                phase: max((mean(f"memory/{phase}/{role}") for role in ("actor", "env", "rollout")), default=0.0)
-                for phase in ("rollout", "update")
-            }
+            memory = {phase: mean(f"memory/{phase}/device 0") for phase in ("rollout", "update")}
             say(
                 f"{kind:14} {stages:6} {mean('step_s'):8.2f} {mean('time/rollout'):8.2f} {mean('time/update'):8.2f}"
                 f" {mean('time/offload'):8.2f} {mean('time/onload'):8.2f}   rollout {memory['rollout']:.2f}, update"
@@ -320,21 +319,18 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
         layers=2,
         seed=arguments.seed,
     )
-    num_rows, per_s = write_script_rows(
+    per_s = write_script_rows(
         folder / "script.jsonl",
         arguments.tasks,
-        num_rows=arguments.decisions,
+        num_rows=arguments.rows,
         chunk=arguments.chunk,
         bins=arguments.bins,
         pixels=arguments.pixels,
         max_steps=arguments.max_steps,
-        copies={"reach": arguments.random_reach, "push": arguments.random_push},
+        shares={"reach": arguments.share_reach, "push": arguments.share_push},
         seed=arguments.seed,
     )
-    say(
-        f"{arguments.decisions} decisions of the script ({per_s:,.0f}/s), with random ones {num_rows} rows, after"
-        f" {elapsed_s() - began_s:.0f} s"
-    )
+    say(f"{arguments.rows} decisions to imitate, {per_s:,.0f} views/s, after {elapsed_s() - began_s:.0f} s")
     imitation = {
         "task": "sft",
         "name": "imitation",
@@ -350,7 +346,7 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
             f" max_length: {MAX_LENGTH}}}"
         ),
         "train": (
-            f"{{dtype: fp32, compile: false, batch_size: {min(arguments.sft_batch, num_rows)}, max_epochs:"
+            f"{{dtype: fp32, compile: false, batch_size: {min(arguments.sft_batch, arguments.rows)}, max_epochs:"
             f" {arguments.sft_epochs}}}"
         ),
     }
@@ -386,7 +382,9 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
 
     run = start(sections, folder)
     is_done = finish(run, arguments.limit_s, watch)
-    watch()
+    is_target = watch()
+    if not is_done and not is_target and elapsed_s() < arguments.limit_s:
+        say(f"the run failed:\n{tail(folder, 'learn')}")
     if not metrics_of(folder, "learn"):
         say(f"learning did not begin:\n{tail(folder, 'learn')}")
         return
@@ -427,9 +425,9 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=1500.0, help="of the whole call")
     parser.add_argument("--pause-s", type=float, default=5.0, help="between offloading and coming back")
     parser.add_argument("--tasks", nargs="+", default=["reach-red", "reach-blue", "push-red", "push-blue"])
-    parser.add_argument("--decisions", type=int, default=24000, help="of the script, to imitate")
-    parser.add_argument("--random-reach", type=int, default=8, help="random decisions for each of the script's")
-    parser.add_argument("--random-push", type=int, default=2, help="the same, of tasks to push")
+    parser.add_argument("--rows", type=int, default=60000, help="decisions to imitate")
+    parser.add_argument("--share-reach", type=float, default=0.05, help="of decisions that are the script's")
+    parser.add_argument("--share-push", type=float, default=0.25, help="the same, of tasks to push")
     parser.add_argument("--sft-epochs", type=int, default=3)
     parser.add_argument("--sft-batch", type=int, default=256)
     parser.add_argument("--sft-learning-rate", type=float, default=1e-3)
@@ -444,7 +442,7 @@ def main() -> None:
     parser.add_argument("--bins", type=int, default=7)
     parser.add_argument("--pixels", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--max-steps", type=int, default=28)
+    parser.add_argument("--max-steps", type=int, default=24)
     parser.add_argument("--runtime", choices=("local", "ray"), help="ray on a CUDA device, else local, if not set")
     parser.add_argument("--hosts", type=int, default=4, help="processes of the role env while it learns, on Ray")
     parser.add_argument("--seed", type=int, default=0)
@@ -466,7 +464,7 @@ def main() -> None:
         "eval_seeds": 2 if arguments.tiny else 64,
     }
     if arguments.tiny:
-        arguments.decisions, arguments.width, arguments.max_steps = min(arguments.decisions, 32), 32, 4
+        arguments.rows, arguments.width, arguments.max_steps = min(arguments.rows, 96), 32, 4
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="mujoco-warp-"))
     folder.mkdir(parents=True, exist_ok=True)
     [part] = arguments.parts

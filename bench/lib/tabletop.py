@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 
 IMAGE = "<image>"
+WORDS = "reach the red puck blue push onto green disc"  # of the instructions
 INIT = 0.1  # transformers' 0.02 is for wide models
+NUM_ROWS = 3  # of each view of the script's episodes
 SCRIPT_SEED = 2_000_000  # the first of seeds that no run learns from or is evaluated on
 
 
 def write_policy(folder: Path, *, bins: int, pixels: int, patch: int, width: int, layers: int, seed: int = 0) -> None:
     """Write a LLaVA with random weights: `layers` in its visual encoder and its language model each."""
     import torch
-    from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
-    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-    tokenizer = _tokenizer(bins)
+    processor = make_processor(bins, pixels, patch)
+    tokenizer = processor.tokenizer
     shape: dict[str, Any] = {
         "hidden_size": width,
         "intermediate_size": 2 * width,
@@ -56,10 +58,18 @@ def write_policy(folder: Path, *, bins: int, pixels: int, patch: int, width: int
         initializer_range=INIT,
     )
     LlavaForConditionalGeneration(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def make_processor(bins: int, pixels: int, patch: int) -> Any:
+    """Return a processor that takes pictures of this size as they are, with the tokenizer of the instructions."""
+    from transformers import LlavaProcessor
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
     images = SiglipImageProcessorPil(do_resize=False, size={"height": pixels, "width": pixels})
-    LlavaProcessor(
-        images, tokenizer, patch_size=patch, vision_feature_select_strategy="full", image_token=IMAGE
-    ).save_pretrained(folder)
+    return LlavaProcessor(
+        images, _tokenizer(bins), patch_size=patch, vision_feature_select_strategy="full", image_token=IMAGE
+    )
 
 
 def _tokenizer(bins: int) -> Any:
@@ -67,9 +77,7 @@ def _tokenizer(bins: int) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from hotseat.envs.families.mujoco_warp import INSTRUCTIONS
-
-    words = ["<pad>", "<end>", "<unknown>", IMAGE, *dict.fromkeys(" ".join(INSTRUCTIONS.values()).split())]
+    words = ["<pad>", "<end>", "<unknown>", IMAGE, *WORDS.split()]
     words += [_bin(index) for index in reversed(range(bins))]
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -95,31 +103,31 @@ def write_script_rows(
     bins: int,
     pixels: int,
     max_steps: int,
-    copies: dict[str, int],
+    shares: dict[str, float],
     seed: int = 0,
-) -> tuple[int, float]:
-    """Write `num_rows` decisions of the script, and random ones; return the number of rows, and of images per second.
+) -> float:
+    """Write decisions to imitate, three for each view; return how many views were made in a second.
 
-    copies: of each kind of task, how many random decisions in the same place follow a decision of the script: a policy
-    that imitates all of them has learned to see, but seldom succeeds. Episodes leave the script's path: every third
-    decision is carried out at random. The script's actions are those of the middles of bins, as the policy's are.
+    shares: of each kind of task, how many of the decisions are the script's; the others are random. A policy that
+    imitates all of them has learned to see, but seldom succeeds. Episodes leave the script's path: every third decision
+    is carried out at random. The script's actions are those of the middles of bins, as the policy's are.
     """
     from hotseat.envs.families.mujoco_warp import make_worlds
 
-    num_worlds = min(num_rows, 256)
+    num_worlds = min(num_rows // NUM_ROWS, 256)
     worlds = make_worlds(tasks, max_steps, num_worlds, observe="image", pixels=pixels)
     random = np.random.default_rng(SCRIPT_SEED + seed)
     rows: list[str] = []
-    num_decisions, next_seed = 0, SCRIPT_SEED + 1_000_000 * seed
+    next_seed = SCRIPT_SEED + 1_000_000 * seed
     everywhere = list(range(num_worlds))
     kinds = [tasks[at % len(tasks)].split("-")[0] for at in everywhere]
     began_s = time.perf_counter()
-    while num_decisions < num_rows:
+    while len(rows) < num_rows:
         seeds = [next_seed + at for at in everywhere]
         next_seed += num_worlds
         seen = list(worlds.reset(everywhere, [at % len(tasks) for at in everywhere], seeds))
         acting = everywhere
-        while acting and num_decisions < num_rows:
+        while acting and len(rows) < num_rows:
             begun = {at: seen[at] for at in acting}
             is_script = dict(zip(acting, random.random(len(acting)) < 2 / 3, strict=True))
             taken: dict[int, list[int]] = {at: [] for at in acting}
@@ -143,19 +151,18 @@ def write_script_rows(
             for at, view in begun.items():
                 if not is_script[at]:
                     continue
-                num_decisions += 1
                 missing = 2 * chunk - len(taken[at])  # after the end: never carried out
-                decisions = [taken[at] + taken[at][-2:] * (missing // 2)]
-                decisions += random.integers(bins, size=(copies[kinds[at]], 2 * chunk)).tolist()
+                advised = taken[at] + taken[at][-2:] * (missing // 2)
                 image = _png(view.image)
-                for decision in decisions:
+                for share in random.random(NUM_ROWS):
+                    decision = advised if share < shares[kinds[at]] else random.integers(bins, size=2 * chunk).tolist()
                     words = " ".join(_bin(index) for index in decision)
                     row = {"input": f"{IMAGE} {view.instruction}", "images": [image], "output": f" {words}"}
                     rows.append(json.dumps(row))
     worlds.close()
     random.shuffle(rows)
     file.write_text("\n".join(rows) + "\n")
-    return len(rows), num_decisions / (time.perf_counter() - began_s)
+    return len(rows) / NUM_ROWS / (time.perf_counter() - began_s)
 
 
 def _png(image: np.ndarray) -> str:

@@ -45,7 +45,7 @@ _BODIES = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
-_MAX_SEEN_TOKENS = 16384  # of a prefill of contexts with images on a CUDA device
+_MAX_SEEN_TOKENS = 32768  # of a prefill of contexts with images on a CUDA device
 
 
 def _body(model: Any) -> Any:
