@@ -32,6 +32,8 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
             problems.append(("rollout.engine", why))
         if config.rollout.engine == "vllm" and config.rollout.lora_sync == "adapter":
             problems.append(("rollout.lora_sync", f"adapter is {_OPEN}: set it to merged"))
+        if config.rollout.quantization is not None:
+            problems.append(("rollout.quantization", f"fp8 is {_OPEN}: leave it unset"))
         if has_reward_model(config) and config.reward.retokenize:
             why = "images are prepared for the actor's tokens: choose a reward model with the actor's tokenizer"
             problems.append(("reward.retokenize", f"true, but {why}, and set it to false"))
