@@ -29,8 +29,8 @@ pytestmark = [
 MODEL = Qwen2Config(**SHAPE, tie_word_embeddings=True)  # its queries, keys and values have biases
 
 
-def weights_of(number: int) -> dict[str, torch.Tensor]:
-    return {name: tensor.bfloat16() for name, tensor in random_model(MODEL, number).state_dict().items()}
+def weights_of(number: int, config: Qwen2Config = MODEL) -> dict[str, torch.Tensor]:
+    return {name: tensor.bfloat16() for name, tensor in random_model(config, number).state_dict().items()}
 
 
 def references(number: int, sequences: list[list[int]]) -> list[list[float]]:
@@ -52,10 +52,18 @@ def live(shared: Shared) -> dict[str, torch.Tensor]:
     return {name: each.detach().contiguous().view(torch.uint8).cpu().clone() for name, each in parameters}
 
 
+class Quantised(Shared):
+    """A core with weights in 8 bits, and the parameters that loading has left."""
+
+    def __init__(self, directory: Path, config: Qwen2Config = MODEL, **options: Any):
+        super().__init__(directory, config, dtype="bfloat16", fp8_weights=True, **options)
+        self.loaded = live(self)
+
+
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Shared]:
+def shared() -> Iterator[Quantised]:
     with tempfile.TemporaryDirectory() as directory:
-        made = Shared(Path(directory), MODEL, dtype="bfloat16", fp8_weights=True)
+        made = Quantised(Path(directory))
         yield made
         made.end()
 
@@ -66,8 +74,8 @@ def bare(shared: Shared) -> VllmEngine:
     return VllmEngine(shared.core, names, max_length=128, num_slots=8, num_threads=1, call_timeout_s=PATIENCE_S)
 
 
-def test_a_push_leaves_the_bits_that_loading_leaves_and_in_the_same_memory(shared: Shared) -> None:
-    loaded = live(shared)
+def test_a_push_leaves_the_bits_that_loading_leaves_and_in_the_same_memory(shared: Quantised) -> None:
+    loaded = shared.loaded
     assert sum(name.endswith("weight_scale") for name in loaded) == 8
     places = {name: each.data_ptr() for name, each in model_of(shared).named_parameters()}
     engine = bare(shared)
