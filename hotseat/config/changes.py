@@ -85,6 +85,8 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
                     "engine_args",
                     "lora_sync",
                     "fp32_head",
+                    "quantization",
+                    "kv_cache_dtype",
                     "weight_transport",
                     "canary",
                 )

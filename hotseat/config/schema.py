@@ -421,6 +421,10 @@ class RolloutConfig(Section):
     """Further arguments of vLLM's engine, by its own names, such as `max_num_batched_tokens`."""
     fp32_head: bool = True
     """Compute the logits of a 16-bit engine in fp32, as the trainer does; false rounds them to the model's dtype."""
+    quantization: Literal["fp8"] | None = None
+    """Have vLLM keep the weights of linear layers, and compute with them, in 8 bits; unset is the model's dtype."""
+    kv_cache_dtype: Literal["fp8"] | None = None
+    """Have vLLM keep keys and values in 8 bits, on GPUs; unset is the model's dtype."""
     lora_sync: Literal["merged", "adapter"] = "merged"
     """Send vLLM all weights with adapters merged in, or adapters alone, which it applies beside the weights it has."""
     weight_transport: Literal["auto", "nccl", "gloo"] = "auto"

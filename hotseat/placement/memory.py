@@ -167,6 +167,7 @@ class EngineMemory:
     engine: Literal["vllm", "transformers"] = "vllm"
     weight_bytes: int = 2
     kv_bytes: int = 2
+    layer_bytes: int | None = None  # of weights of linear layers; None: as others
     cuda_graphs: bool = True
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
     kept_prompts: int = 0  # of full length, whose keys and values are kept beside the slots
@@ -674,12 +675,17 @@ def useful_cache_gib(memory: EngineMemory, model: ModelShape, tp: int = 1) -> fl
 def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) -> RoleMemory | None:
     tp = layout.tensor_parallel
 
-    def share(name: str, count: int) -> Term:
-        formula = f"{_n(count)} parameters x {memory.weight_bytes} B{_per(tp, 'tensor parallel')}"
-        return _bytes(role, name, count * memory.weight_bytes / tp, formula, Part.WEIGHTS)
+    def share(name: str, count: int, num_bytes: int = memory.weight_bytes) -> Term:
+        formula = f"{_n(count)} parameters x {num_bytes} B{_per(tp, 'tensor parallel')}"
+        return _bytes(role, name, count * num_bytes / tp, formula, Part.WEIGHTS)
 
     seeing = model.num_vision_parameters
-    weights = [share("weights", model.num_parameters - seeing)] + ([share(_ENCODER, seeing)] if seeing else [])
+    in_layers = 0 if memory.layer_bytes is None else model.num_matrix_parameters
+    weights = [share("weights", model.num_parameters - seeing - in_layers)]
+    if memory.layer_bytes is not None:
+        weights.append(share("weights of layers", in_layers, memory.layer_bytes))
+    if seeing:
+        weights.append(share(_ENCODER, seeing))
     if layout.has_device and layout.share is not None and layout.device_gib is None:
         return None  # a share of an unknown amount
     fixed = list(_fixed(role, layout, tp > 1))

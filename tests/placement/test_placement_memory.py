@@ -255,6 +255,19 @@ def test_an_engine_without_a_share_takes_cache_for_its_slots():
     assert "captured graphs" not in in_bytes(engine(engine="transformers").fixed)
 
 
+def test_an_engine_with_layers_in_8_bits_takes_half_for_them():
+    model = shape("Llama-3-8B")
+    found = engine(model=model, layer_bytes=1, kv_bytes=1)
+    in_layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert parts(found, Part.WEIGHTS) == {
+        "weights": 2 * (model.num_parameters - in_layers),
+        "weights of layers": in_layers,
+    }
+    assert parts(found, Part.KV_CACHE) == {"kv cache": 5 * 100 * 65_536}
+    # What it computes with stays in 16 bits.
+    assert in_bytes(found.working["generate"]) == in_bytes(engine(model=model).working["generate"])
+
+
 def test_an_engine_with_a_share_fills_it_exactly():
     found = engine(share=0.5, model=shape("Llama-3-8B"), slots=5000)
     used = sum(t.gib for terms in found.parts.values() for t in terms)

@@ -215,6 +215,20 @@ def are_adapters_alone(config: Config, on_gpu: bool) -> bool:
     return True
 
 
+def check_8_bits(config: Config, on_gpu: bool) -> None:
+    """Raise if engines cannot have in 8 bits what the config asks for."""
+    for key in ("quantization", "kv_cache_dtype"):
+        if getattr(config.rollout, key) is not None and dtype_of(config) == "fp32":
+            raise UserError(
+                f"rollout.{key} is fp8, which is for 16-bit models, and train.dtype is fp32 where there are no devices:"
+                " set train.dtype to bf16, or leave it unset"
+            )
+    if config.rollout.kv_cache_dtype is not None and not on_gpu:
+        raise UserError(
+            "rollout.kv_cache_dtype is fp8, which vLLM has on GPUs alone, and there are none: leave it unset"
+        )
+
+
 def engine_settings(
     config: Config,
     eos_token_ids: tuple[int, ...],
@@ -241,6 +255,8 @@ def engine_settings(
         engine_args=rollout.engine_args,
         lora=lora_options(config) if adapters_alone else None,
         images=_image_options(config),
+        fp8_weights=rollout.quantization is not None,
+        fp8_cache=rollout.kv_cache_dtype is not None,
     )
     return EngineSettings(
         model=config.actor.model,
