@@ -20,7 +20,9 @@ What is in transformers 5.17 and 5.19, found out with tiny random models on a CP
   also for num2words. `processor_class` leaves the part for videos out.
 - Qwen's models give images positions in three dimensions (M-RoPE), by their `get_rope_index`, which is called here for
   each segment by itself, so that packed and padded segments have the same ones. Idefics3, SmolVLM and LLaVA count.
-- Attention of visual encoders is not causal: `set_attention` gives ours to the language model alone.
+- Attention of visual encoders is not causal: `set_attention` gives ours to the language model alone. Qwen's encoders
+  attend window by window, in as many calls as there are windows, unless the name of their attention has "flash" in it:
+  then it gets the ends of all windows (`train.attention.image_attention`).
 - torchvision from PyPI is built for CUDA and fails beside a CPU build of torch (`operator torchvision::nms does not
   exist`), which is why `make setup` removes it. vLLM's files of models import it; `rollout._vllm_images` does without.
 """

@@ -90,7 +90,8 @@ class BlackBox(Agent):
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
         if self._gateway is None or self._policy is None:
-            self._gateway = Gateway(self._settings.bind, self._settings.advertise_url)
+            max_image_bytes = 0 if self._sight is None else self._sight.max_image_bytes
+            self._gateway = Gateway(self._settings.bind, self._settings.advertise_url, max_image_bytes)
             self._policy = Policy(self._tokenizer, self._answers, self._sight)
         gateway, policy = self._gateway, self._policy
         session = Session(policy, sample, sampling, prompt)

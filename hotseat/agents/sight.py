@@ -34,6 +34,7 @@ class Sight:
     prepare: prepares one image; raises `AgentError` with what is wrong with it. image_token_id: stands where an image
     goes. placeholder_ids: tokens that no text may have elsewhere. max_images: of a context. chat_template: that of the
     model's processor, if the tokenizer has none. processor: that processor, without its part for videos.
+    max_image_bytes: of an image as it is stored.
     """
 
     prepare: Callable[[Any], Shown]
@@ -42,6 +43,7 @@ class Sight:
     max_images: int
     chat_template: str | None = None
     processor: Any = None
+    max_image_bytes: int = 0
     # One thread, so that equal images of several episodes are written once; its own, so that no other work waits.
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "images"), repr=False)
 

@@ -225,10 +225,14 @@ def _takes_videos(kind: Any) -> bool:
 
 
 class ImageStore:
-    """Prepares images for a model, each once, in a folder of files."""
+    """Prepares images for a model, each once, in a folder of files.
 
-    def __init__(self, folder: Path, processor: Any, limits: ImageLimits):
+    other_folder: of another store; an image that is there is taken from there.
+    """
+
+    def __init__(self, folder: Path, processor: Any, limits: ImageLimits, other_folder: Path | None = None):
         self.folder, self.limits = folder, limits
+        self._other_folder = other_folder
         self.image_token_id = int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
         self.image_token: str = processor.image_token
         self._processor = processor
@@ -247,8 +251,11 @@ class ImageStore:
         digest = hashlib.blake2b(stored, key=self._how, digest_size=20).hexdigest()
         if digest not in self._known:  # those were decoded before: conversations show the same images again and again
             image = read_image(value if _is_decoded(value) else stored, key, folder, self.limits)
-            path = self.folder / f"{digest}.safetensors"
-            if not path.exists():
+            name = f"{digest}.safetensors"
+            path = self.folder / name
+            if self._other_folder is not None and (self._other_folder / name).exists():
+                path = self._other_folder / name
+            elif not path.exists():
                 self._write(path, image, key)
             self._known[digest] = self._read(path)
             self.num_bytes += path.stat().st_size

@@ -15,6 +15,7 @@ from hotseat.loop.opening import are_budgets_tried, export_models, on_cluster, o
 from hotseat.loop.planning.budgets import smaller_budget_kept
 from hotseat.loop.preflight import INDEPENDENT, refuse_what_cannot_start, rl_inputs, supervised_inputs
 from hotseat.loop.start import make_view, without_collector
+from hotseat.loop.state.episode_images import remove_unneeded_images
 from hotseat.loop.state.saving import BACKEND, critic_folder
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
@@ -86,6 +87,7 @@ def _start_rl(
                     inputs.tokenizer.save_pretrained(path)
                     journal.say(f"critic: {path}")
                 export_models(run, rl.checkpoints.export, inputs.tokenizer)
+        remove_unneeded_images(run.run_dir, saver.folder)
     return evaluation
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import sys
+from dataclasses import replace
 
 import anthropic
 import image_cases
@@ -234,6 +235,32 @@ def test_what_is_refused_costs_the_program_a_request_and_not_the_episode(prompt)
     engine, outcome = play(program, prompt)
     assert isinstance(outcome, ScoredEpisode), outcome
     assert [request.images for request in engine.requests] == [()]
+
+
+def test_a_request_has_room_for_an_image_of_the_largest_size(prompt, monkeypatch):
+    monkeypatch.setattr("hotseat.agents.gateway.server._MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr("hotseat.agents.gateway.server._MAX_OPEN_BYTES", 2 << 20)
+    sight = replace(SIGHT, prepare=lambda url: prepare(url_of(str(len(url)))), max_image_bytes=3 << 20)
+
+    async def program(prompt, client):
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0) as policy:
+
+            async def show(num_bytes):
+                url = f"data:image/png;base64,{base64.b64encode(bytes(num_bytes)).decode()}"
+                content = [{"type": "image_url", "image_url": {"url": url}}]
+                return await policy.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": content}]
+                )
+
+            assert (await show(3 << 20)).choices[0].message.content == "red"
+            with pytest.raises(openai.APIStatusError) as caught:
+                await show(4 << 20)
+            assert caught.value.status_code == 413
+            assert "the body has more than 5 MiB" in str(caught.value)  # one, and four for three in base64
+        return 1.0
+
+    _, outcome = play(program, prompt, sight)
+    assert isinstance(outcome, ScoredEpisode), outcome
 
 
 def test_a_run_without_images_refuses_them():

@@ -223,6 +223,11 @@ def test_a_store_prepares_an_image_once_and_for_one_processor(tmp_path):
     with pytest.raises(BadValue, match="image: the model's processor does not take it: too narrow"):
         store.prepare(Image.new("RGB", (1, 20)), "image", tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.iterdir())) / 2 == 3
+    # What another store has is taken from there, and what it has not is written here.
+    beside = ImageStore(tmp_path / "beside", Processor(3), LIMITS, tmp_path)
+    assert beside.prepare(encoded(), "image", tmp_path) == one
+    drawn = beside.prepare(Image.new("RGB", (20, 20)), "image", tmp_path)
+    assert [file.name for file in beside.folder.glob("*.safetensors")] == [Path(drawn.path).name]
     # Its thumbnail cannot be written: nothing is left of the image.
     store = ImageStore(tmp_path / "full", processor, LIMITS)
     (store.folder / "filler.png").mkdir()

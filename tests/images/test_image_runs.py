@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+from pathlib import Path
 
 import image_cases
 import pytest
@@ -115,8 +116,17 @@ def test_an_environment_that_shows_images_is_learned_from(task, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     overrides = [f"agent.path={tmp_path}/agent.py", "data.max_images_per_prompt=2", "data.max_length=96"]
     start(loads(rl(task, "shown", reward="{}"), [*overrides, *SMALL]))
+    run_dir = task / "runs" / "shown"
     # The trainer reads the images of both turns as the engine did.
-    assert max(gaps(read_lines(task / "runs" / "shown" / "metrics.jsonl"))) < 1e-4
+    assert max(gaps(read_lines(run_dir / "metrics.jsonl"))) < 1e-4
+    # The run has ended well: of the images of its episodes, thumbnails stay that the report shows.
+    stay = {file.name for file in (run_dir / "images").iterdir()}
+    shown = {Path(image) for line in read_lines(run_dir / "samples.jsonl") for image in line.get("images", ())}
+    assert stay == {image.with_suffix(".png").name for image in shown if image.parent == run_dir / "images"}
+    assert stay
+    # Those of the data stay whole, for other runs, and none of an episode is among them.
+    assert {image.parent for image in shown} == {run_dir / "images", task / "runs" / "images"}
+    assert all(image.exists() for image in shown if image.parent == task / "runs" / "images")
 
 
 EXECUTOR = """
@@ -160,7 +170,8 @@ def test_images_of_agents_are_no_larger_than_the_engine_was_started_for(task, tm
 
     model = str(task / "model")
     largest = image_cases.write_pixels(tmp_path, 0)
-    settings = HostImages(str(tmp_path / "images"), ImageLimits(1, 10**6, 10**6), largest=largest)
+    folders = str(tmp_path / "images"), str(tmp_path / "data")
+    settings = HostImages(*folders, ImageLimits(1, 10**6, 10**6), largest=largest)
     sight = make_sight(settings, model, AutoTokenizer.from_pretrained(model))
     assert len(sight.prepare(image_cases.drawn(0, 28, 28)).token_ids) == 4
     with pytest.raises(AgentError, match="12 tokens, and vLLM was started for images of 4: make it smaller"):

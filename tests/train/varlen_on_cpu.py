@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 
-def _probs(query: Tensor, key: Tensor, scale: float) -> Tensor:
+def _probs(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> Tensor:
     """[heads, length, head_size] each -> [heads, length, length]."""
     length = query.shape[1]
     scores = scale * query @ key.transpose(1, 2)
+    if not is_causal:
+        return scores.softmax(-1)
     return scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
 
 
@@ -42,11 +44,10 @@ def _forward(
     scale: float | None = None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    assert is_causal
     assert max_q == max_k == int(cu_seq_q.diff().max())
     out = torch.empty_like(query)
     for part, (q, k, v) in _segments(cu_seq_q, query, key, value):
-        out[part] = (_probs(q, k, scale or query.shape[-1] ** -0.5) @ v).transpose(0, 1)
+        out[part] = (_probs(q, k, scale or query.shape[-1] ** -0.5, is_causal) @ v).transpose(0, 1)
     return out, query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
 
 
@@ -69,7 +70,7 @@ def _backward(
     factor = scale or query.shape[-1] ** -0.5
     dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
     for part, (q, k, v, grad) in _segments(cu_seq_q, query, key, value, grad_out):
-        probs = _probs(q, k, factor)
+        probs = _probs(q, k, factor, is_causal)
         grad_probs = grad @ v.transpose(1, 2)
         grad_scores = factor * probs * (grad_probs - (grad_probs * probs).sum(-1, keepdim=True))
         dq[part] = (grad_scores @ k).transpose(0, 1)

@@ -23,9 +23,9 @@ from hotseat.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-_MAX_BODY_BYTES = 32 << 20
+_MAX_BODY_BYTES = 32 << 20  # of a request; where programs send images, one of the largest comes on top
 _MAX_OPEN = 512  # requests of one episode at a time
-_MAX_OPEN_BYTES = 64 << 20  # of their bodies together
+_MAX_OPEN_BYTES = 64 << 20  # of their bodies together, and two images on top
 _SHUTDOWN_S = 1.0
 _BACKLOG = 4096  # connections that wait to be accepted; where there is no room, a client tries again after a second
 _ACCEPTED = 16  # of them at a time: each takes as long as a small request
@@ -68,13 +68,16 @@ class Gateway:
     """Serves episodes to programs that speak OpenAI's or Anthropic's protocol. Each has a random token of its own.
 
     bind: host, or host:port, to listen at. advertise_url: where programs reach it, if that is another address.
+    max_image_bytes: of an image in a request, as it is stored; 0: requests have none.
     All methods are called in one event loop.
     """
 
-    def __init__(self, bind: str = "127.0.0.1", advertise_url: str | None = None):
+    def __init__(self, bind: str = "127.0.0.1", advertise_url: str | None = None, max_image_bytes: int = 0):
         host, _, port = bind.rpartition(":") if bind.count(":") == 1 else (bind, "", "")
         self._host, self._port = host.strip("[]"), int(port or 0)
         self._advertise_url = advertise_url
+        encoded = 4 * -(-max_image_bytes // 3)  # in base64
+        self._max_body_bytes, self._max_open_bytes = _MAX_BODY_BYTES + encoded, _MAX_OPEN_BYTES + 2 * encoded
         self._episodes: dict[str, _Open] = {}
         self._runner: web.AppRunner | None = None
         self._url = ""
@@ -143,11 +146,22 @@ class Gateway:
         episode.num_open += 1
         raw = bytearray()
         try:
-            await _read(request, episode, raw)
+            await self._read(request, episode, raw)
             return await self._reply(episode, request, bytes(raw), _parse(raw))
         finally:
             episode.num_open -= 1
             episode.num_open_bytes -= len(raw)
+
+    async def _read(self, request: web.Request, episode: _Open, raw: bytearray) -> None:
+        """Read the body of a request piece by piece, within the bounds of a request and of its episode."""
+        async for piece in request.content.iter_any():
+            raw += piece
+            episode.num_open_bytes += len(piece)
+            if len(raw) > self._max_body_bytes:
+                raise BadRequest(f"the body has more than {self._max_body_bytes >> 20} MiB", status=413)
+            if episode.num_open_bytes > self._max_open_bytes:
+                shown = f"{self._max_open_bytes >> 20} MiB of open requests"
+                raise BadRequest(f"the episode has {shown}", status=429, code="rate_limit_exceeded")
 
     async def _reply(
         self, episode: _Open, request: web.Request, raw: bytes, body: dict[str, Any]
@@ -167,18 +181,6 @@ class Gateway:
             work = episode.replies.begin(name, digest, handling, begun)
         send = _stream if body.get("stream") else _whole
         return await episode.replies.wait(name, work, lambda reply: send(request, reply))
-
-
-async def _read(request: web.Request, episode: _Open, raw: bytearray) -> None:
-    """Read the body of a request piece by piece, within the bounds of a request and of its episode."""
-    async for piece in request.content.iter_any():
-        raw += piece
-        episode.num_open_bytes += len(piece)
-        if len(raw) > _MAX_BODY_BYTES:
-            raise BadRequest(f"the body has more than {_MAX_BODY_BYTES >> 20} MiB", status=413)
-        if episode.num_open_bytes > _MAX_OPEN_BYTES:
-            shown = f"{_MAX_OPEN_BYTES >> 20} MiB of open requests"
-            raise BadRequest(f"the episode has {shown}", status=429, code="rate_limit_exceeded")
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> None:

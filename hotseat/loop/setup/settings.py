@@ -37,7 +37,7 @@ from hotseat.loop.planning.plan import KEPT_PROMPTS, CacheLimit, engine_slots, e
 from hotseat.loop.setup.graders import eval_graders_of, graders_of, sandbox_of
 from hotseat.loop.setup.judge import judge_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
-from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
+from hotseat.loop.state.run_dir import IMAGES, ROLLOUTS, SPOOL
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.engines import EngineSettings, VllmSettings
 from hotseat.loop.workers.experience import AdvantageSettings
@@ -347,7 +347,7 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         simulation=simulation_settings(config) if has_simulator(config) else None,
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
-        images=_host_images(config),
+        images=_host_images(config, run_dir),
     )
 
 
@@ -357,13 +357,19 @@ def image_limits(config: Config) -> ImageLimits:
     return ImageLimits(data.max_images_per_prompt, data.max_image_bytes, data.max_image_pixels)
 
 
-def _host_images(config: Config) -> HostImages | None:
+def _host_images(config: Config, run_dir: Path | None) -> HostImages | None:
     """Return the settings of images that environments and programs show; None if none can."""
     if config.data.image_key is None or not has_agent(config):
         return None
     options = _image_options(config) if config.rollout.engine == "vllm" else None
-    largest = None if options is None else options.largest
-    return HostImages(str(image_folder(config)), image_limits(config), config.trust_remote_code, largest)
+    of_data = image_folder(config)
+    return HostImages(
+        folder=str(of_data if run_dir is None else run_dir.absolute() / IMAGES),
+        data_folder=str(of_data),
+        limits=image_limits(config),
+        trust_remote_code=config.trust_remote_code,
+        largest=None if options is None else options.largest,
+    )
 
 
 def simulation_settings(config: Config) -> SimulationSettings:

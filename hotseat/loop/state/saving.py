@@ -190,6 +190,11 @@ class Saver:
         return steps[-1] if steps else None
 
     @property
+    def folder(self) -> Path:
+        """Return the folder of checkpoints, which may not be there yet."""
+        return self._store.directory
+
+    @property
     def can_save(self) -> bool:
         """Tell whether the config asks for checkpoints."""
         return self._config.checkpoint.every is not None or self._config.checkpoint.minutes is not None

@@ -17,7 +17,8 @@ from hotseat.vision import placeholder_ids, tokens_of
 class HostImages:
     """Settings of images that environments and programs show."""
 
-    folder: str  # of prepared images
+    folder: str  # for those that are prepared in episodes
+    data_folder: str  # of those of the data, which an episode may show again
     limits: ImageLimits
     trust_remote_code: bool = False
     largest: str | None = None  # the image of the most tokens that the engine was started for; None: any will do
@@ -28,7 +29,7 @@ def make_sight(settings: HostImages, model: str, tokenizer: Any) -> Sight:
     from transformers import AutoConfig
 
     processor = load_processor(model, tokenizer, settings.trust_remote_code)
-    store = ImageStore(Path(settings.folder), processor, settings.limits)
+    store = ImageStore(Path(settings.folder), processor, settings.limits, Path(settings.data_folder))
     config = AutoConfig.from_pretrained(model, trust_remote_code=settings.trust_remote_code)
     most = None if settings.largest is None else tokens_of(settings.largest).count(store.image_token_id)
 
@@ -47,4 +48,5 @@ def make_sight(settings: HostImages, model: str, tokenizer: Any) -> Sight:
 
     template = None if tokenizer.chat_template else processor_template(model)
     ids = frozenset(placeholder_ids(config))
-    return Sight(prepare, store.image_token_id, ids, settings.limits.max_images, template, processor)
+    limits = settings.limits
+    return Sight(prepare, store.image_token_id, ids, limits.max_images, template, processor, limits.max_bytes)
