@@ -210,7 +210,9 @@ def env_section(arguments: argparse.Namespace, tasks: list[str], num_envs: int, 
     fields: dict[str, object] = {
         "path": "mujoco_warp",
         "tasks": f"[{', '.join(tasks)}]",
-        "kwargs": f"{{observe: image, pixels: {arguments.pixels}, progress: {arguments.progress}}}",
+        "kwargs": (
+            f"{{observe: image, pixels: {arguments.pixels}, progress: {arguments.progress}, deterministic: false}}"
+        ),
         "images": "true",
         "num_envs": num_envs,
         "chunk": arguments.chunk,
@@ -403,7 +405,7 @@ def main() -> None:
     parser.add_argument("--sft-batch", type=int, default=512)
     parser.add_argument("--sft-s", type=float, default=90.0, help="of imitating the script, at most")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--temperature", type=float, default=1.3, help="of rollouts; evaluation has 1")
+    parser.add_argument("--temperature", type=float, default=1.2, help="of rollouts; evaluation has 1")
     parser.add_argument("--entropy-coef", type=float, default=0.002)
     parser.add_argument("--updates", type=int, default=2, help="of each step")
     parser.add_argument("--progress", type=float, default=1.0, help="reward of a metre of way")
