@@ -325,7 +325,7 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
         seed=arguments.seed,
     )
     worlds = make_worlds(arguments.tasks, arguments.max_steps, arguments.sizes["views"], "image", arguments.pixels)
-    lesson = Lesson(arguments.sizes["views"] * 64, arguments.sft_batch, arguments.sft_s)
+    lesson = Lesson(arguments.sizes["views"] * 128, arguments.sft_batch, arguments.sft_s)
     if arguments.tiny:
         lesson = Lesson(16, 8, 1.0, num_steps=2, max_mixtures=1)
     imitate(folder / "model", arguments.tasks, worlds, arguments.chunk, arguments.bins, lesson, say)
@@ -435,7 +435,7 @@ def main() -> None:
         "num_envs": 8 * prompts,
         "num_seeds": 4 if arguments.tiny else 4096,
         "eval_seeds": 2 if arguments.tiny else 64,
-        "views": 8 if arguments.tiny else 512,  # worlds that the imitation plays in, 64 views of each
+        "views": 8 if arguments.tiny else 512,  # worlds that the imitation plays in, 128 views of each
     }
     if arguments.tiny:
         arguments.sft_batch, arguments.width, arguments.max_steps = 16, 32, 4

@@ -174,6 +174,7 @@ def imitate(
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
     imitator = Imitator(folder, [INSTRUCTIONS[task] for task in tasks], chunk, bins, device)
     began_s = time.perf_counter()
     views = collect(worlds, len(tasks), lesson.num_views, chunk, bins, seed=0).to(device)
