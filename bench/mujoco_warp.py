@@ -324,7 +324,7 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
         layers=2,
         seed=arguments.seed,
     )
-    worlds = make_worlds(arguments.tasks, arguments.max_steps, arguments.sizes["views"], "image", arguments.pixels)
+    worlds = make_worlds(arguments.tasks, arguments.max_steps, arguments.sizes["views"], "both", arguments.pixels)
     lesson = Lesson(arguments.sizes["views"] * 128, arguments.sft_batch, arguments.sft_s)
     if arguments.tiny:
         lesson = Lesson(16, 8, 1.0, num_steps=2, max_mixtures=1)
@@ -403,7 +403,7 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=5.0, help="between offloading and coming back")
     parser.add_argument("--tasks", nargs="+", default=["reach-red", "reach-blue", "push-red", "push-blue"])
     parser.add_argument("--sft-batch", type=int, default=512)
-    parser.add_argument("--sft-s", type=float, default=90.0, help="of imitating the script, at most")
+    parser.add_argument("--sft-s", type=float, default=130.0, help="of imitating the script, at most")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--temperature", type=float, default=1.2, help="of rollouts; evaluation has 1")
     parser.add_argument("--entropy-coef", type=float, default=0.002)
