@@ -33,13 +33,14 @@ import numpy as np
 sys.path.remove(str(Path(__file__).parent))  # where this file would be the package of its name
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.lib.tabletop import write_policy, write_script_rows
+from bench.lib.imitation import Lesson, imitate
+from bench.lib.tabletop import write_policy
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.envs.processes import ProcessEnv
 
 PARTS = ("speed", "offload", "turns", "learn")
-PATCH = 16  # pixels of the edge of an image token
-MAX_LENGTH = 48
+PATCH = 8  # pixels of the edge of an image token
+MAX_LENGTH = 96
 NUM_SUBSTEPS = 3  # steps of physics of an action
 STARTED_S = time.monotonic()
 
@@ -209,7 +210,9 @@ def env_section(arguments: argparse.Namespace, tasks: list[str], num_envs: int, 
     fields: dict[str, object] = {
         "path": "mujoco_warp",
         "tasks": f"[{', '.join(tasks)}]",
-        "kwargs": f"{{observe: image, pixels: {arguments.pixels}, progress: {arguments.progress}}}",
+        "kwargs": (
+            f"{{observe: image, pixels: {arguments.pixels}, progress: {arguments.progress}, deterministic: false}}"
+        ),
         "images": "true",
         "num_envs": num_envs,
         "chunk": arguments.chunk,
@@ -309,6 +312,8 @@ def turns(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def learn(arguments: argparse.Namespace, folder: Path) -> None:
+    from hotseat.envs.families.mujoco_warp import make_worlds
+
     began_s = elapsed_s()
     write_policy(
         folder / "model",
@@ -319,46 +324,18 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
         layers=2,
         seed=arguments.seed,
     )
-    per_s = write_script_rows(
-        folder / "script.jsonl",
-        arguments.tasks,
-        num_rows=arguments.rows,
-        chunk=arguments.chunk,
-        bins=arguments.bins,
-        pixels=arguments.pixels,
-        max_steps=arguments.max_steps,
-        shares={"reach": arguments.share_reach, "push": arguments.share_push},
-        seed=arguments.seed,
-    )
-    say(f"{arguments.rows} decisions to imitate, {per_s:,.0f} views/s, after {elapsed_s() - began_s:.0f} s")
-    imitation = {
-        "task": "sft",
-        "name": "imitation",
-        "run_dir": f"{folder}/runs",
-        "seed": str(arguments.seed),
-        "cluster": f"{{runtime: {arguments.runtime}}}",
-        "actor": (
-            f"{{model: {folder}/model, optimizer: {{learning_rate: {arguments.sft_learning_rate}, schedule: linear,"
-            " warmup_ratio: 0.03}}"
-        ),
-        "data": (
-            f"{{path: {folder}/script.jsonl, output_key: output, image_key: images, max_images_per_prompt: 1,"
-            f" max_length: {MAX_LENGTH}}}"
-        ),
-        "train": (
-            f"{{dtype: fp32, compile: false, batch_size: {min(arguments.sft_batch, arguments.rows)}, max_epochs:"
-            f" {arguments.sft_epochs}}}"
-        ),
-    }
-    if not finish(start(imitation, folder), arguments.limit_s):
-        say(f"imitation did not end:\n{tail(folder, 'imitation')}")
-        return
+    worlds = make_worlds(arguments.tasks, arguments.max_steps, arguments.sizes["views"], "both", arguments.pixels)
+    lesson = Lesson(arguments.sizes["views"] * 128, arguments.sft_batch, arguments.sft_s)
+    if arguments.tiny:
+        lesson = Lesson(16, 8, 1.0, num_steps=2, max_mixtures=1)
+    imitate(folder / "model", arguments.tasks, worlds, arguments.chunk, arguments.bins, lesson, say)
+    worlds.close()
     say(f"imitated after {elapsed_s() - began_s:.0f} s")
     sections = config(
         arguments,
         folder,
         "learn",
-        folder / "runs" / "imitation" / "model",
+        folder / "model",
         eval=f"{{every: {arguments.eval_every}, temperature: 1.0, samples_per_prompt: 1}}",
     )
     learning_s = elapsed_s()
@@ -425,14 +402,10 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=1500.0, help="of the whole call")
     parser.add_argument("--pause-s", type=float, default=5.0, help="between offloading and coming back")
     parser.add_argument("--tasks", nargs="+", default=["reach-red", "reach-blue", "push-red", "push-blue"])
-    parser.add_argument("--rows", type=int, default=60000, help="decisions to imitate")
-    parser.add_argument("--share-reach", type=float, default=0.05, help="of decisions that are the script's")
-    parser.add_argument("--share-push", type=float, default=0.25, help="the same, of tasks to push")
-    parser.add_argument("--sft-epochs", type=int, default=3)
-    parser.add_argument("--sft-batch", type=int, default=256)
-    parser.add_argument("--sft-learning-rate", type=float, default=1e-3)
+    parser.add_argument("--sft-batch", type=int, default=512)
+    parser.add_argument("--sft-s", type=float, default=130.0, help="of imitating the script, at most")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--temperature", type=float, default=1.3, help="of rollouts; evaluation has 1")
+    parser.add_argument("--temperature", type=float, default=1.2, help="of rollouts; evaluation has 1")
     parser.add_argument("--entropy-coef", type=float, default=0.002)
     parser.add_argument("--updates", type=int, default=2, help="of each step")
     parser.add_argument("--progress", type=float, default=1.0, help="reward of a metre of way")
@@ -462,9 +435,10 @@ def main() -> None:
         "num_envs": 8 * prompts,
         "num_seeds": 4 if arguments.tiny else 4096,
         "eval_seeds": 2 if arguments.tiny else 64,
+        "views": 8 if arguments.tiny else 512,  # worlds that the imitation plays in, 128 views of each
     }
     if arguments.tiny:
-        arguments.rows, arguments.width, arguments.max_steps = min(arguments.rows, 96), 32, 4
+        arguments.sft_batch, arguments.width, arguments.max_steps = 16, 32, 4
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="mujoco-warp-"))
     folder.mkdir(parents=True, exist_ok=True)
     [part] = arguments.parts

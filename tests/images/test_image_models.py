@@ -4,16 +4,18 @@ import importlib.util
 from types import SimpleNamespace
 
 import image_cases as tiny
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hotseat.data.frames import FramePreparer
 from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows
 from hotseat.data.prompts import make_prompts
 from hotseat.data.rows import Row
 from hotseat.errors import RunError, UserError
-from hotseat.rollout import TransformersEngine
+from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.train import TrainOptions
 from hotseat.train.attention import IMAGE_ATTENTION, image_attention
 from hotseat.train.backend import AdamW
@@ -330,6 +332,47 @@ def test_an_encoder_attends_to_all_images_at_once_and_computes_the_same_bits(fam
     assert torch.equal(encoded(), expected)
     assert len(calls) == model.config.vision_config.depth  # once a layer
     assert calls[-1] == [0, 32, 64, 80]  # patches of whole images
+
+
+def test_llava_samples_alike_by_its_own_forward_and_several_tokens_at_once(tmp_path):
+    """A placeholder that is sampled ends an answer, and what was sampled after it is dropped."""
+    name = tiny.save("llava", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    preparer = FramePreparer(load_processor(name, tokenizer))
+    random = np.random.default_rng(0)
+    frames = [preparer.prepare(random.integers(0, 256, (28, 28, 3)).astype(np.uint8)) for _ in range(20)]
+    requests = [
+        Request(
+            str(at),
+            (5, *frame.token_ids, 6 + at % 3),
+            Sampling(9, temperature=1.5, ignore_eos=True),
+            at,
+            (frame.image,),
+        )
+        for at, frame in enumerate(frames)
+    ]
+    made = {}
+    for kind, options in {
+        "own layers": SlotOptions(),
+        "at once": SlotOptions(tokens_at_once=4),
+        "own forward": SlotOptions(own_layers=False),
+    }.items():
+        engine = TransformersEngine(
+            policy_class(AutoConfig.from_pretrained(name)).from_pretrained(name),
+            max_length=64,
+            num_slots=20,
+            options=options,
+        )
+        try:
+            assert type(engine._slots).__name__ == ("AnySlots" if kind == "own forward" else "LlamaSlots")
+            made[kind] = engine.generate(requests)
+        finally:
+            engine.close()
+    assert made["at once"] == made["own layers"]
+    assert {each.finish for each in made["own layers"]} == {"length", "stop"}
+    for one, other in zip(made["own layers"], made["own forward"], strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
 
 
 def test_a_model_of_text_takes_no_images(tmp_path):
