@@ -138,3 +138,20 @@ def test_log_probs_are_near_those_of_the_rounded_model_after_every_push(shared: 
             scores = torch.tensor(engine.score(sequences))[:, 1:]
             mine, other = (torch.tensor(references(each, sequences))[:, 1:] for each in (number, 1 - number))
             assert (scores - mine).abs().median() < 0.2 < 1.0 < (scores - other).abs().median()
+
+
+@pytest.mark.long
+def test_two_ranks_quantise_a_push_as_they_quantise_what_they_load() -> None:
+    sequences = [[5, 6, 7, 8, 9, 11, 3, 60, 2]]
+    with tempfile.TemporaryDirectory() as directory:
+        made = Shared(Path(directory), MODEL, dtype="bfloat16", fp8_weights=True, tensor_parallel_size=2)
+        engine = bare(made)
+        try:
+            loaded = engine.score(sequences)
+            for number in (1, 0):
+                engine.load_weights(list(weights_of(number).items()), 2 - number)
+                assert engine.digest() == named_digests(weights_of(number).items())
+                assert (engine.score(sequences) == loaded) == (number == 0)
+        finally:
+            engine.close()
+            made.end()
