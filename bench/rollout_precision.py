@@ -35,6 +35,7 @@ from lib.shapes import VOCAB_SIZES, make_weights, shape
 PROMPT_LENGTH = 64
 NUM_SCORED = 32  # answers
 NUM_DRAFTED = 4
+THINGS = ("the sea", "a violin", "snow", "a library", "a bicycle", "bread", "an eclipse", "a map")
 TEMPERATURES = {"bf16": (1.0, 0.0), "ngram": (1.0, 0.0)}  # others: 1 alone
 
 
@@ -50,13 +51,25 @@ class Load:
     def max_length(self) -> int:
         return PROMPT_LENGTH + self.num_tokens + 8
 
-    def requests(self, vocab_size: int, temperature: float) -> list[Any]:
+    def requests(self, directory: str, temperature: float) -> list[Any]:
         from hotseat.types import Request, Sampling
 
-        draw = random.Random(0)
         sampling = Sampling(max_new_tokens=self.num_tokens, temperature=temperature, ignore_eos=True)
-        prompts = [[draw.randrange(3, vocab_size) for _ in range(PROMPT_LENGTH)] for _ in range(self.num_samples)]
+        prompts = self._prompts(directory)
         return [Request(str(index), tuple(prompt), sampling, index) for index, prompt in enumerate(prompts)]
+
+    def _prompts(self, directory: str) -> list[list[int]]:
+        """Tokens at random for a model of random weights, questions for a trained one."""
+        if self.model in VOCAB_SIZES:
+            draw = random.Random(0)
+            number = range(self.num_samples)
+            return [[draw.randrange(3, VOCAB_SIZES[self.model]) for _ in range(PROMPT_LENGTH)] for _ in number]
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        asked = [f"What should a person who has never seen {thing} know about it?" for thing in THINGS]
+        texts = [f"Question: {question}\nAnswer:" for question in asked]
+        return [tokenizer(texts[index % len(texts)]).input_ids[:PROMPT_LENGTH] for index in range(self.num_samples)]
 
 
 def serve(pipe: Any, load: Load, kind: str, directory: str, is_dummy: bool) -> None:
@@ -136,7 +149,7 @@ def measure(engine: Any, load: Load, kind: str, directory: str) -> dict[str, Any
     result["weights_gib"] = engine.health().resident_bytes[Part.WEIGHTS] / 2**30
     num_tokens = load.num_samples * load.num_tokens
     for temperature in TEMPERATURES.get(kind, (1.0,)):
-        requests = load.requests(config.vocab_size, temperature)
+        requests = load.requests(directory, temperature)
         times = []
         for _ in range(2):
             started = time.perf_counter()
@@ -149,6 +162,7 @@ def measure(engine: Any, load: Load, kind: str, directory: str) -> dict[str, Any
                 for request, completion in zip(requests[:NUM_SCORED], completions[:NUM_SCORED], strict=True)
             ]
             result["log_probs"] = [list(completion.log_probs) for completion in completions[:NUM_SCORED]]
+            result["starts"] = [len(request.token_ids) for request in requests[:NUM_SCORED]]
     return result
 
 
@@ -160,12 +174,13 @@ def ask(pipe: Any, question: Any, seconds: float) -> Any:
     return pipe.recv()
 
 
-def gaps_in_words(engine: list[list[float]], reference: list[list[float]]) -> str:
-    """Describe the gaps of log-probs, token by token."""
+def gaps_in_words(scores: list[list[float]], sampled: dict[str, Any]) -> str:
+    """Describe the gaps between scores of whole sequences and the log-probs that their tokens were sampled with."""
     from hotseat.algorithms.agreement import gap_statistics
 
-    pairs = zip(engine, reference, strict=True)
-    found = gap_statistics([mine - theirs for a, b in pairs for mine, theirs in zip(a, b, strict=True)])
+    rows = zip(scores, sampled["starts"], sampled["log_probs"], strict=True)
+    pairs = [pair for row, start, log_probs in rows for pair in zip(row[start:], log_probs, strict=True)]
+    found = gap_statistics([mine - theirs for mine, theirs in pairs])
     return f"median {found.median:.2e}, p90 {found.p90:.2e}, mean {found.mean:+.1e}"
 
 
@@ -194,7 +209,7 @@ def main() -> None:
                 process = context.Process(target=serve, args=arguments, daemon=True)
                 process.start()
                 cases[model, kind] = here, process
-        print(f"{args.samples} samples of {args.tokens} tokens after {PROMPT_LENGTH}", flush=True)
+        print(f"{args.samples} samples of {args.tokens} tokens", flush=True)
         starts = {case: ask(pipe, None, end - time.monotonic()) for case, (pipe, _) in cases.items()}
         references: dict[str, dict[str, Any]] = {}
         for (model, kind), (pipe, process) in cases.items():
@@ -212,10 +227,10 @@ def main() -> None:
                 references.setdefault(model, result)
                 scores = ask(pipe, ("score", references[model]["sequences"]), end - time.monotonic())
                 if "error" not in scores:
-                    gaps = gaps_in_words([row[PROMPT_LENGTH:] for row in scores], references[model]["log_probs"])
+                    gaps = gaps_in_words(scores, references[model])
                     print(f"{label} gap of scores to {next(iter(args.engines))}'s samples: {gaps}", flush=True)
                     own = ask(pipe, ("score", result["sequences"]), end - time.monotonic())
-                    gaps = gaps_in_words([row[PROMPT_LENGTH:] for row in own], result["log_probs"])
+                    gaps = gaps_in_words(own, result)
                     print(f"{label} gap of scores to its own samples: {gaps}", flush=True)
                 pipe.send(None)
             process.join(20 if "error" not in result else 1)

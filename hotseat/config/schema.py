@@ -562,7 +562,7 @@ class KlConfig(Section):
 
 class CorrectionConfig(Section):
     kind: Literal["none", "tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "rollout-ratio"] | None = None
-    """Correction of the gap between engine and trainer; unset is none, with staleness tis (gspo: rollout-ratio)."""
+    """Correction of the gap between engine and trainer; unset is none; if stale or 8-bit, tis or rollout-ratio."""
     low: Amount = 0.5
     """Lower bound of the ratio."""
     high: Amount = 5.0

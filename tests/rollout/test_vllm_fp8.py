@@ -6,15 +6,19 @@ import importlib.util
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import Qwen2Config
 
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import WeightError
+from hotseat.rollout._vllm_fp8 import fp8_problem
 from hotseat.rollout.vllm_engine import VllmEngine, weight_names
+from hotseat.rollout.vllm_versions import installed_version
 from hotseat.train.eight_bits import round_layers, rounded_rows
 
 from .conformance import PATIENCE_S, reference_log_probs
@@ -58,6 +62,47 @@ class Quantised(Shared):
     def __init__(self, directory: Path, config: Qwen2Config = MODEL, **options: Any):
         super().__init__(directory, config, dtype="bfloat16", fp8_weights=True, **options)
         self.loaded = live(self)
+
+
+class Fp8PtpcOnlineLinearMethod:
+    """By the name of vLLM's."""
+
+
+class Other:
+    """Another way to have weights in 8 bits."""
+
+
+def layer(method: type, rows: int, columns: int) -> nn.Module:
+    """A layer as vLLM keeps it, of 32 x 48 but for padding."""
+    made = nn.Module()
+    made.weight = nn.Parameter(torch.zeros(rows, columns).to(torch.float8_e4m3fn).t(), requires_grad=False)
+    made.weight_scale = nn.Parameter(torch.ones(rows, 1), requires_grad=False)
+    made.quant_method, made.prefix = method(), "layers.0.down_proj"
+    made.output_size_per_partition, made.input_size_per_partition = 32, 48
+    return made
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([nn.Linear(2, 3)], "in none of the forms that are known in 8 bits: unset rollout.quantization"),
+        (
+            [layer(Fp8PtpcOnlineLinearMethod, 32, 48), layer(Other, 32, 48)],
+            "in 8 bits by Other (1), where none can be pushed: unset rollout.quantization",
+        ),
+        (
+            [layer(Fp8PtpcOnlineLinearMethod, 32, 64)],
+            "padded (layers.0.down_proj, 32 x 48), and only multiples of 16 fit: unset rollout.quantization",
+        ),
+        ([layer(Fp8PtpcOnlineLinearMethod, 32, 48), nn.Linear(2, 3)], None),
+    ],
+)
+def test_layers_that_a_push_cannot_reach_in_8_bits_are_refused(layers: list[nn.Module], message: str | None) -> None:
+    model = nn.Sequential(*layers)
+    problem = fp8_problem(model, SimpleNamespace(quantization="fp8_per_channel"))
+    expected = f"vLLM {installed_version()} keeps the weights of this Sequential {message}"
+    assert problem == (None if message is None else expected)
+    assert fp8_problem(model, SimpleNamespace(quantization=None)) is None
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +183,20 @@ def test_log_probs_are_near_those_of_the_rounded_model_after_every_push(shared: 
             scores = torch.tensor(engine.score(sequences))[:, 1:]
             mine, other = (torch.tensor(references(each, sequences))[:, 1:] for each in (number, 1 - number))
             assert (scores - mine).abs().median() < 0.2 < 1.0 < (scores - other).abs().median()
+
+
+@pytest.mark.long
+def test_two_ranks_quantise_a_push_as_they_quantise_what_they_load() -> None:
+    sequences = [[5, 6, 7, 8, 9, 11, 3, 60, 2]]
+    with tempfile.TemporaryDirectory() as directory:
+        made = Shared(Path(directory), MODEL, dtype="bfloat16", fp8_weights=True, tensor_parallel_size=2)
+        engine = bare(made)
+        try:
+            loaded = engine.score(sequences)
+            for number in (1, 0):
+                engine.load_weights(list(weights_of(number).items()), 2 - number)
+                assert engine.digest() == named_digests(weights_of(number).items())
+                assert (engine.score(sequences) == loaded) == (number == 0)
+        finally:
+            engine.close()
+            made.end()
