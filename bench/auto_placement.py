@@ -334,6 +334,11 @@ def main() -> None:
 
 
 def print_result(result: Result) -> None:
+    print_rows(result)
+    print(f"sleeps took {SLEEPER.lateness:+.1%} of what was asked for")
+
+
+def print_rows(result: Result) -> None:
     print(f"{result.num_enumerated} placements, of which {result.num_refused} are refused; {len(result.rows)} measured")
     for row in result.rows:
         numbers = f"predicted {row.predicted.step_s:6.2f} s  measured {row.measured_s:6.2f} s  {row.error:+6.1%}"
@@ -341,7 +346,6 @@ def print_result(result: Result) -> None:
     errors = [abs(row.error) for row in result.rows]
     print(f"spread {result.spread:.2f}; error mean {fmean(errors):.1%}, largest {max(errors):.1%};", end=" ")
     print(f"the choice is {result.loss_of_choice:.1%} slower than the best that was measured")
-    print(f"sleeps took {SLEEPER.lateness:+.1%} of what was asked for")
 
 
 if __name__ == "__main__":

@@ -47,11 +47,11 @@ class Case:
     always_offloaded: bool = False
     kl: bool = False
     ppo: bool = False  # with a critic, a reference and a reward model, each of the actor's shape
-    micro_batch: int = 32
+    micro_batch: int | str = 32
     memory_share: float = 0.4
     num_prompts: int = NUM_PROMPTS
     checkpointing: bool = False
-    checkpointed_layers: int | None = None  # of those that recompute; None: all
+    checkpointed_layers: int | str | None = None  # of those that recompute; None: all
     num_engines: int = 1  # on the one device; each has a part of its memory
 
 
@@ -76,6 +76,15 @@ CASES = {
         memory_share=0.27,
         checkpointing=True,
         checkpointed_layers=8,
+    ),
+    "8B-auto": Case(
+        "Llama-3-8B's shape, pure bf16, as few layers recomputed as fit",
+        model="8B",
+        steps=4,
+        micro_batch="auto",
+        memory_share=0.27,
+        checkpointing=True,
+        checkpointed_layers="auto",
     ),
 }
 

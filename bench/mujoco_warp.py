@@ -6,13 +6,15 @@
 
 Parts: `speed`, world-steps and frames in a second, and whether bits repeat; `offload`, memory that it frees and seconds
 until the simulator steps again; `turns`, seconds of a step with simulators and engine that take turns with the actor or
-stay, in 1 and 2 stages; `learn`, success on held-out seeds over time: a few episodes of the script are imitated, then
-GRPO. No part begins after `--limit-s`; learning ends there.
+stay, in 1 and 2 stages; `learn`, success on held-out seeds over time: decisions of a script and random ones are
+imitated, then GRPO. Several parts have a process each, so that a failure of one leaves the others. Nothing begins after
+`--limit-s`; learning ends there.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -31,11 +33,14 @@ import numpy as np
 sys.path.remove(str(Path(__file__).parent))  # where this file would be the package of its name
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.lib.tabletop import write_policy, write_script_rows
+from bench.lib.imitation import Lesson, imitate
+from bench.lib.tabletop import write_policy
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.envs.processes import ProcessEnv
 
 PARTS = ("speed", "offload", "turns", "learn")
+PATCH = 8  # pixels of the edge of an image token
+MAX_LENGTH = 96
 NUM_SUBSTEPS = 3  # steps of physics of an action
 STARTED_S = time.monotonic()
 
@@ -56,37 +61,39 @@ def speed(arguments: argparse.Namespace) -> None:
 
     from hotseat.envs.families.mujoco_warp import make_worlds
 
-    sizes = (4, 8) if arguments.tiny else (64, 256, 1024, 4096)
+    wp.init()
+    say(f"warp {wp.config.version} on {wp.get_preferred_device()}")
+    # The mode that is not deterministic has kernels of its own to compile, so only the largest sizes have both.
+    cases = [(4, True), (8, True), (8, False)]
+    if not arguments.tiny:
+        cases = [(64, True), (256, True), (1024, True), (4096, True), (1024, False), (4096, False)]
     say(f"{'worlds':>7} {'deterministic':>13} {'actions/s':>12} {'world-steps/s':>14} {'frames/s':>12}   first call s")
-    for num_worlds in sizes:
-        for deterministic in (True, False):
+    for num_worlds, deterministic in cases:
+        seconds = {}
+        first_s = 0.0
+        for observe in ("state", "image"):
             began_s = time.perf_counter()
-            made = {
-                observe: make_worlds(["push-red"], 10**6, num_worlds, observe, deterministic=deterministic)
-                for observe in ("state", "image")
-            }
-            first_s = time.perf_counter() - began_s
-            seconds = {}
-            for observe, worlds in made.items():
-                actions = np.random.default_rng(0).uniform(-1, 1, (num_worlds, 4, 2))
-                acting = np.zeros(num_worlds, dtype=np.int32)
-                worlds.reset(list(range(num_worlds)), [0] * num_worlds, list(range(num_worlds)))
-                worlds.step_all(acting, actions)
+            worlds = make_worlds(["push-red"], 10**6, num_worlds, observe, deterministic=deterministic)
+            actions = np.random.default_rng(0).uniform(-1, 1, (num_worlds, 4, 2))
+            acting = np.zeros(num_worlds, dtype=np.int32)
+            worlds.reset(list(range(num_worlds)), [0] * num_worlds, list(range(num_worlds)))
+            worlds.step_all(acting, actions)
+            wp.synchronize()
+            first_s += time.perf_counter() - began_s
+            rounds, began_s = 0, time.perf_counter()
+            while rounds < 4 or time.perf_counter() - began_s < 1:
+                for _ in range(4):
+                    worlds.step_all(acting, actions)
                 wp.synchronize()
-                rounds, began_s = 0, time.perf_counter()
-                while rounds < 4 or time.perf_counter() - began_s < (1 if arguments.tiny else 2):
-                    for _ in range(4):
-                        worlds.step_all(acting, actions)
-                    wp.synchronize()
-                    rounds += 4
-                seconds[observe] = (time.perf_counter() - began_s) / rounds
-            # A chunk ends with one frame of each world, which is all that the second one does besides.
-            frame_s = max(seconds["image"] - seconds["state"], 1e-9)
-            per_s = num_worlds * 4 / seconds["state"]
-            say(
-                f"{num_worlds:7} {'yes' if deterministic else 'no':>13} {per_s:12,.0f}"
-                f" {per_s * NUM_SUBSTEPS:14,.0f} {num_worlds / frame_s:12,.0f}   {first_s:.1f}"
-            )
+                rounds += 4
+            seconds[observe] = (time.perf_counter() - began_s) / rounds
+        # A chunk ends with one frame of each world, which is all that the second one does besides.
+        frame_s = max(seconds["image"] - seconds["state"], 1e-9)
+        per_s = num_worlds * 4 / seconds["state"]
+        say(
+            f"{num_worlds:7} {'yes' if deterministic else 'no':>13} {per_s:12,.0f}"
+            f" {per_s * NUM_SUBSTEPS:14,.0f} {num_worlds / frame_s:12,.0f}   {first_s:.1f}"
+        )
     for deterministic in (True, False):
         digests = [_digest(num_worlds, deterministic) for num_worlds in (16, 16, 5)]
         what = "deterministic" if deterministic else "deterministic: false"
@@ -129,8 +136,10 @@ def offload(arguments: argparse.Namespace) -> None:
     slots = list(range(num_worlds))
     used_bytes(None)  # this process has its context before anything is measured
     before = used_bytes(None)
+    began_s = time.perf_counter()
     env = ProcessEnv(settings, num_worlds)
     try:
+        say(f"started in {time.perf_counter() - began_s:.1f} s: imports, context, kernels, {num_worlds} worlds")
         _play(env, slots)
         taken = used_bytes(env) - before
         say(f"{'':10} {'MiB taken':>10} {'MiB left':>9} {'freed':>7} {'offload s':>10} {'steps again after s':>20}")
@@ -165,30 +174,56 @@ def _play(env: ProcessEnv, slots: list[int]) -> None:
 def config(arguments: argparse.Namespace, folder: Path, name: str, model: Path, **changes: str) -> dict[str, str]:
     """Return the sections of a GRPO run."""
     sizes = arguments.sizes
+    hosts = arguments.hosts if arguments.runtime == "ray" else 1
     return {
         "name": name,
         "run_dir": f"{folder}/runs",
-        "cluster": f"{{runtime: {arguments.runtime}}}",
+        "seed": str(arguments.seed),
+        "cluster": cluster(arguments, hosts),
         "actor": (
             f"{{model: {model}, optimizer: {{learning_rate: {arguments.learning_rate}, schedule: constant,"
             " warmup_ratio: 0.0}}"
         ),
-        "data": "{max_length: 128}",
-        "env": (
-            f"{{path: mujoco_warp, tasks: [{', '.join(arguments.tasks)}], kwargs: {{observe: image, pixels:"
-            f" {arguments.pixels}}}, images: true, num_envs: {sizes['num_envs']}, chunk: {arguments.chunk}, bins:"
-            f" {arguments.bins}, max_steps: {arguments.max_steps}, reward: success, num_seeds: {sizes['num_seeds']},"
-            f" eval_seeds: {sizes['eval_seeds']}, step_timeout_s: 300}}"
-        ),
+        "data": f"{{max_length: {MAX_LENGTH}}}",
+        "env": env_section(arguments, arguments.tasks, sizes["num_envs"] // hosts),
         "rollout": (
             f"{{batch_size: {sizes['prompts']}, samples_per_prompt: 8, num_slots: {sizes['num_envs']},"
-            " pipeline_stage_num: 2}"
+            f" pipeline_stage_num: 2, temperature: {arguments.temperature}}}"
         ),
-        "algorithm": "{estimator: group_norm}",
-        "train": f"{{dtype: fp32, batch_size: {sizes['prompts'] * 8 // 2}}}",
+        "algorithm": f"{{estimator: group_norm, entropy_coef: {arguments.entropy_coef}}}",
+        "train": f"{{dtype: fp32, compile: false, batch_size: {sizes['prompts'] * 8 // arguments.updates}}}",
+        "reward": "{max_failed_fraction: 0.5}",  # a policy at random may sample a placeholder of images
         "eval": "{every: 1000000}",
         **changes,
     }
+
+
+def cluster(arguments: argparse.Namespace, hosts: int = 1) -> str:
+    if arguments.runtime == "local":
+        return "{runtime: local}"
+    env = f"0:0-{hosts - 1}" if hosts > 1 else "0"  # several processes on one device
+    return f"{{runtime: ray, component_placement: {{actor: '0', env: '{env}', rollout: '0'}}}}"
+
+
+def env_section(arguments: argparse.Namespace, tasks: list[str], num_envs: int, **changes: object) -> str:
+    sizes = arguments.sizes
+    fields: dict[str, object] = {
+        "path": "mujoco_warp",
+        "tasks": f"[{', '.join(tasks)}]",
+        "kwargs": (
+            f"{{observe: image, pixels: {arguments.pixels}, progress: {arguments.progress}, deterministic: false}}"
+        ),
+        "images": "true",
+        "num_envs": num_envs,
+        "chunk": arguments.chunk,
+        "bins": arguments.bins,
+        "max_steps": arguments.max_steps,
+        "reward": "simulator",
+        "num_seeds": sizes["num_seeds"],
+        "eval_seeds": sizes["eval_seeds"],
+        "step_timeout_s": 300,
+    }
+    return f"{{{', '.join(f'{key}: {value}' for key, value in (fields | changes).items())}}}"
 
 
 def start(sections: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
@@ -233,30 +268,32 @@ def tail(folder: Path, name: str) -> str:
 
 def turns(arguments: argparse.Namespace, folder: Path) -> None:
     model = folder / "turns-model"
-    write_policy(model, bins=arguments.bins, pixels=arguments.pixels, patch=8, width=arguments.width, layers=2)
+    write_policy(model, bins=arguments.bins, pixels=arguments.pixels, patch=PATCH, width=arguments.width, layers=2)
     say(
         f"{'':14} {'stages':>6} {'s/step':>8} {'rollout':>8} {'update':>8} {'offload':>8} {'onload':>8}   GiB of phases"
     )
     steps = 3 if arguments.tiny else 5
+    sizes = arguments.sizes
     for kind, is_offloaded in (("taking turns", "true"), ("all resident", "false")):
         for stages in (1, 2):
             name = f"turns-{is_offloaded}-{stages}"
-            sizes = arguments.sizes
+            began_s = elapsed_s()
             plain = config(arguments, folder, name, model)
-            sections = config(
-                arguments,
-                folder,
-                name,
-                model,
-                actor=plain["actor"][:-1] + f", enable_offload: {is_offloaded}}}",
-                env=plain["env"][:-1]
-                .replace(f"num_seeds: {sizes['num_seeds']}", f"num_seeds: {sizes['prompts'] * steps}")
-                .replace(f"tasks: [{', '.join(arguments.tasks)}]", f"tasks: [{arguments.tasks[0]}]")
-                .replace(f"eval_seeds: {sizes['eval_seeds']}", "eval_seeds: 0")
-                + f", enable_offload: {is_offloaded}}}",
-                rollout=plain["rollout"][:-1].replace("pipeline_stage_num: 2", f"pipeline_stage_num: {stages}")
-                + f", enable_offload: {is_offloaded}}}",
-            )
+            offloads = f", enable_offload: {is_offloaded}}}"
+            sections = plain | {
+                "cluster": cluster(arguments),
+                "actor": plain["actor"][:-1] + offloads,
+                "env": env_section(
+                    arguments,
+                    arguments.tasks[:1],
+                    sizes["num_envs"],
+                    num_seeds=sizes["prompts"] * steps,
+                    eval_seeds=0,
+                    enable_offload=is_offloaded,
+                ),
+                "rollout": plain["rollout"][:-1].replace("pipeline_stage_num: 2", f"pipeline_stage_num: {stages}")
+                + offloads,
+            }
             sections.pop("eval")
             if not finish(start(sections, folder), arguments.limit_s):
                 say(f"{kind:14} {stages:6} did not end:\n{tail(folder, name)}")
@@ -266,61 +303,39 @@ def turns(arguments: argparse.Namespace, folder: Path) -> None:
             def mean(key: str, warm: list[dict[str, Any]] = warm) -> float:
                 return float(np.mean([each.get(key, np.nan) for each in warm]))
 
-            memory = {
-                phase: max((mean(f"memory/{phase}/{role}") for role in ("actor", "env", "rollout")), default=0.0)
-                for phase in ("rollout", "update")
-            }
+            memory = {phase: mean(f"memory/{phase}/device 0") for phase in ("rollout", "update")}
             say(
                 f"{kind:14} {stages:6} {mean('step_s'):8.2f} {mean('time/rollout'):8.2f} {mean('time/update'):8.2f}"
                 f" {mean('time/offload'):8.2f} {mean('time/onload'):8.2f}   rollout {memory['rollout']:.2f}, update"
-                f" {memory['update']:.2f}"
+                f" {memory['update']:.2f}; {len(warm)} steps, {elapsed_s() - began_s:.0f} s with the start"
             )
 
 
 def learn(arguments: argparse.Namespace, folder: Path) -> None:
+    from hotseat.envs.families.mujoco_warp import make_worlds
+
     began_s = elapsed_s()
     write_policy(
         folder / "model",
         bins=arguments.bins,
         pixels=arguments.pixels,
-        patch=8,
+        patch=PATCH,
         width=arguments.width,
         layers=2,
         seed=arguments.seed,
     )
-    num_rows, share = write_script_rows(
-        folder / "script.jsonl",
-        arguments.tasks,
-        num_episodes=arguments.episodes,
-        chunk=arguments.chunk,
-        bins=arguments.bins,
-        pixels=arguments.pixels,
-        max_steps=arguments.max_steps,
-    )
-    say(f"{arguments.episodes} episodes of the script, {share:.0%} succeed: {num_rows} rows")
-    imitation = {
-        "task": "sft",
-        "name": "imitation",
-        "run_dir": f"{folder}/runs",
-        "cluster": f"{{runtime: {arguments.runtime}}}",
-        "actor": (
-            f"{{model: {folder}/model, optimizer: {{learning_rate: 1.0e-3, schedule: constant, warmup_ratio: 0.0}}}}"
-        ),
-        "data": (
-            f"{{path: {folder}/script.jsonl, output_key: output, image_key: images, max_images_per_prompt: 1,"
-            " max_length: 128}"
-        ),
-        "train": f"{{dtype: fp32, batch_size: {min(32, num_rows)}, max_epochs: {arguments.sft_epochs}}}",
-    }
-    if not finish(start(imitation, folder), arguments.limit_s):
-        say(f"imitation did not end:\n{tail(folder, 'imitation')}")
-        return
+    worlds = make_worlds(arguments.tasks, arguments.max_steps, arguments.sizes["views"], "both", arguments.pixels)
+    lesson = Lesson(arguments.sizes["views"] * 128, arguments.sft_batch, arguments.sft_s)
+    if arguments.tiny:
+        lesson = Lesson(16, 8, 1.0, num_steps=2, max_mixtures=1)
+    imitate(folder / "model", arguments.tasks, worlds, arguments.chunk, arguments.bins, lesson, say)
+    worlds.close()
     say(f"imitated after {elapsed_s() - began_s:.0f} s")
     sections = config(
         arguments,
         folder,
         "learn",
-        folder / "runs" / "imitation" / "model",
+        folder / "model",
         eval=f"{{every: {arguments.eval_every}, temperature: 1.0, samples_per_prompt: 1}}",
     )
     learning_s = elapsed_s()
@@ -344,7 +359,9 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
 
     run = start(sections, folder)
     is_done = finish(run, arguments.limit_s, watch)
-    watch()
+    is_target = watch()
+    if not is_done and not is_target and elapsed_s() < arguments.limit_s:
+        say(f"the run failed:\n{tail(folder, 'learn')}")
     if not metrics_of(folder, "learn"):
         say(f"learning did not begin:\n{tail(folder, 'learn')}")
         return
@@ -358,6 +375,26 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
     )
 
 
+def run_parts(arguments: argparse.Namespace) -> None:
+    """Run each part in a process of its own, up to the limit."""
+    for part in arguments.parts:
+        left_s = arguments.limit_s - elapsed_s()
+        if left_s <= 0:
+            say(f"\n{part}: not begun, the limit of {arguments.limit_s:.0f} s is over")
+            continue
+        # argparse takes the last of an option that is there twice.
+        command = [sys.executable, __file__, *sys.argv[1:], "--parts", part, "--limit-s", f"{left_s:.0f}"]
+        child = subprocess.Popen(command, start_new_session=True)
+        try:
+            child.wait(left_s + 60)
+        except subprocess.TimeoutExpired:
+            say(f"{part}: ended at the limit")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -365,47 +402,54 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=1500.0, help="of the whole call")
     parser.add_argument("--pause-s", type=float, default=5.0, help="between offloading and coming back")
     parser.add_argument("--tasks", nargs="+", default=["reach-red", "reach-blue", "push-red", "push-blue"])
-    parser.add_argument("--episodes", type=int, default=400, help="of the script, to imitate")
-    parser.add_argument("--sft-epochs", type=int, default=1)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--sft-batch", type=int, default=512)
+    parser.add_argument("--sft-s", type=float, default=130.0, help="of imitating the script, at most")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--temperature", type=float, default=1.2, help="of rollouts; evaluation has 1")
+    parser.add_argument("--entropy-coef", type=float, default=0.002)
+    parser.add_argument("--updates", type=int, default=2, help="of each step")
+    parser.add_argument("--progress", type=float, default=1.0, help="reward of a metre of way")
     parser.add_argument("--target", type=float, default=0.8)
-    parser.add_argument("--eval-every", type=int, default=5)
+    parser.add_argument("--eval-every", type=int, default=10)
     parser.add_argument("--chunk", type=int, default=2)
     parser.add_argument("--bins", type=int, default=7)
     parser.add_argument("--pixels", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--max-steps", type=int, default=24)
     parser.add_argument("--runtime", choices=("local", "ray"), help="ray on a CUDA device, else local, if not set")
+    parser.add_argument("--hosts", type=int, default=4, help="processes of the role env while it learns, on Ray")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, help="tasks and seeds of a step, 8 episodes each")
     parser.add_argument("--folder", type=Path, help="kept; a temporary one if not set")
     arguments = parser.parse_args()
+    if len(arguments.parts) > 1:
+        run_parts(arguments)
+        return
     if arguments.runtime is None:
         import torch
 
         arguments.runtime = "ray" if torch.cuda.is_available() else "local"
-    prompts = arguments.prompts or (2 if arguments.tiny else 32)
+    prompts = arguments.prompts or (4 if arguments.tiny else 32)
     arguments.sizes = {
         "prompts": prompts,
         "num_envs": 8 * prompts,
-        "num_seeds": 2 if arguments.tiny else 4096,
+        "num_seeds": 4 if arguments.tiny else 4096,
         "eval_seeds": 2 if arguments.tiny else 64,
+        "views": 8 if arguments.tiny else 512,  # worlds that the imitation plays in, 128 views of each
     }
     if arguments.tiny:
-        arguments.episodes, arguments.width, arguments.max_steps = min(arguments.episodes, 8), 32, 4
+        arguments.sft_batch, arguments.width, arguments.max_steps = 16, 32, 4
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="mujoco-warp-"))
     folder.mkdir(parents=True, exist_ok=True)
+    [part] = arguments.parts
+    say(f"\n{part}")
     try:
-        for part in arguments.parts:
-            if elapsed_s() > arguments.limit_s:
-                say(f"\n{part}: not begun, the limit of {arguments.limit_s:.0f} s is over")
-                continue
-            say(f"\n{part} (after {elapsed_s():.0f} s)")
-            if part in ("speed", "offload"):
-                {"speed": speed, "offload": offload}[part](arguments)
-            else:
-                {"turns": turns, "learn": learn}[part](arguments, folder)
+        if part in ("speed", "offload"):
+            {"speed": speed, "offload": offload}[part](arguments)
+        else:
+            {"turns": turns, "learn": learn}[part](arguments, folder)
     finally:
+        say(f"{part}: {elapsed_s():.0f} s")
         if arguments.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
 

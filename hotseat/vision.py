@@ -22,7 +22,7 @@ What is in transformers 5.17 and 5.19, found out with tiny random models on a CP
   each segment by itself, so that packed and padded segments have the same ones. Idefics3, SmolVLM and LLaVA count.
 - Attention of visual encoders is not causal: `set_attention` gives ours to the language model alone. Qwen's encoders
   attend window by window, in as many calls as there are windows, unless the name of their attention has "flash" in it:
-  then it gets the ends of all windows (`set_window_attention`).
+  then it gets the ends of all windows (`train.attention.image_attention`).
 - torchvision from PyPI is built for CUDA and fails beside a CPU build of torch (`operator torchvision::nms does not
   exist`), which is why `make setup` removes it. vLLM's files of models import it; `rollout._vllm_images` does without.
 """
@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import inspect
 import itertools
 import json
 import shutil
@@ -51,7 +50,11 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_
 _TEMPLATE_FILES = ("chat_template.json", "chat_template.jinja")  # tokenizers read and write the second one, too
 TOKENS = "token_ids"  # in the metadata of a prepared image
 _CACHED = 256  # images whose pixels a process keeps mapped
+_PIXELS = "pixel_values"  # as models call them
 _PACKED = "pixels:"
+_COMPRESSED, _RAW = "z", "r"  # what follows
+_PROBE = 4096  # bytes by which to tell whether compression pays
+_PALETTE = "palette"  # of packed bytes
 _ENCODERS = ("visual", "vision_tower", "vision_model")  # what families call the visual encoder
 _LANGUAGE = ("language_model", "text_model")
 
@@ -124,16 +127,6 @@ def set_attention(model: Any, name: str) -> None:
     language.set_attn_implementation(name)
 
 
-def set_window_attention(model: Any, name: str) -> None:
-    """Set the attention of a visual encoder that attends within windows of images (Qwen's); others keep theirs."""
-    if not sees_images(model.config):
-        return
-    encoder = encoder_of(model)
-    # Their layers get the offsets of windows, and pass them on.
-    if any("cu_seqlens" in inspect.signature(type(module).forward).parameters for module in encoder.modules()):
-        encoder.config._attn_implementation = name
-
-
 def language_part(model: Any) -> Any:
     """Return the part of a model that reads embeddings of tokens: all of it, unless it sees images."""
     return _part(model, _LANGUAGE) if sees_images(model.config) else model
@@ -148,10 +141,19 @@ def _part(model: Any, names: Sequence[str]) -> Any:
     )
 
 
-def pack_pixels(pixels: Mapping[str, Tensor]) -> str:
-    """Return prepared pixels as a string that stands for the image wherever the path of a file would."""
-    stored = save({name: tensor.contiguous() for name, tensor in pixels.items()})
-    return _PACKED + base64.b64encode(zlib.compress(stored, 1)).decode("ascii")
+def pack_pixels(pixels: Mapping[str, Tensor], palette: Tensor | None = None) -> str:
+    """Return prepared pixels as a string that stands for the image wherever the path of a file would.
+
+    palette: [channels or 1, 256] float32, the values of bytes; `pixel_values` [1, channels, H, W] are bytes then, which
+    take a tenth of the time.
+    """
+    tensors = dict(pixels) if palette is None else {**pixels, _PALETTE: palette}
+    stored = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    # Drawn pictures become small in no time. Those of cameras take longer to compress than a policy to act.
+    middle = stored[len(stored) // 2 :][:_PROBE]
+    is_small = len(zlib.compress(middle, 1)) < len(middle) // 4
+    kind, stored = (_COMPRESSED, zlib.compress(stored, 1)) if is_small else (_RAW, stored)
+    return _PACKED + kind + base64.b64encode(stored).decode("ascii")
 
 
 def is_packed(image: str) -> bool:
@@ -159,11 +161,22 @@ def is_packed(image: str) -> bool:
     return image.startswith(_PACKED)
 
 
-@functools.lru_cache(maxsize=_CACHED)
 def pixels_of(image: str) -> dict[str, Tensor]:
-    """Return the prepared pixels of an image, by the names of the forward's arguments: unpacked, or mapped."""
+    """Return the prepared pixels of an image, by the names of the forward's arguments."""
+    tensors = dict(_tensors_of(image))
+    palette = tensors.pop(_PALETTE, None)
+    if palette is not None:
+        tensors[_PIXELS] = _values(tensors[_PIXELS], palette)
+    return tensors
+
+
+@functools.lru_cache(maxsize=_CACHED)
+def _tensors_of(image: str) -> dict[str, Tensor]:
+    """Return the tensors of an image as they are stored: unpacked, or mapped."""
     if is_packed(image):
-        return dict(load(zlib.decompress(base64.b64decode(image[len(_PACKED) :]))))
+        at = len(_PACKED)
+        stored = base64.b64decode(image[at + 1 :])
+        return dict(load(zlib.decompress(stored) if image[at] == _COMPRESSED else stored))
     try:
         with safe_open(image, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -172,6 +185,12 @@ def pixels_of(image: str) -> dict[str, Tensor]:
             f"{image}: a prepared image cannot be read ({error}): the folder of prepared images must be on a file"
             " system that all machines of the run share"
         ) from None
+
+
+def _values(codes: Tensor, palette: Tensor) -> Tensor:
+    """Look bytes up, [num, channels, H, W] uint8, in a palette of each channel or one of all."""
+    channels = torch.arange(codes.shape[1], device=codes.device)[:, None, None] % palette.shape[0]
+    return palette[channels, codes.long()]
 
 
 def tokens_of(image: str) -> tuple[int, ...]:
@@ -211,12 +230,22 @@ class Vision:
 
     def arguments(self, images: Sequence[str], device: torch.device | None) -> dict[str, Tensor]:
         """Join the pixels of images, in the order of their placeholders."""
-        each = [pixels_of(image) for image in images]
+        each = [_tensors_of(image) for image in images]
         if not each:
             return {}
+        palette = each[0].get(_PALETTE)
+        if palette is not None and all(_PALETTE in one and torch.equal(one[_PALETTE], palette) for one in each):
+            codes = torch.cat([one[_PIXELS] for one in each]).to(device)  # a quarter of the bytes of their values
+            return {_PIXELS: _values(codes, palette.to(device))}
+        each = [pixels_of(image) for image in images]
         # Images in tiles are [1, num_tiles, channels, height, width]; the model drops the first dimension.
-        dim = 1 if each[0]["pixel_values"].ndim == 5 else 0
+        dim = 1 if each[0][_PIXELS].ndim == 5 else 0
         return {name: torch.cat([pixels[name] for pixels in each], dim=dim).to(device) for name in each[0]}
+
+    def features(self, images: Sequence[str], device: torch.device | None) -> Tensor:
+        """Compute what stands for the placeholders of images, in order: [num_placeholders, hidden_size]."""
+        output: Any = self._base.get_image_features(**self.arguments(images, device))
+        return torch.cat([*output.pooler_output])
 
     def common_shape(self, images: Sequence[str]) -> tuple[int, ...] | None:
         """Return what the images of sequences must have in common for these to share a forward; None: they never do.
@@ -224,10 +253,10 @@ class Vision:
         With positions in three dimensions it is the grid of each image, in order: pixels are rows of patches, whose
         number decides how products are computed. Otherwise all images have one shape. Tiles of images share nothing.
         """
-        pixels = [pixels_of(image) for image in images]
+        tensors = [_tensors_of(image) for image in images]
         if self.has_axes:
-            return tuple(int(size) for each in pixels for size in each["image_grid_thw"].flatten())
-        shapes = {tuple(each["pixel_values"].shape) for each in pixels}
+            return tuple(int(size) for each in tensors for size in each["image_grid_thw"].flatten())
+        shapes = {tuple(each[_PIXELS].shape) for each in tensors}
         return None if len(shapes) != 1 or len(next(iter(shapes))) != 4 else next(iter(shapes))
 
     def positions(self, token_ids: Tensor, images: Sequence[str]) -> Tensor:

@@ -178,6 +178,14 @@ class Leases:
                     self._devices[device].used_at_grant = None
             self._changed.notify_all()
 
+    def expect_use(self, num_bytes: Mapping[int, int]) -> None:
+        """Expect more memory in use on devices: it came for the next phase before their holders left."""
+        with self._changed:
+            for device, more in num_bytes.items():
+                state = self._devices.get(device)
+                if state is not None and state.used_at_grant is not None:
+                    state.used_at_grant += more
+
     def holders(self, device: int) -> tuple[Holder, ...]:
         """Return who has the device now and has not reported it."""
         with self._changed:

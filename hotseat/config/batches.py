@@ -72,6 +72,12 @@ def token_budget(section: TrainConfig | RolloutConfig) -> int | None:
     return section.chosen_tokens_per_device if is_auto(section) else section.max_tokens_per_device
 
 
+def num_checkpointed(config: Config) -> int | None:
+    """Return how many layers recompute their activations; None: all, also where the number is not chosen yet."""
+    layers = config.train.checkpointed_layers
+    return None if layers == "auto" else layers
+
+
 def tokens_per_micro_batch(config: Config, max_tokens_per_device: int | None) -> int | None:
     """Return the most tokens of a micro-batch, whose sequences lie on `train.sequence_parallel_size` devices."""
     return None if max_tokens_per_device is None else max_tokens_per_device * config.train.sequence_parallel_size

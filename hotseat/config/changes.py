@@ -85,6 +85,8 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
                     "engine_args",
                     "lora_sync",
                     "fp32_head",
+                    "quantization",
+                    "kv_cache_dtype",
                     "weight_transport",
                     "canary",
                 )
@@ -170,8 +172,9 @@ def changes_between(saved: str, config: Config) -> list[Change]:
     refused: list[Change] = []
     for key in different:
         old, new = then.get(key), now.get(key)
-        # Budgets that are not set are taken from the checkpoint.
-        is_taken_over = key.endswith("chosen_tokens_per_device") and new is None
+        # What the run chose before is taken from the checkpoint.
+        is_budget = key.endswith("chosen_tokens_per_device")
+        is_taken_over = (is_budget and new is None) or (key == "train.checkpointed_layers" and new == "auto")
         if is_taken_over or key in idle or _is_below(key, _SILENT):
             continue
         if _is_below(key, free):

@@ -357,6 +357,8 @@ RULES: tuple[Rule, ...] = (
             "rollout.prefix_caching",
             "rollout.enforce_eager",
             "rollout.engine_args",
+            "rollout.quantization",
+            "rollout.kv_cache_dtype",
             "rollout.lora_sync",
             "rollout.tensor_parallel_size",
         ),
@@ -574,6 +576,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
     problems += _agent_conflicts(config)
     problems += _simulator_conflicts(config)
     problems += image_conflicts(config)
+    problems += _precision_conflicts(config)
     if algorithm.filtering.low >= algorithm.filtering.high:
         problems.append(
             ("algorithm.filtering.low", f"{algorithm.filtering.low} is not below high, {algorithm.filtering.high}")
@@ -753,6 +756,20 @@ def _agent_conflicts(config: Config) -> list[tuple[str, str]]:
                 " set it to false",
             )
         )
+    return problems
+
+
+def _precision_conflicts(config: Config) -> list[tuple[str, str]]:
+    """Return (key, message) of engines in 8 bits that other settings rule out."""
+    rollout = config.rollout
+    problems = []
+    for key in ("quantization", "kv_cache_dtype"):
+        if getattr(rollout, key) is not None and config.train.dtype == "fp32":
+            why = "fp8 is for 16-bit models, and train.dtype is fp32: set that to bf16, or leave this unset"
+            problems.append((f"rollout.{key}", why))
+    if rollout.quantization is not None and rollout.lora_sync == "adapter":
+        why = "fp8 has not been tried with adapters that vLLM applies itself: set rollout.lora_sync to merged"
+        problems.append(("rollout.quantization", why))
     return problems
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from hotseat.config.precision import samples_in_8_bits
 from hotseat.config.roles import has_agent, has_simulator
 from hotseat.config.schema import Config
 
@@ -43,10 +44,10 @@ def overlap_queue(config: Config) -> int:
 
 
 def correction_kind(config: Config) -> CorrectionKind:
-    """Return the off-policy correction of a run: the one that is set, or one that fits the age of its samples."""
+    """Return the off-policy correction of a run: the one that is set, or one that fits the origin of its samples."""
     if config.algorithm.correction.kind is not None:
         return config.algorithm.correction.kind
-    if config.overlap.staleness == 0:
+    if config.overlap.staleness == 0 and not samples_in_8_bits(config):
         return "none"
     return "rollout-ratio" if config.algorithm.policy_loss == "gspo" else "tis"
 
@@ -139,6 +140,11 @@ def maths_notes(config: Config) -> list[str]:
         notes.append(
             f"warning: overlap.staleness is {config.overlap.staleness} and algorithm.correction.kind is none: samples"
             " of older weights are learned from as if they were of the current policy; leave it unset to correct that"
+        )
+    elif samples_in_8_bits(config) and correction_kind(config) == "none":
+        notes.append(
+            "warning: engines sample in 8 bits and algorithm.correction.kind is none: samples are learned from as if"
+            " they were of the trainer's policy; leave it unset to correct that"
         )
     is_limit_used = config.reward.overlong.buffer_length > 0 or used == "constant"
     if has_agent(config) and is_limit_used:

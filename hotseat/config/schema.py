@@ -421,6 +421,10 @@ class RolloutConfig(Section):
     """Further arguments of vLLM's engine, by its own names, such as `max_num_batched_tokens`."""
     fp32_head: bool = True
     """Compute the logits of a 16-bit engine in fp32, as the trainer does; false rounds them to the model's dtype."""
+    quantization: Literal["fp8"] | None = None
+    """Have vLLM keep the weights of linear layers, and compute with them, in 8 bits; unset is the model's dtype."""
+    kv_cache_dtype: Literal["fp8"] | None = None
+    """Have vLLM keep keys and values in 8 bits, on GPUs; unset is the model's dtype."""
     lora_sync: Literal["merged", "adapter"] = "merged"
     """Send vLLM all weights with adapters merged in, or adapters alone, which it applies beside the weights it has."""
     weight_transport: Literal["auto", "nccl", "gloo"] = "auto"
@@ -558,7 +562,7 @@ class KlConfig(Section):
 
 class CorrectionConfig(Section):
     kind: Literal["none", "tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "rollout-ratio"] | None = None
-    """Correction of the gap between engine and trainer; unset is none, with staleness tis (gspo: rollout-ratio)."""
+    """Correction of the gap between engine and trainer; unset is none; if stale or 8-bit, tis or rollout-ratio."""
     low: Amount = 0.5
     """Lower bound of the ratio."""
     high: Amount = 5.0
@@ -712,8 +716,8 @@ class TrainConfig(Section):
     """Keep fp32 master weights beside a 16-bit computation."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
-    checkpointed_layers: Positive | None = None
-    """With gradient_checkpointing: recompute so many layers, evenly spread; the others keep theirs. Unset: all."""
+    checkpointed_layers: NotNegative | Literal["auto"] | None = None
+    """With gradient_checkpointing: recompute so many layers, evenly spread; `auto`: as few as fit. Unset: all."""
     compile: bool | None = None
     """Compile the model's layers with torch.compile; unset: on a GPU, where there is a C compiler."""
     packing: bool = True

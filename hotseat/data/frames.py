@@ -11,7 +11,7 @@ import base64
 import hashlib
 import io
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from hotseat.errors import UserError
 from hotseat.vision import pack_pixels, pixels_of
 
 FILM = "data:image/webp;base64,"
+_PIXELS = "pixel_values"
 _FRAME_MS = 300  # of a film
 _KEPT_BYTES = 256 << 20  # of prepared frames: worlds look alike again and again
 
@@ -36,14 +37,27 @@ class Frame:
     token_ids: tuple[int, ...]  # that stand for it in a context
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """What a processor makes of frames of one shape."""
+
+    token_ids: tuple[int, ...]
+    names: frozenset[str]  # of the tensors that the model takes
+    palette: Tensor | None  # values of bytes, where nothing else matters
+
+
 class FramePreparer:
-    """Prepares frames with the processor of a model."""
+    """Prepares frames with the processor of a model.
+
+    Most processors do the same to every byte of a frame that has the model's size: they are asked once what, since
+    asking them takes longer than a small policy takes to act.
+    """
 
     def __init__(self, processor: Any):
         self._processor = processor
         self._kept: OrderedDict[tuple[tuple[int, ...], bytes], Frame] = OrderedDict()  # by shape and digest
         self._num_bytes = 0
-        self._layouts: dict[tuple[int, ...], tuple[tuple[int, ...], frozenset[str]]] = {}  # by shape of a frame
+        self._layouts: dict[tuple[int, ...], _Layout] = {}  # by shape of a frame
 
     def prepare(self, frame: np.ndarray) -> Frame:
         """Return a frame of [H, W, 3] uint8, prepared."""
@@ -53,25 +67,52 @@ class FramePreparer:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        token_ids, names = self._layouts.get(frame.shape) or self._layout(frame)
-        made = self._processor.image_processor(images=[_image(frame)], return_tensors="pt")
-        prepared = Frame(pack_pixels({name: made[name] for name in names}), token_ids)
+        layout = self._layouts.get(frame.shape) or self._layout(frame)
+        if layout.palette is not None:
+            packed = pack_pixels({_PIXELS: torch.from_numpy(frame.transpose(2, 0, 1)[None].copy())}, layout.palette)
+        else:
+            packed = pack_pixels(self._pixels(frame, layout.names))
+        prepared = Frame(packed, layout.token_ids)
         self._kept[key] = prepared
         self._num_bytes += len(prepared.image)
         while self._num_bytes > _KEPT_BYTES:
             self._num_bytes -= len(self._kept.popitem(last=False)[1].image)
         return prepared
 
-    def _layout(self, frame: np.ndarray) -> tuple[tuple[int, ...], frozenset[str]]:
-        """Return the tokens of frames of this shape, and the names of the tensors that the model takes of them."""
+    def _layout(self, frame: np.ndarray) -> _Layout:
+        """Find out what the processor makes of frames of this shape."""
         text = self._processor.image_token
         try:
             made = self._processor(text=[text], images=[_image(frame)], return_tensors="pt", add_special_tokens=False)
         except (ValueError, ZeroDivisionError) as error:
             raise UserError(f"an image of {frame.shape}: the model's processor does not take it: {error}") from None
         names = frozenset(name for name, value in made.items() if name not in OF_TOKENS and isinstance(value, Tensor))
-        self._layouts[frame.shape] = tuple(made["input_ids"][0].tolist()), names
-        return self._layouts[frame.shape]
+        layout = _Layout(tuple(made["input_ids"][0].tolist()), names, self._palette(frame.shape, names))
+        self._layouts[frame.shape] = layout
+        return layout
+
+    def _pixels(self, frame: np.ndarray, names: Collection[str]) -> dict[str, Tensor]:
+        made = self._processor.image_processor(images=[_image(frame)], return_tensors="pt")
+        return {name: made[name] for name in names}
+
+    def _palette(self, shape: tuple[int, ...], names: Collection[str]) -> Tensor | None:
+        """Return the values of bytes, [3 or 1, 256], of a processor that treats each byte by itself; else None.
+
+        It is read off a frame with every byte, and tried on another one.
+        """
+        num_pixels = shape[0] * shape[1]
+        if names != {_PIXELS} or num_pixels < 256:
+            return None
+        probe = np.arange(num_pixels).astype(np.uint8).reshape(*shape[:2], 1).repeat(3, axis=2)
+        values = self._pixels(probe, names)[_PIXELS]
+        if values.shape != (1, 3, *shape[:2]) or values.dtype != torch.float32:
+            return None
+        palette = values[0].reshape(3, num_pixels)[:, :256].contiguous()
+        palette = palette[:1].clone() if bool((palette == palette[:1]).all()) else palette
+        trial = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+        packed = pack_pixels({_PIXELS: torch.from_numpy(trial.transpose(2, 0, 1)[None].copy())}, palette)
+        is_alike = torch.equal(pixels_of(packed)[_PIXELS], self._pixels(trial, names)[_PIXELS])
+        return palette if is_alike else None
 
 
 def _image(frame: np.ndarray) -> Any:

@@ -158,7 +158,7 @@ def _for_devices(run: OpenRun, cluster: Cluster) -> tuple[Config, bool]:
         journal.say(f"micro-batches: {describe(config)} (as this run has chosen before)")
     for note in chosen.notes:
         journal.say(note)
-    return chosen.config, chosen.config != config
+    return chosen.config, bool(uses(config)) and chosen.config != config
 
 
 def with_known_dtype(config: Config, checkpoint: Checkpoint | None, has_gpus: bool, journal: Journal) -> Config:

@@ -167,8 +167,10 @@ class EngineMemory:
     engine: Literal["vllm", "transformers"] = "vllm"
     weight_bytes: int = 2
     kv_bytes: int = 2
+    layer_bytes: int | None = None  # of weights of linear layers; None: as others
     cuda_graphs: bool = True
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
+    kept_prompts: int = 0  # of full length, whose keys and values are kept beside the slots
 
     def __post_init__(self) -> None:
         _check_positive("an engine", self, "max_tokens", "slots")
@@ -673,12 +675,17 @@ def useful_cache_gib(memory: EngineMemory, model: ModelShape, tp: int = 1) -> fl
 def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) -> RoleMemory | None:
     tp = layout.tensor_parallel
 
-    def share(name: str, count: int) -> Term:
-        formula = f"{_n(count)} parameters x {memory.weight_bytes} B{_per(tp, 'tensor parallel')}"
-        return _bytes(role, name, count * memory.weight_bytes / tp, formula, Part.WEIGHTS)
+    def share(name: str, count: int, num_bytes: int = memory.weight_bytes) -> Term:
+        formula = f"{_n(count)} parameters x {num_bytes} B{_per(tp, 'tensor parallel')}"
+        return _bytes(role, name, count * num_bytes / tp, formula, Part.WEIGHTS)
 
     seeing = model.num_vision_parameters
-    weights = [share("weights", model.num_parameters - seeing)] + ([share(_ENCODER, seeing)] if seeing else [])
+    in_layers = 0 if memory.layer_bytes is None else model.num_matrix_parameters
+    weights = [share("weights", model.num_parameters - seeing - in_layers)]
+    if memory.layer_bytes is not None:
+        weights.append(share("weights of layers", in_layers, memory.layer_bytes))
+    if seeing:
+        weights.append(share(_ENCODER, seeing))
     if layout.has_device and layout.share is not None and layout.device_gib is None:
         return None  # a share of an unknown amount
     fixed = list(_fixed(role, layout, tp > 1))
@@ -729,8 +736,10 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
         cache = Term(role, "kv cache", max(min(left, useful), one), formula, Part.KV_CACHE)
         min_share = (rest + one) / layout.device_gib
     else:
-        formula = f"{memory.slots} slots x {_n(memory.max_tokens)} tokens x {_n(per_token)} B"
-        cache = Term(role, "kv cache", memory.slots * one, formula, Part.KV_CACHE)
+        kept = memory.kept_prompts
+        sequences = f"({memory.slots} slots + {kept} prompts)" if kept else f"{memory.slots} slots"
+        formula = f"{sequences} x {_n(memory.max_tokens)} tokens x {_n(per_token)} B"
+        cache = Term(role, "kv cache", (memory.slots + kept) * one, formula, Part.KV_CACHE)
     working: dict[Activity, tuple[Term, ...]] = {
         "generate": (workspace, *images),
         "forward": (workspace, *images),

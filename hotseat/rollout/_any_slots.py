@@ -22,6 +22,7 @@ from hotseat.rollout._slot_cache import (
     causal_bias,
     cut_prefixes,
     padded,
+    without_last,
 )
 from hotseat.vision import Vision, set_attention
 
@@ -81,6 +82,7 @@ class AnySlots:
         self._model = model
         self._vision = Vision.of(model)
         self.sees_images = self._vision is not None
+        self.has_shifts = self._vision is not None and self._vision.has_axes
         if fp32_head:
             _widen_head(model)
         config = model.config.get_text_config()
@@ -202,16 +204,13 @@ class AnySlots:
     def hidden(self, tokens: Tensor, lengths: Sequence[int] = (), images: RowsOfImages = ()) -> Tensor:
         # Logits already: what stands between the last layer and them differs from model to model.
         num_rows = len(tokens)
-        if any(images):  # the last token predicts nothing, and may be a placeholder that was sampled
-            last = torch.tensor(lengths, device=tokens.device)[:, None] - 1
-            tokens = tokens.scatter(1, last, 0)
-        tokens, arguments = self._seen(tokens, lengths, images)
+        tokens, arguments = self._seen(without_last(tokens, lengths, images), lengths, images)
         logits: Tensor = self._model(input_ids=tokens, use_cache=False, **arguments).logits
         return logits[:num_rows]
 
     def shift(self, token_ids: Sequence[int], images: Sequence[str]) -> int:
         """Return how far the positions of tokens after these are from their number: an image's may be fewer."""
-        if self._vision is None or not self._vision.has_axes or not images:
+        if self._vision is None or not self.has_shifts or not images:
             return 0
         return int(self._vision.positions(torch.tensor(token_ids), images).max()) + 1 - len(token_ids)
 

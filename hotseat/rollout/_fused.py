@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hotseat.algorithms.adapters import factor_names
@@ -33,8 +34,13 @@ class Piece:
 
     def take(self, whole: Tensor) -> None:
         """Copy this piece out of a new weight."""
-        window = tuple(slice(start, start + size) for start, size in zip(self.offset, self.live.shape, strict=True))
-        self.live.copy_(whole[window])
+        self.live.copy_(self.window(whole))
+
+    def window(self, whole: Tensor) -> Tensor:
+        """Return this piece of a whole weight."""
+        return whole[
+            tuple(slice(start, start + size) for start, size in zip(self.offset, self.live.shape, strict=True))
+        ]
 
 
 # Models whose experts lie in vLLM as in transformers, and modules that have another name there than in vLLM.
@@ -43,6 +49,7 @@ _EXPERTS: Mapping[str, Mapping[str, str]] = {
     "Qwen2MoeForCausalLM": {},
     "Qwen3MoeForCausalLM": {},
 }
+FP8 = torch.float8_e4m3fn
 _BELOW_ADAPTER = ".base_layer"  # the name that vLLM gives a layer inside its adapter
 
 
@@ -60,7 +67,10 @@ def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
                 yield from _of_experts(module, renamed.removesuffix(".routed_experts"), rank)
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            for piece in _of_parameter(module, renamed, name, parameter.detach(), rank, packed):
+            live = parameter.detach()
+            if live.dtype == FP8:  # vLLM's kernels take 8-bit weights transposed
+                live = live.t()
+            for piece in _of_parameter(module, renamed, name, live, rank, packed):
                 yield replace(piece, is_taken_here=renamed != prefix)
 
 

@@ -1,4 +1,7 @@
-"""Llama, Mistral, Qwen2 and Qwen3 over slots, computed layer by layer, without the Python overhead of their modules."""
+"""Llama, Mistral, Qwen2 and Qwen3 over slots, computed layer by layer, without the Python overhead of their modules.
+
+LLaVA's language models are among these: its visual encoder runs as it is, and the rest as for text.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     LlamaForCausalLM,
+    LlamaModel,
+    LlavaForConditionalGeneration,
     MistralForCausalLM,
+    MistralModel,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2Model,
     Qwen3ForCausalLM,
+    Qwen3Model,
 )
 
 from hotseat.algorithms.head import HALVES, project
@@ -27,29 +35,46 @@ from hotseat.rollout._slot_cache import (
     causal_bias,
     cut_prefixes,
     padded,
+    without_last,
 )
+from hotseat.vision import Vision
 
 _LLAMA_LIKE = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_BODIES = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 # The angles of these depend on the position alone, not on the length of the sequence.
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
+_MAX_SEEN_TOKENS = 32768  # of a prefill of contexts with images on a CUDA device
+
+
+def _body(model: Any) -> Any:
+    """Return the layers of a model, with embedding and norm; None if they are not Llama's."""
+    if type(model) in _LLAMA_LIKE:
+        return model.model
+    if type(model) is LlavaForConditionalGeneration and type(model.model.language_model) in _BODIES:
+        return model.model.language_model
+    return None
+
+
 def is_llama_like(model: nn.Module, max_length: int) -> bool:
     """Tell whether `LlamaSlots` computes what the model's own forward does."""
-    if type(model) not in _LLAMA_LIKE:
+    body = _body(model)
+    if body is None:
         return False
     assert isinstance(model, PreTrainedModel)
-    config: Any = model.config
+    config: Any = body.config
     window = getattr(config, "sliding_window", None)
     layer_types = (
         getattr(config, "layer_types", None)
         or ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
     )
     is_full = all(kind == "full_attention" for kind in layer_types) or (window is not None and window >= max_length)
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    modules = [*body.modules(), *model.lm_head.modules()]
+    linears = [m for m in modules if isinstance(m, nn.Linear)]
     num_linears = 7 * config.num_hidden_layers + 1
     is_plain = len(linears) == num_linears and all(type(m) is nn.Linear for m in linears)
-    has_hooks = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in model.modules())
+    has_hooks = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in modules)
     rope = getattr(config, "rope_parameters", None) or {}
     return is_full and is_plain and not has_hooks and rope.get("rope_type", "default") in _STATIC_ROPE
 
@@ -95,8 +120,8 @@ def _rms_norm(x: Tensor, norm: _Norm) -> Tensor:
     weight, eps = norm.weight, norm.eps
     if x.dtype == torch.float32:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    # Rounded as transformers does: to the model's type before the product with the weight.
-    return weight * F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+    # It sums in float32. Rounded as transformers does: to the model's type before the product with the weight.
+    return weight * F.rms_norm(x, x.shape[-1:], None, eps)
 
 
 class _Layer:
@@ -163,18 +188,21 @@ class LlamaSlots:
     """
 
     max_forward_tokens = 4096
-    sees_images = False
+    has_shifts = False
 
     def __init__(self, model: Any, num_slots: int, max_length: int, device: torch.device, fp32_head: bool):
-        config = model.config
+        body = _body(model)
+        config = body.config
+        self._vision = Vision.of(model)
+        self.sees_images = self._vision is not None
         self._num_heads = config.num_attention_heads
         self._num_kv_heads = config.num_key_value_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._groups = self._num_heads // self._num_kv_heads
-        self._norm = _Norm(model.model.norm)
-        self._embedding = model.model.embed_tokens.weight
+        self._norm = _Norm(body.norm)
+        self._embedding = body.embed_tokens.weight
         in_major = device.type == "cpu"
-        self._layers = [_Layer(layer, in_major) for layer in model.model.layers]
+        self._layers = [_Layer(layer, in_major) for layer in body.layers]
         # With tied embeddings this moves the embedding too: it is the same parameter.
         self._head, _ = _fuse([model.lm_head], in_major)
         self._has_fp32_head = fp32_head and self._head.dtype in HALVES
@@ -182,7 +210,7 @@ class LlamaSlots:
 
         max_keys = padded(max_length)
         positions = torch.arange(max_keys, device=device)[None]
-        cos, sin = model.model.rotary_emb(self._embedding[:1], positions)  # [1, max_keys, head_dim]
+        cos, sin = body.rotary_emb(self._embedding[:1], positions)  # [1, max_keys, head_dim]
         # rotate_half(x) = [-x2, x1] is a roll by half with the first half of the sine negated.
         sin = torch.cat([-sin[..., : self._head_dim // 2], sin[..., self._head_dim // 2 :]], dim=-1)
         self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
@@ -231,7 +259,7 @@ class LlamaSlots:
             self._graphs.clear()
 
     def decode(self, tokens: Tensor, positions: Tensor, num_keys: int, shifts: Tensor | None = None) -> Tensor:
-        assert shifts is None, "positions of images for a model that sees none"
+        assert shifts is None, "positions of images for a model whose images count as other tokens do"
         if self._graphs is None:
             return self._decode(tokens, positions, num_keys)
         return self._graphs.decode(tokens, positions, num_keys)
@@ -256,9 +284,11 @@ class LlamaSlots:
             x = self._rest(layer, x, attended.reshape(rows, -1))
         return self.logits(x)
 
-    def _forward(self, tokens: Tensor, with_prefix: bool) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def _forward(
+        self, tokens: Tensor, with_prefix: bool, images: RowsOfImages
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         batch, length = tokens.shape
-        x = F.embedding(tokens.flatten(), self._embedding)
+        x = self._embed(tokens, images)
         cos, sin = (t[:length].repeat(batch, 1)[:, None] for t in (self._cos, self._sin))
         keys, values = [], []
         for layer in self._layers:
@@ -275,16 +305,38 @@ class LlamaSlots:
         return 0
 
     def image_batch(self, length: int, images: Sequence[str], index: int) -> ImageBatch:
-        raise AssertionError("images for a model that sees none")
+        """Contexts whose images have one shape go together, `ROWS` of them on a CPU; all others are alone."""
+        assert self._vision is not None, "images for a model that sees none"
+        shape = self._vision.common_shape(images)
+        size = ROWS if self._graphs is None else max(1, _MAX_SEEN_TOKENS // length)
+        if shape is None or (self._graphs is None and length * size > self.max_forward_tokens):
+            return 1, (index,)
+        return size, (len(images), *shape)
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], images: RowsOfImages = ()) -> list[Prefix]:
-        assert not any(images), "images for a model that sees none"
-        _, keys, values = self._forward(tokens, with_prefix=True)
+        _, keys, values = self._forward(tokens, True, images)
         return cut_prefixes(keys, values, lengths)
 
     def hidden(self, tokens: Tensor, lengths: Sequence[int] = (), images: RowsOfImages = ()) -> Tensor:
-        assert not any(images), "images for a model that sees none"
-        return self._forward(tokens, with_prefix=False)[0].view(*tokens.shape, -1)
+        tokens = without_last(tokens, lengths, images)
+        return self._forward(tokens, False, images)[0].view(*tokens.shape, -1)
+
+    def _embed(self, tokens: Tensor, images: RowsOfImages) -> Tensor:
+        """Look tokens up, with what the visual encoder makes of images for placeholders: [batch * length, hidden].
+
+        On a CPU the encoder always gets the images of `ROWS` contexts, where these may have company: its products must
+        have as many rows whichever contexts come together.
+        """
+        x = F.embedding(tokens.flatten(), self._embedding)
+        if not any(images):
+            return x
+        assert self._vision is not None, "images for a model that sees none"
+        seen = [image for row in images for image in row]
+        if self._graphs is None and self.image_batch(tokens.shape[1], images[0], 0)[0] == ROWS:
+            seen += [*images[0]] * (ROWS - len(images))
+        features = self._vision.features(seen, tokens.device)
+        is_image = (tokens.flatten() == self._vision.image_token_id)[:, None]
+        return x.masked_scatter(is_image, features.to(x.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         hidden = _rms_norm(hidden, self._norm)

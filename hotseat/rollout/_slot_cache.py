@@ -125,6 +125,7 @@ class SlotModel(Protocol):
     vocab_size: int
     max_forward_tokens: int  # of one prefill or scoring forward, unless a single sequence is longer
     sees_images: bool
+    has_shifts: bool  # positions of tokens after images may differ from their number
 
     def step_shape(self, num_rows: int, num_keys: int) -> tuple[int, int]:
         """Return the numbers of rows and keys to call `decode` with, at least these."""
@@ -183,3 +184,11 @@ def cut_prefixes(keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequ
         Prefix(torch.stack([k[b, :, :n] for k in keys]), torch.stack([v[b, :, :n] for v in values]))
         for b, n in enumerate(lengths)
     ]
+
+
+def without_last(tokens: Tensor, lengths: Sequence[int], images: RowsOfImages) -> Tensor:
+    """Replace the last token of contexts with images, which predicts nothing, and may be a sampled placeholder."""
+    if not any(images):
+        return tokens
+    last = torch.tensor(lengths, device=tokens.device)[:, None] - 1
+    return tokens.scatter(1, last, 0)

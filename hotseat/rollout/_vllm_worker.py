@@ -18,6 +18,7 @@ from hotseat.errors import WeightError
 from hotseat.rollout import _vllm_inside as inside
 from hotseat.rollout._fused import Piece, adapter_pieces, pieces, renamed
 from hotseat.rollout._live_weights import WeightNames
+from hotseat.rollout._vllm_fp8 import QuantisedDigests, QuantisedPiece, fp8_problem, quantising
 from hotseat.rollout._vllm_images import use_prepared_images
 
 # Called here: this module is the first of ours that a worker's process imports, before it loads the model.
@@ -34,17 +35,25 @@ class WorkerExtension:
 
     def hotseat_start(self, names: WeightNames) -> dict[str, Any]:
         """Find the weights; return the bytes of each part on this rank's device, and names that no digest reaches."""
-        model = self.model_runner.model
-        problem = inside.experts_problem(model) or inside.widen_head(model, self.model_runner.model_config)
+        model, model_config = self.model_runner.model, self.model_runner.model_config
+        problem = (
+            inside.experts_problem(model) or inside.widen_head(model, model_config) or fp8_problem(model, model_config)
+        )
         if problem is not None:
             return {"problem": problem}
         self.hotseat_names = names
-        weights = renamed(pieces(model, self.rank), model, names.first_names)
+        weights = quantising(renamed(pieces(model, self.rank), model, names.first_names), model)
         every = [*weights, *adapter_pieces(model, self.rank, names)]
         self.hotseat_pieces: list[Piece] = [piece for piece in every if names.shape(piece.name) == piece.shape]
-        problem = self._hotseat_add_adapter(names) if names.factors else None
-        if problem is not None:
-            return {"problem": problem}
+        self.hotseat_quantised = QuantisedDigests()
+        is_quantised = any(isinstance(piece, QuantisedPiece) for piece in self.hotseat_pieces)
+        if names.factors or is_quantised:
+            instead = "unset rollout.quantization" if is_quantised else "set rollout.lora_sync to merged"
+            problem = self._hotseat_take_all(names, instead)
+            if problem is not None:
+                return {"problem": problem}
+        if names.factors:
+            inside.add_adapter(self.model_runner)  # of zeros: pushes write to its memory
         self.hotseat_taken: dict[str, list[Piece]] = {}
         for piece in self.hotseat_pieces:
             if piece.is_taken_here:
@@ -60,16 +69,16 @@ class WorkerExtension:
             "undigested": [name for name, first in names.first_names.items() if not reached & {name, first}],
         }
 
-    def _hotseat_add_adapter(self, names: WeightNames) -> str | None:
-        """Have vLLM apply an adapter of zeros, whose memory pushes write to; return why it cannot, or None."""
-        model = self.model_runner.model
+    def _hotseat_take_all(self, names: WeightNames, instead: str) -> str | None:
+        """Have every weight copied into its pieces; return why that cannot be, or None.
+
+        vLLM's own loaders find no weights below its adapters, and would not quantise them once more.
+        """
         reached = {piece.name for piece in self.hotseat_pieces}
         lost = next((name for name, first in names.first_names.items() if not reached & {name, first}), None)
         if lost is not None:
-            return f"vLLM's {type(model).__name__} has no known place for {lost}: set rollout.lora_sync to merged"
-        # vLLM's loaders do not find weights below its adapters: all are copied into their pieces.
+            return f"vLLM's {type(self.model_runner.model).__name__} has no known place for {lost}: {instead}"
         self.hotseat_pieces = [replace(piece, is_taken_here=True) for piece in self.hotseat_pieces]
-        inside.add_adapter(self.model_runner)
         return None
 
     def hotseat_score_at(self, temperature: float) -> None:
@@ -83,6 +92,7 @@ class WorkerExtension:
 
     def hotseat_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str | None:
         """Replace these weights; return what is wrong with them, or None."""
+        made: list[tuple[QuantisedPiece, Tensor]] = []
 
         def checked() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in named_tensors:
@@ -93,12 +103,15 @@ class WorkerExtension:
                 self.hotseat_arrived.add(first)
                 for piece in self.hotseat_taken.get(first, ()):
                     piece.take(tensor)
+                    if isinstance(piece, QuantisedPiece):
+                        made.append((piece, tensor))
                 if first not in self.hotseat_taken:
                     yield first, tensor
 
         try:
             with torch.inference_mode():
                 self.model_runner.model.load_weights(checked())
+                self.hotseat_quantised.record(made)
         except WeightError as error:
             return str(error)
         if torch.cuda.is_available():
@@ -112,15 +125,25 @@ class WorkerExtension:
             self.hotseat_names.keep()
         return missing
 
-    def hotseat_digest(self, names: Collection[str] | None) -> list[tuple[str, tuple[int, ...], int, bool]]:
-        """Return (name, offset, digest, whether it counts) of this rank's piece of each of these weights, or of all."""
+    def hotseat_digest(self, names: Collection[str] | None) -> list[tuple[str, tuple[int, ...], int, bool]] | str:
+        """Return (name, offset, digest, whether it counts) of this rank's piece of each of these weights, or of all.
+
+        A message instead says why there is no digest.
+        """
         chosen = [piece for piece in self.hotseat_pieces if names is None or piece.name in names]
+        quantised = [piece for piece in chosen if isinstance(piece, QuantisedPiece)]
+        plain = [piece for piece in chosen if not isinstance(piece, QuantisedPiece)]
         with torch.inference_mode():
             digests = named_digests(
-                [(str(index), piece.live) for index, piece in enumerate(chosen)],
-                {str(index): piece.offset for index, piece in enumerate(chosen)},
+                [(str(index), piece.live) for index, piece in enumerate(plain)],
+                {str(index): piece.offset for index, piece in enumerate(plain)},
             )
-        return [(piece.name, piece.offset, digests[str(index)], piece.is_counted) for index, piece in enumerate(chosen)]
+            try:
+                of_quantised = self.hotseat_quantised.of(quantised)
+            except WeightError as error:
+                return str(error)
+        every = zip([*plain, *quantised], [*digests.values(), *of_quantised], strict=True)
+        return [(piece.name, piece.offset, digest, piece.is_counted) for piece, digest in every]
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -129,6 +152,7 @@ class WorkerExtension:
         torch.cuda.synchronize()
         if "weights" in parts and not keep_weights:
             self.hotseat_names.lose()
+            self.hotseat_quantised.forget()
             self.hotseat_is_dropped = True
             # Buffers lie beside the weights, and no push brings them.
             self.hotseat_buffers = {name: buffer.cpu() for name, buffer in self.model_runner.model.named_buffers()}

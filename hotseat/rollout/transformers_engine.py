@@ -83,7 +83,8 @@ class SlotOptions:
     one is known. fp32_head: logits of a 16-bit model are float32, as the trainer's are; False rounds them to the
     model's type. prefix_cache_tokens: how many prompt tokens to keep for other samples of the same prompt; by default
     8 * max_length. keeps_cache: requests in flight keep their keys and values when weights change; False recomputes
-    them.
+    them. tokens_at_once: how many tokens of each sequence are sampled before the host looks at them, where only the
+    number of tokens ends sequences, as chunks of actions do; by default 16 on a CUDA device and 1 on a CPU.
     """
 
     device: str | torch.device = "cpu"
@@ -92,6 +93,7 @@ class SlotOptions:
     fp32_head: bool = True
     prefix_cache_tokens: int | None = None
     keeps_cache: bool = True
+    tokens_at_once: int | None = None
 
 
 _DEFAULT_OPTIONS = SlotOptions()
@@ -164,7 +166,7 @@ class TransformersEngine(ThreadedEngine):
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # to be appended next
         self._positions = torch.zeros_like(self._tokens)  # of that token
         self._first = torch.zeros_like(self._tokens)  # position of the last prompt token
-        self._shifts = torch.zeros_like(self._tokens) if self._slots.sees_images else None  # see `SlotModel.decode`
+        self._shifts = torch.zeros_like(self._tokens) if self._slots.has_shifts else None  # see `SlotModel.decode`
         self._temperatures = torch.ones(rows, device=self._device)
         self._is_greedy = torch.zeros(rows, dtype=torch.bool, device=self._device)
         self._uniforms = torch.zeros(rows, max_length, dtype=torch.float64, device=self._device)
@@ -174,18 +176,57 @@ class TransformersEngine(ThreadedEngine):
         self._saved_cache: tuple[Tensor, Tensor] | None = None
         self._is_cache_old = False  # offloaded before the weights changed, and to be recomputed
         self.keeps_cache = options.keeps_cache
+        self._max_at_once = options.tokens_at_once or (16 if where.type == "cuda" else 1)
         self._start()
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Append one token to every running sequence, after free slots were given to waiting ones."""
+        """Append tokens to every running sequence, after free slots were given to waiting ones."""
         self._admit()
         running = self._running
         if not running:
             return
+        # [tokens, 2, rows]: all tokens and log-probs come in one transfer.
+        sampled = torch.stack([self._sample(ahead) for ahead in range(self._num_at_once())]).tolist()
+        done: list[tuple[EngineSequence, Completion | HotseatError]] = []
+        for tokens, log_probs in sampled:
+            for slot, sequence in enumerate(running):
+                if sequence is None:  # it ended before the others
+                    continue
+                log_prob = log_probs[slot]
+                if not math.isfinite(log_prob):
+                    done.append((sequence, sequence.not_finite(self._serving.version)))
+                    self._slots.cache.erase(slot)  # a NaN that is masked would stay NaN for the next sequence here
+                    running[slot] = None
+                    continue
+                finish = sequence.append(int(tokens[slot]), log_prob, self._serving.version)
+                if finish is not None:
+                    done.append((sequence, sequence.completion(finish)))
+                    running[slot] = None
+            self._steps.record(len(running))
+        self._requests.complete(done)
+
+    def _num_at_once(self) -> int:
+        """Count the tokens to sample before the host looks at them.
+
+        What may end on a token is looked at after each, except for placeholders of images: these are rare, and what
+        follows one is dropped.
+        """
+        sequences = [sequence for sequence in self._running if sequence is not None]
+        if self._max_at_once == 1 or any(not s.stop_ids <= self.placeholder_ids for s in sequences):
+            return 1
+        return min(self._max_at_once, *(s.max_new_tokens - len(s.token_ids) for s in sequences))
+
+    def _sample(self, ahead: int) -> Tensor:
+        """Decode and sample one token of every slot, `ahead` tokens after those that sequences know of.
+
+        Returns tokens and log-probs, [2, rows] float64, in which both are exact. Nothing waits for the device.
+        """
         faults.reach("generation.during")
-        rows, num_keys = self._slots.step_shape(len(running), max(s.num_keys for s in running if s is not None))
+        running = self._running
+        num_keys = max(s.num_keys for s in running if s is not None) + ahead
+        rows, num_keys = self._slots.step_shape(len(running), num_keys)
         positions = self._positions[:rows]
         shifts = None if self._shifts is None else self._shifts[:rows]
         logits = self._slots.decode(self._tokens[:rows], positions, num_keys, shifts)
@@ -203,24 +244,7 @@ class TransformersEngine(ThreadedEngine):
         tokens, log_probs = sample(logits, uniform, self._is_greedy[:rows] if has_greedy else None)
         self._tokens[: len(running)] = tokens[: len(running)]
         self._positions[: len(running)] += 1
-
-        # Tokens and log-probs come in one transfer; both are exact in float64.
-        sampled_tokens, sampled_log_probs = torch.stack([tokens.double(), log_probs.double()]).tolist()
-        done: list[tuple[EngineSequence, Completion | HotseatError]] = []
-        for slot, sequence in enumerate(running):
-            assert sequence is not None
-            log_prob = sampled_log_probs[slot]
-            if not math.isfinite(log_prob):
-                done.append((sequence, sequence.not_finite(self._serving.version)))
-                self._slots.cache.erase(slot)  # a NaN that is masked would stay NaN for the next sequence here
-                running[slot] = None
-                continue
-            finish = sequence.append(int(sampled_tokens[slot]), log_prob, self._serving.version)
-            if finish is not None:
-                done.append((sequence, sequence.completion(finish)))
-                running[slot] = None
-        self._steps.record(len(running))
-        self._requests.complete(done)
+        return torch.stack([tokens.double(), log_probs.double()])
 
     def _admit(self) -> None:
         """Give free slots to waiting sequences, and close the gaps that remain, so that running ones come first."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from hotseat.rollout.vllm_versions import installed_version
+from hotseat.rollout.vllm_versions import installed_version, is_cpu_build
 
 # The key that sets an argument.
 _SET_BY: Mapping[str, str] = {
@@ -36,6 +37,8 @@ _SET_BY: Mapping[str, str] = {
     "sleep_mode_offload_cudagraph": "rollout.enable_offload",
     "sleep_preserve_parameter_names": "rollout.enable_offload",
     "hf_overrides": "rollout.fp32_head",
+    "quantization": "rollout.quantization",
+    "kv_cache_dtype": "rollout.kv_cache_dtype",
     "weight_transfer_config": "rollout.weight_transport",
     "limit_mm_per_prompt": "data.max_images_per_prompt",
 }
@@ -44,7 +47,9 @@ _TOKENS = "the engine takes and returns token ids, and needs no tokenizer"
 _PLACES = "weights are pushed to the places where vLLM's layers keep them on the device"
 _ONCE = "vLLM quantises weights when it loads them, and pushed ones would be put, unquantised, in their places"
 _POLICY = "tokens must be sampled from the distribution that the trainer computes"
-_DRAFTS = "the log-probs of drafted tokens have not been compared with the trainer's"
+_DRAFTS = "speculative_config sets it, and takes n-gram drafts alone"
+_DRAFT_METHODS = ("ngram", "ngram_gpu")  # a draft is what followed the same tokens earlier in the request
+_DRAFT_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 _RANKS = "an engine is one process per device of rollout.tensor_parallel_size, on one node"
 _DRIVEN = "the engine drives vLLM's scheduler and workers itself"
 _PIXELS = "images are prepared once, by the run, and their pixels are what the trainer learns from"
@@ -70,7 +75,6 @@ _RELIED_ON: Mapping[str, str] = {
     "generation_config": _POLICY,
     "override_generation_config": _POLICY,
     "disable_sliding_window": _POLICY,
-    "speculative_config": _DRAFTS,
     "spec_method": _DRAFTS,
     "spec_model": _DRAFTS,
     "spec_tokens": _DRAFTS,
@@ -97,7 +101,6 @@ _RELIED_ON: Mapping[str, str] = {
     "offload_num_in_group": _PLACES,
     "offload_prefetch_step": _PLACES,
     "offload_params": _PLACES,
-    "quantization": _ONCE,
     "quantization_config": _ONCE,
     "mm_processor_kwargs": _PIXELS,
     "mm_processor_cache_gb": _PIXELS,
@@ -122,12 +125,12 @@ _RELIED_ON: Mapping[str, str] = {
 }
 
 
-def refusals(names: Iterable[str]) -> list[tuple[str, str]]:
+def refusals(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
     """List (name, reason) of arguments that a config cannot pass to the vLLM that is installed."""
     known = argument_names()
     refused = []
-    for name in names:
-        reason = _refusal(name, known)
+    for name, value in arguments.items():
+        reason = _draft_problem(value) if name == "speculative_config" else _refusal(name, known)
         if reason is not None:
             refused.append((name, reason))
     return refused
@@ -145,6 +148,32 @@ def _refusal(name: str, known: frozenset[str]) -> str | None:
         close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), known, n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         return f"vLLM {installed_version()} has no such argument{hint}"
+    return None
+
+
+def _draft_problem(drafts: Any) -> str | None:
+    """Tell why vLLM cannot draft tokens in this way; None if it can.
+
+    Drafts from the request's own tokens need no second model, and vLLM keeps or replaces each so that samples follow
+    the policy; the log-probs that it returns are the policy's. Its CPU build has no kernel for that, and divides logits
+    by temperatures that it never wrote.
+    """
+    method = drafts.get("method") if isinstance(drafts, Mapping) else drafts
+    if method not in _DRAFT_METHODS:
+        return (
+            f"cannot have the method {method!r}: drafts by a model would need weights that no push brings; set"
+            " {method: ngram, num_speculative_tokens: 4}, which drafts from earlier tokens of the answer"
+        )
+    unknown = sorted(set(drafts) - set(_DRAFT_KEYS))
+    if unknown:
+        return f"cannot have {', '.join(unknown)}: n-gram drafts have {', '.join(_DRAFT_KEYS)}"
+    number = drafts.get("num_speculative_tokens")
+    if not isinstance(number, int) or number < 1:
+        return f"num_speculative_tokens is {number!r}: set how many tokens to draft, such as 4"
+    if is_cpu_build():
+        return f"the CPU build of vLLM {installed_version()} returns wrong log-probs of drafted tokens: unset it"
+    if method == "ngram" and importlib.util.find_spec("numba") is None:
+        return "the method ngram needs the package numba, which is not installed: install it, or set ngram_gpu"
     return None
 
 

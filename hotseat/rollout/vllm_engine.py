@@ -258,6 +258,8 @@ class VllmEngine(ThreadedEngine):
         copies: dict[tuple[str, tuple[int, ...]], int] = {}
         chosen = None if names is None else frozenset(names)
         for rank, pieces in enumerate(self._core.call("hotseat_digest", chosen, timeout_s=self._call_timeout_s)):
+            if isinstance(pieces, str):
+                raise WeightError(pieces)
             for name, offset, digest, is_counted in pieces:
                 if copies.setdefault((name, offset), digest) != digest:
                     raise WeightError(f"tensor-parallel rank {rank} holds another {name} than a rank before it")

@@ -41,6 +41,7 @@ _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room fo
 MAX_ADAPTER_RANK = _ADAPTER_RANKS[-1]
 _SEEING = ("qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava")  # models that take prepared images
 _LLAVA_ENCODERS = ("clip_vision_model", "siglip_vision_model")
+FP8_WEIGHTS = "fp8_per_channel"  # vLLM's name of what `rollout.quantization: fp8` is
 _WORKER = "hotseat.rollout._vllm_worker.WorkerExtension"
 
 
@@ -116,6 +117,14 @@ def installed_version() -> str:
     return str(vllm.__version__)
 
 
+def is_cpu_build() -> bool:
+    """Tell whether the vLLM that is installed is the one for CPUs, by its package's name or version."""
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return True
+
+
 @dataclass(frozen=True)
 class CoreOptions:
     """The settings of vLLM."""
@@ -131,6 +140,8 @@ class CoreOptions:
     enforce_eager: bool = False
     trust_remote_code: bool = False
     fp32_head: bool = True  # logits of a 16-bit model are float32
+    fp8_weights: bool = False  # of linear layers, a scale for each output channel
+    fp8_cache: bool = False  # keys and values
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # further ones, by vLLM's names
     adapters: AdapterOptions | None = None  # None: pushed weights have adapters merged into them, or there are none
     images: ImageOptions | None = None  # None: the model is of text alone
@@ -197,6 +208,8 @@ class Core:
                 disable_log_stats=True,
                 seed=0,
                 **({} if options.memory_share is None else {"gpu_memory_utilization": options.memory_share}),
+                **({"quantization": FP8_WEIGHTS} if options.fp8_weights else {}),
+                **({"kv_cache_dtype": "fp8"} if options.fp8_cache else {}),
                 **_adapters(options.adapters),
                 **engine_arguments(options.images, frozenset(each.name for each in fields(EngineArgs))),
                 # Prompts of a whole rollout come at once: the fewer steps they take, the sooner graphs decode.

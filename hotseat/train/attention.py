@@ -8,8 +8,7 @@ blocks and not the square of all tokens. Padded rows need neither: the padding i
 Where segments share their first tokens, each segment gathers a copy of them: the rest of the model, which is most of
 the work, sees them once.
 
-The visual encoders of Qwen's models attend within images, and within windows of them, which transformers computes one
-by one: `window_attention` computes all windows of a micro-batch in one call of the varlen kernel.
+`image_attention` is for visual encoders that pack images, or windows of them, into one row: patches see all of theirs.
 
 Scores that are capped (Gemma 2) or compete with a sink (gpt-oss) are computed as they are defined, a chunk of queries
 at a time: no kernel of torch has them.
@@ -40,8 +39,7 @@ from hotseat.train.sequence import Slice
 from hotseat.types import to_device
 
 ATTENTION = "hotseat"
-# Visual encoders pass the ends of images and windows only to attention with "flash" in its name.
-WINDOW_ATTENTION = "hotseat_flash_windows"
+IMAGE_ATTENTION = "hotseat_flash"  # encoders pass where images begin if the name has "flash" in it, else they loop
 BLOCKS = "hotseat_blocks"  # the keyword argument that carries `Blocks` from the model's forward to its layers
 
 # Segments down to this share of the longest are gathered into the same rows; shorter ones get rows of their own.
@@ -299,29 +297,40 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, offsets: 
     return (out if blocks.places is None else out.index_select(0, blocks.places)).unsqueeze(0)
 
 
-def window_attention(
+AttentionInterface.register(ATTENTION, causal_attention)
+
+
+@torch.compiler.disable  # each number of images would be another graph
+def image_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    dropout: float = 0.0,
     *,
     cu_seq_lens_q: Tensor,
     max_length_q: int,
-    **_: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend from each patch to all of its image or window: [1, num_heads, patches, head_size] -> [1, patches, ...].
+    """Attend within each image, or window: [1, num_heads, num_patches, head_size] -> [1, num_patches, ...].
 
-    cu_seq_lens_q [num_windows + 1]: where windows begin, and where the last one ends. max_length_q: of the longest.
+    cu_seq_lens_q: where each begins, and the end of the last. max_length_q: patches of the largest.
     """
-    flat = [tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value)]
-    offsets = cu_seq_lens_q.to(torch.int32)
-    return varlen_attn(*flat, offsets, offsets, max_length_q, max_length_q, scale=scaling).unsqueeze(0), None
+    if has_flash(query.device, query.dtype):
+        flat = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
+        offsets = cu_seq_lens_q.to(torch.int32)
+        out = varlen_attn(*flat, offsets, offsets, max_length_q, max_length_q, scale=scaling, window_size=(-1, -1))
+        return out.unsqueeze(0), None
+    lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([scaled_dot_product_attention(*part, scale=scaling) for part in parts], dim=2).transpose(
+        1, 2
+    ), None
 
 
-AttentionInterface.register(ATTENTION, causal_attention)
-AttentionInterface.register(WINDOW_ATTENTION, window_attention)
+AttentionInterface.register(IMAGE_ATTENTION, image_attention)
 
 
 # --- what layers ask for, against the masks of transformers -----------------------------------------------------------

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hotseat.errors import RunError
+from hotseat.train.eight_bits import round_cache, round_layers
 from hotseat.train.models import logit_changes
 from hotseat.vision import Vision, policy_class
 
@@ -25,6 +26,18 @@ class ExactScores:
 
     log_probs: list[float]
     with_rounded_logits: list[float]  # the same, after the logits were rounded to the engine's type
+    in_8_bits: list[float] | None = None  # the same, with layers or cache in 8 bits; None: the engine has neither
+
+
+@dataclass(frozen=True)
+class EightBits:
+    """What an engine has in 8 bits."""
+
+    weights: bool = False  # of linear layers, and what goes into them
+    cache: bool = False  # keys and values
+
+
+NO_8_BITS = EightBits()
 
 
 def missing_bytes(model: str | Path, device: torch.device, longest: int, trust_remote_code: bool = False) -> int:
@@ -55,12 +68,13 @@ def exact_log_probs(
     device: torch.device,
     trust_remote_code: bool = False,
     images: Sequence[Sequence[str]] = (),
+    eight_bits: EightBits = NO_8_BITS,
 ) -> ExactScores:
     """Score all tokens after the context of each sequence, with the policy that has these weights, in float32.
 
     model: a folder or hub name, for its shape alone. named_tensors: every weight, in any type, as `Backend.weights`
     yields them. num_context: tokens at the beginning of each sequence that are not scored, at least 1. dtype: to round
-    logits to. images: those of each sequence.
+    logits to. images: those of each sequence. eight_bits: what the engine has in 8 bits.
     """
     with torch.device(device):
         policy = _untrained(model, trust_remote_code).eval()
@@ -75,12 +89,22 @@ def exact_log_probs(
             missing.discard(name)
         if missing:
             raise RunError(f"the trainer holds no {min(missing)}, which {type(policy).__name__} has")
-        scored = [
-            _scores(policy, torch.tensor(sequence), start, temperature, dtype, seen)
-            for sequence, start, seen in zip(sequences, num_context, images or [()] * len(sequences), strict=True)
-        ]
-    exact, rounded = torch.cat(scored, dim=1).tolist()
-    return ExactScores(exact, rounded)
+
+        def scores() -> list[list[float]]:
+            each = zip(sequences, num_context, images or [()] * len(sequences), strict=True)
+            scored = [
+                _scores(policy, torch.tensor(tokens), start, temperature, dtype, seen) for tokens, start, seen in each
+            ]
+            return torch.cat(scored, dim=1).tolist()
+
+        exact, rounded = scores()
+        if eight_bits == NO_8_BITS:
+            return ExactScores(exact, rounded)
+        if eight_bits.weights:
+            round_layers(policy)
+        if eight_bits.cache:
+            round_cache(policy)
+        return ExactScores(exact, rounded, scores()[0])
 
 
 def _untrained(model: str | Path, trust_remote_code: bool) -> PreTrainedModel:

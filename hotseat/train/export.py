@@ -26,7 +26,9 @@ def write_model(
     """Write whole weights, by their names in files, with the config of `model` and further `facts` in config.json."""
     # The shell has no weights and is not sharded: it only knows names and files.
     with torch.device("meta"):
-        shell = type(model)(copy.deepcopy(model.config)).to(next(iter(weights.values())).dtype)
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = "eager"  # ours, which a shell never calls, is not one that transformers checks
+        shell = type(model)(config).to(next(iter(weights.values())).dtype)
     if options.head == "policy":
         shell.generation_config = model.generation_config
     else:

@@ -7,6 +7,7 @@ or a reward model).
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import shutil
@@ -25,7 +26,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.observe.noise import without_log_lines
-from hotseat.train.attention import ATTENTION, BLOCKS, AttentionRecord, Blocks, gather, recorded_attention
+from hotseat.train.attention import (
+    ATTENTION,
+    BLOCKS,
+    IMAGE_ATTENTION,
+    AttentionRecord,
+    Blocks,
+    gather,
+    recorded_attention,
+)
 from hotseat.train.backend import Head, LoraOptions, TrainOptions
 from hotseat.train.experts import check_experts, routing_sums
 from hotseat.train.liger import use_liger
@@ -330,6 +339,8 @@ def prepare_model(
     plain = _use_own_attention(model) if can_pack else None
     if attention is not None:
         set_attention(model, attention)
+    if attention is None and sees_images(model.config):
+        _use_image_attention(encoder_of(model))
     if gradient_checkpointing:
         _recompute(model, checkpointed_layers)
     model.train()
@@ -444,6 +455,16 @@ def _use_own_attention(model: PreTrainedModel) -> AttentionRecord:
             " capped, with sinks): choose another model"
         )
     return watch
+
+
+def _use_image_attention(encoder: PreTrainedModel) -> None:
+    """Let an encoder that packs images into one row call our attention, instead of its own for one image at a time.
+
+    `set_attn_implementation` would look for a package of kernels with that name.
+    """
+    parameters = (inspect.signature(type(module).forward).parameters for module in encoder.modules())
+    if any("cu_seqlens" in each for each in parameters):
+        encoder.config._attn_implementation_internal = IMAGE_ATTENTION
 
 
 def _check_head(policy: Policy) -> None:

@@ -25,7 +25,6 @@ from hotseat import faults
 from hotseat.algorithms.adapters import WeightForm
 from hotseat.errors import BatchError, DeviceMemoryError, NotBuiltError, RunError
 from hotseat.placement.roles import Part
-from hotseat.train.attention import WINDOW_ATTENTION
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import (
     PARTS,
@@ -62,7 +61,7 @@ from hotseat.train.ranks import Ranks
 from hotseat.train.sequence import SequenceGroup
 from hotseat.train.update_facts import UpdateFacts
 from hotseat.types import MicroBatch, Moved
-from hotseat.vision import Vision, set_window_attention
+from hotseat.vision import Vision
 
 Result = TypeVar("Result")
 
@@ -102,8 +101,6 @@ class Trainer(TrainerHooks):
         self._forward_pass = ForwardPass(
             layout, has_flash, device, sequence, dropouts(model) if has_adapters else [], Vision.of(model)
         )
-        if has_flash:
-            set_window_attention(model, WINDOW_ATTENTION)
         if options.filler_image is not None and ranks.size > 1:
             self._forward_pass.filler = image_filler(options.filler_image)
         self._outgoing = OutgoingWeights(model, find_adapters(model) if has_adapters else {}, options.precision)

@@ -231,6 +231,18 @@ def test_every_rule_speaks_of_keys_that_exist():
             "train.full_determinism: overlap.staleness is 1: which weights sample which answer depends on time",
         ),
         (
+            "train: {dtype: fp32}\nrollout: {engine: vllm, quantization: fp8}",
+            "rollout.quantization: fp8 is for 16-bit models, and train.dtype is fp32: set that to bf16",
+        ),
+        (
+            "train: {dtype: fp32}\nrollout: {engine: vllm, kv_cache_dtype: fp8}",
+            "rollout.kv_cache_dtype: fp8 is for 16-bit models, and train.dtype is fp32",
+        ),
+        (
+            "train: {lora: {rank: 4}}\nrollout: {engine: vllm, quantization: fp8, lora_sync: adapter}",
+            "rollout.quantization: fp8 has not been tried with adapters that vLLM applies itself: set",
+        ),
+        (
             "train: {attention: sdpa}",
             "train.attention: sdpa does not keep packed sequences apart: set train.packing to false",
         ),

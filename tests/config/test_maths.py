@@ -6,6 +6,7 @@ from hotseat.algorithms import AdaptiveKl
 from hotseat.config import loads
 from hotseat.config.maths import (
     aggregation,
+    correction_kind,
     kl_estimator,
     maths_notes,
     max_sampled_tokens,
@@ -42,6 +43,28 @@ def test_an_unset_aggregation_is_that_of_the_losss_paper(algorithm, used):
 def test_another_aggregation_than_the_losss_own_is_noted(algorithm, note):
     [found] = maths_notes(loads(f"algorithm: {algorithm}"))
     assert note in found
+
+
+@pytest.mark.parametrize(
+    ("text", "used"),
+    [
+        ("rollout: {engine: vllm}", "none"),
+        ("rollout: {engine: vllm, quantization: fp8}", "tis"),
+        ("rollout: {engine: vllm, kv_cache_dtype: fp8}", "tis"),
+        ("rollout: {engine: vllm, quantization: fp8}\nalgorithm: {policy_loss: gspo}", "rollout-ratio"),
+        ("rollout: {engine: vllm, quantization: fp8}\nalgorithm: {correction: {kind: icepop}}", "icepop"),
+    ],
+)
+def test_samples_in_8_bits_are_corrected_unless_it_is_set_otherwise(text, used):
+    assert correction_kind(loads(text)) == used
+    assert maths_notes(loads(text)) == []
+
+
+def test_samples_in_8_bits_without_a_correction_are_noted():
+    [note] = maths_notes(loads("rollout: {engine: vllm, quantization: fp8}\nalgorithm: {correction: {kind: none}}"))
+    assert note.startswith(
+        "warning: engines sample in 8 bits and algorithm.correction.kind is none: samples are learned"
+    )
 
 
 def test_a_lower_bound_of_cispos_weights_is_noted():

@@ -97,3 +97,36 @@ def test_runs_without_frames_of_one_shape_have_no_film_and_need_no_package_for_i
     assert film_of([]) is None
     assert film_of([packed(1, 3, 8, 8), packed(1, 3, 8, 16)]) is None
     assert film_of([packed(4, 12), packed(4, 12)]) is None  # patches, not a picture
+
+
+@pytest.mark.slow
+def test_frames_whose_bytes_are_treated_one_by_one_have_every_bit_of_the_processor(preparer):
+    """A processor that resizes is asked for every frame; one that does not, once."""
+    import policy
+    from transformers import LlavaProcessor
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    from hotseat.data.frames import FramePreparer
+    from hotseat.vision import pixels_of
+
+    resizing = FramePreparer(
+        LlavaProcessor(
+            SiglipImageProcessorPil(size={"height": 56, "width": 56}, image_mean=[0.1, 0.5, 0.9]),
+            policy.make_tokenizer(),
+            patch_size=8,
+            vision_feature_select_strategy="full",
+            image_token=policy.IMAGE,
+        )
+    )
+    random = np.random.default_rng(2)
+    for each, shape, is_asked in (
+        (preparer, (56, 56, 3), False),
+        (resizing, (56, 56, 3), False),
+        (resizing, (64, 64, 3), True),
+    ):
+        frame = random.integers(0, 256, shape).astype(np.uint8)
+        packed = pixels_of(each.prepare(frame).image)["pixel_values"]
+        expected = each._processor.image_processor(images=[frame], return_tensors="pt")["pixel_values"]
+        assert packed.dtype == expected.dtype
+        assert np.array_equal(packed.numpy(), expected.numpy())
+        assert (each._layouts[shape].palette is None) == is_asked

@@ -5,15 +5,14 @@ from dataclasses import replace
 import image_cases
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.train import PARTS, FSDPBackend, TrainOptions
-from hotseat.train.attention import window_attention
+from hotseat.train.attention import IMAGE_ATTENTION
 from hotseat.train.backend import AdamW, Schedule
 from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch, Request, Sampling
-from hotseat.vision import tokens_of
+from hotseat.vision import Vision, encoder_of, tokens_of
 
 pytestmark = pytest.mark.gpu
 
@@ -71,25 +70,22 @@ def test_packed_and_padded_agree_and_learn_on_a_gpu(family, is_compiled, head, t
     assert (scores["padded"] - scores["auto"]).abs().max() < 0.05
 
 
-def test_windows_of_an_encoder_attend_in_one_call_as_they_do_one_by_one():
-    lengths, heads, size = [64, 64, 16, 1024, 4], 16, 80  # the heads of Qwen2.5-VL's encoder
-    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
-    made = torch.randn(3, 1, heads, sum(lengths), size, generator=torch.Generator().manual_seed(0))
-    results = []
-    for is_flash in (False, True):
-        query, key, value = (each.to("cuda", torch.bfloat16).requires_grad_() for each in made)
-        if is_flash:
-            out, _ = window_attention(
-                torch.nn.Module(), query, key, value, None, 0.1, cu_seq_lens_q=offsets, max_length_q=max(lengths)
-            )
-        else:
-            windows = zip(*(each.split(lengths, dim=2) for each in (query, key, value)), strict=True)
-            attended = [scaled_dot_product_attention(*window, scale=0.1) for window in windows]
-            out = torch.cat(attended, dim=2).transpose(1, 2)
-        (out.float() * torch.arange(size, device="cuda")).mean().backward()
-        results.append([out, query.grad, key.grad, value.grad])
-    for one_by_one, in_one_call in zip(*results, strict=True):
-        assert (one_by_one - in_one_call).abs().max() <= 0.02 * one_by_one.abs().max()
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_an_encoder_attends_to_all_images_at_once_as_it_would_to_each(family, tmp_path):
+    model = image_cases.make(family).to("cuda", torch.bfloat16)
+    encoder = encoder_of(model)
+    images = [image_cases.write_pixels(tmp_path, index, 4, 4 + 4 * index) for index in range(3)]
+    pixels = Vision.of(model).arguments(images, torch.device("cuda"))
+    outputs = []
+    for name in ("sdpa", IMAGE_ATTENTION):
+        encoder.config._attn_implementation_internal = name
+        encoder.zero_grad()
+        out = encoder(pixels["pixel_values"].bfloat16(), pixels["image_grid_thw"]).last_hidden_state
+        out.float().square().mean().backward()
+        gradients = torch.cat([weight.grad.flatten() for weight in encoder.parameters() if weight.grad is not None])
+        outputs.append((out.float(), gradients.float()))
+    for one, other in zip(*outputs, strict=True):
+        assert (one - other).norm() < 0.02 * one.norm()
 
 
 def test_the_visual_encoder_leaves_the_gpu_with_the_rest_and_comes_back(tmp_path):

@@ -4,22 +4,26 @@ import importlib.util
 from types import SimpleNamespace
 
 import image_cases as tiny
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hotseat.data.frames import FramePreparer
 from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows
 from hotseat.data.prompts import make_prompts
 from hotseat.data.rows import Row
 from hotseat.errors import RunError, UserError
-from hotseat.rollout import TransformersEngine
+from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.train import TrainOptions
+from hotseat.train.attention import IMAGE_ATTENTION, image_attention
 from hotseat.train.backend import AdamW
 from hotseat.train.export import write_model
 from hotseat.train.models import load_model, prepare_model
 from hotseat.train.packing import join, model_input, take, with_ends
 from hotseat.types import MicroBatch, Request, Sampling
-from hotseat.vision import Vision, pixels_of, placeholder_ids, policy_class, sees_images
+from hotseat.vision import Vision, encoder_of, pixels_of, placeholder_ids, policy_class, sees_images
 
 pytestmark = pytest.mark.slow
 
@@ -302,6 +306,73 @@ def test_batches_keep_the_images_of_their_segments(seeing):
     assert take(batch, [2]).images == ()
     assert join([take(batch, [2]), take(batch, [0])]).images == (none, one)
     assert with_ends(batch).images == batch.to(torch.device("cpu")).images == batch.images
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_an_encoder_attends_to_all_images_at_once_and_computes_the_same_bits(family, tmp_path, monkeypatch):
+    model, calls = tiny.make(family), []
+    encoder = encoder_of(model)
+    images = [
+        tiny.write_pixels(tmp_path, 0, 4, 8),
+        tiny.write_pixels(tmp_path, 1, 8, 4),
+        tiny.write_pixels(tmp_path, 2),
+    ]
+    pixels = Vision.of(model).arguments(images, None)
+
+    def encoded():
+        return encoder(pixels["pixel_values"], pixels["image_grid_thw"]).last_hidden_state
+
+    expected = encoded()
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS,
+        IMAGE_ATTENTION,
+        lambda *args, **kwargs: calls.append(kwargs["cu_seq_lens_q"].tolist()) or image_attention(*args, **kwargs),
+    )
+    prepare_model(model, head="policy", layout="auto", gradient_checkpointing=False)
+    assert torch.equal(encoded(), expected)
+    assert len(calls) == model.config.vision_config.depth  # once a layer
+    assert calls[-1] == [0, 32, 64, 80]  # patches of whole images
+
+
+def test_llava_samples_alike_by_its_own_forward_and_several_tokens_at_once(tmp_path):
+    """A placeholder that is sampled ends an answer, and what was sampled after it is dropped."""
+    name = tiny.save("llava", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    preparer = FramePreparer(load_processor(name, tokenizer))
+    random = np.random.default_rng(0)
+    frames = [preparer.prepare(random.integers(0, 256, (28, 28, 3)).astype(np.uint8)) for _ in range(20)]
+    requests = [
+        Request(
+            str(at),
+            (5, *frame.token_ids, 6 + at % 3),
+            Sampling(9, temperature=1.5, ignore_eos=True),
+            at,
+            (frame.image,),
+        )
+        for at, frame in enumerate(frames)
+    ]
+    made = {}
+    for kind, options in {
+        "own layers": SlotOptions(),
+        "at once": SlotOptions(tokens_at_once=4),
+        "own forward": SlotOptions(own_layers=False),
+    }.items():
+        engine = TransformersEngine(
+            policy_class(AutoConfig.from_pretrained(name)).from_pretrained(name),
+            max_length=64,
+            num_slots=20,
+            options=options,
+        )
+        try:
+            assert type(engine._slots).__name__ == ("AnySlots" if kind == "own forward" else "LlamaSlots")
+            made[kind] = engine.generate(requests)
+        finally:
+            engine.close()
+    assert made["at once"] == made["own layers"]
+    assert {each.finish for each in made["own layers"]} == {"length", "stop"}
+    for one, other in zip(made["own layers"], made["own forward"], strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
 
 
 def test_a_model_of_text_takes_no_images(tmp_path):

@@ -11,12 +11,13 @@ from hotseat.errors import WeightError
 from hotseat.loop.rl.canary import ANSWER_TOKENS, CanaryGuard, CanarySettings
 from hotseat.loop.rl.push import PushReport
 from hotseat.loop.workers.proof import Canary
-from hotseat.train.exact import ExactScores
+from hotseat.train.exact import NO_8_BITS, EightBits, ExactScores
 from hotseat.types import Prompt
 
 SETTINGS = CanarySettings(
     num_tokens=1024, rounding_factor=4.0, drift_factor=4.0, dtype="bf16", temperature=1.0, max_length=256, seed=0
 )
+OF_8_BITS = 0.15  # size of the gaps that they make
 PROMPTS = [Prompt(index, "", (5,) * (3 + index)) for index in range(40)]
 
 
@@ -61,10 +62,13 @@ class FakeActor(FakeWorkers):
     def lacks_bytes_for_exact(self, longest):
         return self.lacks_bytes
 
-    def score_exactly(self, canary, is_merged=True):
+    def score_exactly(self, canary, is_merged=True, eight_bits=NO_8_BITS):
         self.num_sets += 1
         exact = [-1.0 - gap for gap in noise(canary, self.size(), salt=1)]
-        return ExactScores(exact, exact)
+        if eight_bits == NO_8_BITS:
+            return ExactScores(exact, exact)
+        coarse = noise(canary, OF_8_BITS, salt=2)
+        return ExactScores(exact, exact, [each + gap for each, gap in zip(exact, coarse, strict=True)])
 
 
 class Case:
@@ -187,6 +191,20 @@ def test_without_memory_for_a_float32_forward_usual_rounding_is_the_measure():
     assert case.guard.metrics()["canary_use"] < 0.5
     with pytest.raises(WeightError, match=r"4 times what rounding to bf16 usually does \(it was not measured\)"):
         Case(FakeActor(0.0, lacks_bytes=1), FakeWorkers(0.3)).guard.start(0)
+
+
+def test_engines_in_8_bits_are_judged_by_what_8_bits_do():
+    case = Case(FakeActor(0.02), FakeWorkers(OF_8_BITS), eight_bits=EightBits(weights=True))
+    case.guard.start(0)
+    assert case.guard.metrics()["canary_use"] == pytest.approx(0.25, rel=0.2)
+    with pytest.raises(
+        WeightError, match="4 times what rounding to 16 and to 8 bits alone does, by float32 forwards of"
+    ):
+        Case(FakeActor(0.02), FakeWorkers(5 * OF_8_BITS), eight_bits=EightBits(cache=True)).guard.start(0)
+    with pytest.raises(WeightError, match="4 times what rounding alone does, by a float32 forward"):
+        Case(FakeActor(0.02), FakeWorkers(OF_8_BITS)).guard.start(0)
+    with pytest.raises(WeightError, match=r"4 times what rounding to 8 bits usually does \(it was not measured\)"):
+        Case(FakeActor(0.0, lacks_bytes=1), FakeWorkers(0.5), eight_bits=EightBits(weights=True)).guard.start(0)
 
 
 def test_in_fp32_limits_are_small_and_no_forward_is_needed_to_know_them():
@@ -336,7 +354,7 @@ class BrokenActor(FakeActor):
     def score_canary(self, canary):
         return [self.log_prob] * canary.num_sampled
 
-    def score_exactly(self, canary, is_merged=True):
+    def score_exactly(self, canary, is_merged=True, eight_bits=NO_8_BITS):
         return "CUDA out of memory"
 
 

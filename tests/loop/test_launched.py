@@ -237,3 +237,18 @@ def test_an_error_that_is_nobodys_mistake_travels_as_text():
         RunError,
         "the first rank failed: ZeroDivisionError: division by zero",
     )
+
+
+def test_launched_ranks_need_a_number_of_layers_that_recompute(task):
+    overrides = ["train.gradient_checkpointing=true", "train.checkpointed_layers=auto"]
+    with pytest.raises(UserError, match="before they could agree on a number: set one"):
+        start(loads(sft_yaml(task), overrides), launched=True)
+
+
+def test_a_run_that_leaves_the_layers_to_itself_recomputes_all_on_cpus(task, capsys):
+    overrides = ["train.gradient_checkpointing=true", "train.checkpointed_layers=auto"]
+    (task / "run.yaml").write_text(sft_yaml(task))
+    start(load(task / "run.yaml", overrides))
+    assert "train.checkpointed_layers: all" in capsys.readouterr().out
+    [kept] = (task / "runs").glob("*/config.yaml")
+    assert load(kept).train.checkpointed_layers is None

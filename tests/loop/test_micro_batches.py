@@ -99,6 +99,49 @@ def test_what_stays_on_the_device_leaves_less_and_nothing_leaves_for_a_larger_mi
     assert copied() == copied(*least)
 
 
+RECOMPUTED = "train: {batch_size: 256, gradient_checkpointing: true, checkpointed_layers: auto}"
+
+
+def layers(inventory: str | None, *overrides: str) -> tuple[int | None, int | None]:
+    """Return the layers that are chosen to recompute, and the budget of updates."""
+    made = with_budgets(loads(RL.replace("train: {batch_size: 256}", RECOMPUTED), overrides), inventory).config
+    return made.train.checkpointed_layers, made.train.chosen_tokens_per_device
+
+
+def test_as_few_layers_recompute_as_leave_room_for_a_micro_batch_that_keeps_the_device_busy():
+    some, tokens = layers("1x1x55G")
+    assert 0 < some < 28
+    assert tokens >= 2**24 // 1536
+    text = RL.replace("train: {batch_size: 256}", RECOMPUTED)
+    chosen = [f"train.chosen_tokens_per_device={tokens}", "rollout.chosen_tokens_per_device=2048"]
+    assert used_in(text, "1x1x55G", "update", *chosen, f"train.checkpointed_layers={some}") <= 0.9
+    busy = [f"train.chosen_tokens_per_device={2**24 // 1536}", "rollout.chosen_tokens_per_device=2048"]
+    assert used_in(text, "1x1x55G", "update", *busy, f"train.checkpointed_layers={some - 1}") > 0.9
+    counts = [layers(f"1x1x{memory}G")[0] for memory in (30, 50, 60, 80, 140)]
+    assert counts == sorted(counts, reverse=True)
+    assert (counts[0], counts[-1]) == (28, 0)
+
+
+def test_layers_fit_beside_a_micro_batch_of_a_number_of_samples():
+    few, none_chosen = layers("1x1x60G", "train.micro_batch_size=2", "rollout.micro_batch_size=2")
+    assert none_chosen is None
+    assert few <= layers("1x1x60G", "train.micro_batch_size=8", "rollout.micro_batch_size=2")[0]
+
+
+def test_all_layers_recompute_where_memory_is_not_known_and_on_cpus():
+    assert layers(None)[0] is None
+    made = with_budgets(loads(RL.replace("train: {batch_size: 256}", RECOMPUTED)), are_devices_logical=True)
+    assert made.config.train.checkpointed_layers is None
+    assert "train.checkpointed_layers: all" in made.notes
+
+
+def test_a_resumed_run_keeps_the_layers_that_it_chose():
+    config = loads(RL.replace("train: {batch_size: 256}", RECOMPUTED))
+    chosen = with_budgets(config, "1x1x60G").config
+    assert with_budgets_of(config, chosen) == chosen
+    assert changes_between(to_saved(chosen), config) == []
+
+
 def test_every_role_has_a_budget_that_fits_it():
     larger = SHAPE.replace("28", "56").replace("1536", "3072")
     ppo = RL + f"critic: {{shape: {larger}}}\nalgorithm: {{estimator: gae}}\n"

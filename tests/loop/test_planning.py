@@ -6,7 +6,7 @@ import pytest
 
 from hotseat.cluster import Cluster
 from hotseat.config import loads
-from hotseat.errors import PlacementError
+from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.planning.plan import (
     cache_limit,
@@ -40,6 +40,19 @@ def test_a_role_that_is_not_placed_goes_where_the_actor_is():
 def test_a_role_that_the_run_does_not_have_cannot_be_placed():
     with pytest.raises(PlacementError, match="critic is placed, but this run has no critic"):
         make_plan(loads("cluster: {component_placement: {actor: 0, critic: 0}}"))
+
+
+def test_errors_about_roles_add_the_names_that_the_config_has_for_them():
+    names = "component_names: {judgement: critic, policy: rollout}"
+    with pytest.raises(
+        PlacementError, match=r"no critic: remove it \(by cluster.component_names, critic is judgement\)$"
+    ):
+        make_plan(loads(f"cluster: {{{names}, component_placement: {{actor: 0, judgement: 0}}}}"))
+    with pytest.raises(TooFewDevicesError, match=r"\(by cluster.component_names, rollout is policy\)$"):
+        make_plan(loads(f"cluster: {{{names}, inventory: 1x2xA100-80G, component_placement: {{actor: 0, policy: 5}}}}"))
+    with pytest.raises(TooFewDevicesError) as error:
+        make_plan(loads("cluster: {inventory: 1x2xA100-80G, component_placement: {actor: 0, rollout: 5}}"))
+    assert "component_names" not in str(error.value)
 
 
 def test_offload_is_always_never_or_as_needed():
@@ -118,6 +131,8 @@ def test_an_engine_has_its_share_its_size_and_its_parts():
     assert spec.can_offload == {Part.WEIGHTS, Part.KV_CACHE}
     assert specs("rollout: {engine: vllm}")["rollout"].share == 0.9
     assert specs("")["rollout"].share is None
+    assert spec.memory.kept_prompts == 0
+    assert specs("")["rollout"].memory.kept_prompts == 8
 
 
 JUDGED = "reward: {judge: {rubric: r.txt, model: Qwen/Qwen2.5-7B-Instruct, max_tokens: 256"

@@ -336,23 +336,21 @@ def run_on_ray(task, name: str, placement: str, *overrides: str, **changes: str)
 @pytest.mark.ray
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("placement", "coef"),
+    ("placement", "coef", "transport"),
     [
-        ("{actor: 0-1, 'critic,reward': 2, rollout: '0,2'}", 0.0),
-        pytest.param(
-            "{actor: 0, reference: 1-2, critic: 0-2, reward: 1-2, rollout: '@actor'}", 0.1, marks=pytest.mark.long
-        ),
+        ("{actor: 0-1, 'critic,reward': 2, rollout: '0,2'}", 0.0, ["rollout.weight_transport=gloo"]),
+        ("{actor: 0, reference: 1-2, critic: 0-2, reward: 1-2, rollout: '@actor'}", 0.1, []),
     ],
 )
 @pytest.mark.long
-def test_critics_and_reward_models_of_any_number_of_ranks_give_the_same(task, placement, coef):
+def test_critics_and_reward_models_of_any_number_of_ranks_give_the_same(task, placement, coef, transport):
     """Weights reach the engine on a device of the actor through host memory, the other one by a broadcast."""
     make_value_model(task / "reward_model")
     algorithm = f"algorithm={{estimator: gae, gae_lambda: 0.9, kl: {{coef: {coef}}}}}"
     options = ("checkpoint.export_critic=true", "train.num_episodes=1", algorithm)
     reward = f"{{model: {task}/reward_model}}"
     run(task, "one", *options, reward=reward)
-    run_on_ray(task, "several", placement, *options, "rollout.weight_transport=gloo", reward=reward)
+    run_on_ray(task, "several", placement, *options, *transport, reward=reward)
     for model in ("model", "critic"):
         one, several = (weights(task / "runs" / name / model) for name in ("one", "several"))
         for name in one:

@@ -25,6 +25,20 @@ class FakeProcess:
     def call(self, method, *args):
         return [self.group.answer(self.rank, method.__name__, *args)]
 
+    def start(self, method, *args):
+        return FakePending(self, method, args)
+
+
+class FakePending:
+    """A call that was started, and is answered when its result is asked for."""
+
+    def __init__(self, process: FakeProcess, method, args):
+        self.process, self.method, self.args = process, method, args
+        process.group.started.append((method.__name__, process.rank))
+
+    def result(self):
+        return self.process.call(self.method, *self.args)
+
 
 class FakeGroup:
     """Records what it is asked; every part has 100 bytes."""
@@ -32,6 +46,7 @@ class FakeGroup:
     def __init__(self, name: str, size: int):
         self.name, self.size = name, size
         self.calls: list[tuple] = []
+        self.started: list[tuple[str, int]] = []
 
     def holders(self):
         return tuple(Holder(self.name, rank, pid=100 + rank) for rank in range(self.size))
@@ -41,6 +56,8 @@ class FakeGroup:
 
     def answer(self, rank, method, *args):
         self.calls.append((method, *args, (rank,)))
+        if method == "release_cache":
+            return None
         return Moved(100 * len(args[0]), 100, 1.0)
 
     def taken(self):
@@ -121,6 +138,93 @@ actor: {enable_offload: true}
     assert [call[-1] for call in groups["rollout"].taken()] == [(0,)]
 
 
+def test_all_processes_of_a_hand_over_move_at_once():
+    """Each is started before the first has answered."""
+    text = """
+cluster: {component_placement: {actor: 0-3, rollout: "@actor"}}
+actor: {enable_offload: true}
+rollout: {enable_offload: true}
+"""
+
+    class Watching(FakeGroup):
+        def answer(self, rank, method, *args):
+            assert {(method, other) for other in range(self.size)} <= set(self.started)
+            return super().answer(rank, method, *args)
+
+    scheduler, groups = make_scheduler(text, "1x4")
+    for name, group in list(groups.items()):
+        groups[name] = Watching(name, group.size)
+    for phase, role in [("rollout", "rollout"), ("update", "actor"), ("sync", "actor"), ("rollout", "rollout")]:
+        with scheduler.lease(phase, role):
+            pass
+        groups["actor"].started.clear()
+        groups["rollout"].started.clear()
+    assert len(groups["actor"].calls) == 4 * 4  # leaves, comes, gradients and optimizer leave, weights leave
+
+
+SMALL = """
+cluster: {component_placement: {actor: 0, rollout: "@actor"}}
+actor: {enable_offload: true, shape: {hidden_size: 1536, num_hidden_layers: 28, num_attention_heads: 12,
+  num_key_value_heads: 2, intermediate_size: 8960, vocab_size: 151936, tie_word_embeddings: true, model_type: qwen2}}
+rollout: {engine: vllm, memory_share: 0.4, enable_offload: true}
+"""
+
+
+@pytest.mark.parametrize(("used_gib", "is_early"), [(60, True), (125, False)])
+def test_parts_come_before_others_leave_where_there_is_room_for_both(used_gib, is_early) -> None:
+    order: list[str] = []
+
+    class Ordered(FakeGroup):
+        def answer(self, rank, method, *args):
+            order.append(f"{self.name} {method}")
+            return super().answer(rank, method, *args)
+
+    scheduler, groups = make_scheduler(
+        SMALL, "1x1xH200", measure=lambda device: DeviceMemory(used_gib << 30, 139 << 30)
+    )
+    groups |= {name: Ordered(name, 1) for name in groups}
+    with scheduler.lease("rollout", "rollout"):
+        pass
+    order.clear()
+    with scheduler.lease("update", "actor"):
+        pass
+    both = ["actor onload", "rollout offload"]
+    assert [each for each in order if "release" not in each] == (both if is_early else both[::-1])
+
+
+def test_a_holder_that_dies_while_parts_come_early_does_not_stop_the_next_phase() -> None:
+    """What came early is in use beside what was in use when the dead holder got the device."""
+    gone: set[int] = set()
+    used = [40 << 30]
+
+    class Coming(FakeGroup):
+        def answer(self, rank, method, *args):
+            if method == "onload":
+                gone.add(100)  # the engine, whose weights and cache are gone with it
+                used[0] += 5 << 30
+                return Moved(5 << 30, 5 << 30, 1.0)
+            return super().answer(rank, method, *args)
+
+    class Dead(FakeGroup):
+        def answer(self, rank, method, *args):
+            if 100 in gone:
+                raise RunError("gone")
+            return super().answer(rank, method, *args)
+
+    scheduler, groups = make_scheduler(
+        SMALL,
+        "1x1xH200",
+        measure=lambda device: DeviceMemory(used[0], 139 << 30),
+        is_gone=lambda holder: holder.group == "rollout" and holder.pid in gone,
+    )
+    groups |= {"actor": Coming("actor", 1), "rollout": Dead("rollout", 1)}
+    with scheduler.lease("rollout", "rollout"):
+        pass
+    with scheduler.lease("update", "actor"):
+        pass
+    assert scheduler.log()[-1].died == ("rollout[0] (pid 100)",)
+
+
 def test_a_phase_that_the_flow_does_not_have_is_named():
     scheduler, _ = make_scheduler(COLOCATED, "1x1")
     found = "no phase 'prepare' in which reference works; it has rollout: rollout"
@@ -194,13 +298,6 @@ def test_seconds_and_bytes_of_hand_overs_are_counted_since_last_asked() -> None:
 
 
 def test_idle_roles_give_back_what_they_cached_where_memory_is_short() -> None:
-    class Caching(FakeGroup):
-        def answer(self, rank, method, *args):
-            if method == "release_cache":
-                self.calls.append((method, (rank,)))
-                return None
-            return super().answer(rank, method, *args)
-
     text = """
 cluster: {component_placement: {actor: 0, rollout: "@actor"}}
 actor: {shape: {hidden_size: 1536, num_hidden_layers: 28, num_attention_heads: 12, num_key_value_heads: 2,
@@ -210,7 +307,6 @@ rollout: {engine: vllm, memory_share: 0.4}
     for used_gib, calls in ((60, []), (138, [("release_cache", (0,))])):
         memory = DeviceMemory(used_gib << 30, 139 << 30)
         scheduler, groups = make_scheduler(text, "1x1xH200", measure=lambda device, memory=memory: memory)
-        groups["actor"] = scheduler._groups["actor"] = Caching("actor", 1)
         with scheduler.lease("rollout", "rollout"):
             pass
         assert groups["actor"].calls == calls

@@ -245,6 +245,7 @@ def test_an_engine_without_a_share_takes_cache_for_its_slots():
     found = engine()
     assert parts(found, Part.WEIGHTS) == {"weights": 680}
     assert parts(found, Part.KV_CACHE) == {"kv cache": 5 * 100 * 16}
+    assert parts(engine(kept_prompts=8), Part.KV_CACHE) == {"kv cache": (5 + 8) * 100 * 16}
     assert found.min_share is None
     # 500 tokens x 28 values x 2 bytes, 5 slots x 10 logits x 6 bytes
     assert in_bytes(found.working["generate"]) == {"engine workspace": 500 * 56 + 5 * 10 * 6}
@@ -252,6 +253,19 @@ def test_an_engine_without_a_share_takes_cache_for_its_slots():
     assert in_bytes(found.fixed)["captured graphs"] == round(2 * assumed.CUDA_GRAPH_GIB_PER_LAYER * GIB, 3)
     assert "captured graphs" not in in_bytes(engine(cuda_graphs=False).fixed)
     assert "captured graphs" not in in_bytes(engine(engine="transformers").fixed)
+
+
+def test_an_engine_with_layers_in_8_bits_takes_half_for_them():
+    model = shape("Llama-3-8B")
+    found = engine(model=model, layer_bytes=1, kv_bytes=1)
+    in_layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert parts(found, Part.WEIGHTS) == {
+        "weights": 2 * (model.num_parameters - in_layers),
+        "weights of layers": in_layers,
+    }
+    assert parts(found, Part.KV_CACHE) == {"kv cache": 5 * 100 * 65_536}
+    # What it computes with stays in 16 bits.
+    assert in_bytes(found.working["generate"]) == in_bytes(engine(model=model).working["generate"])
 
 
 def test_an_engine_with_a_share_fills_it_exactly():

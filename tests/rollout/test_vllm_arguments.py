@@ -1,6 +1,7 @@
 """Arguments that a config passes to vLLM's engine, checked without importing vLLM."""
 
 import ast
+import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -9,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from hotseat.config import loads
+from hotseat.config.precision import with_dtype
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.preflight import refuse_what_cannot_start
-from hotseat.loop.setup.settings import engine_settings
-from hotseat.rollout import vllm_versions
+from hotseat.loop.setup.settings import check_8_bits, engine_settings
+from hotseat.rollout import vllm_arguments, vllm_versions
 from hotseat.rollout.vllm_arguments import argument_names, refusals
 
 CONFIG = """
@@ -54,7 +56,7 @@ def test_arguments_are_the_public_fields_of_vllms_class(vllm):
 
 
 def test_an_argument_that_a_key_sets_is_refused_with_that_key(vllm):
-    assert refusals(["model", "gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens"]) == [
+    assert refusals(dict.fromkeys(["model", "gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens"])) == [
         ("model", "actor.model sets it"),
         ("gpu_memory_utilization", "rollout.memory_share sets it"),
         ("enforce_eager", "rollout.enforce_eager sets it"),
@@ -62,14 +64,16 @@ def test_an_argument_that_a_key_sets_is_refused_with_that_key(vllm):
 
 
 def test_an_argument_that_a_run_relies_on_is_refused_with_the_reason(vllm):
-    [(_, log_probs), (_, slots), (_, ranks)] = refusals(["logprobs_mode", "max_num_seqs", "data_parallel_size"])
+    [(_, log_probs), (_, slots), (_, ranks)] = refusals(
+        dict.fromkeys(["logprobs_mode", "max_num_seqs", "data_parallel_size"])
+    )
     assert log_probs == "cannot be set: log-probs must be those of the distribution that was sampled from"
     assert slots.startswith("cannot be set: the engine has a fixed number of slots; agent.max_concurrent bounds")
     assert ranks.endswith("rollout.num_engines sets how many there are")
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest_ones(vllm):
-    assert refusals(["max-num-batched-token", "quux", "_process_count"]) == [
+    assert refusals(dict.fromkeys(["max-num-batched-token", "quux", "_process_count"])) == [
         ("max-num-batched-token", "vLLM 0.25.1 has no such argument; did you mean max_num_batched_tokens?"),
         ("quux", "vLLM 0.25.1 has no such argument"),
         ("_process_count", "vLLM 0.25.1 has no such argument"),
@@ -85,7 +89,50 @@ def test_whatever_the_engine_sets_itself_is_refused():
     ]
     names = [keyword.arg for keyword in call.keywords if keyword.arg is not None]
     assert len(names) > 15
-    assert [name for name, _ in refusals([*names, "gpu_memory_utilization"])] == [*names, "gpu_memory_utilization"]
+    every = [*names, "gpu_memory_utilization", "quantization", "kv_cache_dtype"]
+    assert [name for name, _ in refusals(dict.fromkeys(every))] == every
+
+
+DRAFTS = {"method": "ngram_gpu", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "message"),
+    [
+        ({"model": "draft"}, "cannot have the method None: drafts by a model would need weights that no push brings"),
+        ("eagle", "cannot have the method 'eagle': drafts by a model would need weights that no push brings"),
+        (DRAFTS | {"rejection_sample_method": "synthetic"}, "cannot have rejection_sample_method: n-gram drafts have"),
+        ({"method": "ngram"}, "num_speculative_tokens is None: set how many tokens to draft, such as 4"),
+        (DRAFTS | {"num_speculative_tokens": 0}, "num_speculative_tokens is 0: set how many tokens to draft"),
+    ],
+)
+def test_drafts_that_are_not_of_n_grams_are_refused(vllm, drafts, message):
+    [(name, reason)] = refusals({"speculative_config": drafts})
+    assert name == "speculative_config"
+    assert reason.startswith(message)
+
+
+def test_drafts_of_n_grams_are_taken_where_they_work(vllm, monkeypatch):
+    assert refusals({"speculative_config": DRAFTS}) == []
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "numba" else find_spec(name))
+    [(_, reason)] = refusals({"speculative_config": DRAFTS | {"method": "ngram"}})
+    assert reason == "the method ngram needs the package numba, which is not installed: install it, or set ngram_gpu"
+    assert refusals({"speculative_config": DRAFTS}) == []
+    monkeypatch.setattr(vllm_arguments, "is_cpu_build", lambda: True)
+    [(_, reason)] = refusals({"speculative_config": DRAFTS})
+    assert reason == "the CPU build of vLLM 0.25.1 returns wrong log-probs of drafted tokens: unset it"
+
+
+@pytest.mark.parametrize(("version", "is_for_cpus"), [("0.25.1", False), ("0.25.1+cpu", True), (None, True)])
+def test_the_build_for_cpus_is_known_by_its_package(monkeypatch, version, is_for_cpus):
+    def installed(name):
+        if version is None or name != "vllm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    assert vllm_versions.is_cpu_build() is is_for_cpus
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -119,3 +166,26 @@ def test_with_the_transformers_engine_they_are_refused():
     text = CONFIG.replace("engine: vllm", "engine: transformers").replace("ARGUMENTS", "block_size: 32")
     with pytest.raises(ConfigError, match="rollout.engine_args: has no effect: rollout.engine is transformers; this"):
         loads(text)
+
+
+def test_8_bits_reach_the_engine(tmp_path):
+    text = CONFIG.replace("engine_args: {ARGUMENTS}", "quantization: fp8\n  kv_cache_dtype: fp8")
+    vllm = engine_settings(loads(text, ["train.dtype=bf16"]), (1,), tmp_path).vllm
+    assert vllm is not None
+    assert (vllm.fp8_weights, vllm.fp8_cache) == (True, True)
+
+
+def test_8_bits_need_a_16_bit_model_and_an_8_bit_cache_needs_a_gpu():
+    text = CONFIG.replace("engine_args: {ARGUMENTS}", "KEY: fp8")
+    on_cpu = with_dtype(loads(text.replace("KEY", "quantization")), has_gpus=False)
+    with pytest.raises(
+        UserError, match="rollout.quantization is fp8, which is for 16-bit models, and train.dtype is fp"
+    ):
+        check_8_bits(on_cpu, on_gpu=False)
+    cached = loads(text.replace("KEY", "kv_cache_dtype"), ["train.dtype=bf16"])
+    with pytest.raises(
+        UserError, match="rollout.kv_cache_dtype is fp8, which vLLM has on GPUs alone, and there are none"
+    ):
+        check_8_bits(cached, on_gpu=False)
+    check_8_bits(cached, on_gpu=True)
+    check_8_bits(loads(text.replace("KEY", "quantization"), ["train.dtype=bf16"]), on_gpu=False)

@@ -54,6 +54,7 @@ class Shared:
         tensor_parallel_size: int = 1,
         when_lost: Any = None,
         dtype: str = "float32",
+        **options: Any,
     ):
         self.config = config
         self.directory = str(directory)
@@ -66,6 +67,7 @@ class Shared:
                 num_slots=256,
                 tensor_parallel_size=tensor_parallel_size,
                 kv_cache_bytes=64 << 20,
+                **options,
             ),
             when_lost,
         )

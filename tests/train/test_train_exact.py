@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hotseat.errors import RunError
-from hotseat.train.exact import exact_log_probs, missing_bytes
+from hotseat.train.eight_bits import round_cache, rounded_rows
+from hotseat.train.exact import EightBits, exact_log_probs, missing_bytes
 
 CPU = torch.device("cpu")
 SEQUENCES, STARTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5]], [3, 1]
@@ -45,6 +47,60 @@ def test_log_probs_are_those_of_the_weights_that_are_handed_in(model):
     assert found.log_probs == pytest.approx(expected, abs=1e-4)
     assert found.with_rounded_logits == pytest.approx(rounded, abs=5e-2)
     assert found.with_rounded_logits != found.log_probs
+
+
+def test_rows_are_rounded_to_three_bits_of_mantissa_by_scales_of_their_own():
+    # The first row has scale 1: its largest is the largest number. Steps are 32 from 256 on, 2 from 16, 1/8 from 1.
+    rows = torch.tensor([[448.0, 300.0, 17.2, -1.2], [0.0, 0.0, 0.0, 0.0], [-0.448, 0.3, 0.0172, 0.0012]])
+    expected = torch.tensor([[448.0, 288.0, 18.0, -1.25], [0.0, 0.0, 0.0, 0.0], [-0.448, 0.288, 0.018, 0.00125]])
+    torch.testing.assert_close(rounded_rows(rows), expected)
+
+
+@pytest.mark.parametrize(("weights", "cache"), [(True, False), (False, True), (True, True)])
+def test_8_bits_change_log_probs_by_what_a_rounded_forward_does(model, weights, cache):
+    path, policy = model
+    named = [(name, weight.detach()) for name, weight in policy.named_parameters()]
+    eight_bits = EightBits(weights, cache)
+    options = {"dtype": torch.bfloat16, "device": CPU, "eight_bits": eight_bits}
+    scores = exact_log_probs(path, named, SEQUENCES[:1], STARTS[:1], 1.0, **options)
+    hidden = policy.model.embed_tokens(torch.tensor(SEQUENCES[0]))
+    round_inputs = rounded_rows if weights else lambda values: values
+    round_cached = (lambda values: values.to(torch.float8_e4m3fn).float()) if cache else lambda values: values
+    config = policy.config
+    cos, sin = policy.model.rotary_emb(hidden[None], torch.arange(len(hidden))[None])
+
+    def project(layer, values):
+        return round_inputs(values) @ round_inputs(layer.weight.detach()).t()
+
+    def heads(values):
+        return values.view(len(values), config.num_attention_heads, -1).transpose(0, 1)
+
+    with torch.no_grad():
+        for layer in policy.model.layers:
+            attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+            q, k, v = (heads(project(getattr(attention, f"{name}_proj"), normed)) for name in "qkv")
+            q, k = (each[0] for each in apply_rotary_pos_emb(q[None], k[None], cos, sin))
+            q, k, v = (round_cached(each) for each in (q, k, v))
+            weight = (q @ k.transpose(1, 2) * attention.scaling).masked_fill(
+                torch.ones(len(hidden), len(hidden)).triu(1).bool(), -torch.inf
+            )
+            mixed = (weight.softmax(-1) @ v).transpose(0, 1).reshape(len(hidden), -1)
+            hidden = hidden + project(attention.o_proj, mixed)
+            normed, mlp = layer.post_attention_layernorm(hidden), layer.mlp
+            gated = torch.nn.functional.silu(project(mlp.gate_proj, normed)) * project(mlp.up_proj, normed)
+            hidden = hidden + project(mlp.down_proj, gated)
+        logits = policy.lm_head(policy.model.norm(hidden))  # the head stays as it is
+    tokens = torch.tensor(SEQUENCES[0])
+    expected = logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[STARTS[0] - 1 :, 0]
+    assert scores.in_8_bits == pytest.approx(expected.tolist(), abs=1e-3)
+    assert scores.in_8_bits != pytest.approx(scores.log_probs, abs=1e-3)
+
+
+def test_attention_that_torch_does_not_compute_has_no_8_bit_form(model):
+    _, policy = model
+    eager = LlamaForCausalLM._from_config(policy.config, attn_implementation="eager")
+    with pytest.raises(RunError, match="the attention of LlamaForCausalLM has no form with 8-bit keys and values"):
+        round_cache(eager)
 
 
 def test_a_weight_that_is_missing_or_unknown_is_named(model):

@@ -62,7 +62,7 @@ def test_other_architectures(config: str, settings: dict[str, Any], layout: Any)
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "recomputed"), [(None, [0, 1, 2, 3]), (1, [3]), (3, [1, 2, 3]), (9, [0, 1, 2, 3])]
+    ("num_layers", "recomputed"), [(None, [0, 1, 2, 3]), (0, []), (1, [3]), (3, [1, 2, 3]), (9, [0, 1, 2, 3])]
 )
 def test_so_many_layers_recompute_and_gradients_are_the_same(num_layers: int | None, recomputed: list[int]) -> None:
     model = small("LlamaConfig", num_hidden_layers=4)

@@ -1,29 +1,36 @@
 """Schedules devices: carries out the plan's residency, lease by lease.
 
 A lease is for a step of the plan. Before it is granted, parts that must not be on its devices are offloaded, and the
-holders of the previous lease report how much they freed; then the parts that the step needs are onloaded. The end of a
-lease moves nothing: what has to move is known only when the next lease is requested.
+holders of the previous lease report how much they freed; then the parts that the step needs are onloaded. Where the
+devices have room for both, parts come before others leave: memory that another process has just freed is cleared by the
+driver while it is filled again, which halves the speed of the copy. All processes move at once. The end of a lease
+moves nothing: what has to move is known only when the next lease is requested.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from hotseat import faults
-from hotseat.cluster import WorkerGroup
+from hotseat.cluster import Pending, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
 from hotseat.errors import PlacementError, RunError
 from hotseat.loop.devices.memory import MeasuresMemory
 from hotseat.observe import Timeline
-from hotseat.placement import GIB, Part, PhaseStep, Plan
+from hotseat.placement import GIB, Holding, Part, PhaseStep, Plan
 from hotseat.types import Moved
 
 ALLOWANCE_BYTES = 1 << 29  # memory that a process may still hold of the parts that it has offloaded
+ROOM_BYTES = 2 << 30  # that stay free on a device where parts come before others leave
+ROOM_FACTOR = 1.1  # of what the plan says that parts take
+
+Process = tuple[str, int]  # role and rank
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,16 @@ class PartMove:
     is_leaving: bool
     num_bytes: int
     ms: float
+
+
+@dataclass
+class _Batch:
+    """Moves that happen at once: the parts of each process, and those whose weights are dropped, not kept."""
+
+    how: Literal["offload", "onload"]
+    step: str
+    parts: dict[Process, list[Part]] = field(default_factory=dict)
+    dropping: set[Process] = field(default_factory=set)
 
 
 class Movable(MeasuresMemory, Protocol):
@@ -85,7 +102,7 @@ class DeviceScheduler:
         self._processes = {
             (role.name, process.rank): process for role in plan.roles for process in role.processes if process.devices
         }
-        self._offloaded: dict[tuple[str, int], set[Part]] = {
+        self._offloaded: dict[Process, set[Part]] = {
             (role, rank): set((offloaded or {}).get(role, ())) for role, rank in self._processes
         }
         self._without_weights: set[str] = set()
@@ -97,14 +114,17 @@ class DeviceScheduler:
         """Hold the devices of the step in which `role` works. phase: the kind of work, however the flow names it."""
         step = self._step(phase, role)
         started_s = time.monotonic()
-        self._hand_over(self._leaving(step), step.name)
+        leaving = self._leaving(step)
+        if leaving:
+            self._onload(step, self._with_room(step))
+        self._hand_over(leaving, step.name)
         holders = self._holders(step)
         if holders:
             remaining_s = max(1.0, self._timeout_s - (time.monotonic() - started_s))
             self._lease = self._leases.acquire(step.name, holders, timeout_s=remaining_s)
             self._since_s = time.time()
         self._make_room(step)
-        self._onload(step)
+        self._onload(step, self._coming(step))
         yield
 
     def spent(self) -> dict[str, float]:
@@ -129,12 +149,15 @@ class DeviceScheduler:
     def make_way(self, role: str, rank: int) -> None:
         """Offload other roles from the devices of a process that is about to start and measures free memory there."""
         devices = set(self._processes[role, rank].devices) if (role, rank) in self._processes else set()
+        batch = _Batch("offload", "restart")
         for (other, number), process in self._processes.items():
             if other == role or other not in self._groups or not devices & set(process.devices):
                 continue
             parts = sorted(self._parts(other) - self._offloaded[other, number])
-            if parts and self._move("offload", "restart", other, number, parts, True) is not None:
-                self._offloaded[other, number] |= set(parts)
+            if parts:
+                batch.parts[other, number] = parts
+        for key in self._move(batch):
+            self._offloaded[key] |= set(batch.parts[key])
 
     def _parts(self, role: str) -> set[Part]:
         """Return the parts that a role can offload, as far as the plan knows."""
@@ -161,19 +184,22 @@ class DeviceScheduler:
         steps = "; ".join(f"{step.name}: {', '.join(step.roles)}" for step in self._plan.steps)
         raise PlacementError(f"the flow has no phase {phase!r} in which {role} works; it has {steps}")
 
+    def _holdings(self, step: PhaseStep, device: int) -> Sequence[Holding]:
+        """Return what the plan has on a device, or off it, in a step."""
+        group = self._plan.group_of(device)
+        assert group is not None, f"device {device} is in no class of the plan"
+        return next(planned for planned in group.steps if planned.step == step.name).holdings
+
     def _planned_off(self, step: PhaseStep, role: str, rank: int) -> dict[Part, bool]:
         """Return the parts that are off the device in this step, each with whether a copy is kept on the host."""
-        planned_off: dict[Part, bool] = {}
-        for device in self._processes[role, rank].devices:
-            group = self._plan.group_of(device)
-            assert group is not None, f"device {device} of {role} is in no class of the plan"
-            at = next(planned for planned in group.steps if planned.step == step.name)
-            for holding in at.holdings:
-                if holding.role == role and not holding.is_resident:
-                    planned_off[holding.part] = holding.state == "offloaded"
-        return planned_off
+        return {
+            holding.part: holding.state == "offloaded"
+            for device in self._processes[role, rank].devices
+            for holding in self._holdings(step, device)
+            if holding.role == role and not holding.is_resident
+        }
 
-    def _leaving(self, step: PhaseStep) -> dict[tuple[str, int], dict[Part, bool]]:
+    def _leaving(self, step: PhaseStep) -> dict[Process, dict[Part, bool]]:
         leaving = {}
         for role, rank in self._processes:
             if role not in self._groups:
@@ -184,16 +210,53 @@ class DeviceScheduler:
                 leaving[role, rank] = new
         return leaving
 
-    def _hand_over(self, leaving: Mapping[tuple[str, int], Mapping[Part, bool]], step: str) -> None:
-        freed_bytes: dict[tuple[str, int], int] = {}
-        for (role, rank), parts in leaving.items():
-            keep_weights = parts.get(Part.WEIGHTS, True)
-            faults.reach("offload")
-            moved = self._move("offload", step, role, rank, list(parts), keep_weights)
-            self._offloaded[role, rank] |= set(parts)
-            if not keep_weights:
-                self._without_weights.add(role)
-            freed_bytes[role, rank] = 0 if moved is None else moved.num_bytes
+    def _coming(self, step: PhaseStep) -> dict[Process, list[Part]]:
+        """Return the parts that a step needs and that are off their devices now."""
+        coming = {}
+        for (role, rank), offloaded in self._offloaded.items():
+            parts = offloaded - self._planned_off(step, role, rank).keys() if role in self._groups else set()
+            if parts:
+                coming[role, rank] = sorted(parts)
+        return coming
+
+    def _with_room(self, step: PhaseStep) -> dict[Process, list[Part]]:
+        """Return the parts that a step needs and that fit on their devices before anything leaves.
+
+        Simulators do not come early: what they take is not known well enough.
+        """
+        coming = {key: parts for key, parts in self._coming(step).items() if Part.SIMULATOR not in parts}
+        holders = self._lease.holders if self._lease is not None else {}
+        if not coming or any(self._is_gone(holder) for holder in holders):
+            return {}
+        needed: dict[int, float] = {}
+        for key, parts in coming.items():
+            for device in self._processes[key].devices:
+                for holding in self._holdings(step, device):
+                    if holding.role == key[0] and holding.part in parts:
+                        gib = math.inf if holding.gib is None else holding.gib
+                        needed[device] = needed.get(device, 0.0) + gib
+        for device, gib in needed.items():
+            memory = self._measure(device)
+            if memory is None or memory.total is None:
+                return {}
+            if memory.total - memory.used < gib * ROOM_FACTOR * GIB + ROOM_BYTES:
+                return {}
+        return coming
+
+    def _hand_over(self, leaving: Mapping[Process, Mapping[Part, bool]], step: str) -> None:
+        freed_bytes: dict[Process, int] = {}
+        # What simulators take is measured as they leave: nothing else moves meanwhile.
+        simulators = [key for key, parts in leaving.items() if list(parts) == [Part.SIMULATOR]]
+        for keys in ([key for key in leaving if key not in simulators], *([key] for key in simulators)):
+            parts = {key: list(leaving[key]) for key in keys}
+            dropping = {key for key in keys if not leaving[key].get(Part.WEIGHTS, True)}
+            for _ in keys:
+                faults.reach("offload")
+            moved = self._move(_Batch("offload", step, parts, dropping))
+            for key in keys:
+                self._offloaded[key] |= set(leaving[key])
+                freed_bytes[key] = moved[key].num_bytes if key in moved else 0
+            self._without_weights |= {role for role, _ in dropping}
         if self._lease is not None:
             self._draw_lease(self._lease)
             for holder, devices in self._lease.holders.items():
@@ -216,85 +279,109 @@ class DeviceScheduler:
                         continue
                     for (role, rank), process in self._processes.items():
                         if device in process.devices and role not in step.roles and role in self._groups:
-                            self._groups[role].on(rank).within(self._timeout_s).call(Movable.release_cache)
+                            with self._unless_gone((role, rank)):
+                                self._groups[role].on(rank).within(self._timeout_s).call(Movable.release_cache)
 
-    def _onload(self, step: PhaseStep) -> None:
-        for (role, rank), offloaded in self._offloaded.items():
-            if role not in self._groups or not offloaded:
-                continue
-            coming = [part for part in offloaded if part not in self._planned_off(step, role, rank)]
-            if coming:
-                faults.reach("onload")
-                self._move("onload", step.name, role, rank, coming)
-                offloaded.difference_update(coming)
+    def _onload(self, step: PhaseStep, coming: Mapping[Process, list[Part]]) -> None:
+        for _ in coming:
+            faults.reach("onload")
+        for key, moved in self._move(_Batch("onload", step.name, dict(coming))).items():
+            if self._lease is not None:
+                devices = self._processes[key].devices
+                self._leases.expect_use(dict.fromkeys(devices, moved.num_bytes // len(devices)))
+        for key, parts in coming.items():
+            self._offloaded[key].difference_update(parts)
 
-    def _move(
-        self,
-        how: Literal["offload", "onload"],
-        step: str,
-        role: str,
-        rank: int,
-        parts: Sequence[Part],
-        keep_weights: bool = True,
-    ) -> Moved | None:
-        """Have a process move parts. Returns None if it is gone."""
-        started_s, names = time.time(), [str(part) for part in parts]
-        devices = self._processes[role, rank].devices
-        before = [self._measure(device) for device in devices]
-        try:
-            process = self._groups[role].on(rank).within(self._timeout_s)
-            if how == "offload":
-                [moved] = process.call(Movable.offload, names, keep_weights)
-            else:
-                [moved] = process.call(Movable.onload, names)
-        except RunError:
-            if all(not self._is_gone(holder) for holder in self._groups[role].holders() if holder.rank == rank):
-                raise
-            return None
-        assert isinstance(moved, Moved)
-        is_leaving = how == "offload"
-        if is_leaving:
-            self._check_freed(role, rank, names, moved.num_bytes // len(devices), devices, before)
-            if list(parts) == [Part.SIMULATOR]:
-                moved = replace(moved, num_bytes=self._measured_freed(devices, before) or moved.num_bytes)
-        facts = {f"{how}_s": time.time() - started_s, "gib": moved.num_bytes / GIB}
-        for name, value in (facts | {"gib_copied": moved.num_bytes_copied / GIB}).items():
-            self._spent[name] = self._spent.get(name, 0.0) + value
-        self.moves += [PartMove(step, role, name, is_leaving, moved.num_bytes, moved.ms) for name in names]
-        if self._timeline is not None:
-            what = f"{'offload' if is_leaving else 'onload'} {role} {', '.join(names)}"
+    def _move(self, batch: _Batch) -> dict[Process, Moved]:
+        """Have processes move their parts, all at once. Processes that are gone are not in the result."""
+        started_s = time.time()
+        devices = sorted({device for key in batch.parts for device in self._processes[key].devices})
+        before = {device: self._measure(device) for device in devices}
+        pending: dict[Process, Pending[Moved]] = {}
+        moved: dict[Process, Moved] = {}
+        for key in batch.parts:
+            with self._unless_gone(key):
+                pending[key] = self._start(batch, key)
+        for key, call in pending.items():
+            with self._unless_gone(key):
+                [moved[key]] = call.result()
+                self._draw_move(batch, key, moved[key], started_s)
+        if batch.how == "offload":
             for device in devices:
-                about = {"kind": "hand-over", "bytes": moved.num_bytes, "turn": step}
-                self._timeline.span("devices", f"device {device}", what, started_s, time.time(), **about)
+                self._check_freed(batch, moved, device, before[device])
+            for key, parts in batch.parts.items():
+                if parts == [Part.SIMULATOR] and key in moved:
+                    freed = self._measured_freed(self._processes[key].devices, before)
+                    moved[key] = replace(moved[key], num_bytes=freed or moved[key].num_bytes)
+        if moved:
+            gib, copied = (
+                sum(size / GIB for size in sizes)
+                for sizes in zip(*((each.num_bytes, each.num_bytes_copied) for each in moved.values()), strict=True)
+            )
+            for name, value in ((f"{batch.how}_s", time.time() - started_s), ("gib", gib), ("gib_copied", copied)):
+                self._spent[name] = self._spent.get(name, 0.0) + value
+        for (role, rank), each in moved.items():
+            names = [str(part) for part in batch.parts[role, rank]]
+            self.moves += [
+                PartMove(batch.step, role, name, batch.how == "offload", each.num_bytes, each.ms) for name in names
+            ]
         return moved
 
-    def _check_freed(
-        self,
-        role: str,
-        rank: int,
-        parts: Sequence[str],
-        num_bytes: int,
-        devices: Sequence[int],
-        before: Sequence[DeviceMemory | None],
-    ) -> None:
-        """Raise unless each device has gained as much free memory as the process reports to have freed."""
-        for device, then in zip(devices, before, strict=True):
-            now = self._measure(device)
-            if then is None or now is None:
-                continue
-            freed = then.used - now.used
-            if num_bytes - freed > ALLOWANCE_BYTES:
-                raise RunError(
-                    f"{role} rank {rank} offloaded its {' and '.join(parts)} on device {device}, by its own account"
-                    f" {num_bytes / GIB:.2f} GiB, but the memory in use there fell by {freed / GIB:.2f} GiB: it still"
-                    f" holds the rest ({ALLOWANCE_BYTES / GIB:.2f} GiB are allowed)"
-                )
+    def _start(self, batch: _Batch, key: Process) -> Pending[Moved]:
+        (role, rank), names = key, [str(part) for part in batch.parts[key]]
+        process = self._groups[role].on(rank).within(self._timeout_s)
+        if batch.how == "offload":
+            return process.start(Movable.offload, names, key not in batch.dropping)
+        return process.start(Movable.onload, names)
 
-    def _measured_freed(self, devices: Sequence[int], before: Sequence[DeviceMemory | None]) -> int:
+    @contextmanager
+    def _unless_gone(self, key: Process) -> Iterator[None]:
+        """Let a call to a process fail if that process is gone: it has left its devices."""
+        role, rank = key
+        try:
+            yield
+        except RunError:
+            if not any(self._is_gone(holder) for holder in self._groups[role].holders() if holder.rank == rank):
+                raise
+
+    def _draw_move(self, batch: _Batch, key: Process, moved: Moved, started_s: float) -> None:
+        if self._timeline is None:
+            return
+        what = f"{batch.how} {key[0]} {', '.join(map(str, batch.parts[key]))}"
+        about = {"kind": "hand-over", "bytes": moved.num_bytes, "turn": batch.step}
+        for device in self._processes[key].devices:
+            self._timeline.span("devices", f"device {device}", what, started_s, time.time(), **about)
+
+    def _check_freed(
+        self, batch: _Batch, moved: Mapping[Process, Moved], device: int, before: DeviceMemory | None
+    ) -> None:
+        """Raise unless a device has gained as much free memory as the processes report to have freed there."""
+        now = self._measure(device)
+        if before is None or now is None:
+            return
+        shares = {
+            key: each.num_bytes // len(self._processes[key].devices)
+            for key, each in moved.items()
+            if device in self._processes[key].devices
+        }
+        claimed, freed = sum(shares.values()), before.used - now.used
+        if claimed - freed > ALLOWANCE_BYTES * len(shares):
+            who = " and ".join(
+                f"{role} rank {rank} offloaded its {' and '.join(map(str, batch.parts[role, rank]))}"
+                for role, rank in shares
+            )
+            raise RunError(
+                f"{who} on device {device}, by {'its' if len(shares) == 1 else 'their'} own account"
+                f" {claimed / GIB:.2f} GiB, but the memory in use there fell by {freed / GIB:.2f} GiB:"
+                f" {'it still holds' if len(shares) == 1 else 'they still hold'} the rest"
+                f" ({ALLOWANCE_BYTES * len(shares) / GIB:.2f} GiB are allowed)"
+            )
+
+    def _measured_freed(self, devices: Sequence[int], before: Mapping[int, DeviceMemory | None]) -> int:
         """Return by how much the memory in use on devices fell, as far as it can be measured, and report it."""
         total = 0
-        for device, then in zip(devices, before, strict=True):
-            now = self._measure(device)
+        for device in devices:
+            then, now = before[device], self._measure(device)
             if then is not None and now is not None:
                 freed = max(0, then.used - now.used)
                 self._when_measured(device, freed)

@@ -3,6 +3,9 @@
 Each is the largest with which the plan still fits beside what is on the device in that phase, up to a bound beyond
 which a larger micro-batch is not faster. Cutting a batch differently changes speed and rounding alone. On CPUs a budget
 depends on the model alone, never on the machine or the placement, so that the same config gives the same bits.
+
+Where `checkpointed_layers` is `auto`, the fewest layers recompute their activations with which a micro-batch fits that
+is large enough to keep the device busy: recomputing a layer costs more than cutting a batch into smaller pieces.
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hotseat.config import Config
-from hotseat.config.batches import is_auto, token_budget
+from hotseat.config.batches import is_auto, num_checkpointed, token_budget
 from hotseat.errors import BudgetError, PlacementError, RunError
-from hotseat.placement import GIB, Plan
+from hotseat.placement import GIB, ModelShape, Plan
 
 Use = Literal["train", "rollout"]  # the section of the config: updates, or scoring
 
 MAX_TOKENS = 65_536  # of a micro-batch on one device; with more, a token takes no less time
 UNPRICED_TOKENS = 8_192  # budget where the plan does not know the memory of the model or of the device
+BUSY_TOKENS_BY_WIDTH = 2**24  # tokens x hidden size from which on a device is busy, and the fewest and most tokens
+MIN_BUSY_TOKENS, MAX_BUSY_TOKENS = 4_096, 16_384
 CPU_TOKENS = 8_192
 CPU_GIB = 2.0  # most memory for activations
 _UNIT = 256  # tokens; budgets are multiples of it
@@ -54,13 +59,25 @@ def uses(config: Config) -> tuple[Use, ...]:
     return tuple(use for use in names if is_auto(getattr(config, use)))
 
 
+def are_layers_chosen(config: Config) -> bool:
+    """Tell whether it is settled how many layers recompute their activations."""
+    return config.train.checkpointed_layers != "auto"
+
+
+def with_layers(config: Config, num_layers: int | None) -> Config:
+    """Return the config with so many layers that recompute their activations; None: all."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"checkpointed_layers": num_layers})})
+
+
 def is_chosen(config: Config) -> bool:
-    """Tell whether every token budget that the run chooses itself has been chosen."""
-    return all(token_budget(getattr(config, use)) is not None for use in uses(config))
+    """Tell whether everything that the run chooses itself, budgets and layers, has been chosen."""
+    return are_layers_chosen(config) and all(token_budget(getattr(config, use)) is not None for use in uses(config))
 
 
 def with_budgets_of(config: Config, other: Config) -> Config:
-    """Return the config with the budgets of another, such as a checkpoint's, where it has chosen none itself."""
+    """Return the config with what another, such as a checkpoint's, has chosen, where it has chosen nothing itself."""
+    if not are_layers_chosen(config) and are_layers_chosen(other):
+        config = with_layers(config, num_checkpointed(other))
     for use in uses(config):
         tokens = getattr(other, use).chosen_tokens_per_device
         if tokens is not None and getattr(config, use).chosen_tokens_per_device is None:
@@ -95,7 +112,7 @@ def choose_on_cpu(config: Config, token_bytes: float | None) -> ChosenBudgets:
     token_bytes: activations of one token in an update; None: not known.
     """
     most = CPU_TOKENS if token_bytes is None else min(CPU_TOKENS, int(CPU_GIB * GIB / token_bytes))
-    made = config
+    made = config if are_layers_chosen(config) else with_layers(config, None)
     for use in uses(config):
         if getattr(config, use).chosen_tokens_per_device is None:
             tokens = most if use == "train" else CPU_TOKENS
@@ -103,14 +120,16 @@ def choose_on_cpu(config: Config, token_bytes: float | None) -> ChosenBudgets:
     return ChosenBudgets(made, _notes(config, made, "on CPUs the size depends on the model alone"))
 
 
-def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) -> ChosenBudgets:
+def choose(
+    config: Config, num_ranks: int, plan_with: Callable[[Config], Plan], model: ModelShape | None = None
+) -> ChosenBudgets:
     """Choose budgets for the devices of `plan_with`, which plans a config with all budgets chosen.
 
-    num_ranks: data-parallel ranks.
+    num_ranks: data-parallel ranks. model: the trained model with most layers, if its shape is known.
     """
     least = least_tokens(config)
     open_uses = [use for use in uses(config) if getattr(config, use).chosen_tokens_per_device is None]
-    made = config
+    made = config if are_layers_chosen(config) else with_layers(config, None)
     for use in open_uses:
         made = with_budget(made, use, least)
     lowest = plan_with(made)
@@ -119,13 +138,24 @@ def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) 
             made = with_budget(made, use, max(least, UNPRICED_TOKENS))
         why = "a constant: the plan does not know the memory of every model or of the device"
         return ChosenBudgets(made, _notes(config, made, why), is_priced=False)
+
+    def is_no_worse(tried: Config) -> bool:
+        try:
+            return _is_no_worse(plan_with(tried), lowest)
+        except PlacementError:  # a part that may not be offloaded is in the way
+            return False
+
+    if not are_layers_chosen(config) and model is not None:
+        busy = made
+        if "train" in open_uses:
+            tokens = min(MAX_BUSY_TOKENS, max(MIN_BUSY_TOKENS, BUSY_TOKENS_BY_WIDTH // model.hidden_size))
+            busy = with_budget(made, "train", min(max(least, tokens), _most(config, "train", num_ranks, least)))
+        fewest = _fewest(model.num_layers, lambda layers: is_no_worse(with_layers(busy, layers)))
+        made = with_layers(made, fewest)
     for use in open_uses:
 
         def fits(tokens: int, before: Config = made, use: Use = use) -> bool:
-            try:
-                return _is_no_worse(plan_with(with_budget(before, use, tokens)), lowest)
-            except PlacementError:  # a part that may not be offloaded is in the way
-                return False
+            return is_no_worse(with_budget(before, use, tokens))
 
         made = with_budget(made, use, _largest(least, _most(config, use, num_ranks, least), fits))
     why = "the largest that fits and still gains speed"
@@ -157,6 +187,18 @@ def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
     return least + low * _UNIT
 
 
+def _fewest(most: int, fits: Callable[[int], bool]) -> int:
+    """Return the smallest number that fits, of which larger ones fit the better; `most` if none does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
 def _is_priced(plan: Plan) -> bool:
     steps = [step for group in plan.groups for step in group.steps]
     return bool(steps) and all(step.verdict != "unknown" for step in steps)
@@ -180,7 +222,11 @@ def _copied_gib(plan: Plan) -> float:
 def _notes(config: Config, made: Config, why: str) -> tuple[str, ...]:
     if made == config:
         return ()
-    notes = [f"micro-batches: {describe(made)} ({why})"]
+    notes = [f"micro-batches: {describe(made)} ({why})"] if describe(made) != describe(config) else []
+    if not are_layers_chosen(config):
+        layers = num_checkpointed(made)
+        how = "all" if layers is None else f"{layers}, as few as fit"
+        notes.append(f"train.checkpointed_layers: {how}")
     if config.algorithm.aux_loss_coef > 0 and "train" in uses(config):
         notes.append(
             "algorithm.aux_loss_coef: the balancing loss is a mean over micro-batches, so it depends on where a step is"

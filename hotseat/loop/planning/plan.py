@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hotseat.config import Config, roles_of
-from hotseat.config.batches import token_budget, tokens_per_micro_batch
+from hotseat.config.batches import num_checkpointed, token_budget, tokens_per_micro_batch
 from hotseat.config.images import has_images
 from hotseat.config.maths import judge_length, overlap_queue, prompt_max_length
 from hotseat.config.precision import dtype_of, with_dtype
@@ -57,6 +59,7 @@ DEVICES_PER_NODE = 8  # of the nodes assumed where neither config nor command li
 MAX_ASSUMED_NODES = 4096
 _QWEN_VALUES = 6  # numbers of a pixel in a patch: three colours, twice, since a still image is a film of two
 DEFAULT_ENGINE_SHARE = 0.9  # of a device's memory, for vLLM
+KEPT_PROMPTS = 8  # of full length, which a transformers engine keeps beside its slots for requests that begin alike
 VLLM_SLOTS = 512  # sequences that one vLLM engine decodes at a time: the most that its CUDA graphs take
 
 _MODELS = frozenset({"actor", "critic", "reference", "reward", "inference"})  # roles behind a training backend
@@ -86,7 +89,9 @@ def with_budgets(
     if are_devices_logical:
         return choose_on_cpu(config, _activation_bytes(with_dtype(config, has_gpus=False)))
     num_ranks = num_data_parallel(config, _make_plan(config, inventory, False))
-    return choose(config, num_ranks, lambda made: _make_plan(made, inventory, False))
+    trained = [spec.model for spec in role_specs(config) if isinstance(spec.memory, TrainMemory) and spec.model]
+    model = max(trained, key=lambda shape: shape.num_layers, default=None)
+    return choose(config, num_ranks, lambda made: _make_plan(made, inventory, False), model)
 
 
 def on_all_devices(config: Config, inventory: str | Inventory | None = None) -> Config:
@@ -130,17 +135,30 @@ def _activation_bytes(config: Config) -> float | None:
 def _make_plan(config: Config, inventory: str | Inventory | None, are_devices_logical: bool) -> Plan:
     specs = role_specs(_with_dtype(config, inventory, are_devices_logical))
     roles = [_without_accelerator(config, spec) if are_devices_logical else spec for spec in specs]
-    flow = make_flow(config, tuple(spec.name for spec in roles))
     machines = inventory if inventory is not None else config.cluster.inventory
-    if machines is not None:
-        known = machines if isinstance(machines, Inventory) else Inventory.parse(machines)
-        made = plan(_with_pools(known, config), roles, flow)
-    else:
-        made = _on_assumed_nodes(config, roles, flow)
-    if machines is not None:
-        _check_second_copies(config, made)
+    with _own_names(config):
+        flow = make_flow(config, tuple(spec.name for spec in roles))
+        if machines is not None:
+            known = machines if isinstance(machines, Inventory) else Inventory.parse(machines)
+            made = plan(_with_pools(known, config), roles, flow)
+            _check_second_copies(config, made)
+        else:
+            made = _on_assumed_nodes(config, roles, flow)
     no_effect = without_effect_on_cpus(config) if are_devices_logical else []
     return replace(made, warnings=(*made.warnings, *not_described(config), *_not_priced(config), *no_effect))
+
+
+@contextmanager
+def _own_names(config: Config) -> Iterator[None]:
+    """Add the names that the config has for roles to a `PlacementError` that mentions these roles."""
+    try:
+        yield
+    except PlacementError as error:
+        words = set(re.findall(r"\w+", str(error)))
+        own = [f"{role} is {name}" for name, role in config.cluster.component_names.items() if role in words]
+        if not own:
+            raise
+        raise type(error)(f"{error} (by cluster.component_names, {' and '.join(own)})") from None
 
 
 def _with_scoring_together(config: Config, made: Plan) -> Plan:
@@ -355,7 +373,8 @@ def flow_problem(config: Config) -> str | None:
         return None
     roles = roles_of(config)
     try:
-        check_runs(make_flow(config, roles), _usual_task(config, roles), roles)
+        with _own_names(config):
+            check_runs(make_flow(config, roles), _usual_task(config, roles), roles)
     except PlacementError as error:
         return str(error).removeprefix("flow: ")
     return None
@@ -375,13 +394,14 @@ def role_specs(config: Config) -> list[RoleSpec]:
         names: value if isinstance(value, str | int) else value.model_dump()
         for names, value in config.cluster.component_placement.items()
     }
-    selections: dict[str, Any] = dict(parse_placement(placed))
     present = roles_of(config)
-    for role in selections:
-        if role not in present:
-            raise PlacementError(
-                f"cluster.component_placement: {role} is placed, but this run has no {role}: remove it"
-            )
+    with _own_names(config):
+        selections: dict[str, Any] = dict(parse_placement(placed))
+        for role in selections:
+            if role not in present:
+                raise PlacementError(
+                    f"cluster.component_placement: {role} is placed, but this run has no {role}: remove it"
+                )
     selections.setdefault("actor", "0")
     # Packed selections take devices in this order: the actor first, then as the config lists them.
     order = ["actor", *(role for role in (*selections, *present) if role != "actor")]
@@ -425,7 +445,9 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
                 slots=engine_slots(config, role),
                 engine=engine_kind(config, role),
                 weight_bytes=_BYTES[dtype_of(config)],
-                kv_bytes=_BYTES[dtype_of(config)],
+                kv_bytes=1 if role == "rollout" and rollout.kv_cache_dtype else _BYTES[dtype_of(config)],
+                kept_prompts=0 if is_vllm else KEPT_PROMPTS,
+                layer_bytes=1 if role == "rollout" and rollout.quantization else None,
                 cuda_graphs=is_vllm and not section.enforce_eager,
                 image_share=_image_share(config) if role == "rollout" else 0.0,
             ),
@@ -483,7 +505,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         has_muon=(config.critic if role == "critic" else config.actor).optimizer.kind == "muon",
         optimizer_offload=train.deepspeed.adam_offload,
         gradient_checkpointing=train.gradient_checkpointing,
-        checkpointed_layers=train.checkpointed_layers,
+        checkpointed_layers=num_checkpointed(config),
         is_whole=is_deepspeed and train.deepspeed.deepcompile,
         is_compiled=train.compile is not False and not train.liger_kernel and train.tensor_parallel_size == 1,
         packing=train.packing,

@@ -1,7 +1,8 @@
 """The canary: after every push, engines and trainer score the same answers, and the gaps of their log-probs are judged.
 
     first push    an engine samples answers; all engines and the trainer score them; a float32 forward of the same
-                  weights measures what rounding alone does to log-probs, and gaps are judged against that
+                  weights measures what rounding alone does to log-probs, and gaps are judged against that; where
+                  engines have weights or caches in 8 bits, another forward measures what these do
     later pushes  the same answers are scored with the new weights: in the push itself, or, by engines that need their
                   cache to score, in their next lease; gaps are judged against the same limits and the first push's gaps
     an alarm      new answers, of other prompts, are sampled with the current weights, and rounding is measured anew:
@@ -39,6 +40,7 @@ from hotseat.loop.rl.push import PushReport
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.models import ActorWorker, InferenceWorker
 from hotseat.loop.workers.proof import Canary
+from hotseat.train.exact import NO_8_BITS, EightBits
 from hotseat.types import Prompt, Request, Sampling
 
 ANSWER_TOKENS = 128  # length of an answer, where data.max_length leaves room for it
@@ -62,6 +64,8 @@ ASSUMED_ROUNDING = {
     "fp16": GapStatistics(4e-3, 1.2e-2, 1e-3),
     "bf16": GapStatistics(3e-2, 1e-1, 8e-3),
 }
+# The same of 8 bits, in layers and in keys and values.
+ASSUMED_8_BITS = GapStatistics(8e-2, 3e-1, 2e-2)
 MEANINGS = {
     "median": "the median of |gap|",
     "p90": "the 90th percentile of |gap|",
@@ -82,6 +86,7 @@ class CanarySettings:
     seed: int
     on_gpu: bool = False
     is_merged: bool = True  # engines get adapters, if there are any, merged into weights
+    eight_bits: EightBits = NO_8_BITS  # what engines have in 8 bits
 
     @classmethod
     def of(cls, config: Config, on_gpu: bool, is_merged: bool = True) -> CanarySettings:
@@ -97,6 +102,9 @@ class CanarySettings:
             seed=config.seed,
             on_gpu=on_gpu,
             is_merged=is_merged,
+            eight_bits=EightBits(
+                weights=config.rollout.quantization is not None, cache=config.rollout.kv_cache_dtype is not None
+            ),
         )
 
     @property
@@ -377,8 +385,8 @@ class CanaryGuard:
     def _rounding(self, canary: Canary, expected: Sequence[float]) -> tuple[GapStatistics, str]:
         """Measure what rounding alone does to log-probs of these tokens; return it, and how it is known.
 
-        It is the trainer's own rounding, plus that of logits in the engine's dtype: the trainer computes logits in
-        float32, and engines may not.
+        It is the trainer's own rounding, plus that of logits in the engine's dtype (the trainer computes logits in
+        float32, and engines may not), plus that of what engines have in 8 bits.
         """
         if self._settings.dtype == "fp32":
             return NO_ROUNDING, "the smallest gap that can be an error in fp32"
@@ -386,15 +394,22 @@ class CanaryGuard:
         lacking = self._actor.call(ActorWorker.lacks_bytes_for_exact, longest)[0]
         if lacking:
             return self._assumed(f"{lacking / 2**30:.1f} GiB of device memory are lacking")
-        exact = self._actor.call(ActorWorker.score_exactly, canary, self._settings.is_merged)[0]
+        settings = self._settings
+        exact = self._actor.call(ActorWorker.score_exactly, canary, settings.is_merged, settings.eight_bits)[0]
         assert exact is not None, "the first rank has an answer"
         if isinstance(exact, str):
             return self._assumed(exact)
         each = zip(expected, exact.log_probs, exact.with_rounded_logits, strict=True)
         gaps = [mine - true + rounded - true for mine, true, rounded in each]
+        if exact.in_8_bits is not None:
+            of_8_bits = zip(exact.in_8_bits, exact.log_probs, strict=True)
+            gaps = [gap + coarse - true for gap, (coarse, true) in zip(gaps, of_8_bits, strict=True)]
         if not all(map(math.isfinite, gaps)):
             return self._assumed("some of its log-probs are not finite")
-        return gap_statistics(gaps), "what rounding alone does, by a float32 forward of the same weights"
+        basis = "what rounding alone does, by a float32 forward of the same weights"
+        if exact.in_8_bits is not None:
+            basis = "what rounding to 16 and to 8 bits alone does, by float32 forwards of the same weights"
+        return gap_statistics(gaps), basis
 
     def _assumed(self, why: str) -> tuple[GapStatistics, str]:
         """Warn that rounding could not be measured, and return what is assumed instead."""
@@ -403,6 +418,8 @@ class CanaryGuard:
             f"canary: no float32 forward of the policy could be made ({why}), so engines are judged by what rounding"
             " usually does, not by what it does to this model"
         )
+        if self._settings.eight_bits != NO_8_BITS:
+            return ASSUMED_8_BITS, "what rounding to 8 bits usually does (it was not measured)"
         return ASSUMED_ROUNDING[dtype], f"what rounding to {dtype} usually does (it was not measured)"
 
 

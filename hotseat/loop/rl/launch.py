@@ -99,6 +99,7 @@ def launch_groups(
     assert algebra.schedule_length is not None
     config = place.config
     adapters_alone = settings.are_adapters_alone(config, on_gpu=not are_devices_logical(place.cluster))
+    settings.check_8_bits(config, on_gpu=not are_devices_logical(place.cluster))
     limit = cache_limit(config, place.plan) if config.rollout.engine == "vllm" else None
     engine: EngineSettings | None = settings.engine_settings(
         config,

@@ -24,7 +24,7 @@ from hotseat.config.roles import (
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
-from hotseat.errors import UserError
+from hotseat.errors import NotBuiltError, UserError
 from hotseat.loop.setup.refusals import judge_length_problem, length_problem
 from hotseat.loop.setup.settings import environment_settings, image_limits
 from hotseat.loop.setup.value_models import critic_model, tokenizer_of
@@ -119,6 +119,8 @@ def _check_model(
         if key == "actor.model" and config.task == "rl":
             rollout = config.rollout
             _check_engine(rollout.engine, config.data.max_length, model_config, rollout.tensor_parallel_size)
+            if rollout.quantization is not None:
+                _check_quantisation(model_config)
         if config.train.liger_kernel:
             check_liger(model_config)
         if is_value:
@@ -159,6 +161,14 @@ def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel
         from hotseat.rollout import vllm_versions
 
         vllm_versions.check_config(model_config, not torch.cuda.is_available(), tensor_parallel_size)
+
+
+def _check_quantisation(model_config: Any) -> None:
+    """Raise if the weights of a model of this config cannot be pushed to engines that keep them in 8 bits."""
+    text = model_config.get_text_config()
+    if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        name = type(model_config).__name__.removesuffix("Config")
+        raise NotBuiltError(f"rollout.quantization is fp8, and {name} has experts, which it is not built for: unset it")
 
 
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:

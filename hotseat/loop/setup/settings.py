@@ -8,7 +8,7 @@ from pathlib import Path
 from hotseat.agents import Deadlines, ProgramSettings
 from hotseat.agents.environments.families import EnvironmentSettings, settings_of
 from hotseat.config import Config
-from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
+from hotseat.config.batches import is_auto, num_checkpointed, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.images import filler_image, has_images, image_folder, largest_image
 from hotseat.config.maths import (
     aggregation,
@@ -33,13 +33,13 @@ from hotseat.config.urls import as_list
 from hotseat.data.images import ImageLimits
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.errors import UserError
-from hotseat.loop.planning.plan import CacheLimit, engine_slots, episodes_per_engine
+from hotseat.loop.planning.plan import KEPT_PROMPTS, CacheLimit, engine_slots, episodes_per_engine
 from hotseat.loop.setup.graders import eval_graders_of, graders_of, sandbox_of
 from hotseat.loop.setup.judge import judge_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.state.run_dir import IMAGES, ROLLOUTS, SPOOL
 from hotseat.loop.workers.cutting import BatchSettings
-from hotseat.loop.workers.engines import KEPT_PROMPTS, EngineSettings, VllmSettings
+from hotseat.loop.workers.engines import EngineSettings, VllmSettings
 from hotseat.loop.workers.experience import AdvantageSettings
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.models import PolicySettings
@@ -89,7 +89,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         lora=lora_options(config) if is_trained else None,
         average_decay=train.ema.beta if train.ema.enabled and is_trained else None,
         gradient_checkpointing=train.gradient_checkpointing,
-        checkpointed_layers=train.checkpointed_layers,
+        checkpointed_layers=num_checkpointed(config),
         compile=train.compile,
         liger_kernel=train.liger_kernel,
         freeze_visual_encoder=train.freeze_visual_encoder and is_trained,
@@ -215,6 +215,20 @@ def are_adapters_alone(config: Config, on_gpu: bool) -> bool:
     return True
 
 
+def check_8_bits(config: Config, on_gpu: bool) -> None:
+    """Raise if engines cannot have in 8 bits what the config asks for."""
+    for key in ("quantization", "kv_cache_dtype"):
+        if getattr(config.rollout, key) is not None and dtype_of(config) == "fp32":
+            raise UserError(
+                f"rollout.{key} is fp8, which is for 16-bit models, and train.dtype is fp32 where there are no devices:"
+                " set train.dtype to bf16, or leave it unset"
+            )
+    if config.rollout.kv_cache_dtype is not None and not on_gpu:
+        raise UserError(
+            "rollout.kv_cache_dtype is fp8, which vLLM has on GPUs alone, and there are none: leave it unset"
+        )
+
+
 def engine_settings(
     config: Config,
     eos_token_ids: tuple[int, ...],
@@ -241,6 +255,8 @@ def engine_settings(
         engine_args=rollout.engine_args,
         lora=lora_options(config) if adapters_alone else None,
         images=_image_options(config),
+        fp8_weights=rollout.quantization is not None,
+        fp8_cache=rollout.kv_cache_dtype is not None,
     )
     return EngineSettings(
         model=config.actor.model,

@@ -12,9 +12,16 @@ from hotseat.config import Config, loads_saved
 from hotseat.config.batches import token_budget
 from hotseat.config.precision import with_dtype
 from hotseat.config.roles import has_reference
+from hotseat.errors import UserError
 from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.opening import OpenRun, are_budgets_tried, export_models, open_run, stoppable, with_known_dtype
-from hotseat.loop.planning.budgets import smaller_budget_kept, uses, with_budget, with_budgets_of
+from hotseat.loop.planning.budgets import (
+    are_layers_chosen,
+    smaller_budget_kept,
+    uses,
+    with_budget,
+    with_budgets_of,
+)
 from hotseat.loop.planning.plan import is_offloaded, make_plan, with_budgets
 from hotseat.loop.preflight import supervised_inputs
 from hotseat.loop.state.run_dir import write_config
@@ -62,6 +69,11 @@ class LaunchedRanks:
 def run_launched(config: Config, view: LiveView) -> dict[str, float]:
     """Run a supervised config to its end, as one rank of several."""
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if not are_layers_chosen(config):
+        raise UserError(
+            "train.checkpointed_layers: auto: ranks that a launcher started load their models before they could agree"
+            " on a number: set one, or start the run with `hotseat run`"
+        )
     inputs = supervised_inputs(config, num_ranks)
     config = with_dtype(config, has_gpu())  # a checkpoint with another dtype is refused, by this key
     view.stage(f"loading {Path(config.actor.model or '').name} in {num_ranks} {'ranks' if num_ranks > 1 else 'rank'}")

@@ -14,14 +14,12 @@ import torch
 
 from hotseat.cluster import in_worker_process
 from hotseat.determinism import use_batch_invariant_kernels, use_deterministic_kernels
-from hotseat.loop.planning.plan import DEFAULT_ENGINE_SHARE
+from hotseat.loop.planning.plan import DEFAULT_ENGINE_SHARE, KEPT_PROMPTS
 from hotseat.rollout import Engine, SlotOptions, TransformersEngine, vllm_engine
 from hotseat.rollout._progress import stages_shown
 from hotseat.train.backend import LoraOptions
 from hotseat.train.lora import target_layers
 from hotseat.vision import policy_class
-
-KEPT_PROMPTS = 8
 
 
 def device_of_process() -> torch.device:
@@ -60,6 +58,8 @@ class VllmSettings:
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # further ones, by vLLM's names
     lora: LoraOptions | None = None  # adapters that it gets apart from weights; None: merged into them, if any
     images: vllm_engine.ImageOptions | None = None  # None: requests have none
+    fp8_weights: bool = False  # of linear layers
+    fp8_cache: bool = False  # keys and values
     role: str = "rollout"  # names its log
 
 
@@ -124,6 +124,8 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
         engine_args=vllm.engine_args,
         adapters=adapters,
         images=vllm.images,
+        fp8_weights=vllm.fp8_weights,
+        fp8_cache=vllm.fp8_cache,
     )
     names = vllm_engine.weight_names(settings.model, settings.trust_remote_code, adapters)
     try:
