@@ -415,7 +415,7 @@ def main() -> None:
     parser.add_argument("--bins", type=int, default=7)
     parser.add_argument("--pixels", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--max-steps", type=int, default=24)
+    parser.add_argument("--max-steps", type=int, default=32)
     parser.add_argument("--runtime", choices=("local", "ray"), help="ray on a CUDA device, else local, if not set")
     parser.add_argument("--hosts", type=int, default=4, help="processes of the role env while it learns, on Ray")
     parser.add_argument("--seed", type=int, default=0)

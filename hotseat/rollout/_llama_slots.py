@@ -108,6 +108,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
+def _add_linear(x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Add a product to `x`, which nobody uses afterwards: on a CUDA device in the product's own kernel."""
+    if x.is_cuda and bias is None:
+        return x.addmm_(inner, weight)
+    return x + _linear(inner, weight, bias)
+
+
 class _Norm:
     """The parameters of an RMSNorm; reading them off the module costs as much as using them."""
 
@@ -238,9 +245,9 @@ class LlamaSlots:
 
     def _rest(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
         """Compute the rest of a layer after attention: [rows, hidden], [rows, heads * dim] -> [rows, hidden]."""
-        x = x + _linear(attended, layer.out, layer.out_bias)
+        x = _add_linear(x, attended, layer.out, layer.out_bias)
         gate, up = _linear(_rms_norm(x, layer.norm_2), layer.gate_up, layer.gate_up_bias).chunk(2, dim=1)
-        return x + _linear(layer.act(gate) * up, layer.down, layer.down_bias)
+        return _add_linear(x, layer.act(gate) * up, layer.down, layer.down_bias)
 
     def step_shape(self, num_rows: int, num_keys: int) -> tuple[int, int]:
         if self._graphs is None:

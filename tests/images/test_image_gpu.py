@@ -3,16 +3,20 @@
 from dataclasses import replace
 
 import image_cases
+import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoTokenizer
 
+from hotseat.data.frames import FramePreparer
+from hotseat.data.images import load_processor
 from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.train import PARTS, FSDPBackend, TrainOptions
 from hotseat.train.attention import IMAGE_ATTENTION
 from hotseat.train.backend import AdamW, Schedule
 from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch, Request, Sampling
-from hotseat.vision import Vision, encoder_of, tokens_of
+from hotseat.vision import Vision, encoder_of, policy_class, tokens_of
 
 pytestmark = pytest.mark.gpu
 
@@ -116,3 +120,35 @@ def test_an_engine_samples_what_it_scores_on_a_gpu(family, tmp_path):
             assert each.log_probs == pytest.approx(score[len(prompt) :], abs=0.1)
     finally:
         engine.close()
+
+
+def test_chunks_that_llava_decodes_in_graphs_are_scored_alike_by_its_own_forward(tmp_path):
+    """More tokens than are sampled at once; from the second chunk on, a graph decodes."""
+    name = image_cases.save("llava", tmp_path / "model")
+    preparer = FramePreparer(load_processor(name, AutoTokenizer.from_pretrained(name)))
+    random = np.random.default_rng(0)
+    model_class = policy_class(AutoConfig.from_pretrained(name))
+    engine, other = (
+        TransformersEngine(
+            model_class.from_pretrained(name), max_length=64, num_slots=20, options=SlotOptions(device, own_layers=own)
+        )
+        for device, own in (("cuda", True), ("cpu", False))
+    )
+    try:
+        for round_ in range(3):
+            frames = [preparer.prepare(random.integers(0, 256, (28, 28, 3)).astype(np.uint8)) for _ in range(20)]
+            requests = [
+                Request(
+                    f"{round_}/{at}", (5, *frame.token_ids, 6), Sampling(20, ignore_eos=True), at, images=(frame.image,)
+                )
+                for at, frame in enumerate(frames)
+            ]
+            made = engine.generate(requests)
+            whole = [(*request.token_ids, *each.token_ids) for request, each in zip(requests, made, strict=True)]
+            scores = other.score(whole, 1.0, [request.images for request in requests])
+            for request, each, score in zip(requests, made, scores, strict=True):
+                assert each.finish == "stop" or len(each.token_ids) == 20
+                assert each.log_probs == pytest.approx(score[len(request.token_ids) :], abs=1e-3)
+    finally:
+        engine.close()
+        other.close()
