@@ -408,7 +408,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.2, help="of rollouts; evaluation has 1")
     parser.add_argument("--entropy-coef", type=float, default=0.002)
     parser.add_argument("--updates", type=int, default=2, help="of each step")
-    parser.add_argument("--progress", type=float, default=1.0, help="reward of a metre of way")
+    parser.add_argument("--progress", type=float, default=0.0, help="reward of a metre of way, besides 1 for success")
     parser.add_argument("--target", type=float, default=0.8)
     parser.add_argument("--eval-every", type=int, default=10)
     parser.add_argument("--chunk", type=int, default=2)

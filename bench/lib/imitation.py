@@ -172,8 +172,8 @@ class Lesson:
     num_steps: int = 200  # between two looks at its success
     learning_rate: float = 1e-3
     enough: float = 0.9  # success of the script's imitation, at a temperature of 0.5, that ends the first part
-    begin: tuple[float, float] = (0.08, 0.13)  # success that the second part leads to
-    max_mixtures: int = 8  # that it tries
+    begin: tuple[float, float] = (0.06, 0.14)  # success of either kind of tasks that the second part leads to
+    max_mixtures: int = 12  # that it tries
 
 
 def imitate(
@@ -224,17 +224,27 @@ def imitate(
         rate = max(rate * 0.93, 1e-4)
         if np.mean(success) >= lesson.enough:
             break
-    shares = (0.05, 0.25)
+    shares = [0.05, 0.4]
+    kinds = [
+        [at for at, task in enumerate(tasks) if task.startswith("push") == is_pushed] for is_pushed in (False, True)
+    ]
     for _ in range(lesson.max_mixtures):
-        learn(lesson.num_steps, 5e-4, shares)
+        learn(lesson.num_steps, 5e-4, (shares[0], shares[1]))
         success = imitator.success(worlds, len(tasks), 1.0)
-        mean = float(np.mean(success))
         say(
             f"{time.perf_counter() - began_s:5.0f} s  script's shares {shares[0]:.3f}, {shares[1]:.3f}  success at 1:"
-            f" {' '.join(f'{each:.0%}' for each in success)}, mean {mean:.1%}"
+            f" {' '.join(f'{each:.0%}' for each in success)}, mean {np.mean(success):.1%}"
         )
-        if lesson.begin[0] <= mean <= lesson.begin[1]:
+        means = [float(np.mean([success[at] for at in kind])) if kind else None for kind in kinds]
+        factors = [_factor(mean, lesson.begin) for mean in means]
+        if factors == [1.0, 1.0]:
             break
-        factor = 0.7 if mean > lesson.begin[1] else 1.25
-        shares = (shares[0] * factor, shares[1] * factor)
+        shares = [min(0.9, share * factor) for share, factor in zip(shares, factors, strict=True)]
     imitator.model.save_pretrained(folder)
+
+
+def _factor(mean: float | None, begin: tuple[float, float]) -> float:
+    """Return by what to multiply the script's share of a kind of tasks that succeed so often."""
+    if mean is None or begin[0] <= mean <= begin[1]:
+        return 1.0
+    return 0.8 if mean > begin[1] else 1.25

@@ -81,6 +81,11 @@ class SlotCache:
     def append(self, layer: int, at: Tensor, key: Tensor, value: Tensor) -> None:
         """Write one key and one value per slot, [rows, heads, dim] each, to the rows `at` of a flattened layer."""
         keys, values = self._flat[layer]
+        if key.is_cuda:  # without a copy of what is a part of something larger
+            at = at.view(key.shape[:2])
+            keys.index_put_((at,), key)
+            values.index_put_((at,), value)
+            return
         keys.index_copy_(0, at, key.reshape(-1, keys.shape[1]))
         values.index_copy_(0, at, value.reshape(-1, values.shape[1]))
 

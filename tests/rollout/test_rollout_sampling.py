@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hotseat.rollout._sampling import filtered, sample, uniforms
+from hotseat.rollout._sampling import _blockwise, _inverse, filtered, sample, uniforms
 
 MASK = (1 << 64) - 1
 
@@ -89,3 +89,24 @@ def test_ties_stay_in_top_k_and_fall_to_the_lower_id_in_top_p() -> None:
     assert filtered(row, torch.tensor([4]), torch.tensor([0.5]).double()).isfinite().tolist() == [
         [True, True, False, False]
     ]
+
+
+@pytest.mark.parametrize("vocab_size", [7, 256, 1000])
+def test_tokens_found_by_blocks_are_those_of_the_whole_row(vocab_size: int) -> None:
+    """Flat and peaked rows, tokens without probability in front, in between and at the end, and the ends of [0, 1)."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(300, vocab_size, generator=generator) * torch.logspace(-2, 2, 300)[:, None]
+    logits[torch.rand(logits.shape, generator=generator) < 0.3] = -torch.inf
+    logits[::3, : vocab_size // 2] = -torch.inf
+    logits[1::3, vocab_size // 2 :] = -torch.inf
+    logits[:, vocab_size // 3] = 0.5
+    logits[:, -1 - vocab_size // 3] = 0.25
+    probs = torch.softmax(logits, dim=-1)
+    for uniform in (
+        torch.rand(300, generator=generator, dtype=torch.float64),
+        torch.zeros(300, dtype=torch.float64),
+        torch.full((300,), 1 - 2.0**-52, dtype=torch.float64),
+    ):
+        tokens = _blockwise(probs, uniform)
+        assert torch.equal(tokens, _inverse(probs, uniform))
+        assert bool((probs.gather(1, tokens) > 0).all())

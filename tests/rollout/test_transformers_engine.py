@@ -94,6 +94,28 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
+@pytest.mark.parametrize("name", LLAMA_LIKE)
+@torch.no_grad()
+def test_the_kernels_of_cuda_devices_compute_the_same(name: str) -> None:
+    """Prefill of many rows and a step, both on a CPU."""
+    model = random_model(LLAMA_LIKE[name], 0)
+    slots = slot_model(model, 16, 192, torch.device("cpu"), own_layers=True)
+    assert isinstance(slots, LlamaSlots)
+    tokens = torch.randint(67, (2, 160), generator=torch.Generator().manual_seed(0))
+    made = []
+    for is_lean in (False, True):
+        slots._is_lean = is_lean
+        prefixes = slots.prefill(tokens, [160, 150])
+        slots.cache.write([0], prefixes[0])
+        slots.cache.write([1], prefixes[1])
+        positions = torch.zeros(16, dtype=torch.int64)
+        positions[:2] = torch.tensor([160, 150])
+        step = slots.decode(tokens[0, :16], positions, 176)
+        made.append([slots.hidden(tokens), *(part for p in prefixes for part in (p.keys, p.values)), step])
+    for plain, lean in zip(*made, strict=True):
+        assert torch.allclose(plain, lean, rtol=1e-4, atol=1e-4)
+
+
 def subject(config: PreTrainedConfig, own_layers: bool = True, keeps_cache: bool = True) -> Subject:
     @contextmanager
     def engine(num_slots: int = 8, max_length: int = 128, eos_token_ids: Any = ()) -> Iterator[TransformersEngine]:
