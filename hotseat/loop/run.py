@@ -11,7 +11,7 @@ from hotseat import clock
 from hotseat.cluster import Template
 from hotseat.config import Config
 from hotseat.config.maths import maths_notes
-from hotseat.loop.opening import are_budgets_tried, export_models, on_cluster, open_run, record_plan
+from hotseat.loop.opening import OpenRun, are_budgets_tried, export_models, on_cluster, open_run, record_plan
 from hotseat.loop.planning.budgets import smaller_budget_kept
 from hotseat.loop.preflight import INDEPENDENT, refuse_what_cannot_start, rl_inputs, supervised_inputs
 from hotseat.loop.start import make_view, without_collector
@@ -66,6 +66,7 @@ def _start_rl(
 
     with open_run(config, inputs, columns(config), view) as run:
         if run.evaluation is not None:
+            _remove_images(run)
             return run.evaluation
         journal, saver = run.journal, run.saver
         with on_cluster(run, inputs.plan, INDEPENDENT if recording is None else (), template) as place:
@@ -87,8 +88,16 @@ def _start_rl(
                     inputs.tokenizer.save_pretrained(path)
                     journal.say(f"critic: {path}")
                 export_models(run, rl.checkpoints.export, inputs.tokenizer)
-        remove_unneeded_images(run.run_dir, saver.folder)
+        _remove_images(run)
     return evaluation
+
+
+def _remove_images(run: OpenRun) -> None:
+    """Delete images that nothing needs after the run, which is complete without that, too."""
+    try:
+        remove_unneeded_images(run.run_dir, run.saver.folder)
+    except OSError as error:
+        run.journal.say(f"images of episodes that nothing needs any more are left: {error}", kind="warning")
 
 
 def _start_supervised(config: Config, view: LiveView, template: Template | None) -> dict[str, float]:

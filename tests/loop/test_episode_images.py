@@ -4,13 +4,14 @@ import pickle
 from pathlib import Path
 
 from hotseat.loop.state.episode_images import remove_unneeded_images
+from hotseat.loop.state.run_dir import EPISODE_IMAGES
 
 NAMES = {name: digit * 40 for name, digit in zip(("resumed", "kept", "shown", "alone", "canary"), "abcde", strict=True)}
 
 
 def write(run_dir: Path) -> dict[str, str]:
     """Write images, and files of a run that refer to all of them but one."""
-    images = run_dir / "images"
+    images = run_dir / EPISODE_IMAGES
     images.mkdir(parents=True)
     for name in NAMES.values():
         (images / f"{name}.safetensors").write_bytes(b"pixels")
@@ -20,7 +21,7 @@ def write(run_dir: Path) -> dict[str, str]:
 
 def remaining(run_dir: Path) -> list[tuple[str, str]]:
     names = {digest: name for name, digest in NAMES.items()}
-    return sorted((names[file.stem], file.suffix) for file in (run_dir / "images").iterdir())
+    return sorted((names[file.stem], file.suffix) for file in (run_dir / EPISODE_IMAGES).iterdir())
 
 
 def test_images_that_a_checkpoint_or_a_kept_rollout_needs_stay_and_thumbnails_of_the_report(tmp_path):
@@ -42,5 +43,15 @@ def test_images_that_a_checkpoint_or_a_kept_rollout_needs_stay_and_thumbnails_of
 def test_a_run_whose_images_nothing_needs_keeps_no_folder_and_one_without_images_is_left_alone(tmp_path):
     write(tmp_path / "run")
     assert remove_unneeded_images(tmp_path / "run", tmp_path / "checkpoints") == 2 * len(NAMES)
-    assert not (tmp_path / "run" / "images").exists()
+    assert not (tmp_path / "run" / EPISODE_IMAGES).exists()
     assert remove_unneeded_images(tmp_path / "run", tmp_path / "checkpoints") == 0
+
+
+def test_what_is_not_named_by_a_digest_is_left_alone(tmp_path):
+    """Data of a run below this one's directory may lie beside its images."""
+    write(tmp_path / "run")
+    folder = tmp_path / "run" / EPISODE_IMAGES
+    (folder / "largest-0123456789abcdef.safetensors").write_bytes(b"pixels")
+    (folder / "notes").mkdir()
+    assert remove_unneeded_images(tmp_path / "run", tmp_path / "checkpoints") == 2 * len(NAMES)
+    assert sorted(file.name for file in folder.iterdir()) == ["largest-0123456789abcdef.safetensors", "notes"]

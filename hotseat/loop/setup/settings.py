@@ -37,7 +37,7 @@ from hotseat.loop.planning.plan import KEPT_PROMPTS, CacheLimit, engine_slots, e
 from hotseat.loop.setup.graders import eval_graders_of, graders_of, sandbox_of
 from hotseat.loop.setup.judge import judge_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
-from hotseat.loop.state.run_dir import IMAGES, ROLLOUTS, SPOOL
+from hotseat.loop.state.run_dir import EPISODE_IMAGES, ROLLOUTS, SPOOL
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.engines import EngineSettings, VllmSettings
 from hotseat.loop.workers.experience import AdvantageSettings
@@ -364,7 +364,7 @@ def _host_images(config: Config, run_dir: Path | None) -> HostImages | None:
     options = _image_options(config) if config.rollout.engine == "vllm" else None
     of_data = image_folder(config)
     return HostImages(
-        folder=str(of_data if run_dir is None else run_dir.absolute() / IMAGES),
+        folder=str(of_data if run_dir is None else run_dir.absolute() / EPISODE_IMAGES),
         data_folder=str(of_data),
         limits=image_limits(config),
         trust_remote_code=config.trust_remote_code,

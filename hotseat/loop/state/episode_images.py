@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hotseat.loop.state.run_dir import IMAGES, ROLLOUTS, SPOOL
+from hotseat.loop.state.run_dir import EPISODE_IMAGES, ROLLOUTS, SPOOL
 from hotseat.observe import SAMPLES
 
 _PREPARED = ".safetensors"
 _THUMBNAIL = ".png"
 _NAME = re.compile(rb"([0-9a-f]{40})\.safetensors")  # a path, wherever it stands in JSON or in a pickle
+_DIGEST = re.compile(r"[0-9a-f]{40}")
 _TENSORS = (_PREPARED, ".pt", ".distcp", ".bin")  # files that name no images, and are large
 
 
@@ -25,13 +26,15 @@ def remove_unneeded_images(run_dir: Path, checkpoints: Path) -> int:
 
     checkpoints: the folder of the run's checkpoints.
     """
-    folder = run_dir / IMAGES
+    folder = run_dir / EPISODE_IMAGES
     if not folder.is_dir():
         return 0
     needed = set(_names(_files(checkpoints, run_dir / SPOOL, run_dir / ROLLOUTS)))
     shown = set(_names([run_dir / SAMPLES]))
     num_deleted = 0
     for file in sorted(folder.iterdir()):
+        if not _DIGEST.match(file.name):
+            continue  # not ours
         is_shown = file.suffix == _THUMBNAIL and file.stem in shown
         if file.stem not in needed and not is_shown:
             file.unlink(missing_ok=True)
