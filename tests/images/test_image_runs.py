@@ -122,7 +122,7 @@ def test_an_environment_that_shows_images_is_learned_from(task, tmp_path):
     # The run has ended well: of the images of its episodes, thumbnails stay that the report shows.
     stay = {file.name for file in (run_dir / "episode_images").iterdir()}
     shown = {Path(image) for line in read_lines(run_dir / "samples.jsonl") for image in line.get("images", ())}
-    assert stay == {image.with_suffix(".png").name for image in shown if image.parent == run_dir / "images"}
+    assert stay == {image.with_suffix(".png").name for image in shown if image.parent == run_dir / "episode_images"}
     assert stay
     # Those of the data stay whole, for other runs, and none of an episode is among them.
     assert {image.parent for image in shown} == {run_dir / "episode_images", task / "runs" / "images"}

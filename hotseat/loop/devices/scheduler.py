@@ -9,7 +9,6 @@ moves nothing: what has to move is known only when the next lease is requested.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +26,8 @@ from hotseat.placement import GIB, Holding, Part, PhaseStep, Plan
 from hotseat.types import Moved
 
 ALLOWANCE_BYTES = 1 << 29  # memory that a process may still hold of the parts that it has offloaded
-ROOM_BYTES = 2 << 30  # that stay free on a device where parts come before others leave
-ROOM_FACTOR = 1.1  # of what the plan says that parts take
+ROOM_BYTES = 2 << 30  # memory that stays free on a device where parts come before others leave
+ROOM_FACTOR = 1.1  # parts may take so many times what the plan says
 
 Process = tuple[str, int]  # role and rank
 
@@ -116,7 +115,10 @@ class DeviceScheduler:
         started_s = time.monotonic()
         leaving = self._leaving(step)
         if leaving:
-            self._onload(step, self._with_room(step))
+            for key, moved in self._onload(step, self._with_room(step)).items():
+                devices = self._processes[key].devices
+                more = moved.num_bytes // len(devices) + ALLOWANCE_BYTES  # the allocator's own included
+                self._leases.expect_use(dict.fromkeys(devices, more))
         self._hand_over(leaving, step.name)
         holders = self._holders(step)
         if holders:
@@ -156,8 +158,7 @@ class DeviceScheduler:
             parts = sorted(self._parts(other) - self._offloaded[other, number])
             if parts:
                 batch.parts[other, number] = parts
-        for key in self._move(batch):
-            self._offloaded[key] |= set(batch.parts[key])
+        self._move(batch)
 
     def _parts(self, role: str) -> set[Part]:
         """Return the parts that a role can offload, as far as the plan knows."""
@@ -228,17 +229,17 @@ class DeviceScheduler:
         holders = self._lease.holders if self._lease is not None else {}
         if not coming or any(self._is_gone(holder) for holder in holders):
             return {}
-        needed: dict[int, float] = {}
-        for key, parts in coming.items():
-            for device in self._processes[key].devices:
-                for holding in self._holdings(step, device):
-                    if holding.role == key[0] and holding.part in parts:
-                        gib = math.inf if holding.gib is None else holding.gib
-                        needed[device] = needed.get(device, 0.0) + gib
-        for device, gib in needed.items():
+        coming_to: dict[int, set[tuple[str, Part]]] = {}
+        for (role, rank), parts in coming.items():
+            for device in self._processes[role, rank].devices:
+                coming_to.setdefault(device, set()).update((role, part) for part in parts)
+        for device, names in coming_to.items():
+            # A holding is what all processes of a role have on the device.
+            held = [each.gib for each in self._holdings(step, device) if (each.role, each.part) in names]
             memory = self._measure(device)
-            if memory is None or memory.total is None:
+            if memory is None or memory.total is None or None in held:
                 return {}
+            gib = sum(each for each in held if each is not None)
             if memory.total - memory.used < gib * ROOM_FACTOR * GIB + ROOM_BYTES:
                 return {}
         return coming
@@ -253,10 +254,7 @@ class DeviceScheduler:
             for _ in keys:
                 faults.reach("offload")
             moved = self._move(_Batch("offload", step, parts, dropping))
-            for key in keys:
-                self._offloaded[key] |= set(leaving[key])
-                freed_bytes[key] = moved[key].num_bytes if key in moved else 0
-            self._without_weights |= {role for role, _ in dropping}
+            freed_bytes |= {key: each.num_bytes for key, each in moved.items()}
         if self._lease is not None:
             self._draw_lease(self._lease)
             for holder, devices in self._lease.holders.items():
@@ -282,15 +280,10 @@ class DeviceScheduler:
                             with self._unless_gone((role, rank)):
                                 self._groups[role].on(rank).within(self._timeout_s).call(Movable.release_cache)
 
-    def _onload(self, step: PhaseStep, coming: Mapping[Process, list[Part]]) -> None:
+    def _onload(self, step: PhaseStep, coming: Mapping[Process, list[Part]]) -> dict[Process, Moved]:
         for _ in coming:
             faults.reach("onload")
-        for key, moved in self._move(_Batch("onload", step.name, dict(coming))).items():
-            if self._lease is not None:
-                devices = self._processes[key].devices
-                self._leases.expect_use(dict.fromkeys(devices, moved.num_bytes // len(devices)))
-        for key, parts in coming.items():
-            self._offloaded[key].difference_update(parts)
+        return self._move(_Batch("onload", step.name, dict(coming)))
 
     def _move(self, batch: _Batch) -> dict[Process, Moved]:
         """Have processes move their parts, all at once. Processes that are gone are not in the result."""
@@ -299,13 +292,17 @@ class DeviceScheduler:
         before = {device: self._measure(device) for device in devices}
         pending: dict[Process, Pending[Moved]] = {}
         moved: dict[Process, Moved] = {}
+        failures: list[RunError] = []
         for key in batch.parts:
-            with self._unless_gone(key):
+            with self._unless_gone(key, failures):
                 pending[key] = self._start(batch, key)
         for key, call in pending.items():
-            with self._unless_gone(key):
+            with self._unless_gone(key, failures):
                 [moved[key]] = call.result()
                 self._draw_move(batch, key, moved[key], started_s)
+        self._record(batch, moved)
+        if failures:
+            raise failures[0]
         if batch.how == "offload":
             for device in devices:
                 self._check_freed(batch, moved, device, before[device])
@@ -334,15 +331,35 @@ class DeviceScheduler:
             return process.start(Movable.offload, names, key not in batch.dropping)
         return process.start(Movable.onload, names)
 
-    @contextmanager
-    def _unless_gone(self, key: Process) -> Iterator[None]:
-        """Let a call to a process fail if that process is gone: it has left its devices."""
+    def _record(self, batch: _Batch, moved: Mapping[Process, Moved]) -> None:
+        """Record which parts are where now. A process that is gone has none on its devices, and none comes back."""
+        for key, parts in batch.parts.items():
+            if batch.how == "onload":
+                if key in moved or self._has_gone(key):
+                    self._offloaded[key] -= set(parts)
+            elif key in moved or self._has_gone(key):
+                self._offloaded[key] |= set(parts)
+                if key in batch.dropping:
+                    self._without_weights.add(key[0])
+
+    def _has_gone(self, key: Process) -> bool:
         role, rank = key
+        return any(self._is_gone(holder) for holder in self._groups[role].holders() if holder.rank == rank)
+
+    @contextmanager
+    def _unless_gone(self, key: Process, failures: list[RunError] | None = None) -> Iterator[None]:
+        """Let a call to a process fail if that process is gone: it has left its devices.
+
+        Otherwise the error is raised, or added to `failures` by who has more calls to wait for.
+        """
         try:
             yield
-        except RunError:
-            if not any(self._is_gone(holder) for holder in self._groups[role].holders() if holder.rank == rank):
+        except RunError as error:
+            if self._has_gone(key):
+                return
+            if failures is None:
                 raise
+            failures.append(error)
 
     def _draw_move(self, batch: _Batch, key: Process, moved: Moved, started_s: float) -> None:
         if self._timeline is None:
@@ -364,9 +381,11 @@ class DeviceScheduler:
             for key, each in moved.items()
             if device in self._processes[key].devices
         }
+        if not shares:
+            return  # the processes are gone; what they had is seen free before the lease passes on
         claimed, freed = sum(shares.values()), before.used - now.used
         if claimed - freed > ALLOWANCE_BYTES * len(shares):
-            who = " and ".join(
+            who = "; ".join(
                 f"{role} rank {rank} offloaded its {' and '.join(map(str, batch.parts[role, rank]))}"
                 for role, rank in shares
             )
