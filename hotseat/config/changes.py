@@ -106,6 +106,7 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
             for name in ("micro_batch_size", "max_tokens_per_device", "chosen_tokens_per_device")
         ),
     ),
+    ("recomputation", ("train.gradient_checkpointing", "train.checkpointed_layers")),
     (
         "limits and warnings",
         (

@@ -151,7 +151,7 @@ def choose(
             tokens = min(MAX_BUSY_TOKENS, max(MIN_BUSY_TOKENS, BUSY_TOKENS_BY_WIDTH // model.hidden_size))
             busy = with_budget(made, "train", min(max(least, tokens), _most(config, "train", num_ranks, least)))
         fewest = _fewest(model.num_layers, lambda layers: is_no_worse(with_layers(busy, layers)))
-        made = with_layers(made, fewest)
+        made = with_layers(made, fewest if fewest < model.num_layers else None)
     for use in open_uses:
 
         def fits(tokens: int, before: Config = made, use: Use = use) -> bool:

@@ -99,8 +99,8 @@ def _smaller(use: Use, settings: BatchSettings, pieces: list[MicroBatch], error:
     if piece is not None and len(set(piece.sample_ids)) == 1:
         raise DeviceMemoryError(
             f"{what}: sample {piece.sample_ids[0]} with {piece.num_tokens:,} tokens does not fit by itself"
-            f" ({error}): lower data.max_length, set train.gradient_checkpointing to true, offload more parts"
-            " (enable_offload), or use more devices"
+            f" ({error}): lower data.max_length, let all layers recompute (train.gradient_checkpointing: true,"
+            " train.checkpointed_layers: null), offload more parts (enable_offload), or use more devices"
         )
     if not settings.is_chosen:
         _refuse(use, settings, what, error)
