@@ -1,11 +1,11 @@
 """How well `hotseat plan --auto` predicts real runs: MuJoCo and a small Llama on two cores.
 
-    RAY_worker_niceness=0 python bench/auto_placement_pair.py > bench/results/cpu_auto_placement_pair.txt
+    RAY_worker_niceness=0 python bench/auto_placement_pair.py --max-steps 6 > bench/results/cpu_auto_placement_pair.txt
 
 The simulators and the policy of `bench/simulator_stages.py`, in whole runs on Ray with two logical devices. `hotseat
 profile` measures one placement (simulators on one device, the engine on the other, one stage) at four sizes. Then every
 placement is predicted, and every one is run: all roles on both devices, or simulators and engine on one each, in 1, 2
-and 4 stages. Rewards are all equal, so that updates cost nothing, and a step is its rollout.
+and 4 stages. Rewards are all equal, so that nothing is learned; updates and pushes take their time all the same.
 """
 
 from __future__ import annotations

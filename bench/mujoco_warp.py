@@ -33,7 +33,7 @@ import numpy as np
 sys.path.remove(str(Path(__file__).parent))  # where this file would be the package of its name
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.lib.imitation import Lesson, imitate
+from bench.lib.imitation import ImitationSettings, imitate
 from bench.lib.tabletop import write_policy
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.envs.processes import ProcessEnv
@@ -325,10 +325,10 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
         seed=arguments.seed,
     )
     worlds = make_worlds(arguments.tasks, arguments.max_steps, arguments.sizes["views"], "both", arguments.pixels)
-    lesson = Lesson(arguments.sizes["views"] * 128, arguments.sft_batch, arguments.sft_s)
+    settings = ImitationSettings(arguments.sizes["views"] * 128, arguments.sft_batch, arguments.sft_s)
     if arguments.tiny:
-        lesson = Lesson(16, 8, 1.0, num_steps=2, max_mixtures=1)
-    imitate(folder / "model", arguments.tasks, worlds, arguments.chunk, arguments.bins, lesson, say)
+        settings = ImitationSettings(16, 8, 1.0, num_steps=2, max_mixtures=1)
+    imitate(folder / "model", arguments.tasks, worlds, arguments.chunk, arguments.bins, settings, say)
     worlds.close()
     say(f"imitated after {elapsed_s() - began_s:.0f} s")
     sections = config(

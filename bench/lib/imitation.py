@@ -163,7 +163,7 @@ class Imitator:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class ImitationSettings:
     """Sizes of the imitation. limit_s: of its first part."""
 
     num_views: int
@@ -177,7 +177,13 @@ class Lesson:
 
 
 def imitate(
-    folder: Path, tasks: Sequence[str], worlds: Any, chunk: int, bins: int, lesson: Lesson, say: Callable[..., None]
+    folder: Path,
+    tasks: Sequence[str],
+    worlds: Any,
+    chunk: int,
+    bins: int,
+    settings: ImitationSettings,
+    say: Callable[..., None],
 ) -> None:
     """Train the policy in `folder`, first on the script's decisions, then on a mixture with random ones."""
     from hotseat.envs.families.mujoco_warp import INSTRUCTIONS
@@ -187,7 +193,7 @@ def imitate(
     torch.set_float32_matmul_precision("high")
     imitator = Imitator(folder, [INSTRUCTIONS[task] for task in tasks], chunk, bins, device)
     began_s = time.perf_counter()
-    views = collect(worlds, len(tasks), lesson.num_views, chunk, bins, seed=0).to(device)
+    views = collect(worlds, len(tasks), settings.num_views, chunk, bins, seed=0).to(device)
     say(f"{len(views.tasks)} views of the script, {len(views.tasks) / (time.perf_counter() - began_s):,.0f}/s")
     is_push = torch.tensor([task.startswith("push") for task in tasks], device=device)
     weights = [*imitator.model.parameters(), *imitator.places.parameters()]
@@ -200,7 +206,7 @@ def imitate(
             group["lr"] = rate
         total = torch.zeros(2, device=device)
         for _ in range(num_steps):
-            chosen = torch.randint(len(views.tasks), (lesson.batch_size,), device=device)
+            chosen = torch.randint(len(views.tasks), (settings.batch_size,), device=device)
             of, decisions = views.tasks[chosen], views.decisions[chosen]
             is_random = torch.rand(len(chosen), device=device) >= share_of[of]
             decisions = torch.where(is_random[:, None], torch.randint_like(decisions, bins), decisions)
@@ -212,31 +218,31 @@ def imitate(
             total += losses.detach()
         return [each / num_steps for each in total.tolist()]
 
-    rate, num_steps = lesson.learning_rate, 0
-    while time.perf_counter() - began_s < lesson.limit_s:
-        losses = learn(lesson.num_steps, rate, (1.0, 1.0))
-        num_steps += lesson.num_steps
+    rate, num_steps = settings.learning_rate, 0
+    while time.perf_counter() - began_s < settings.limit_s:
+        losses = learn(settings.num_steps, rate, (1.0, 1.0))
+        num_steps += settings.num_steps
         success = imitator.success(worlds, len(tasks), 0.5)
         say(
             f"{time.perf_counter() - began_s:5.0f} s  {num_steps:5} steps  loss {losses[0]:.3f}, of places"
             f" {losses[1]:.3f}  success at 0.5: {' '.join(f'{each:.0%}' for each in success)}"
         )
         rate = max(rate * 0.93, 1e-4)
-        if np.mean(success) >= lesson.enough:
+        if np.mean(success) >= settings.enough:
             break
     shares = [0.05, 0.4]
     kinds = [
         [at for at, task in enumerate(tasks) if task.startswith("push") == is_pushed] for is_pushed in (False, True)
     ]
-    for _ in range(lesson.max_mixtures):
-        learn(lesson.num_steps, 5e-4, (shares[0], shares[1]))
+    for _ in range(settings.max_mixtures):
+        learn(settings.num_steps, 5e-4, (shares[0], shares[1]))
         success = imitator.success(worlds, len(tasks), 1.0)
         say(
             f"{time.perf_counter() - began_s:5.0f} s  script's shares {shares[0]:.3f}, {shares[1]:.3f}  success at 1:"
             f" {' '.join(f'{each:.0%}' for each in success)}, mean {np.mean(success):.1%}"
         )
         means = [float(np.mean([success[at] for at in kind])) if kind else None for kind in kinds]
-        factors = [_factor(mean, lesson.begin) for mean in means]
+        factors = [_factor(mean, settings.begin) for mean in means]
         if factors == [1.0, 1.0]:
             break
         shares = [min(0.9, share * factor) for share, factor in zip(shares, factors, strict=True)]

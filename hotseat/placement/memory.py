@@ -167,7 +167,7 @@ class EngineMemory:
     engine: Literal["vllm", "transformers"] = "vllm"
     weight_bytes: int = 2
     kv_bytes: int = 2
-    layer_bytes: int | None = None  # of weights of linear layers; None: as others
+    layer_bytes: int | None = None  # bytes of a weight of linear layers; None: `weight_bytes`
     cuda_graphs: bool = True
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
     kept_prompts: int = 0  # of full length, whose keys and values are kept beside the slots

@@ -71,7 +71,7 @@ def is_llama_like(model: nn.Module, max_length: int) -> bool:
         or ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
     )
     is_full = all(kind == "full_attention" for kind in layer_types) or (window is not None and window >= max_length)
-    modules = [*body.modules(), *model.lm_head.modules()]
+    modules = [model, *body.modules(), *model.lm_head.modules()]
     linears = [m for m in modules if isinstance(m, nn.Linear)]
     num_linears = 7 * config.num_hidden_layers + 1
     is_plain = len(linears) == num_linears and all(type(m) is nn.Linear for m in linears)

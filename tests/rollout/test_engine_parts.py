@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hotseat.errors import RunError, UserError, WeightError, WorkerError
 from hotseat.rollout._engine_thread import EngineThread, Work
+from hotseat.rollout._llama_slots import is_llama_like
 from hotseat.rollout._requests import EngineSequence, RequestTable
 from hotseat.rollout._serving import ServingState
 from hotseat.types import Request, Sampling
@@ -140,3 +142,14 @@ def test_parts_leave_only_when_nothing_runs_or_loads() -> None:
     state.begin_load(1)
     with pytest.raises(RunError, match="version 1 are being loaded"):
         state.begin_offload(both, num_in_flight=0)
+
+
+def test_a_model_with_a_hook_anywhere_runs_its_own_forward() -> None:
+    """Layers of our own would not call it."""
+    for owner in (lambda model: model, lambda model: model.model.layers[0], lambda model: model.lm_head):
+        model = LlamaForCausalLM(
+            LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=20)
+        )
+        assert is_llama_like(model, 32)
+        owner(model).register_forward_hook(lambda *_: None)
+        assert not is_llama_like(model, 32)

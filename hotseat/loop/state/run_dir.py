@@ -25,7 +25,7 @@ CHANGES = "changes.jsonl"  # settings that were changed when the run was resumed
 SPOOL = "spool"  # finished groups that wait for training, where rollout runs ahead; the same in checkpoints
 ARRIVALS = "arrivals.jsonl"  # which groups were sampled when, and in which order they were trained
 ROLLOUTS = "rollouts"  # groups that were trained or dropped, where they are kept
-EPISODE_IMAGES = "episode_images"  # that environments and programs showed, prepared
+EPISODE_IMAGES = "episode_images"  # prepared images that environments and programs showed
 LOCK = ".lock"  # held by the process of the run
 HANGS = "hangs.txt"  # what the doctor found, with stacks
 
