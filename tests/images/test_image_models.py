@@ -22,6 +22,7 @@ from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.train import TrainOptions
 from hotseat.train.attention import IMAGE_ATTENTION, image_attention
 from hotseat.train.backend import AdamW
+from hotseat.train.eight_bits import round_cache
 from hotseat.train.export import write_model
 from hotseat.train.models import load_model, prepare_model
 from hotseat.train.packing import join, model_input, take, with_ends
@@ -376,6 +377,23 @@ def test_llava_samples_alike_by_its_own_forward_and_several_tokens_at_once(tmp_p
     for one, other in zip(made["own layers"], made["own forward"], strict=True):
         assert one.token_ids == other.token_ids
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+def test_an_8_bit_cache_leaves_the_attention_of_the_visual_encoder_as_it_is(seeing):
+    model = seeing.load()
+    pixels = Vision(model)
+
+    def features():
+        with torch.no_grad():
+            return pixels.features(seeing.prompts[0].images, None)
+
+    def scores():
+        return torch.cat(by_transformers(seeing, model))
+
+    before, exact = features(), scores()
+    round_cache(model)
+    assert torch.equal(features(), before)
+    assert not torch.allclose(scores(), exact, atol=1e-3)
 
 
 @pytest.mark.parametrize("own_layers", [True, False])
