@@ -27,6 +27,7 @@ from transformers import (
 
 from hotseat.algorithms.head import HALVES, project
 from hotseat.errors import RunError
+from hotseat.placement.memory import SEEN_FORWARD_TOKENS
 from hotseat.rollout._slot_cache import (
     ROWS,
     ImageBatch,
@@ -47,7 +48,6 @@ _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
 _MANY_ROWS = 256  # of a prefill, not of a step
-_MAX_SEEN_TOKENS = 32768  # of a prefill of contexts with images on a CUDA device
 
 
 def _body(model: Any) -> Any:
@@ -332,7 +332,7 @@ class LlamaSlots:
         """Contexts whose images have one shape go together, `ROWS` of them on a CPU; all others are alone."""
         assert self._vision is not None, "images for a model that sees none"
         shape = self._vision.common_shape(images)
-        size = ROWS if self._graphs is None else max(1, _MAX_SEEN_TOKENS // length)
+        size = ROWS if self._graphs is None else max(1, SEEN_FORWARD_TOKENS // length)
         if shape is None or (self._graphs is None and length * size > self.max_forward_tokens):
             return 1, (index,)
         return size, (len(images), *shape)
