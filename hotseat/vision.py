@@ -53,6 +53,8 @@ _CACHED = 256  # images whose pixels a process keeps mapped
 _PIXELS = "pixel_values"  # as models call them
 _PACKED = "pixels:"
 _COMPRESSED, _RAW = "z", "r"  # what follows
+# The first letter of compressed pixels in base64, which earlier versions wrote without a kind: zlib begins with 0x78.
+_WITHOUT_KIND = "e"
 _PROBE = 4096  # bytes by which to tell whether compression pays
 _PALETTE = "palette"  # of packed bytes
 _ENCODERS = ("visual", "vision_tower", "vision_model")  # what families call the visual encoder
@@ -174,9 +176,9 @@ def pixels_of(image: str) -> dict[str, Tensor]:
 def _tensors_of(image: str) -> dict[str, Tensor]:
     """Return the tensors of an image as they are stored: unpacked, or mapped."""
     if is_packed(image):
-        at = len(_PACKED)
-        stored = base64.b64decode(image[at + 1 :])
-        return dict(load(zlib.decompress(stored) if image[at] == _COMPRESSED else stored))
+        kind, at = image[len(_PACKED)], len(_PACKED) + 1
+        stored = base64.b64decode(image[at - 1 :] if kind == _WITHOUT_KIND else image[at:])
+        return dict(load(stored if kind == _RAW else zlib.decompress(stored)))
     try:
         with safe_open(image, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -82,6 +82,13 @@ def make_prompts(
         if not ids:
             problems.add(row.where, f"{input_key}: the prompt {text!r} has no tokens")
             continue
+        if seen is not None and ids[-1] == seen.image_token_id:
+            problems.add(
+                row.where,
+                f"{input_key}: the prompt ends with an image, and engines continue text: put text after it, such as a"
+                " line break",
+            )
+            continue
         count.see(len(ids))
         if prompt_max_length is not None and len(ids) > prompt_max_length:
             count.add(partial(LostRow, row.where, row.values, text, len(ids)), is_dropped=True)

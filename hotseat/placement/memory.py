@@ -38,6 +38,7 @@ MUON_BUCKET_ENTRIES = (
 MUON_COPIES = 6  # of a matrix in bf16 that exist while it is orthogonalised
 ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step at most (max_num_batched_tokens)
 SHARED_FORWARD_TOKENS = 1024  # tokens of prompts that share a forward of the transformers engine at most
+SEEN_FORWARD_TOKENS = 32768  # the same for prompts of LLaVA with images on a CUDA device
 USEFUL_CACHE = 2  # times what an engine's sequences need at their full length: as much again for cached prefixes
 ENGINE_BUFFERS_GIB = 1.0  # attention workspace, sampler and input buffers that an engine keeps; measured
 CUDA_GRAPH_GIB_PER_LAYER = 0.015  # captured graphs of an engine, outside of its memory share; measured
@@ -672,6 +673,14 @@ def useful_cache_gib(memory: EngineMemory, model: ModelShape, tp: int = 1) -> fl
     return USEFUL_CACHE * memory.slots * memory.max_tokens * kv_bytes_per_token(model, memory.kv_bytes, tp) / GIB
 
 
+def _seen_tokens(memory: EngineMemory, model: ModelShape, layout: Layout) -> int:
+    """Count the tokens of prompts with images that share a forward of the engine's own layers; 0: it has none."""
+    is_llava = model.vision is not None and model.vision.tokens_per_image is not None
+    if not is_llava or not memory.image_share or memory.engine != "transformers" or not layout.has_device:
+        return 0
+    return max(memory.max_tokens, min(SEEN_FORWARD_TOKENS, memory.slots * memory.max_tokens))
+
+
 def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) -> RoleMemory | None:
     tp = layout.tensor_parallel
 
@@ -695,7 +704,8 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
         fixed.append(Term(role, "captured graphs", graphs, formula))
     buffers = Term(role, "engine buffers", ENGINE_BUFFERS_GIB if layout.has_device else 0.0, "constant")
     fixed.append(buffers)
-    tokens = min(ENGINE_BATCH_TOKENS, memory.slots * memory.max_tokens)
+    num_seen = _seen_tokens(memory, model, layout)
+    tokens = max(num_seen, min(ENGINE_BATCH_TOKENS, memory.slots * memory.max_tokens))
     width = (
         2 * model.hidden_size + (model.q_size + 2 * model.kv_size + 2 * model.mlp_width) / tp
     ) * memory.weight_bytes
@@ -711,11 +721,13 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     # those of all prompts of a step.
     image_tokens = memory.image_share * memory.max_tokens
     if memory.engine == "transformers":
-        image_tokens = memory.image_share * max(memory.max_tokens, SHARED_FORWARD_TOKENS)
+        image_tokens = memory.image_share * max(memory.max_tokens, SHARED_FORWARD_TOKENS, num_seen)
     elif memory.engine == "vllm":
         image_tokens = max(image_tokens, min(ENGINE_BATCH_TOKENS, memory.slots * image_tokens))
     images = _seeing_forward(role, model, image_tokens, memory.weight_bytes)
     per_token = kv_bytes_per_token(model, memory.kv_bytes, tp)
+    formula = f"2 x {_n(num_seen)} tokens x {_n(per_token)} B"  # as they are computed, and cut into prompts
+    prefilled = [_bytes(role, "keys and values of prompts", 2 * num_seen * per_token, formula)] if num_seen else []
     one = memory.max_tokens * per_token / GIB
     # The share covers weights, cache, buffers and workspace; context and graphs come on top.
     rest = total(weights) + buffers.gib + workspace.gib + total(images)
@@ -741,7 +753,7 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
         formula = f"{sequences} x {_n(memory.max_tokens)} tokens x {_n(per_token)} B"
         cache = Term(role, "kv cache", (memory.slots + kept) * one, formula, Part.KV_CACHE)
     working: dict[Activity, tuple[Term, ...]] = {
-        "generate": (workspace, *images),
+        "generate": (workspace, *images, *prefilled),
         "forward": (workspace, *images),
         "receive": (_blocks(role, "weight block, receiving", model, 1, memory.weight_bytes),),
     }

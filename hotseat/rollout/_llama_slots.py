@@ -26,6 +26,8 @@ from transformers import (
 )
 
 from hotseat.algorithms.head import HALVES, project
+from hotseat.errors import RunError
+from hotseat.placement.memory import SEEN_FORWARD_TOKENS
 from hotseat.rollout._slot_cache import (
     ROWS,
     ImageBatch,
@@ -46,7 +48,6 @@ _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
 _MANY_ROWS = 256  # of a prefill, not of a step
-_MAX_SEEN_TOKENS = 32768  # of a prefill of contexts with images on a CUDA device
 
 
 def _body(model: Any) -> Any:
@@ -331,7 +332,7 @@ class LlamaSlots:
         """Contexts whose images have one shape go together, `ROWS` of them on a CPU; all others are alone."""
         assert self._vision is not None, "images for a model that sees none"
         shape = self._vision.common_shape(images)
-        size = ROWS if self._graphs is None else max(1, _MAX_SEEN_TOKENS // length)
+        size = ROWS if self._graphs is None else max(1, SEEN_FORWARD_TOKENS // length)
         if shape is None or (self._graphs is None and length * size > self.max_forward_tokens):
             return 1, (index,)
         return size, (len(images), *shape)
@@ -354,11 +355,17 @@ class LlamaSlots:
         if not any(images):
             return x
         assert self._vision is not None, "images for a model that sees none"
+        is_image = (tokens.flatten() == self._vision.image_token_id)[:, None]
+        num_placeholders = int(is_image.sum())  # before the encoder starts: a CUDA device is waited for here
         seen = [image for row in images for image in row]
+        num_images = len(seen)
         if self._graphs is None and self.image_batch(tokens.shape[1], images[0], 0)[0] == ROWS:
             seen += [*images[0]] * (ROWS - len(images))
         features = self._vision.features(seen, tokens.device)
-        is_image = (tokens.flatten() == self._vision.image_token_id)[:, None]
+        # Contexts with company have images of one shape, so each image has as many features as any other.
+        num_features = len(features) * num_images // len(seen)
+        if num_features != num_placeholders:
+            raise RunError(f"{num_placeholders} placeholders of images, which have {num_features} features")
         return x.masked_scatter(is_image, features.to(x.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from hotseat.rollout._slot_cache import NO_IMAGES, ImageBatch
 from hotseat.rollout._slots import Prefix, check_config, padded, slot_model
 from hotseat.rollout._threaded import ThreadedEngine
 from hotseat.rollout.engine import PARTS
-from hotseat.types import Completion
+from hotseat.types import Completion, Request
 from hotseat.vision import placeholder_ids
 
 __all__ = ["SlotOptions", "TransformersEngine", "check_config"]
@@ -178,6 +178,15 @@ class TransformersEngine(ThreadedEngine):
         self.keeps_cache = options.keeps_cache
         self._max_at_once = options.tokens_at_once or (16 if where.type == "cuda" else 1)
         self._start()
+
+    def _checked(self, request: Request) -> EngineSequence:
+        # The last token of a prompt is decoded like those that are sampled, without pixels.
+        if request.images and request.token_ids and request.token_ids[-1] in self.placeholder_ids:
+            raise UserError(
+                f"request {request.id!r}: its prompt ends with an image, which this engine cannot continue: end it with"
+                " text, such as a line break"
+            )
+        return super()._checked(request)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 

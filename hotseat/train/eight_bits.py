@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hotseat.errors import RunError
+from hotseat.vision import set_attention
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max
@@ -45,12 +46,15 @@ def round_layers(policy: PreTrainedModel) -> None:
 
 
 def round_cache(policy: PreTrainedModel) -> None:
-    """Round queries, keys and values from now on. Raises `RunError` for attention that torch's own does not compute."""
+    """Round queries, keys and values of the language model from now on.
+
+    Raises `RunError` for attention that torch's own does not compute.
+    """
     if policy.config.get_text_config()._attn_implementation != "sdpa":
         raise RunError(f"the attention of {type(policy).__name__} has no form with 8-bit keys and values")
     ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, sdpa_mask)
-    policy.set_attn_implementation(_ATTENTION)
+    set_attention(policy, _ATTENTION)
 
 
 def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:

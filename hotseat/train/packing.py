@@ -48,7 +48,7 @@ def split_by_count(
 ) -> list[MicroBatch]:
     """Cut a batch into micro-batches of at most `max_segments` segments, segments of like length together.
 
-    by_images: those with the same images together instead.
+    by_images: those with the same images stay next to each other.
     """
     if max_segments < 1:
         raise BatchError(f"{max_segments} segments per micro-batch: set it to 1 or more")
@@ -61,8 +61,9 @@ def split_by_count(
             f" of segments per micro-batch to {largest} or more"
         )
     bins: list[list[int]] = []
-    ordered = sorted(members, key=lambda unit: -max(lengths[segment] for segment in unit))
-    for unit in _by_images(batch, members) if by_images else ordered:
+    groups = _groups(batch, members) if by_images else [[unit] for unit in members]
+    groups.sort(key=lambda group: -max(lengths[segment] for unit in group for segment in unit))
+    for unit in itertools.chain(*groups):
         if not bins or len(bins[-1]) + len(unit) > max_segments:
             bins.append([])
         bins[-1].extend(unit)
@@ -81,8 +82,8 @@ def split_by_tokens(
     """Cut a batch into as few micro-batches of at most `max_tokens` as first-fit decreasing finds, then even them out.
 
     padded: padding counts too, as number of segments x longest. allow_longer: a unit with more tokens than that is a
-    micro-batch by itself; otherwise it is an error. by_images: segments with the same images stand together, and
-    micro-batches are filled one after the other.
+    micro-batch by itself; otherwise it is an error. by_images: segments with the same images stay
+    together, unless that takes more micro-batches than to fill one after the other.
     """
     members = _members(batch, units)
     lengths = _lengths(batch)
@@ -98,9 +99,14 @@ def split_by_tokens(
                 f"sample {batch.sample_ids[unit[0]]} has {tokens(unit)} tokens, a micro-batch at most {max_tokens}:"
                 f" raise the token budget to {tokens(unit)}, or lower the longest prompt and answer"
             )
-    if by_images:
-        return _take_all(batch, _filled(_by_images(batch, members), max_tokens, tokens))
+    groups = _groups(batch, members) if by_images else []
+    has_groups = 0 < len(groups) < len(members)
+    if has_groups:
+        in_order = list(itertools.chain(*groups))
+        members = [part for group in groups for part in _filled(group, max_tokens, tokens)]
     bins = _first_fit_decreasing(members, lengths, max_tokens, padded)
+    if has_groups:
+        bins = min(bins, _filled(in_order, max_tokens, tokens), key=len)
     even = balance([sum(lengths[segment] for segment in unit) for unit in members], len(bins))
     evened = [[segment for unit in part for segment in members[unit]] for part in even]
     if all(tokens(segments) <= max_tokens or len(part) == 1 for part, segments in zip(even, evened, strict=True)):
@@ -174,12 +180,13 @@ def _members(batch: MicroBatch, units: Sequence[Hashable] | None) -> list[list[i
     return list(members.values())
 
 
-def _by_images(batch: MicroBatch, members: list[list[int]]) -> list[list[int]]:
-    """Put units whose first segments have the same images next to each other, in order of first appearance."""
-    places: dict[tuple[str, ...], int] = {}
+def _groups(batch: MicroBatch, members: list[list[int]]) -> list[list[list[int]]]:
+    """Group units whose first segments have the same images, in order of first appearance; others are alone."""
+    groups: dict[Hashable, list[list[int]]] = {}
     for unit in members:
-        places.setdefault(batch.images[unit[0]] if batch.images else (), len(places))
-    return sorted(members, key=lambda unit: places[batch.images[unit[0]] if batch.images else ()])
+        images = batch.images[unit[0]] if batch.images else ()
+        groups.setdefault(images or unit[0], []).append(unit)
+    return list(groups.values())
 
 
 def _filled(members: list[list[int]], max_tokens: int, tokens: Callable[[Sequence[int]], int]) -> list[list[int]]:

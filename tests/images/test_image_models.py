@@ -14,11 +14,15 @@ from hotseat.data.frames import FramePreparer
 from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows
 from hotseat.data.prompts import make_prompts
 from hotseat.data.rows import Row
-from hotseat.errors import RunError, UserError
+from hotseat.envs.loading import SimulatorSettings
+from hotseat.envs.simulator import ActionSpec, Seen
+from hotseat.errors import DataError, RunError, UserError
+from hotseat.loop.workers.simulation import Reader, SimulationSettings
 from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.train import TrainOptions
 from hotseat.train.attention import IMAGE_ATTENTION, image_attention
 from hotseat.train.backend import AdamW
+from hotseat.train.eight_bits import round_cache
 from hotseat.train.export import write_model
 from hotseat.train.models import load_model, prepare_model
 from hotseat.train.packing import join, model_input, take, with_ends
@@ -212,7 +216,7 @@ def test_contexts_with_images_of_one_shape_share_forwards_and_no_bit_depends_on_
     # Answers of other lengths, pixels of other values; every fourth image of another size, if the family has sizes.
     rows = [
         Row(
-            {"input": f"a{place}{'bc?'[: at % 4]}", "images": [tiny.drawn(at, 56, 28 if at % 4 else 42)]},
+            {"input": f"a{place} {'bc?'[: at % 4]}", "images": [tiny.drawn(at, 56, 28 if at % 4 else 42)]},
             "x",
             at,
             has_line=True,
@@ -371,6 +375,74 @@ def test_llava_samples_alike_by_its_own_forward_and_several_tokens_at_once(tmp_p
     for one, other in zip(made["own layers"], made["own forward"], strict=True):
         assert one.token_ids == other.token_ids
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+def test_an_8_bit_cache_leaves_the_attention_of_the_visual_encoder_as_it_is(seeing):
+    model = seeing.load()
+    pixels = Vision(model)
+
+    def features():
+        with torch.no_grad():
+            return pixels.features(seeing.prompts[0].images, None)
+
+    def scores():
+        return torch.cat(by_transformers(seeing, model))
+
+    before, exact = features(), scores()
+    round_cache(model)
+    assert torch.equal(features(), before)
+    assert not torch.allclose(scores(), exact, atol=1e-3)
+
+
+@pytest.mark.parametrize("own_layers", [True, False])
+def test_a_prompt_of_llava_that_ends_with_its_image_is_refused(own_layers, tmp_path):
+    """Its last token would be decoded without pixels. Other families write a token after an image."""
+    name = tiny.save("llava", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    processor = load_processor(name, tokenizer)
+    store = ImageStore(tmp_path / "images", processor, ImageLimits(1, 10**6, 10**6))
+    rows = [
+        Row({"input": text, "images": [tiny.drawn(0)]}, "x.jsonl", at, has_line=True)
+        for at, text in enumerate(("count <image>\n", "count <image>"), 1)
+    ]
+    prepared = prepare_rows(rows, store, "images", "input", is_chat=False)
+    with pytest.raises(DataError) as caught:
+        make_prompts(prepared, tokenizer, image_key="images")
+    assert str(caught.value) == (
+        "1 problem in the data:\n  x.jsonl:2: input: the prompt ends with an image, and engines continue text: put text"
+        " after it, such as a line break"
+    )
+    [prompt], _ = make_prompts(prepared[:1], tokenizer, image_key="images")
+    engine = TransformersEngine(
+        policy_class(AutoConfig.from_pretrained(name)).from_pretrained(name),
+        max_length=64,
+        num_slots=1,
+        options=SlotOptions(own_layers=own_layers),
+    )
+    try:
+        with pytest.raises(UserError, match="request 'a': its prompt ends with an image"):
+            engine.submit(Request("a", prompt.token_ids[:-1], Sampling(1), 0, prompt.images))
+        [made] = engine.generate([Request("a", prompt.token_ids, Sampling(2), 0, prompt.images)])
+        [scores] = engine.score([[*prompt.token_ids, *made.token_ids]], 1.0, [prompt.images])
+        assert made.log_probs == pytest.approx(scores[len(prompt.token_ids) :], abs=1e-5)
+        if own_layers:  # transformers counts for itself
+            num_placeholders = prompt.token_ids.count(store.image_token_id)
+            message = f"{num_placeholders - 1} placeholders of images, which have {num_placeholders} features"
+            with pytest.raises(RunError, match=message):
+                engine.score([[*prompt.token_ids[:-2], 5, 6]], 1.0, [prompt.images])
+    finally:
+        engine.close()
+
+
+def test_an_observation_that_is_only_a_picture_is_refused_for_llava(tmp_path):
+    name = tiny.save("llava", tmp_path / "model")
+    env = SimpleNamespace(action=ActionSpec.numbered(3), num_state_values=None, state_bounds=None)
+    settings = SimulationSettings(SimulatorSettings("gym"), 1, 1, 1, 1, 4, 1.0, False, False, False, images_for=name)
+    reader = Reader(settings, AutoTokenizer.from_pretrained(name), 64, env)
+    picture = np.zeros((28, 28, 3), dtype=np.uint8)
+    assert reader.read(Seen(instruction="go", image=picture)).images
+    with pytest.raises(UserError, match="its observations are pictures alone, and engines continue text"):
+        reader.read(Seen(image=picture))
 
 
 def test_a_model_of_text_takes_no_images(tmp_path):

@@ -72,6 +72,29 @@ def test_weights_of_the_encoder_and_pixels_are_named_in_every_role():
     assert "pixels" not in terms(without.working["train"])
 
 
+def test_prompts_of_llava_that_share_a_forward_on_a_gpu_are_counted():
+    text = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+    llava = from_hf_config({"model_type": "llava", "text_config": {**text, "vocab_size": 32064}, "vision_config": {}})
+
+    def generating(slots, layout=ALONE, engine="transformers", image_share=0.5):
+        found = estimate("rollout", EngineMemory(1000, slots, engine, image_share=image_share), llava, layout)
+        return terms(found.working["generate"])
+
+    # Keys and values of a token: 2 of 32 layers of 4,096 numbers of 2 bytes. A patch: 3 x 14 x 14 fp32 numbers.
+    for slots, num_tokens in ((1, 1000), (8, 8000), (64, 32768)):
+        seen = generating(slots)
+        assert seen["pixels"].gib == max(num_tokens, 1024) / 2 * 588 * 4 / GIB
+        assert seen["keys and values of prompts"].gib == 2 * num_tokens * 2 * 32 * 4096 * 2 / GIB
+        assert seen["engine workspace"].formula.startswith(f"{num_tokens:,} tokens x ")
+    on_host = generating(64, Layout(num_procs=1, has_device=False))
+    for other in (on_host, generating(64, engine="vllm"), generating(64, image_share=0.0)):
+        assert "keys and values of prompts" not in other
+        assert other["engine workspace"].formula.startswith("8,192 tokens x ")
+    assert on_host["pixels"].gib == 512 * 588 * 4 / GIB
+    sampled = estimate("rollout", EngineMemory(1000, 64, "transformers", image_share=0.25), SHAPE, ALONE)
+    assert "keys and values of prompts" not in terms(sampled.working["generate"])  # Qwen's own forward
+
+
 def test_a_frozen_encoder_has_no_gradients_and_no_optimizer_state():
     frozen = TrainMemory(max_tokens=1000, master_bytes=0, image_share=0.25, has_frozen_encoder=True)
     found = estimate("actor", frozen, SHAPE, ALONE)

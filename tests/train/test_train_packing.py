@@ -253,7 +253,27 @@ def test_segments_with_the_same_images_stay_together_where_they_are_cut_by_image
     assert images(split_by_count(batch, 4, by_images=True)) == [["a", "b", "a", "a"], ["b", "b"]]
     # 9 + 3 + 5 and 2 + 8 + 4 tokens.
     assert images(split_by_tokens(batch, 17, by_images=True)) == [["a"] * 3, ["b"] * 3]
-    # 9 + 3, then 5 + 2, then 8 + 4; inside a micro-batch segments keep their order.
-    assert images(split_by_tokens(batch, 12, by_images=True)) == [["a", "a"], ["b", "a"], ["b", "b"]]
+    # 9 + 3, then 2 + 8, then what is left of both groups: 5 + 4.
+    assert images(split_by_tokens(batch, 12, by_images=True)) == [["a", "a"], ["b", "b"], ["a", "b"]]
     every = split_by_tokens(batch, 12, by_images=True)
     assert sorted(name for piece in every for name in piece.sample_ids) == [f"s{index}" for index in range(6)]
+
+
+def test_cutting_by_images_takes_no_more_micro_batches_than_needed() -> None:
+    lengths = [6, 5, 4, 5, 6, 4]
+
+    def cut(batch: MicroBatch, *, by_images: bool) -> list[list[int]]:
+        return [sorted(piece.offsets.diff().tolist()) for piece in split_by_tokens(batch, 10, by_images=by_images)]
+
+    # Images of their own: as without images. In order it would be 6, 5 + 4, 5, 6 + 4.
+    apart = seen(*"abcdef", lengths=lengths)
+    assert cut(apart, by_images=True) == cut(apart, by_images=False) == [[4, 6], [5, 5], [4, 6]]
+    assert [piece.sample_ids for piece in split_by_count(apart, 2, by_images=True)] == [
+        piece.sample_ids for piece in split_by_count(apart, 2)
+    ]
+    # A group of 3 + 3, and three alone: in order it would be 3 + 3, 7 + 3, 4.
+    groups = seen("a", "a", "b", "c", "d", lengths=[3, 3, 7, 3, 4])
+    assert cut(groups, by_images=True) == [[3, 3, 4], [3, 7]]
+    # Whole groups of 6 would take three; filled one after the other, 10 and 8 take two.
+    halves = seen(*"aabbcc", lengths=[2, 4, 4, 2, 2, 4])
+    assert [piece.num_tokens for piece in split_by_tokens(halves, 10, by_images=True)] == [10, 8]

@@ -157,6 +157,7 @@ class Reader:
             processor = load_processor(settings.images_for, tokenizer, settings.trust_remote_code)
             self._frames = FramePreparer(processor)
             placeholders = _placeholders(settings.images_for, settings.trust_remote_code)
+        self._placeholders = placeholders
         self.actions = NumberTokens.of_actions(env.action, settings.bins, len(tokenizer), placeholders)
         self.num_sampled = settings.chunk * env.action.dim  # tokens of a chunk
         self._states = None
@@ -186,6 +187,11 @@ class Reader:
                 )
             frame = self._frames.prepare(seen.image)
             token_ids, images = [*frame.token_ids, *token_ids], (frame.image,)
+            if token_ids[-1] in self._placeholders:
+                raise UserError(
+                    f"env.path {self._name}: its observations are pictures alone, and engines continue text: use a"
+                    " simulator with an instruction, words or numbers, or a policy that writes a token after images"
+                )
         elif not token_ids or (seen.image is not None and seen.state is None and not seen.text):
             raise UserError(
                 f"env.path {self._name}: its observations are pictures alone: set env.images, and choose a policy that"
