@@ -8,12 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 from hotseat.config import loads
 from hotseat.config.precision import with_dtype
 from hotseat.errors import ConfigError, UserError
+from hotseat.loop.offline.answering import prepare
+from hotseat.loop.offline.chat import Chat
 from hotseat.loop.preflight import refuse_what_cannot_start
 from hotseat.loop.setup.settings import check_8_bits, engine_settings
+from hotseat.observe import LiveView
 from hotseat.rollout import vllm_arguments, vllm_versions
 from hotseat.rollout.vllm_arguments import argument_names, refusals
 
@@ -189,3 +194,21 @@ def test_8_bits_need_a_16_bit_model_and_an_8_bit_cache_needs_a_gpu():
         check_8_bits(cached, on_gpu=False)
     check_8_bits(cached, on_gpu=True)
     check_8_bits(loads(text.replace("KEY", "quantization"), ["train.dtype=bf16"]), on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("quantization: fp8", "rollout.quantization is fp8, which is for 16-bit models"),
+        ("kv_cache_dtype: fp8", "rollout.kv_cache_dtype is fp8, which is for 16-bit models"),
+        ("kv_cache_dtype: fp8}\ntrain: {dtype: bf16", "rollout.kv_cache_dtype is fp8, which vLLM has on GPUs alone"),
+    ],
+)
+def test_answers_and_conversations_without_a_gpu_need_what_runs_need(option, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = loads(f"actor: {{model: m}}\ndata: {{path: p}}\nrollout: {{engine: vllm, {option}}}")
+    view = LiveView("answers", console=Console(quiet=True))
+    with pytest.raises(UserError, match=message):
+        prepare(config, view)
+    with pytest.raises(UserError, match=message):
+        Chat(config, tmp_path, view)
