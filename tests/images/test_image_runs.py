@@ -339,6 +339,17 @@ def test_adapters_outside_of_the_language_model_are_refused_where_vllm_would_app
     inputs.check_models(loads(text, ["train.lora.rank=2", "rollout.lora_sync=merged"]))
 
 
+def test_adapters_of_llava_are_refused_before_vllm_loads_it(task, tmp_path):
+    from hotseat.loop.setup import inputs
+
+    name = image_cases.save("llava", tmp_path / "model")
+    vllm = "{engine: vllm, batch_size: 2, samples_per_prompt: 4, max_new_tokens: 3, lora_sync: adapter}"
+    lora = ["train.lora.rank=2", "train.lora.target_modules=.*language_model.*_proj", f"actor.model={name}"]
+    with pytest.raises(UserError, match=r"LLaVA's visual encoder.*: set rollout.lora_sync to merged"):
+        inputs.check_models(loads(rl(task, "adapters", rollout=vllm), lora))
+    inputs.check_models(loads(rl(task, "adapters", rollout=vllm), [*lora, "rollout.lora_sync=merged"]))
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
