@@ -286,6 +286,7 @@ def test_a_chat_template_that_only_the_processor_has_is_used_and_exported(task, 
 REFUSED = {
     "data: {image_key: a}": "data.max_images_per_prompt: 0, and data.image_key names a column of images",
     "rollout: {engine: vllm, quantization: fp8}": "rollout.quantization: fp8 is not built",
+    "rollout: {engine: vllm, kv_cache_dtype: fp8}": "rollout.kv_cache_dtype: fp8 is not built for images yet: leave it",
     "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built",
     "env: {path: x.py, images: true}\nrollout: {engine: vllm}": "rollout.engine: vllm is not built for images of",
     "env: {path: x.py}": "data.image_key: has no effect: env.path is set, and the simulator's tasks and seeds are",
