@@ -105,10 +105,29 @@ DRAFTS = {"method": "ngram_gpu", "num_speculative_tokens": 4, "prompt_lookup_max
     ("drafts", "message"),
     [
         ({"model": "draft"}, "cannot have the method None: drafts by a model would need weights that no push brings"),
-        ("eagle", "cannot have the method 'eagle': drafts by a model would need weights that no push brings"),
+        (
+            {"method": "eagle"},
+            "cannot have the method 'eagle': drafts by a model would need weights that no push brings",
+        ),
+        (
+            "ngram",
+            "is 'ngram', and takes keys with values: set {method: ngram, num_speculative_tokens: 4}, which drafts",
+        ),
+        (True, "is True, and takes keys with values: set {method: ngram"),
         (DRAFTS | {"rejection_sample_method": "synthetic"}, "cannot have rejection_sample_method: n-gram drafts have"),
         ({"method": "ngram"}, "num_speculative_tokens is None: set how many tokens to draft, such as 4"),
         (DRAFTS | {"num_speculative_tokens": 0}, "num_speculative_tokens is 0: set how many tokens to draft"),
+        (DRAFTS | {"num_speculative_tokens": True}, "num_speculative_tokens is True: set how many tokens to draft"),
+        (
+            DRAFTS | {"prompt_lookup_max": True},
+            "prompt_lookup_max is True: set how many tokens an n-gram has, such as 3",
+        ),
+        (DRAFTS | {"prompt_lookup_min": 0}, "prompt_lookup_min is 0: set how many tokens an n-gram has"),
+        (
+            DRAFTS | {"prompt_lookup_min": 4},
+            "prompt_lookup_min is 4, above prompt_lookup_max, which is 3: lower the one",
+        ),
+        (DRAFTS | {3: 4}, "cannot have 3: n-gram drafts have method, num_speculative_tokens"),
     ],
 )
 def test_drafts_that_are_not_of_n_grams_are_refused(vllm, drafts, message):
@@ -119,6 +138,7 @@ def test_drafts_that_are_not_of_n_grams_are_refused(vllm, drafts, message):
 
 def test_drafts_of_n_grams_are_taken_where_they_work(vllm, monkeypatch):
     assert refusals({"speculative_config": DRAFTS}) == []
+    assert refusals({"speculative_config": DRAFTS | {"prompt_lookup_min": 3}}) == []
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "numba" else find_spec(name))
     [(_, reason)] = refusals({"speculative_config": DRAFTS | {"method": "ngram"}})
