@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +85,6 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
                     "engine_args",
                     "lora_sync",
                     "fp32_head",
-                    "quantization",
-                    "kv_cache_dtype",
                     "weight_transport",
                     "canary",
                 )
@@ -131,6 +129,8 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
 )
+# They decide the default of algorithm.correction, so a change of them counts even where another engine has neither.
+_IN_8_BITS = ("rollout.quantization", "rollout.kv_cache_dtype")
 _PASSES = "train.max_epochs"  # passes over the data in supervised training; in rl it is part of the algorithm
 _NEVER = ("task", "seed")  # refused even if the user names them: the order of prompts follows from the seed
 _SILENT = ("checkpoint.resume", "checkpoint.allow_changes", "name", "run_dir")  # not reported: they change no result
@@ -176,7 +176,8 @@ def changes_between(saved: str, config: Config) -> list[Change]:
         # What the run chose before is taken from the checkpoint.
         is_budget = key.endswith("chosen_tokens_per_device")
         is_taken_over = (is_budget and new is None) or (key == "train.checkpointed_layers" and new == "auto")
-        if is_taken_over or key in idle or _is_below(key, _SILENT):
+        is_idle = key in idle and key not in _IN_8_BITS
+        if is_taken_over or is_idle or _is_below(key, _SILENT):
             continue
         if _is_below(key, free):
             accepted.append(Change(key, old, new))
@@ -185,7 +186,7 @@ def changes_between(saved: str, config: Config) -> list[Change]:
         else:
             refused.append(Change(key, old, new))
     if refused:
-        raise UserError(_refusal(refused, accepted, f"{config.run_dir}/{config.name or 'NAME'}"))
+        raise UserError(_refusal(refused, accepted, idle, f"{config.run_dir}/{config.name or 'NAME'}"))
     used = [change.key for change in accepted if change.is_allowed]
     unused = [key for key in allowed if not any(_is_below(each, [key]) for each in used)]
     if unused:
@@ -196,13 +197,16 @@ def changes_between(saved: str, config: Config) -> list[Change]:
     return accepted
 
 
-def _refusal(refused: Sequence[Change], taken: Sequence[Change], run_dir: str) -> str:
-    """Compose the error for refused changes, with the command that resumes anyway. taken: changes that are allowed."""
+def _refusal(refused: Sequence[Change], taken: Sequence[Change], idle: Collection[str], run_dir: str) -> str:
+    """Compose the error for refused changes, with the command that resumes anyway.
+
+    taken: changes that are allowed. idle: keys that would have no effect, and so cannot be set.
+    """
     lines = [f"  {change}" for change in refused]
     keys = [change.key for change in refused if not _is_below(change.key, _NEVER)]
     hint = "set them back, or start a new run"
     if keys:
-        changes = [*taken, *(change for change in refused if change.key in keys)]
+        changes = [*taken, *(change for change in refused if change.key in keys and change.key not in idle)]
         overrides = "".join(f" {change.key}={_as_override(change.after)}" for change in changes)
         allow = "".join(f" --allow-change {key}" for key in keys)
         hint += f"; to resume anyway, with different results: hotseat resume {run_dir}{overrides}{allow}"

@@ -770,6 +770,12 @@ def _precision_conflicts(config: Config) -> list[tuple[str, str]]:
     if rollout.quantization is not None and rollout.lora_sync == "adapter":
         why = "fp8 has not been tried with adapters that vLLM applies itself: set rollout.lora_sync to merged"
         problems.append(("rollout.quantization", why))
+    if rollout.quantization is not None and config.train.full_determinism:
+        why = (
+            "fp8 has not been tried with train.full_determinism, for which vLLM, depending on its kernels, turns"
+            " weights back into 16 bits and rounds no inputs: set that to false, or leave this unset"
+        )
+        problems.append(("rollout.quantization", why))
     return problems
 
 

@@ -30,8 +30,9 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
         if config.rollout.engine == "vllm" and data.image_key is None:
             why = "vllm is not built for images of simulators yet: set it to transformers"
             problems.append(("rollout.engine", why))
-        if config.rollout.quantization is not None:
-            problems.append(("rollout.quantization", f"fp8 is {_OPEN}: leave it unset"))
+        for key in ("quantization", "kv_cache_dtype"):
+            if getattr(config.rollout, key) is not None:
+                problems.append((f"rollout.{key}", f"fp8 is {_OPEN}: leave it unset"))
         if has_reward_model(config) and config.reward.retokenize:
             why = "images are prepared for the actor's tokens: choose a reward model with the actor's tokenizer"
             problems.append(("reward.retokenize", f"true, but {why}, and set it to false"))

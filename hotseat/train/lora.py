@@ -126,8 +126,16 @@ def check_targets(source: str, targets: Sequence[str] | str, head: Head, trust_r
 
 
 def check_language_targets(source: str, targets: Sequence[str] | str, trust_remote_code: bool) -> None:
-    """Raise if the targets name layers of a model that sees images outside of its language model."""
+    """Raise if vLLM cannot apply adapters of these layers to a model that sees images.
+
+    It can if all of them are in the language model, and if it holds every weight below them.
+    """
     model = _empty_model(source, trust_remote_code, "policy")
+    if model.config.model_type == "llava":
+        raise UserError(
+            "vLLM leaves out layers of LLaVA's visual encoder, and so cannot hold all weights that adapters are applied"
+            " beside (rollout.lora_sync is adapter): set rollout.lora_sync to merged"
+        )
     language = language_part(model)
     inside = {id(module) for module in language.modules()}
     outside = [name for name in find_targets(model, targets) if id(model.get_submodule(name)) not in inside]

@@ -60,6 +60,23 @@ def test_what_is_learned_from_and_how_is_refused_key_by_key():
     )
 
 
+@pytest.mark.parametrize("key", ["rollout.quantization", "rollout.kv_cache_dtype"])
+def test_8_bits_change_the_correction_and_take_permission(key):
+    off, on = "rollout: {engine: vllm}", f"rollout: {{engine: vllm, {key.removeprefix('rollout.')}: fp8}}"
+    for then, change, before, after in ((off, f"{key}=fp8", None, "fp8"), (on, f"{key}=null", "fp8", None)):
+        with pytest.raises(UserError, match=f"{key}: {before} when the checkpoint was written, now {after}"):
+            between(then, change)
+        assert between(then, change, allowed=key) == [Change(key, before, after, is_allowed=True)]
+    to_other = [RESUMED, "rollout.engine=transformers"]  # which has no such option, so that it is unset
+    with pytest.raises(UserError, match=f"{key}: fp8 when the checkpoint was written, now None") as caught:
+        changes_between(to_saved(loads(on)), loads_saved(to_saved(loads(on)), to_other))
+    assert str(caught.value).endswith(f"hotseat resume runs/NAME rollout.engine=transformers --allow-change {key}")
+    [_, change] = changes_between(
+        to_saved(loads(on)), loads_saved(to_saved(loads(on)), [*to_other, f"checkpoint.allow_changes=[{key}]"])
+    )
+    assert change == Change(key, "fp8", None, is_allowed=True)
+
+
 def test_another_seed_is_refused_whatever_is_allowed():
     with pytest.raises(UserError) as caught:
         between("", "seed=1", allowed="seed")

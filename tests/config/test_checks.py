@@ -243,6 +243,10 @@ def test_every_rule_speaks_of_keys_that_exist():
             "rollout.quantization: fp8 has not been tried with adapters that vLLM applies itself: set",
         ),
         (
+            "train: {full_determinism: true}\nrollout: {engine: vllm, quantization: fp8}",
+            "rollout.quantization: fp8 has not been tried with train.full_determinism, for which vLLM, depending",
+        ),
+        (
             "train: {attention: sdpa}",
             "train.attention: sdpa does not keep packed sequences apart: set train.packing to false",
         ),

@@ -286,6 +286,7 @@ def test_a_chat_template_that_only_the_processor_has_is_used_and_exported(task, 
 REFUSED = {
     "data: {image_key: a}": "data.max_images_per_prompt: 0, and data.image_key names a column of images",
     "rollout: {engine: vllm, quantization: fp8}": "rollout.quantization: fp8 is not built",
+    "rollout: {engine: vllm, kv_cache_dtype: fp8}": "rollout.kv_cache_dtype: fp8 is not built for images yet: leave it",
     "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built",
     "env: {path: x.py, images: true}\nrollout: {engine: vllm}": "rollout.engine: vllm is not built for images of",
     "env: {path: x.py}": "data.image_key: has no effect: env.path is set, and the simulator's tasks and seeds are",
@@ -337,6 +338,17 @@ def test_adapters_outside_of_the_language_model_are_refused_where_vllm_would_app
     assert f"such as {pattern}, or rollout.lora_sync to merged" in str(caught.value)
     inputs.check_models(loads(text, ["train.lora.rank=2", f"train.lora.target_modules={pattern}"]))
     inputs.check_models(loads(text, ["train.lora.rank=2", "rollout.lora_sync=merged"]))
+
+
+def test_adapters_of_llava_are_refused_before_vllm_loads_it(task, tmp_path):
+    from hotseat.loop.setup import inputs
+
+    name = image_cases.save("llava", tmp_path / "model")
+    vllm = "{engine: vllm, batch_size: 2, samples_per_prompt: 4, max_new_tokens: 3, lora_sync: adapter}"
+    lora = ["train.lora.rank=2", "train.lora.target_modules=.*language_model.*_proj", f"actor.model={name}"]
+    with pytest.raises(UserError, match=r"LLaVA's visual encoder.*: set rollout.lora_sync to merged"):
+        inputs.check_models(loads(rl(task, "adapters", rollout=vllm), lora))
+    inputs.check_models(loads(rl(task, "adapters", rollout=vllm), [*lora, "rollout.lora_sync=merged"]))
 
 
 @pytest.mark.slow

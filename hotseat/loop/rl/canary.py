@@ -8,7 +8,8 @@
     an alarm      new answers, of other prompts, are sampled with the current weights, and rounding is measured anew:
                   to a policy that has moved far, old answers are unlikely, and 16 bits are coarser there. Gaps above
                   the new limits end the run; otherwise the new answers are the canary from then on
-    a resume      the checkpoint has the canary and its limits; in addition, new answers are judged as at a first push
+    a resume      the checkpoint has the canary and its limits; in addition, new answers are judged as at a first push.
+                  Limits of engines that had other things in 8 bits are dropped
 
 `algorithms.agreement` has the statistics and their limits.
 """
@@ -140,6 +141,7 @@ class CanaryState:
     first: Baseline | None  # None until the first push was judged
     num_sets: int  # sets of answers that were sampled
     metrics: Mapping[str, float]
+    eight_bits: EightBits = NO_8_BITS  # what engines had in 8 bits, which `rounding` and `first` include
 
     @classmethod
     def parse(cls, state: Mapping[str, Any]) -> CanaryState:
@@ -154,6 +156,7 @@ class CanaryState:
             Baseline(GapStatistics(**first["gap"]), GapStatistics(**first["rounding"])),
             int(state["num_sets"]),
             dict(state["metrics"]),
+            EightBits(**state.get("eight_bits", {})),
         )
 
 
@@ -213,10 +216,15 @@ class CanaryGuard:
         return None if self._state is None or self._state.first is None else asdict(self._state)
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from the state in a checkpoint; a checkpoint without one changes nothing."""
+        """Continue from the state in a checkpoint; a checkpoint without one changes nothing.
+
+        If engines had other things in 8 bits then, the run starts a new baseline, on other answers.
+        """
         if state is not None:
-            self._state = CanaryState.parse(state)
-            self._num_sets = self._state.num_sets
+            resumed = CanaryState.parse(state)
+            self._num_sets = resumed.num_sets
+            if resumed.eight_bits == self._settings.eight_bits:
+                self._state = resumed
 
     def check(self, pushed: PushReport, to_inference: PushReport | None = None) -> None:
         """Judge the scores that a push brought back. Raises `WeightError`."""
@@ -330,7 +338,13 @@ class CanaryGuard:
         self._unscored = None
         first = None if self._state is None else self._state.first
         self._state = CanaryState(
-            measured.canary, measured.rounding, measured.basis, first, self._num_sets, self.metrics()
+            measured.canary,
+            measured.rounding,
+            measured.basis,
+            first,
+            self._num_sets,
+            self.metrics(),
+            self._settings.eight_bits,
         )
         return self._look_at(measured.gaps)
 
