@@ -177,7 +177,7 @@ def test_digests_are_those_of_the_weights_that_arrived_while_the_engine_holds_wh
             engine.load_weights(weights_of(number).items(), number)
             assert engine.digest() == named_digests(weights_of(number).items())
         kept = layer.self_attn.qkv_proj.weight_scale[200].clone()
-        layer.self_attn.qkv_proj.weight_scale.data[200] *= 1.01  # a row of keys
+        layer.self_attn.qkv_proj.weight_scale.data[200] *= 1.01  # a row of values
         with pytest.raises(
             WeightError, match=r"layers\.1\.self_attn\.v_proj\.weight: the engine's 8-bit values are not"
         ):
