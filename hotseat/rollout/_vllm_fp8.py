@@ -115,7 +115,8 @@ class QuantisedDigests:
 
     def record(self, arrived: Sequence[tuple[QuantisedPiece, Tensor]]) -> None:
         """Record which 16-bit weights (whole ones) these pieces were just made from."""
-        windows = [(str(i), _as_arrived(piece, whole)) for i, (piece, whole) in enumerate(arrived)]
+        # One by one: on a device each is a copy.
+        windows = ((str(i), _as_arrived(piece, whole)) for i, (piece, whole) in enumerate(arrived))
         digests = named_digests(windows, {str(i): piece.offset for i, (piece, _) in enumerate(arrived)})
         held = _held([piece for piece, _ in arrived])
         for index, (piece, _) in enumerate(arrived):

@@ -25,7 +25,6 @@ def test_a_run_samples_in_8_bits_within_the_canarys_limits_and_corrects_for_them
     records = read_lines(Path(config.run_dir) / config.name / "metrics.jsonl")
     assert [record["version"] for record in records[1:]] == [1.0, 2.0]
     for record in records[1:]:
-        print({name: value for name, value in record.items() if "canary" in name or "gap" in name or "correct" in name})
         assert record["canary_gap"] > 1e-3  # another policy, by a little
         assert record["canary_use"] < 1
         assert record["canary_alarms"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,9 @@ import torch
 from torch import nn
 from transformers import Qwen2Config
 
-from hotseat.algorithms.digest import named_digests
+from hotseat.algorithms.digest import named_digests, tensor_digest
 from hotseat.errors import WeightError
-from hotseat.rollout._vllm_fp8 import fp8_problem
+from hotseat.rollout._vllm_fp8 import QuantisedDigests, fp8_problem
 from hotseat.rollout.vllm_engine import VllmEngine, weight_names
 from hotseat.rollout.vllm_versions import installed_version
 from hotseat.train.eight_bits import round_layers, rounded_rows
@@ -105,6 +106,36 @@ def test_layers_that_a_push_cannot_reach_in_8_bits_are_refused(layers: list[nn.M
     assert fp8_problem(model, SimpleNamespace(quantization=None)) is None
 
 
+class CopiedPiece:
+    """A piece of which each window is a copy, as on a device. `copies` has those of all pieces."""
+
+    def __init__(self, name: str, copies: list[weakref.ref[torch.Tensor]]):
+        self.name, self.offset, self.copies = name, (0, 0), copies
+        self.live, self.scales = torch.zeros(3, 4).to(torch.float8_e4m3fn), torch.ones(3, 1)
+        self.layer = SimpleNamespace(orig_dtype=torch.bfloat16)
+        self.most = 0  # copies at a time
+
+    def window(self, whole: torch.Tensor) -> Any:
+        def to(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+            copied = whole.to(device, dtype, copy=True)
+            self.copies.append(weakref.ref(copied))
+            self.most = sum(each() is not None for each in self.copies)
+            return copied
+
+        return SimpleNamespace(to=to)
+
+
+def test_digests_of_what_arrived_take_no_copy_of_a_whole_bucket() -> None:
+    copies: list[weakref.ref[torch.Tensor]] = []
+    pieces: list[Any] = [CopiedPiece(str(number), copies) for number in range(6)]
+    weights = [torch.full((3, 4), number + 1.0) for number in range(6)]
+    digests = QuantisedDigests()
+    digests.record(list(zip(pieces, weights, strict=True)))
+    assert digests.of(pieces) == [tensor_digest(weight.bfloat16()) for weight in weights]
+    assert len(copies) == 6
+    assert max(piece.most for piece in pieces) <= 2  # the one before is released when the next is there
+
+
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Quantised]:
     with tempfile.TemporaryDirectory() as directory:
@@ -146,7 +177,7 @@ def test_digests_are_those_of_the_weights_that_arrived_while_the_engine_holds_wh
             engine.load_weights(weights_of(number).items(), number)
             assert engine.digest() == named_digests(weights_of(number).items())
         kept = layer.self_attn.qkv_proj.weight_scale[200].clone()
-        layer.self_attn.qkv_proj.weight_scale.data[200] *= 1.01  # a row of keys
+        layer.self_attn.qkv_proj.weight_scale.data[200] *= 1.01  # a row of values
         with pytest.raises(
             WeightError, match=r"layers\.1\.self_attn\.v_proj\.weight: the engine's 8-bit values are not"
         ):
