@@ -241,13 +241,17 @@ def main() -> None:
         arguments.shapes, arguments.envs = ["tiny"], min(arguments.envs, 20)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     limits = device_limits(device)
+    failed = []
     for name in arguments.shapes:
         try:
             measure(name, arguments, device, limits)
-        except Exception:
-            traceback.print_exc()  # the other shape is measured all the same
+        except Exception:  # the other shape is measured all the same
+            traceback.print_exc()
+            failed.append(name)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    if failed:
+        sys.exit(f"not measured: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ TEMPERATURES = {"bf16": (1.0, 0.0), "ngram": (1.0, 0.0)}  # others: 1 alone
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine is asked for."""
+    """Load of an engine: the model, and the answers that it is asked for."""
 
     model: str  # a shape, or a folder
     num_samples: int
@@ -82,8 +82,9 @@ def serve(pipe: Any, load: Load, kind: str, directory: str, is_dummy: bool) -> N
         for ask, argument in iter(pipe.recv, None):
             pipe.send(measure(engine, load, kind, directory) if ask == "measure" else engine.score(argument))
         engine.close()
-    except BaseException:
+    except BaseException:  # vLLM ends processes by SystemExit, too; the parent prints it
         pipe.send({"error": traceback.format_exc()})
+        raise
 
 
 def make_engine(load: Load, kind: str, directory: str, is_dummy: bool) -> Any:

@@ -52,11 +52,11 @@ TOKENS = "token_ids"  # in the metadata of a prepared image
 _CACHED = 256  # images whose pixels a process keeps mapped
 _PIXELS = "pixel_values"  # as models call them
 _PACKED = "pixels:"
-_COMPRESSED, _RAW = "z", "r"  # what follows
+_COMPRESSED, _RAW = "z", "r"  # kinds of packed bytes
 # The first letter of compressed pixels in base64, which earlier versions wrote without a kind: zlib begins with 0x78.
 _WITHOUT_KIND = "e"
 _PROBE = 4096  # bytes by which to tell whether compression pays
-_PALETTE = "palette"  # of packed bytes
+_PALETTE = "palette"  # the tensor with the values of packed bytes
 _ENCODERS = ("visual", "vision_tower", "vision_model")  # what families call the visual encoder
 _LANGUAGE = ("language_model", "text_model")
 

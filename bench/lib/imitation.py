@@ -23,7 +23,7 @@ EVAL_SEED = 3_000_000
 
 @dataclass(frozen=True)
 class Views:
-    """What was seen, and what the script did there."""
+    """Views of the simulator, and what the script did there."""
 
     frames: Tensor  # [n, H, W, 3] uint8
     tasks: Tensor  # [n] int64

@@ -39,7 +39,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What a processor makes of frames of one shape."""
+    """Layout that a processor gives to frames of one shape."""
 
     token_ids: tuple[int, ...]
     names: frozenset[str]  # of the tensors that the model takes

@@ -47,7 +47,7 @@ _BODIES = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
-_MANY_ROWS = 256  # of a prefill, not of a step
+_MANY_ROWS = 256  # tokens from which on a forward is a prefill, not a step
 
 
 def _body(model: Any) -> Any:

@@ -31,7 +31,7 @@ class ExactScores:
 
 @dataclass(frozen=True)
 class EightBits:
-    """What an engine has in 8 bits."""
+    """Parts of an engine that are in 8 bits."""
 
     weights: bool = False  # of linear layers, and what goes into them
     cache: bool = False  # keys and values

@@ -311,11 +311,12 @@ class DeviceScheduler:
                     freed = self._measured_freed(self._processes[key].devices, before)
                     moved[key] = replace(moved[key], num_bytes=freed or moved[key].num_bytes)
         if moved:
-            gib, copied = (
-                sum(size / GIB for size in sizes)
-                for sizes in zip(*((each.num_bytes, each.num_bytes_copied) for each in moved.values()), strict=True)
-            )
-            for name, value in ((f"{batch.how}_s", time.time() - started_s), ("gib", gib), ("gib_copied", copied)):
+            facts = {
+                f"{batch.how}_s": time.time() - started_s,
+                "gib": sum(each.num_bytes for each in moved.values()) / GIB,
+                "gib_copied": sum(each.num_bytes_copied for each in moved.values()) / GIB,
+            }
+            for name, value in facts.items():
                 self._spent[name] = self._spent.get(name, 0.0) + value
         for (role, rank), each in moved.items():
             names = [str(part) for part in batch.parts[role, rank]]
@@ -334,13 +335,14 @@ class DeviceScheduler:
     def _record(self, batch: _Batch, moved: Mapping[Process, Moved]) -> None:
         """Record which parts are where now. A process that is gone has none on its devices, and none comes back."""
         for key, parts in batch.parts.items():
+            if key not in moved and not self._has_gone(key):
+                continue
             if batch.how == "onload":
-                if key in moved or self._has_gone(key):
-                    self._offloaded[key] -= set(parts)
-            elif key in moved or self._has_gone(key):
+                self._offloaded[key] -= set(parts)
+            else:
                 self._offloaded[key] |= set(parts)
-                if key in batch.dropping:
-                    self._without_weights.add(key[0])
+            if key in batch.dropping:
+                self._without_weights.add(key[0])
 
     def _has_gone(self, key: Process) -> bool:
         role, rank = key
