@@ -7,8 +7,8 @@
 Parts: `speed`, world-steps and frames in a second, and whether bits repeat; `offload`, memory that it frees and seconds
 until the simulator steps again; `turns`, seconds of a step with simulators and engine that take turns with the actor or
 stay, in 1 and 2 stages; `learn`, success on held-out seeds over time: decisions of a script and random ones are
-imitated, then GRPO. Several parts have a process each, so that a failure of one leaves the others. Nothing begins after
-`--limit-s`; learning ends there.
+imitated (by the part `imitate` alone, where several runs are to begin with one policy), then GRPO. Several parts have a
+process each, so that a failure of one leaves the others. Nothing begins after `--limit-s`; learning ends there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from bench.lib.tabletop import write_policy
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.envs.processes import ProcessEnv
 
-PARTS = ("speed", "offload", "turns", "learn")
+PARTS = ("speed", "offload", "turns", "imitate", "learn")
 PATCH = 8  # pixels of the edge of an image token
 MAX_LENGTH = 96
 NUM_SUBSTEPS = 3  # steps of physics of an action
@@ -311,7 +311,8 @@ def turns(arguments: argparse.Namespace, folder: Path) -> None:
             )
 
 
-def learn(arguments: argparse.Namespace, folder: Path) -> None:
+def make_start(arguments: argparse.Namespace, folder: Path) -> Path:
+    """Write a policy that sees and seldom succeeds; return its folder."""
     from hotseat.envs.families.mujoco_warp import make_worlds
 
     began_s = elapsed_s()
@@ -331,11 +332,17 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
     imitate(folder / "model", arguments.tasks, worlds, arguments.chunk, arguments.bins, settings, say)
     worlds.close()
     say(f"imitated after {elapsed_s() - began_s:.0f} s")
+    return folder / "model"
+
+
+def learn(arguments: argparse.Namespace, folder: Path) -> None:
+    began_s = elapsed_s()
+    model = arguments.start or make_start(arguments, folder)
     sections = config(
         arguments,
         folder,
         "learn",
-        folder / "model",
+        model,
         eval=f"{{every: {arguments.eval_every}, temperature: 1.0, samples_per_prompt: 1}}",
     )
     learning_s = elapsed_s()
@@ -352,6 +359,7 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
                 columns.append(f"sampled {trained:6.1%}  {each['step_s']:.2f} s")
             if success is not None:
                 columns.append(f"held out {success:6.1%}")
+                columns += [f"{task} {each.get(f'eval/{task}/success', 0.0):.0%}" for task in arguments.tasks]
             say("  ".join(columns))
         shown = len(all_metrics)
         reached = [each["eval/success"] for each in all_metrics if each.get("eval/success") is not None]
@@ -397,7 +405,7 @@ def run_parts(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[part for part in PARTS if part != "imitate"])
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
     parser.add_argument("--limit-s", type=float, default=1500.0, help="of the whole call")
     parser.add_argument("--pause-s", type=float, default=5.0, help="between offloading and coming back")
@@ -420,6 +428,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4, help="processes of the role env while it learns, on Ray")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, help="tasks and seeds of a step, 8 episodes each")
+    parser.add_argument("--start", type=Path, help="a policy to learn with, made by `--parts imitate --folder`")
     parser.add_argument("--folder", type=Path, help="kept; a temporary one if not set")
     arguments = parser.parse_args()
     if len(arguments.parts) > 1:
@@ -447,7 +456,7 @@ def main() -> None:
         if part in ("speed", "offload"):
             {"speed": speed, "offload": offload}[part](arguments)
         else:
-            {"turns": turns, "learn": learn}[part](arguments, folder)
+            {"turns": turns, "imitate": make_start, "learn": learn}[part](arguments, folder)
     finally:
         say(f"{part}: {elapsed_s():.0f} s")
         if arguments.folder is None:
