@@ -267,8 +267,9 @@ def tail(folder: Path, name: str) -> str:
 
 
 def turns(arguments: argparse.Namespace, folder: Path) -> None:
-    model = folder / "turns-model"
-    write_policy(model, bins=arguments.bins, pixels=arguments.pixels, patch=PATCH, width=arguments.width, layers=2)
+    model = arguments.start or folder / "turns-model"
+    if arguments.start is None:
+        write_policy(model, bins=arguments.bins, pixels=arguments.pixels, patch=PATCH, width=arguments.width, layers=2)
     say(
         f"{'':14} {'stages':>6} {'s/step':>8} {'rollout':>8} {'update':>8} {'offload':>8} {'onload':>8}   GiB of phases"
     )
@@ -300,10 +301,10 @@ def turns(arguments: argparse.Namespace, folder: Path) -> None:
                 continue
             warm = metrics_of(folder, name)[2:]
 
-            def mean(key: str, warm: list[dict[str, Any]] = warm) -> float:
-                return float(np.mean([each.get(key, np.nan) for each in warm]))
+            def mean(key: str, absent: float = 0.0, warm: list[dict[str, Any]] = warm) -> float:
+                return float(np.mean([each.get(key, absent) for each in warm]))
 
-            memory = {phase: mean(f"memory/{phase}/device 0") for phase in ("rollout", "update")}
+            memory = {phase: mean(f"memory/{phase}/device 0", np.nan) for phase in ("rollout", "update")}
             say(
                 f"{kind:14} {stages:6} {mean('step_s'):8.2f} {mean('time/rollout'):8.2f} {mean('time/update'):8.2f}"
                 f" {mean('time/offload'):8.2f} {mean('time/onload'):8.2f}   rollout {memory['rollout']:.2f}, update"
@@ -325,8 +326,11 @@ def make_start(arguments: argparse.Namespace, folder: Path) -> Path:
         layers=2,
         seed=arguments.seed,
     )
-    worlds = make_worlds(arguments.tasks, arguments.max_steps, arguments.sizes["views"], "both", arguments.pixels)
-    settings = ImitationSettings(arguments.sizes["views"] * 128, arguments.sft_batch, arguments.sft_s)
+    num_worlds = arguments.sizes["views"]
+    worlds = make_worlds(
+        arguments.tasks, arguments.max_steps, num_worlds, "both", arguments.pixels, deterministic=False
+    )
+    settings = ImitationSettings(num_worlds * 128, arguments.sft_batch, arguments.sft_s)
     if arguments.tiny:
         settings = ImitationSettings(16, 8, 1.0, num_steps=2, max_mixtures=1)
     imitate(folder / "model", arguments.tasks, worlds, arguments.chunk, arguments.bins, settings, say)
@@ -411,10 +415,10 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=5.0, help="between offloading and coming back")
     parser.add_argument("--tasks", nargs="+", default=["reach-red", "reach-blue", "push-red", "push-blue"])
     parser.add_argument("--sft-batch", type=int, default=512)
-    parser.add_argument("--sft-s", type=float, default=130.0, help="of imitating the script, at most")
+    parser.add_argument("--sft-s", type=float, default=100.0, help="of imitating the script, at most")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--temperature", type=float, default=1.2, help="of rollouts; evaluation has 1")
-    parser.add_argument("--entropy-coef", type=float, default=0.002)
+    parser.add_argument("--temperature", type=float, default=1.0, help="of rollouts; evaluation has 1")
+    parser.add_argument("--entropy-coef", type=float, default=0.0)
     parser.add_argument("--updates", type=int, default=2, help="of each step")
     parser.add_argument("--progress", type=float, default=0.0, help="reward of a metre of way, besides 1 for success")
     parser.add_argument("--target", type=float, default=0.8)
@@ -423,12 +427,12 @@ def main() -> None:
     parser.add_argument("--bins", type=int, default=7)
     parser.add_argument("--pixels", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--max-steps", type=int, default=32)
+    parser.add_argument("--max-steps", type=int, default=48)
     parser.add_argument("--runtime", choices=("local", "ray"), help="ray on a CUDA device, else local, if not set")
     parser.add_argument("--hosts", type=int, default=4, help="processes of the role env while it learns, on Ray")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, help="tasks and seeds of a step, 8 episodes each")
-    parser.add_argument("--start", type=Path, help="a policy to learn with, made by `--parts imitate --folder`")
+    parser.add_argument("--start", type=Path, help="a policy to begin with, made by `--parts imitate --folder FOLDER`")
     parser.add_argument("--folder", type=Path, help="kept; a temporary one if not set")
     arguments = parser.parse_args()
     if len(arguments.parts) > 1:

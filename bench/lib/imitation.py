@@ -173,7 +173,8 @@ class ImitationSettings:
     learning_rate: float = 1e-3
     enough: float = 0.9  # success of the script's imitation, at a temperature of 0.5, that ends the first part
     begin: tuple[float, float] = (0.06, 0.14)  # success of either kind of tasks that the second part leads to
-    max_mixtures: int = 12  # that it tries
+    shares: tuple[float, float] = (0.01, 0.3)  # of the script's decisions in the first mixture, to reach and to push
+    max_mixtures: int = 8  # that it tries
 
 
 def imitate(
@@ -209,7 +210,7 @@ def imitate(
             chosen = torch.randint(len(views.tasks), (settings.batch_size,), device=device)
             of, decisions = views.tasks[chosen], views.decisions[chosen]
             is_random = torch.rand(len(chosen), device=device) >= share_of[of]
-            decisions = torch.where(is_random[:, None], torch.randint_like(decisions, bins), decisions)
+            decisions = torch.where(is_random[:, None], _random_like(decisions, bins), decisions)
             losses = torch.stack(imitator.loss(views.frames[chosen], of, decisions, views.places[chosen]))
             optimizer.zero_grad(set_to_none=True)
             losses.sum().backward()
@@ -230,7 +231,7 @@ def imitate(
         rate = max(rate * 0.93, 1e-4)
         if np.mean(success) >= settings.enough:
             break
-    shares = [0.05, 0.4]
+    shares = [*settings.shares]
     kinds = [
         [at for at, task in enumerate(tasks) if task.startswith("push") == is_pushed] for is_pushed in (False, True)
     ]
@@ -249,8 +250,15 @@ def imitate(
     imitator.model.save_pretrained(folder)
 
 
+def _random_like(decisions: Tensor, bins: int) -> Tensor:
+    """Draw bins, those in the middle more often, as the mean of two draws: fewer decisions in a row lead anywhere."""
+    return (torch.randint_like(decisions, bins) + torch.randint_like(decisions, bins + 1)) // 2
+
+
 def _factor(mean: float | None, begin: tuple[float, float]) -> float:
     """Return by what to multiply the script's share of a kind of tasks that succeed so often."""
     if mean is None or begin[0] <= mean <= begin[1]:
         return 1.0
-    return 0.8 if mean > begin[1] else 1.25
+    if mean > begin[1]:
+        return 0.6 if mean > 2 * begin[1] else 0.8
+    return 1.6 if mean < begin[0] / 2 else 1.25

@@ -51,7 +51,8 @@ def test_log_probs_of_drafted_tokens_are_the_models(shared: Shared) -> None:
         sequence, start = [*sent.token_ids, *completion.token_ids], len(sent.token_ids)
         temperature = sent.sampling.temperature or 1.0
         expected = reference_log_probs(shared.model(0), sequence, temperature)[start:]
-        assert list(completion.log_probs) == pytest.approx(expected, abs=5e-3)
+        # Products in TF32 differ by up to 0.011 here; another token's log-prob, or temperature's, by 0.1 and more.
+        assert list(completion.log_probs) == pytest.approx(expected, abs=2e-2)
         assert completion.token_ids == repeated.token_ids  # the seed decides
 
 
