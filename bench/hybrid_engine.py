@@ -142,22 +142,26 @@ def make_model(directory: Path, model: str) -> None:
 
 
 def write_model(directory: Path, model: str) -> None:
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
     path, vocab_size = directory / model, VOCAB_SIZES[model]
     words = [*(f"w{index}" for index in range(vocab_size)), "<eos>"]
     save_tokenizer(path, words)
     make_weights(shape(model, eos_token_id=vocab_size), "cuda").save_pretrained(path)
-    if model == "1.5B":
-        reward_model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.bfloat16)
-        reward_model.save_pretrained(directory / f"{model}-reward")
-        save_tokenizer(directory / f"{model}-reward", words)
     rng = random.Random(0)
     num_rows = 20 * NUM_PROMPTS
     (directory / "reward.py").write_text(REWARD)
     prompts = [rng.choices(words[1:-1], k=PROMPT_LENGTH) for _ in range(num_rows)]
     save_prompts(path / "prompts.jsonl", prompts, [""] * num_rows)
+
+
+def write_reward_model(directory: Path, model: str) -> None:
+    """Write a reward model of the same shape, with the weights of the model."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    path = directory / f"{model}-reward"
+    of_model = AutoModelForSequenceClassification.from_pretrained(directory / model, num_labels=1, dtype=torch.bfloat16)
+    of_model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(directory / model).save_pretrained(path)
 
 
 # --- what the device can do -------------------------------------------------------------------------------------------
@@ -364,6 +368,8 @@ def run_hotseat(directory: Path, name: str) -> dict[str, Any]:
 
     case = CASES[name]
     make_model(directory, case.model)
+    if case.ppo:
+        write_reward_model(directory, case.model)
     config = config_of(directory, name)
     began = time.time()
     start(config)
