@@ -96,13 +96,16 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, norm: tuple[Tensor, float] | Non
 
 def heads_are_rotated_and_written(device: torch.device) -> None:
     """In place, and with keys and values into a cache; both with norms of heads and without."""
-    shapes = ((4, 4, 64), (6, 2, 80), (7, 1, 128), (3, 3, 96), (4, 2, 20))
+    shapes = ((3, 3, 64), (6, 2, 80), (7, 1, 128), (4, 2, 20))
     for dtype in DTYPES:
-        for index, (num_heads, num_kv, dim) in enumerate(shapes):
-            rows, max_keys = 5, 48
+        # The interpreter takes 10 ms for a program.
+        for index, (num_heads, num_kv, dim) in enumerate(
+            shapes if dtype == torch.float32 or device.type == "cuda" else shapes[:2]
+        ):
+            rows, max_keys = 3, 48
             fresh = randn(rows, num_heads + 2 * num_kv, dim, device=device, dtype=dtype, seed=index)
             cos, sin = (randn(max_keys, dim, device=device, dtype=dtype, seed=seed).clamp(-1, 1) for seed in (1, 2))
-            positions = torch.tensor([0, 47, 3, 3, 16], device=device)
+            positions = torch.tensor([0, 47, 3], device=device)
             weights = [1 + 0.1 * randn(dim, device=device, dtype=dtype, seed=seed) for seed in (3, 4)]
             query, key, value = fresh.split([num_heads, num_kv, num_kv], dim=1)
             for norms in (None, (weights[0], 1e-5, weights[1], 1e-6)):
