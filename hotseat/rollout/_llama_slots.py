@@ -5,8 +5,11 @@ LLaVA's language models are among these: its visual encoder runs as it is, and t
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,6 +51,9 @@ _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
 _MANY_ROWS = 256  # tokens from which on a forward is a prefill, not a step
+_LEAN_LENGTHS = (
+    8  # what the lengths of prefills are multiples of on a CUDA device: few, since attention is planned for each
+)
 
 
 def _body(model: Any) -> Any:
@@ -116,6 +122,24 @@ class _Norm:
     def __init__(self, norm: Any):
         self.weight: Tensor = norm.weight
         self.eps: float = norm.variance_epsilon
+
+
+@cache
+def _cuda_kernels() -> Any:
+    """Return the module of CUDA kernels, or None if Triton is missing or does not work: it needs a C compiler."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from hotseat.rollout import _llama_kernels
+
+    one = torch.ones(1, 16, device="cuda")
+    try:
+        _llama_kernels.rms_norm(one, one[0], 0.0)
+    except Exception as error:
+        warnings.warn(
+            f"layers are computed without the faster kernels, since Triton does not work here: {error}", stacklevel=2
+        )
+        return None
+    return _llama_kernels
 
 
 def _rms_norm(x: Tensor, norm: _Norm) -> Tensor:
@@ -228,16 +252,47 @@ class LlamaSlots:
         self._graphs = _DecodeGraphs(self._decode) if device.type == "cuda" else None
         # Kernels that read and write less. Their last bits may depend on the rows beside, which matters on a CPU alone.
         self._is_lean = device.type == "cuda"
+        # Of Triton, where it is there: what stands between two products is one kernel, or two, instead of up to six.
+        self._kernels = _cuda_kernels() if device.type == "cuda" else None
 
-    def _heads(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project and rotate: [rows, hidden] -> query [rows, heads, dim], key and value [rows, kv_heads, dim]."""
+    def _rms_norm(self, x: Tensor, norm: _Norm) -> Tensor:
+        if self._kernels is None:
+            return _rms_norm(x, norm)
+        normed: Tensor = self._kernels.rms_norm(x, norm.weight, norm.eps)
+        return normed
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `_heads` takes: cosines and sines, [rows, 1, head_dim] each; of all positions for a kernel."""
+        if self._kernels is not None:
+            return self._cos, self._sin
+        return self._cos[positions][:, None], self._sin[positions][:, None]
+
+    def _heads(
+        self,
+        layer: _Layer,
+        x: Tensor,
+        positions: Tensor,
+        angles: tuple[Tensor, Tensor],
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project and rotate: [rows, hidden] -> query [rows, heads, dim], key and value [rows, kv_heads, dim].
+
+        into: a layer's keys and values in the cache, [slots, kv_heads, max_keys, dim] each. A kernel writes there
+        instead, and the returned key is not rotated.
+        """
         num_heads, num_kv = self._num_heads, self._num_kv_heads
-        qkv = _linear(_rms_norm(x, layer.norm_1), layer.qkv, layer.qkv_bias)
+        qkv = _linear(self._rms_norm(x, layer.norm_1), layer.qkv, layer.qkv_bias)
         qkv = qkv.view(x.shape[0], num_heads + 2 * num_kv, self._head_dim)
         qk, value = qkv[:, : num_heads + num_kv], qkv[:, num_heads + num_kv :]
+        if self._kernels is not None:
+            norms = None
+            if layer.q_norm is not None and layer.k_norm is not None:
+                norms = (layer.q_norm.weight, layer.q_norm.eps, layer.k_norm.weight, layer.k_norm.eps)
+            self._kernels.rotate(qkv, num_heads, positions, angles, norms, into)
+            return qk[:, :num_heads], qk[:, num_heads:], value
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = torch.cat([_rms_norm(qk[:, :num_heads], layer.q_norm), _rms_norm(qk[:, num_heads:], layer.k_norm)], 1)
-        qk = self._rotate(qk, cos, sin)
+        qk = self._rotate(qk, *angles)
         return qk[:, :num_heads], qk[:, num_heads:], value
 
     def _rotate(self, qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -252,7 +307,10 @@ class LlamaSlots:
     def _rest(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
         """Compute the rest of a layer after attention: [rows, hidden], [rows, heads * dim] -> [rows, hidden]."""
         x = self._add(x, attended, layer.out, layer.out_bias)
-        inner = _rms_norm(x, layer.norm_2)
+        inner = self._rms_norm(x, layer.norm_2)
+        if self._kernels is not None and layer.act is F.silu:
+            inner = self._kernels.silu_product(_linear(inner, layer.gate_up, layer.gate_up_bias))
+            return self._add(x, inner, layer.down, layer.down_bias)
         if self._is_lean and len(x) > _MANY_ROWS and layer.gate_up_bias is None:
             # Two products: what follows takes a third of the time on tensors of their own than on halves of one.
             gate, up = (torch.mm(inner, half) for half in layer.gate_up.chunk(2, dim=1))
@@ -291,13 +349,14 @@ class LlamaSlots:
     def _decode(self, tokens: Tensor, positions: Tensor, num_keys: int) -> Tensor:
         rows = tokens.shape[0]
         x = F.embedding(tokens, self._embedding)
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]  # [rows, 1, head_dim]
+        angles = self._angles(positions)
         bias = causal_bias(positions, num_keys, x.dtype)
         at = self.cache.rows_at(positions)
         for index, layer in enumerate(self._layers):
-            query, key, value = self._heads(layer, x, cos, sin)
-            self.cache.append(index, at, key, value)
             keys, values = self.cache.layers[index]
+            query, key, value = self._heads(layer, x, positions, angles, (keys, values))
+            if self._kernels is None:
+                self.cache.append(index, at, key, value)
             # The query heads of a group share their keys, so they can be computed as several queries of one head.
             attended = F.scaled_dot_product_attention(
                 query.reshape(rows, self._num_kv_heads, self._groups, self._head_dim),
@@ -313,14 +372,17 @@ class LlamaSlots:
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         batch, length = tokens.shape
         x = self._embed(tokens, images)
-        cos, sin = (t[:length].repeat(batch, 1)[:, None] for t in (self._cos, self._sin))
+        positions = torch.arange(length, device=tokens.device).repeat(batch)
+        angles = self._angles(positions)
         keys, values = [], []
         for layer in self._layers:
-            heads = self._heads(layer, x, cos, sin)
+            heads = self._heads(layer, x, positions, angles)
             query, key, value = (h.reshape(batch, length, -1, self._head_dim).transpose(1, 2) for h in heads)
             if with_prefix:
                 keys.append(key)
                 values.append(value)
+                if layer is self._layers[-1]:  # nobody needs what comes after the last keys
+                    break
             attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self._groups > 1)
             x = self._rest(layer, x, attended.transpose(1, 2).reshape(batch * length, -1))
         return x, keys, values
@@ -338,6 +400,8 @@ class LlamaSlots:
         return size, (len(images), *shape)
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], images: RowsOfImages = ()) -> list[Prefix]:
+        if self._is_lean:
+            tokens = tokens[:, : -(-max(lengths) // _LEAN_LENGTHS) * _LEAN_LENGTHS]
         _, keys, values = self._forward(tokens, True, images)
         return cut_prefixes(keys, values, lengths)
 
@@ -369,5 +433,5 @@ class LlamaSlots:
         return x.masked_scatter(is_image, features.to(x.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        hidden = _rms_norm(hidden, self._norm)
+        hidden = self._rms_norm(hidden, self._norm)
         return project(hidden, self._head.t()) if self._has_fp32_head else torch.mm(hidden, self._head).float()

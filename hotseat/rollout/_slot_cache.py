@@ -23,6 +23,28 @@ def padded(count: int) -> int:
     return -(-count // ROWS) * ROWS
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """View a tensor that is to be copied as int64 where its layout allows: the fewer elements, the faster the copy."""
+    ratio = 8 // tensor.element_size()
+    steps = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+    return tensor.view(torch.int64) if tensor.stride(-1) == 1 and not any(n % ratio for n in steps) else tensor
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Write `source` to `target`, both [..., dim] of one type."""
+    wide_target, wide_source = _wide(target), _wide(source)
+    if wide_target.dtype == wide_source.dtype:
+        target, source = wide_target, wide_source
+    target.copy_(source)
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    wide = [_wide(part) for part in parts]
+    if any(part.dtype != torch.int64 for part in wide):
+        return torch.stack(list(parts))
+    return torch.stack(wide).view(parts[0].dtype)
+
+
 @dataclass(frozen=True)
 class Prefix:
     """Keys and values of a token sequence, to be copied into slots."""
@@ -95,8 +117,8 @@ class SlotCache:
         # Slots next to each other, as samples of a prompt mostly get them, are one copy.
         runs = [slice(first, last + 1)] if last - first + 1 == len(slots) else [slice(s, s + 1) for s in slots]
         for run in runs:
-            self.keys[:, run, :, : prefix.num_tokens] = prefix.keys[:, None]
-            self.values[:, run, :, : prefix.num_tokens] = prefix.values[:, None]
+            _copy(self.keys[:, run, :, : prefix.num_tokens], prefix.keys[:, None])
+            _copy(self.values[:, run, :, : prefix.num_tokens], prefix.values[:, None])
 
     def move(self, source: int, target: int, num_keys: int) -> None:
         for cache in (self.keys, self.values):
@@ -186,7 +208,7 @@ def causal_bias(positions: Tensor, num_keys: int, dtype: torch.dtype, window: in
 def cut_prefixes(keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequence[int]) -> list[Prefix]:
     """Cut keys and values, per layer [batch, kv_heads, length, dim], into one prefix per row with its own memory."""
     return [
-        Prefix(torch.stack([k[b, :, :n] for k in keys]), torch.stack([v[b, :, :n] for v in values]))
+        Prefix(_stack([k[b, :, :n] for k in keys]), _stack([v[b, :, :n] for v in values]))
         for b, n in enumerate(lengths)
     ]
 

@@ -1,4 +1,4 @@
-"""The transformers engine on a CUDA device: the conformance suite, and that memory is really given back."""
+"""The transformers engine on a CUDA device: conformance, its kernels, and that memory is really given back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hotseat.rollout import SlotOptions, TransformersEngine
 
-from . import conformance
+from . import conformance, kernel_checks
 from .conformance import Subject, named_weights, request
 
 pytestmark = [
@@ -59,6 +59,12 @@ def subject(own_layers: bool) -> Subject:
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_conformance(check: Callable[[Subject], None], own_layers: bool) -> None:
     check(subject(own_layers))
+
+
+@pytest.mark.parametrize("check", kernel_checks.CHECKS, ids=lambda check: check.__name__)
+def test_kernels(check: Callable[[torch.device], None]) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    check(torch.device("cuda", torch.cuda.current_device()))
 
 
 def test_offloaded_parts_leave_the_device() -> None:

@@ -1,0 +1,185 @@
+# mypy: ignore-errors
+"""What stands between the products of a Llama-like layer, on a GPU: three kernels that read and write everything once.
+
+All compute in float32. Numbers are rounded to the model's type where a comment says so, and when they are stored.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_COLUMNS = 1024  # of a row of the product of gate and up, for a program
+_ENOUGH_ROWS = 1024  # from which on a program rotates more heads: there are enough programs
+
+
+@triton.jit
+def _rms_norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    is_column = column < SIZE
+    value = tl.load(x + row * SIZE + column, mask=is_column, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
+    # Rounded as transformers does: to the model's type before the product with the weight.
+    normed = (value * scale).to(out.dtype.element_ty).to(tl.float32)
+    normed *= tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + column, normed.to(out.dtype.element_ty), mask=is_column)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide rows by their root mean square, then multiply by the weight: [rows, size], [size] -> [rows, size]."""
+    x = x.contiguous()
+    size = x.shape[-1]
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    with torch.cuda.device_of(x):
+        _rms_norm_kernel[(x.numel() // size,)](
+            x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=min(16, max(1, block // 512))
+        )
+    return out
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv,  # [rows, NUM_HEADS + 2 * NUM_KV, 2 * HALF]
+    positions,  # [rows] int64
+    cos,  # [max_keys, 2 * HALF]
+    sin,  # as cos, with the first half negated
+    q_weight,  # [2 * HALF], with HAS_NORMS
+    k_weight,
+    q_eps,
+    k_eps,
+    keys,  # [slots, NUM_KV, max_keys, 2 * HALF], with HAS_CACHE
+    values,
+    max_keys,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    HAS_CACHE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    # 64 bits from here on: a product or a cache may have more than 2^31 elements.
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    is_column = column < HALF
+    is_query = head < NUM_HEADS
+    is_rotated = head < NUM_HEADS + NUM_KV
+    is_read = is_column & (head < NUM_HEADS + (2 * NUM_KV if HAS_CACHE else NUM_KV))
+
+    place = qkv + (row * (NUM_HEADS + 2 * NUM_KV) + head) * (2 * HALF) + column
+    low = tl.load(place, mask=is_read, other=0.0).to(tl.float32)
+    high = tl.load(place + HALF, mask=is_read, other=0.0).to(tl.float32)
+    rotated_low, rotated_high = low, high
+    if HAS_NORMS:
+        squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        scale = tl.rsqrt(squares[:, None] / (2 * HALF) + tl.where(is_query, q_eps, k_eps))
+        weight_low = tl.where(
+            is_query,
+            tl.load(q_weight + column, mask=is_column, other=0.0).to(tl.float32),
+            tl.load(k_weight + column, mask=is_column, other=0.0).to(tl.float32),
+        )
+        weight_high = tl.where(
+            is_query,
+            tl.load(q_weight + HALF + column, mask=is_column, other=0.0).to(tl.float32),
+            tl.load(k_weight + HALF + column, mask=is_column, other=0.0).to(tl.float32),
+        )
+        # Rounded as by `rms_norm`.
+        rotated_low = (low * scale).to(qkv.dtype.element_ty).to(tl.float32) * weight_low
+        rotated_high = (high * scale).to(qkv.dtype.element_ty).to(tl.float32) * weight_high
+        rotated_low = rotated_low.to(qkv.dtype.element_ty).to(tl.float32)
+        rotated_high = rotated_high.to(qkv.dtype.element_ty).to(tl.float32)
+
+    # Rounded once, when stored; torch's products and sums round twice.
+    angle = position * (2 * HALF) + column
+    cos_low = tl.load(cos + angle, mask=is_column, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + angle + HALF, mask=is_column, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + angle, mask=is_column, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + angle + HALF, mask=is_column, other=0.0).to(tl.float32)
+    new_low = tl.where(is_rotated, rotated_low * cos_low + rotated_high * sin_low, low).to(qkv.dtype.element_ty)
+    new_high = tl.where(is_rotated, rotated_high * cos_high + rotated_low * sin_high, high).to(qkv.dtype.element_ty)
+
+    is_kept = is_read & is_query if HAS_CACHE else is_read
+    tl.store(place, new_low, mask=is_kept)
+    tl.store(place + HALF, new_high, mask=is_kept)
+    if HAS_CACHE:
+        kv_head = tl.where(is_rotated, head - NUM_HEADS, head - NUM_HEADS - NUM_KV)
+        target = ((row * NUM_KV + kv_head) * max_keys + position) * (2 * HALF) + column
+        is_key = is_read & is_rotated & (head >= NUM_HEADS)
+        is_value = is_read & (head >= NUM_HEADS + NUM_KV)
+        tl.store(keys + target, new_low, mask=is_key)
+        tl.store(keys + target + HALF, new_high, mask=is_key)
+        tl.store(values + target, new_low, mask=is_value)
+        tl.store(values + target + HALF, new_high, mask=is_value)
+
+
+def rotate(
+    qkv: torch.Tensor,
+    num_heads: int,
+    positions: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, float, torch.Tensor, float] | None = None,
+    cache: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Rotate queries and keys where they are, or keys and values into a cache.
+
+    qkv: [rows, num_heads + 2 * kv_heads, dim], contiguous. positions: [rows] int64. angles: cosines and sines, each
+    [max_keys, dim], with the first half of the sines negated. norms: weight and epsilon of the norm of query heads, and
+    of key heads, which comes before. cache: keys and values, each [slots, kv_heads, max_keys, dim], where row r writes
+    to slot r at its position; the keys in `qkv` stay as they were.
+    """
+    rows, heads, dim = qkv.shape
+    num_kv = (heads - num_heads) // 2
+    q_weight, q_eps, k_weight, k_eps = norms or (qkv, 0.0, qkv, 0.0)
+    keys, values = cache or (qkv, qkv)
+    block_half = triton.next_power_of_2(dim // 2)
+    block_heads = 4 if rows < _ENOUGH_ROWS else 16
+    num_changed = heads if cache is not None else num_heads + num_kv
+    with torch.cuda.device_of(qkv):
+        _rotate_kernel[(rows, triton.cdiv(num_changed, block_heads))](
+            qkv,
+            positions,
+            *angles,
+            q_weight,
+            k_weight,
+            q_eps,
+            k_eps,
+            keys,
+            values,
+            keys.shape[2],
+            NUM_HEADS=num_heads,
+            NUM_KV=num_kv,
+            HALF=dim // 2,
+            HAS_NORMS=norms is not None,
+            HAS_CACHE=cache is not None,
+            BLOCK_HEADS=block_heads,
+            BLOCK_HALF=block_half,
+            # Every element belongs to one thread: a second one could read what the first has written already.
+            num_warps=min(4, max(1, block_heads * block_half // 256)),
+        )
+
+
+@triton.jit
+def _silu_product_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    # 64 bits: a prefill's product may have more than 2^31 elements.
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < SIZE
+    place = gate_up + row * (2 * SIZE) + column
+    gate = tl.load(place, mask=is_column, other=0.0).to(tl.float32)
+    up = tl.load(place + SIZE, mask=is_column, other=0.0).to(tl.float32)
+    # Rounded to the model's type before the product, as by torch.
+    activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + column, (activated * up).to(out.dtype.element_ty), mask=is_column)
+
+
+def silu_product(gate_up: torch.Tensor) -> torch.Tensor:
+    """Multiply silu of the first half of each row by the second: [rows, 2 * size], contiguous -> [rows, size]."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, size)
+    block = min(_COLUMNS, triton.next_power_of_2(size))
+    with torch.cuda.device_of(gate_up):
+        _silu_product_kernel[(rows, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, num_warps=4)
+    return out

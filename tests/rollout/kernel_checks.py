@@ -1,0 +1,200 @@
+"""Checks of the kernels of Llama-like layers, on a CUDA device or, by Triton's interpreter, on a CPU.
+
+TRITON_INTERPRET=1 python -m tests.rollout.kernel_checks      # on a CPU: Triton reads it when it is imported
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from hotseat.rollout._llama_slots import LlamaSlots, _Norm, _rms_norm
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the interpreter truncates bfloat16, a device rounds it
+SHAPE = {
+    "vocab_size": 67,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 640,
+    "initializer_range": 0.15,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 2}
+MODELS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama, biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "mistral": MistralConfig(**GROUPED, sliding_window=None, head_dim=20),
+    "qwen2": Qwen2Config(**GROUPED),
+    "qwen3": Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=True),
+}
+
+
+def kernels() -> Any:
+    from hotseat.rollout import _llama_kernels
+
+    return _llama_kernels
+
+
+def randn(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def assert_close(actual: Tensor, expected: Tensor, roundings: float, scale: float = 1e-3) -> None:
+    """Compare with an allowance in roundings of the type; numbers below `scale` are allowed as much as `scale` is."""
+    assert actual.dtype == expected.dtype
+    eps = torch.finfo(actual.dtype).eps
+    # Sums of float32 differ by their order.
+    roundings = roundings if actual.dtype != torch.float32 else 16 * roundings
+    torch.testing.assert_close(actual, expected, rtol=roundings * eps, atol=roundings * eps * scale)
+
+
+def norms_are_those_of_torch(device: torch.device) -> None:
+    for dtype in DTYPES:
+        for rows, size in ((1, 64), (5, 100), (3, 3584)):
+            x = randn(rows, size, device=device, dtype=dtype)
+            norm = _Norm.__new__(_Norm)
+            norm.weight, norm.eps = 1 + 0.1 * randn(size, device=device, dtype=dtype, seed=1), 1e-5
+            # A norm on the edge between two numbers may be rounded to either before the product.
+            actual, expected = kernels().rms_norm(x, norm.weight, norm.eps), _rms_norm(x, norm)
+            assert_close(actual, expected, 2)
+            if dtype == torch.float16 or (dtype == torch.bfloat16 and device.type == "cuda"):
+                assert (actual != expected).double().mean() < 0.02
+
+
+def a_large_norm_does_not_overflow_in_sixteen_bits(device: torch.device) -> None:
+    x = torch.full((2, 64), 1000.0, dtype=torch.float16, device=device)
+    assert torch.equal(kernels().rms_norm(x, torch.ones_like(x[0]), 1e-5), torch.ones_like(x))
+
+
+def products_of_gate_and_up_are_those_of_torch(device: torch.device) -> None:
+    for dtype in DTYPES:
+        for rows, size in ((1, 8), (3, 72), (2, 1500), (5, 2048)):
+            gate_up = 3 * randn(rows, 2 * size, device=device, dtype=dtype)
+            gate_up[0, 0] = -1000.0  # its exponential is infinite
+            gate, up = gate_up.chunk(2, dim=1)
+            assert_close(kernels().silu_product(gate_up), functional.silu(gate) * up, 2)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
+    """Compute rotated heads in float64, [rows, heads, dim] with [rows, dim], rounded once."""
+    if norm is not None:
+        weight, eps = norm
+        scale = torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps)
+        x = weight * (x.double() * scale).to(x.dtype)
+    low, high = x.double().chunk(2, dim=-1)
+    (cos_low, cos_high), (sin_low, sin_high) = (t.double()[:, None].chunk(2, dim=-1) for t in (cos, sin))
+    return torch.cat([low * cos_low + high * sin_low, high * cos_high + low * sin_high], dim=-1).to(x.dtype)
+
+
+def heads_are_rotated_and_written(device: torch.device) -> None:
+    """In place, and with keys and values into a cache; both with norms of heads and without."""
+    shapes = ((3, 3, 64), (6, 2, 80), (7, 1, 128), (4, 2, 20))
+    for dtype in DTYPES:
+        # The interpreter takes 10 ms for a program.
+        for index, (num_heads, num_kv, dim) in enumerate(
+            shapes if dtype == torch.float32 or device.type == "cuda" else shapes[:2]
+        ):
+            rows, max_keys = 3, 48
+            fresh = randn(rows, num_heads + 2 * num_kv, dim, device=device, dtype=dtype, seed=index)
+            cos, sin = (randn(max_keys, dim, device=device, dtype=dtype, seed=seed).clamp(-1, 1) for seed in (1, 2))
+            positions = torch.tensor([0, 47, 3], device=device)
+            weights = [1 + 0.1 * randn(dim, device=device, dtype=dtype, seed=seed) for seed in (3, 4)]
+            query, key, value = fresh.split([num_heads, num_kv, num_kv], dim=1)
+            for norms in (None, (weights[0], 1e-5, weights[1], 1e-6)):
+                of_query, of_key = (norms[:2], norms[2:]) if norms is not None else (None, None)
+                angles = (cos[positions], sin[positions])
+                expected_query, expected_key = turned(query, *angles, of_query), turned(key, *angles, of_key)
+                roundings = 1 if norms is None else 4
+
+                qkv = fresh.clone()
+                kernels().rotate(qkv, num_heads, positions, (cos, sin), norms)
+                assert_close(qkv[:, :num_heads], expected_query, roundings, scale=1.0)
+                assert_close(qkv[:, num_heads : num_heads + num_kv], expected_key, roundings, scale=1.0)
+                assert torch.equal(qkv[:, num_heads + num_kv :], value)
+
+                qkv = fresh.clone()
+                cache = [torch.zeros(rows + 1, num_kv, max_keys, dim, dtype=dtype, device=device) for _ in range(2)]
+                kernels().rotate(qkv, num_heads, positions, (cos, sin), norms, tuple(cache))
+                assert_close(qkv[:, :num_heads], expected_query, roundings, scale=1.0)
+                assert torch.equal(qkv[:, num_heads:], fresh[:, num_heads:])
+                at = (torch.arange(rows, device=device), slice(None), positions)
+                assert_close(cache[0][at], expected_key, roundings, scale=1.0)
+                assert torch.equal(cache[1][at], value)
+                for part in cache:  # nothing else was written
+                    part[at] = 0
+                    assert not part.any()
+
+
+def random_model(config: PreTrainedConfig) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # biases and norms too, so that a mistake with them shows
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def results(slots: LlamaSlots, tokens: Tensor, lengths: list[int], times: int) -> list[Tensor]:
+    """Return hidden states, prefixes and logits of a step, which is decoded some times."""
+    prefixes = slots.prefill(tokens, lengths)
+    for slot, prefix in enumerate(prefixes):
+        slots.cache.write([slot], prefix)
+    for _ in range(times):
+        step = slots.decode(tokens[:, 0], torch.tensor(lengths, device=tokens.device), 32).clone()
+    keys, values = slots.cache.read(len(lengths), 32, tokens.device)
+    hidden = slots.hidden(tokens)
+    return [hidden, step, keys, values, *(part for p in prefixes for part in (p.keys, p.values))]
+
+
+@torch.no_grad()
+def models_compute_the_same_with_kernels(device: torch.device) -> None:
+    """In float32 up to last bits; in 16 bits with about the error against float32 that there is without kernels."""
+    generator = torch.Generator().manual_seed(0)
+    half = torch.bfloat16 if device.type == "cuda" else torch.float16  # which it rounds
+    for name, config in MODELS.items():
+        tokens = torch.randint(67, (2, 8), generator=generator).to(device)
+        made: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+        for dtype in (torch.float32, half):
+            slots = LlamaSlots(random_model(config).to(device, dtype), 16, 64, device, fp32_head=False)
+            slots._is_lean = True
+            for has_kernels in (False, True):
+                slots.cache.allocate()
+                slots.release()
+                slots._kernels = kernels() if has_kernels else None
+                # A CUDA graph is recorded the third time, and replayed from then on.
+                made[dtype, has_kernels] = results(slots, tokens, [8, 5], times=5 if device.type == "cuda" else 1)
+        exact = made[torch.float32, False]
+        for of_float, of_kernels in zip(exact, made[torch.float32, True], strict=True):
+            torch.testing.assert_close(of_kernels, of_float, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        for of_float, plain, of_kernels in zip(exact, made[half, False], made[half, True], strict=True):
+            assert of_kernels.dtype == plain.dtype
+            errors = [float((t.float() - of_float).square().mean().sqrt()) for t in (plain, of_kernels)]
+            assert errors[1] < 3 * errors[0], f"{name}: {errors}"
+
+
+CHECKS: list[Callable[[torch.device], None]] = [
+    norms_are_those_of_torch,
+    a_large_norm_does_not_overflow_in_sixteen_bits,
+    products_of_gate_and_up_are_those_of_torch,
+    heads_are_rotated_and_written,
+    models_compute_the_same_with_kernels,
+]
+
+
+def main() -> None:
+    began_s = time.perf_counter()
+    for check in CHECKS:
+        print(f"{time.perf_counter() - began_s:.1f} s: {check.__name__}", flush=True)
+        check(torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
