@@ -65,8 +65,10 @@ def test_a_group_may_lie_across_two_optimizer_steps_and_stays_on_one_rank():
     assert sorted(index for members in ranks for index in members) == [0, 1, 2]
 
 
-def test_what_is_left_when_samples_failed_joins_the_last_step():
-    _, steps = assign([3, 2, 3, 3], 6, 1)  # 11 samples: one full step and five more
+def test_what_is_left_when_samples_failed_is_a_step_or_joins_the_last_one():
+    _, steps = assign([3, 2, 3, 3], 6, 1)  # 11 samples: one full step and five more, as many as nearly fill another
+    assert steps == [[0, 0, 0], [0, 0], [0, 1, 1], [1, 1, 1]]
+    _, steps = assign([3, 2, 3], 6, 1)  # 8 samples: one full step and two more
     assert {step for group in steps for step in group} == {0}
     _, steps = assign([2, 1], 6, 1)
     assert steps == [[0, 0], [0]]

@@ -156,7 +156,8 @@ def assign(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return (groups of each rank, optimizer step of each sample of each group), from the number of samples per group.
 
-    Samples fill optimizer steps in order. The groups that begin in one step are cut into contiguous runs, one for each
+    Samples fill optimizer steps in order; what is left in the end, where samples failed, is a step of its own if it
+    fills half of one or more, and else joins the last. The groups that begin in one step are cut into contiguous runs, one for each
     rank, as even in samples as whole groups allow. With `tokens`, the number of tokens per group, they are instead
     balanced by tokens in each step: no two ranks differ by more than the largest group of the step has.
     """
@@ -165,7 +166,7 @@ def assign(
     for size in sizes:
         steps.append([(position + sample) // samples_per_step for sample in range(size)])
         position += size
-    last = max(0, position // samples_per_step - 1)
+    last = max(0, (2 * position + samples_per_step) // (2 * samples_per_step) - 1)
     steps = [[min(step, last) for step in group] for group in steps]
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     for step in range(last + 1):
