@@ -16,6 +16,7 @@ from hotseat.rollout._engine_thread import EngineThread, Work
 from hotseat.rollout._llama_slots import is_llama_like
 from hotseat.rollout._requests import EngineSequence, RequestTable
 from hotseat.rollout._serving import ServingState
+from hotseat.rollout._slot_cache import SlotCache, cut_prefixes
 from hotseat.types import Request, Sampling
 
 WAIT_S = 60.0
@@ -153,3 +154,23 @@ def test_a_model_with_a_hook_anywhere_runs_its_own_forward() -> None:
         assert is_llama_like(model, 32)
         owner(model).register_forward_hook(lambda *_: None)
         assert not is_llama_like(model, 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dim", [3, 4, 6, 16])
+def test_prefixes_are_cut_and_written_whatever_their_layout(dim: int, dtype: torch.dtype) -> None:
+    """Numbers are copied several at once where sizes, strides and offsets allow, which they do for some of these."""
+    rows, heads, length = 2, 3, 5
+    joined = torch.randn(2, rows * length, 2 * heads + 1, dim).to(dtype)  # layers, tokens, parts of a product
+    parts = [
+        [layer[:, begin : begin + heads].view(rows, length, heads, dim).transpose(1, 2) for layer in joined]
+        for begin in (0, heads + 1)
+    ]
+    cache = SlotCache(2, 4, heads, 8, (dim, dim), dtype, torch.device("cpu"))
+    for row, prefix in enumerate(cut_prefixes(*parts, [5, 4])):
+        cache.write([row, row + 2], prefix)
+    for row, count in enumerate([5, 4, 5, 4]):
+        for made, layers in ((cache.keys, parts[0]), (cache.values, parts[1])):
+            assert not made[:, row, :, count:].any()
+            for of_layer, layer in zip(made[:, row, :, :count], layers, strict=True):
+                assert torch.equal(of_layer, layer[row % 2, :, :count])

@@ -11,6 +11,8 @@ import pytest
 
 from .conformance import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 
 def test_kernels_compute_what_torch_does() -> None:
     """In a process of its own: Triton chooses its interpreter when it is imported."""
