@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import get_args
@@ -95,7 +96,7 @@ def _for_losses(name: str, *losses: str) -> Rule:
     )
 
 
-_SAMPLING_KEYS = ("rollout", "agent", "reward", "env", "inference", "overlap", "critic")
+_SAMPLING_KEYS = ("rollout", "agent", "reward", "env", "components", "inference", "overlap", "critic")
 _RL_MATHS = tuple(
     f"algorithm.{name}"
     for name in (
@@ -553,6 +554,24 @@ def _name_conflicts(config: Config) -> Iterator[tuple[str, str]]:
                 yield "flow", f"phase {phase.name!r}: {twice}"
 
 
+def _component_conflicts(config: Config) -> Iterator[tuple[str, str]]:
+    for name in config.components:
+        key = f"components.{name}"
+        if name in (*get_args(RoleName), "agents"):
+            yield key, f"{name} is the name of processes that every run may have: choose another"
+        elif name in config.cluster.component_names:
+            role = config.cluster.component_names[name]
+            yield key, f"cluster.component_names has {name} for {role}: choose another name for one of them"
+        elif not re.fullmatch(r"[A-Za-z_][\w-]*", name):
+            yield key, f"{name!r}: begin with a letter, and use letters, digits, '_' and '-'"
+    if config.components and config.overlap.staleness > 0:
+        yield (
+            "overlap.staleness",
+            f"{config.overlap.staleness}, with components of one's own: they work between a rollout and the update on"
+            " it; set it to 0",
+        )
+
+
 def conflicts(config: Config) -> list[tuple[str, str]]:
     """Return (key, message) of values that contradict each other."""
     problems: list[tuple[str, str]] = []
@@ -571,6 +590,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
             )
         )
     problems += _name_conflicts(config)
+    problems += _component_conflicts(config)
     problems += _maths_conflicts(config)
     problems += _overlap_conflicts(config)
     problems += _agent_conflicts(config)

@@ -227,6 +227,17 @@ class EnvConfig(Section):
     """Offload simulators between phases: true always, false never, unset as needed."""
 
 
+class ComponentConfig(Section):
+    path: Annotated[str, Field(pattern=r"^.+:\w+$")]
+    """Class of one's own: `FILE.py:CLASS` or `package.module:CLASS`."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of its constructor."""
+    memory_gib: Annotated[float, Field(ge=0)] = 0.0
+    """Memory of one of its processes on its device, for planning; 0: it has nothing there."""
+    enable_offload: bool | None = None
+    """Call its methods `offload` and `onload` between phases: true always, false never, unset as needed."""
+
+
 class OverlongConfig(Section):
     buffer_length: NotNegative = 0
     """Tokens before the limit of sampled tokens of an episode over which the penalty grows; 0 is off."""
@@ -918,6 +929,8 @@ class Config(Section):
     """Sampling."""
     env: EnvConfig = EnvConfig()
     """Simulators."""
+    components: dict[str, ComponentConfig] = {}
+    """Classes of one's own, by name, which score or filter the groups of a step before it is learned."""
     agent: AgentConfig = AgentConfig()
     """How prompts become episodes."""
     data: DataConfig = DataConfig()

@@ -133,6 +133,7 @@ WITHOUT_A_FLAG = {
     "checkpoint.background",
     "cluster.call_timeout_s",
     "cluster.component_names",
+    "components",
     "cluster.node_groups",
     "cluster.num_nodes",
     "cluster.profile",
