@@ -706,9 +706,17 @@ def _simulator_conflicts(config: Config) -> list[tuple[str, str]]:
     ):
         if is_set:
             problems.append((key, "env.path is set, and the simulator gives the rewards: remove it"))
-    if config.overlap.staleness > 0:
+    if config.overlap.staleness > 0 and config.overlap.in_flight == "recompute":
         problems.append(
-            ("overlap.staleness", "with simulators only 0 is part of this version: episodes end within their rollout")
+            (
+                "overlap.in_flight",
+                "recompute: simulators do not stand still while training has their devices; set it to wait, keep or"
+                " restart, and place env and rollout on devices of their own",
+            )
+        )
+    if config.overlap.staleness > 0 and env.enable_offload:
+        problems.append(
+            ("env.enable_offload", "true: with overlap.staleness above 0 simulators stay on their devices; unset it")
         )
     return problems
 

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import pickle
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hotseat import vision
 from hotseat.cli.main import main
@@ -83,6 +85,8 @@ def test_on_ray_frames_never_come_to_the_driver(folder, monkeypatch):
     cluster = "{runtime: ray, component_placement: {actor: 0, env: 1, rollout: 2}}"
 
     monkeypatch.setattr(vision, "_unpickled", Refusing())
+    with pytest.raises(AssertionError, match="came to the driver"):
+        pickle.loads(pickle.dumps(vision.pack_pixels({"pixel_values": torch.zeros(1)})))
     on_ray = run(folder, "on-ray", "pipeline_stage_num: 2", algorithm, cluster=cluster)
     one, other = ((done / "model" / "model.safetensors").read_bytes() for done in (here, on_ray))
     assert one == other

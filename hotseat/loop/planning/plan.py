@@ -418,7 +418,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         "reference": config.reference.enable_offload,
         "reward": config.reward.enable_offload,
         "rollout": config.rollout.enable_offload,
-        "env": config.env.enable_offload,
+        "env": False if config.overlap.staleness > 0 else config.env.enable_offload,  # episodes stay open
         "inference": config.inference.enable_offload,
         "judge": config.reward.judge.engine.enable_offload,
         **{name: component.enable_offload for name, component in config.components.items()},
