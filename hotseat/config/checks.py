@@ -489,6 +489,11 @@ RULES: tuple[Rule, ...] = (
         _says("env.path is not set, so no simulator is stepped"),
     ),
     Rule(
+        ("env.films",),
+        _rl_but(lambda c: not (has_simulator(c) and c.env.images)),
+        _says("env.images is set, and recorded samples have films of what the policy saw"),
+    ),
+    Rule(
         ("rollout.num_hosts",),
         _rl_but(lambda c: not has_simulator(c)),
         _says("with env.path, each process of the role env is a rollout host"),

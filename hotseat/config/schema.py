@@ -219,6 +219,8 @@ class EnvConfig(Section):
     """Seeds of each task to learn from; a task and a seed are a prompt."""
     eval_seeds: NotNegative = 0
     """Held-out seeds of each task to evaluate on; 0: nothing is evaluated."""
+    films: NotNegative = 0
+    """Recorded samples, of each env process, that are played again for a film, where the policy sees no images."""
     step_timeout_s: Seconds = 60.0
     """Longest that a simulator may take for a reset or a chunk of actions before it is replaced."""
     memory_gib: Annotated[float, Field(gt=0)] | None = None

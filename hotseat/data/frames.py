@@ -27,6 +27,7 @@ from hotseat.vision import PackedImage, pack_pixels, pixels_of
 FILM = "data:image/webp;base64,"
 _PIXELS = "pixel_values"
 _FRAME_MS = 300  # of a film
+_FILM_EDGE = 192  # pixels of a film's longer edge at most, where it is of pictures for people
 _KEPT_BYTES = 256 << 20  # of prepared frames: worlds look alike again and again
 
 
@@ -127,6 +128,20 @@ def _image(frame: np.ndarray) -> Any:
     import PIL.Image
 
     return PIL.Image.fromarray(np.ascontiguousarray(frame))
+
+
+def film_of_pictures(pictures: Sequence[np.ndarray]) -> str:
+    """Return pictures of [H, W, 3] uint8, in order, as a small animated image in a data URI."""
+    import PIL.Image
+
+    frames = []
+    for picture in pictures:
+        frame = PIL.Image.fromarray(np.ascontiguousarray(picture))
+        frame.thumbnail((_FILM_EDGE, _FILM_EDGE))
+        frames.append(frame)
+    file = io.BytesIO()
+    frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:], duration=_FRAME_MS, loop=0, quality=60)
+    return FILM + base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def film_of(images: Sequence[str]) -> str | None:

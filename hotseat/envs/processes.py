@@ -170,6 +170,11 @@ class ProcessEnv(Env):
         for slot in where:
             self._episodes.pop(slot, None)
 
+    @property
+    def is_on_device(self) -> bool:
+        """Tell whether the simulators hold memory of an accelerator."""
+        return bool(self._is_on_device)
+
     def pids(self) -> list[int]:
         """Return the process ids of the children."""
         return [child.process.pid for child in self._children if child is not None]

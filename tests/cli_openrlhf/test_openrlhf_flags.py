@@ -148,6 +148,7 @@ WITHOUT_A_FLAG = {
     "env.chunk",
     "env.enable_offload",
     "env.eval_seeds",
+    "env.films",
     "env.images",
     "env.kwargs",
     "env.max_steps",

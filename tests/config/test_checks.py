@@ -11,6 +11,7 @@ from hotseat.errors import ConfigError
 WITHOUT_EFFECT = {
     "cluster.profile": ("task: dpo\ncluster: {profile: p.json}", "the steps of task rl alone are predicted"),
     "components": ("task: sft\ncomponents: {filter: {path: 'a:B'}}", "task is sft; this is for rl"),
+    "env.films": ("env: {path: babyai, images: true, films: 2}", "have films of what the policy saw"),
     "critic.value_clip": ("critic: {value_clip: 0.1}", "no critic"),
     "checkpoint.export_critic": ("checkpoint: {export_critic: true}", "no critic"),
     "reference.model": ("reference: {model: m}", "algorithm.kl.coef is 0"),

@@ -1,6 +1,8 @@
 """Whole runs in simulators: stages, hosts, engines, deaths and placement change nothing that is learned."""
 
+import base64
 import hashlib
+import io
 import json
 import os
 import random
@@ -257,3 +259,30 @@ def test_rlinfs_hybrid_placement_runs_on_eight_devices(task, inference):
     assert "offload env simulator" in timeline
     assert ('"inference"' in timeline) == bool(inference)  # holds the devices in its turn
     assert len(metrics_of(done)) == 3
+
+
+def test_episodes_are_played_again_for_films(task):
+    import PIL.Image
+
+    done = run(task, "filmed", env=BASE["env"].replace("num_envs", "films: 2, num_envs"), log="{samples_every: 1}")
+    lines = [json.loads(line) for line in (done / "samples.jsonl").read_text().splitlines()]
+    assert [sum(line["step"] == step and "film" in line for line in lines) for step in (1, 2)] == [2, 2]
+    films = [base64.b64decode(line["film"].partition(",")[2]) for line in lines if "film" in line]
+    opened = [PIL.Image.open(io.BytesIO(film)) for film in films]
+    assert {film.size for film in opened} == {(8, 8)}
+    assert max(getattr(film, "n_frames", 1) for film in opened) > 1  # pictures that are alike become one frame
+    assert "data:image/webp" in (done / "report.html").read_text()
+
+
+def test_a_simulator_that_draws_nothing_is_refused_before_a_model_loads(task, one_stage, capsys):
+    blind = task / "blind.py"
+    blind.write_text(
+        Path(WALK).read_text().replace("def render(self):", "def render(self):\n        raise ValueError('dark')")
+    )
+    file = task / "blind.yaml"
+    file.write_text(
+        (task / "one-stage.yaml").read_text().replace(WALK, str(blind)).replace("num_envs", "films: 1, num_envs")
+    )
+    assert main(["run", str(file), "name=blind"]) != 0
+    assert "env.films" in (error := capsys.readouterr().err)
+    assert "dark" in error

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import conformance
 
+from hotseat.data.frames import film_of_pictures
 from hotseat.envs._child import _Batch, _step
 from hotseat.envs.env import Outcome
 from hotseat.envs.loading import SimulatorSettings, family_names, import_problem, make_simulator, path_problem
@@ -126,7 +128,7 @@ class UntilItHangs(ProcessEnv):
                     if env.marker.exists() and not env.has_given_up and not self._connection.poll(0):
                         env.has_given_up = True
                         raise TimeoutError
-                return self._connection.recv()
+                return super().receive(timeout_s)
 
         return Child(self._settings)
 
@@ -578,3 +580,25 @@ def test_frames_come_whole_through_shared_memory_or_the_pipe_also_from_a_process
             expected = np.random.default_rng([seed, count]).integers(0, 256, (size, size, 3), dtype=np.uint8)
             assert np.array_equal(each.image, expected)
     assert frame_memory() <= before  # nothing stays of a process that was killed, or has ended
+
+
+@pytest.mark.slow
+def test_a_film_shows_the_world_before_the_first_and_after_every_action():
+    from hotseat.loop.workers.simulation import Films, SimulationSettings
+
+    settings = SimulationSettings(
+        SimulatorSettings(WALK, ("right",), 12), 1, 1, 1, 1, 4, 60.0, False, False, False, num_films=1
+    )
+    films, world = Films(settings), make_simulator(SimulatorSettings(WALK, ("right",), 12))
+    actions = np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
+    world.reset(0, 7)
+    pictures = [world.render()]
+    for action in actions:
+        world.step(action)
+        pictures.append(world.render())
+    try:
+        assert films.film(0, 7, actions) == film_of_pictures(pictures)
+        with pytest.raises(UserError, match="holds memory of a device"):
+            Films(replace(settings, simulator=SimulatorSettings(WALK, ("right",), 12, {"is_on_device": True})))
+    finally:
+        films.close()

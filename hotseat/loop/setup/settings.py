@@ -399,6 +399,7 @@ def simulation_settings(config: Config) -> SimulationSettings:
         has_turn_rewards=config.algorithm.estimator in ("gae", "reinforce"),
         bootstraps=has_critic(config),
         images_for=config.actor.model if env.images else None,
+        num_films=env.films,
         trust_remote_code=config.trust_remote_code,
     )
 

@@ -483,6 +483,9 @@ class RolloutHost:
             group = self._group((key.epoch, key.prompt))
             [sample] = [sample for sample in group.samples if sample.episode.key == key]
             records.append(record_of(sample, group.prompt, self._tokenizer))
+            if self._player is not None and len(records) <= self._player.num_films:
+                assert group.prompt.label is not None
+                records[-1] = replace(records[-1], film=self._player.film(group.prompt.label, sample.episode))
         return records
 
     def close(self) -> None:
