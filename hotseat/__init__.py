@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from hotseat.types import (
         Completion,
         Episode,
+        GroupChange,
         Prompt,
+        PromptGroup,
         SampleKey,
         Sampling,
         ScoredEpisode,
@@ -42,9 +44,11 @@ __all__ = [
     "ConfigError",
     "Environment",
     "Episode",
+    "GroupChange",
     "HotseatError",
     "PolicyLoss",
     "Prompt",
+    "PromptGroup",
     "Run",
     "RunError",
     "SampleFunction",
@@ -74,7 +78,8 @@ _HOMES = {
     "hotseat.errors": ("ConfigError", "HotseatError", "RunError", "UserError"),
     "hotseat.rewards": ("Sandbox", "SandboxSettings"),
     "hotseat.types": (
-        *("Completion", "Episode", "Prompt", "SampleKey", "Sampling", "ScoredEpisode", "Segment", "TokenLayout"),
+        *("Completion", "Episode", "GroupChange", "Prompt", "PromptGroup"),
+        *("SampleKey", "Sampling", "ScoredEpisode", "Segment", "TokenLayout"),
     ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -213,6 +213,20 @@ class PromptGroup:
     num_failed: int = 0
 
 
+@dataclass(frozen=True)
+class GroupChange:
+    """Decision of a component of the user's own about a group, before it is learned.
+
+    rewards: one for each sample, in order, in the place of its reward and its score; None: they stay. drop: why the
+    group is not learned, so that the next prompt replaces it; None: it stays. metrics: by name, of which metrics.jsonl
+    has the means over groups.
+    """
+
+    rewards: Sequence[float] | None = None
+    drop: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ model maps the file. In the token ids an image is a run of placeholders, which t
 visual encoder makes of the pixels; log-probs, caches and packing treat them as other tokens.
 
 Frames of simulators are made during the run. They are prepared in memory (`hotseat.data.frames`), and instead of a path
-they are known by a string that contains the pixels (`pack_pixels`).
+they are known by a name that has the pixels with it, wherever it goes (`PackedImage`).
 
 A policy may sample a placeholder. It then ends the answer (`placeholder_ids`): as the last token of a segment it is
 never an input, so no forward looks for its pixels.
@@ -31,13 +31,15 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import itertools
 import json
+import pickle
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from safetensors import safe_open
@@ -52,7 +54,8 @@ TOKENS = "token_ids"  # in the metadata of a prepared image
 _CACHED = 256  # images whose pixels a process keeps mapped
 _PIXELS = "pixel_values"  # as models call them
 _PACKED = "pixels:"
-_COMPRESSED, _RAW = "z", "r"  # kinds of packed bytes
+_NAMED = "n"  # the kind of an image that has its pixels with it
+_RAW = "r"  # what earlier versions wrote before uncompressed pixels in base64; before compressed ones "z" or nothing
 # The first letter of compressed pixels in base64, which earlier versions wrote without a kind: zlib begins with 0x78.
 _WITHOUT_KIND = "e"
 _PROBE = 4096  # bytes by which to tell whether compression pays
@@ -143,19 +146,49 @@ def _part(model: Any, names: Sequence[str]) -> Any:
     )
 
 
-def pack_pixels(pixels: Mapping[str, Tensor], palette: Tensor | None = None) -> str:
-    """Return prepared pixels as a string that stands for the image wherever the path of a file would.
+class PackedImage(str):
+    """Prepared pixels in memory, under a name in the place where other images have the path of their file.
+
+    The name is made of a digest, so that equal images are equal. Pickled, the pixels are a buffer of their own, which
+    Ray puts into the node's shared memory as it is, from where the receiving process copies it: between processes of a
+    node they are written once and read once, and no third process touches them.
+    """
+
+    stored: bytes  # tensors in the format of safetensors
+    is_compressed: bool
+
+    def __new__(cls, name: str, stored: bytes, is_compressed: bool) -> PackedImage:
+        image = super().__new__(cls, name)
+        image.stored, image.is_compressed = stored, is_compressed
+        return image
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        stored = pickle.PickleBuffer(self.stored) if int(protocol) >= 5 else self.stored
+        return _unpickled, (str(self), stored, self.is_compressed)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors as they were stored."""
+        return dict(load(zlib.decompress(self.stored) if self.is_compressed else self.stored))
+
+
+def _unpickled(name: str, stored: Any, is_compressed: bool) -> PackedImage:
+    # A copy: the buffer is in memory of all that came with it, and would keep that in use.
+    return PackedImage(name, bytes(stored), is_compressed)
+
+
+def pack_pixels(pixels: Mapping[str, Tensor], palette: Tensor | None = None, digest: str | None = None) -> PackedImage:
+    """Return prepared pixels as an image that needs no file.
 
     palette: [channels or 1, 256] float32, the values of bytes; `pixel_values` [1, channels, H, W] are bytes then, which
-    take a tenth of the time.
+    take a tenth of the time. digest: differs wherever the result does; None: it is computed.
     """
     tensors = dict(pixels) if palette is None else {**pixels, _PALETTE: palette}
     stored = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    digest = digest or hashlib.blake2b(stored, digest_size=20).hexdigest()
     # Drawn pictures become small in no time. Those of cameras take longer to compress than a policy to act.
     middle = stored[len(stored) // 2 :][:_PROBE]
     is_small = len(zlib.compress(middle, 1)) < len(middle) // 4
-    kind, stored = (_COMPRESSED, zlib.compress(stored, 1)) if is_small else (_RAW, stored)
-    return _PACKED + kind + base64.b64encode(stored).decode("ascii")
+    return PackedImage(f"{_PACKED}{_NAMED}{digest}", zlib.compress(stored, 1) if is_small else stored, is_small)
 
 
 def is_packed(image: str) -> bool:
@@ -165,7 +198,7 @@ def is_packed(image: str) -> bool:
 
 def pixels_of(image: str) -> dict[str, Tensor]:
     """Return the prepared pixels of an image, by the names of the forward's arguments."""
-    tensors = dict(_tensors_of(image))
+    tensors = dict(tensors_of(image))
     palette = tensors.pop(_PALETTE, None)
     if palette is not None:
         tensors[_PIXELS] = _values(tensors[_PIXELS], palette)
@@ -173,9 +206,11 @@ def pixels_of(image: str) -> dict[str, Tensor]:
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def _tensors_of(image: str) -> dict[str, Tensor]:
+def tensors_of(image: str) -> dict[str, Tensor]:
     """Return the tensors of an image as they are stored: unpacked, or mapped."""
-    if is_packed(image):
+    if isinstance(image, PackedImage):
+        return image.tensors()
+    if is_packed(image):  # by an earlier version
         kind, at = image[len(_PACKED)], len(_PACKED) + 1
         stored = base64.b64decode(image[at - 1 :] if kind == _WITHOUT_KIND else image[at:])
         return dict(load(stored if kind == _RAW else zlib.decompress(stored)))
@@ -232,7 +267,7 @@ class Vision:
 
     def arguments(self, images: Sequence[str], device: torch.device | None) -> dict[str, Tensor]:
         """Join the pixels of images, in the order of their placeholders."""
-        each = [_tensors_of(image) for image in images]
+        each = [tensors_of(image) for image in images]
         if not each:
             return {}
         palette = each[0].get(_PALETTE)
@@ -255,7 +290,7 @@ class Vision:
         With positions in three dimensions it is the grid of each image, in order: pixels are rows of patches, whose
         number decides how products are computed. Otherwise all images have one shape. Tiles of images share nothing.
         """
-        tensors = [_tensors_of(image) for image in images]
+        tensors = [tensors_of(image) for image in images]
         if self.has_axes:
             return tuple(int(size) for each in tensors for size in each["image_grid_thw"].flatten())
         shapes = {tuple(each[_PIXELS].shape) for each in tensors}

@@ -25,7 +25,8 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 # A name that is added or removed is a decision: change docs/python.md with it.
 PUBLIC = [
     *("Advantages", "Agent", "AgentError", "Completion", "Config", "ConfigError", "Environment", "Episode"),
-    *("HotseatError", "PolicyLoss", "Prompt", "Run", "RunError", "SampleFunction", "SampleKey", "Sampling"),
+    *("GroupChange", "HotseatError", "PolicyLoss", "Prompt", "PromptGroup"),
+    *("Run", "RunError", "SampleFunction", "SampleKey", "Sampling"),
     *(
         "Sandbox",
         "SandboxSettings",

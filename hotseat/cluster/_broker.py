@@ -14,11 +14,13 @@ import heapq
 import hmac
 import json
 import os
+import resource
 import secrets
 import selectors
 import socket
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +34,8 @@ ASK_PUT = struct.Struct("!dd")  # timeout, weight of each item; then the items
 ASK_GET = struct.Struct("!dIId")  # timeout, most, at least, weight of the batch (0: it has no limit)
 
 MAX_COUNT = (1 << 32) - 1
+IN_MEMORY = 1 << 63  # added to the length of an item whose bytes are not in the message, but in memory that it passes
+MAX_PASSED = 64  # descriptors in one message; the system takes 253
 
 HELLO, PUT, GET, CLOSE, FAIL, SIZE, BYE = range(1, 8)  # asked
 DONE, ITEMS, CLOSED, FAILED, LATE = range(32, 37)  # answered
@@ -45,23 +49,77 @@ def proof(key: bytes, nonce: bytes, side: bytes) -> bytes:
     return hmac.digest(key, side + nonce, hashlib.sha256)
 
 
-def pack_items(items: list[bytes]) -> list[bytes]:
-    """Return the pieces of a payload: the number of items, then each item after its length."""
+class Memory:
+    """An item in memory of its own, without a name, which processes of this machine pass to each other.
+
+    The system frees it when the last process that has its descriptor closes it, or ends.
+    """
+
+    def __init__(self, descriptor: int, size: int):
+        self.descriptor = descriptor
+        self.size = size
+
+    @classmethod
+    def of(cls, data: bytes) -> Memory:
+        memory = cls(os.memfd_create("hotseat-item"), len(data))
+        view = memoryview(data)
+        while view:
+            view = view[os.write(memory.descriptor, view) :]
+        return memory
+
+    def read(self) -> bytes:
+        """Copy the item out of its memory."""
+        pieces, at = [], 0
+        while at < self.size:
+            pieces.append(os.pread(self.descriptor, self.size - at, at))
+            at += len(pieces[-1])
+        return b"".join(pieces)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+Packed = bytes | memoryview | Memory
+
+
+def pack_items(items: list[Any]) -> list[bytes]:
+    """Return the pieces of a payload: the number of items, then each item after its length. Of `Memory` only that."""
     pieces = [COUNT.pack(len(items))]
     for item in items:
-        pieces += (LENGTH.pack(len(item)), item)
+        if isinstance(item, Memory):
+            pieces.append(LENGTH.pack(item.size | IN_MEMORY))
+        else:
+            pieces += (LENGTH.pack(len(item)), item)
     return pieces
 
 
-def unpack_items(payload: memoryview) -> list[memoryview]:
+def unpack_items(payload: memoryview, passed: deque[int]) -> list[Packed]:
+    """Return the items of a payload. passed: descriptors that came with it, of which it takes its own."""
     (count,) = COUNT.unpack_from(payload)
-    items, at = [], COUNT.size
+    items: list[Packed] = []
+    at = COUNT.size
     for _ in range(count):
         (length,) = LENGTH.unpack_from(payload, at)
         at += LENGTH.size
+        if length & IN_MEMORY:
+            items.append(Memory(passed.popleft(), length ^ IN_MEMORY))
+            continue
         items.append(payload[at : at + length])
         at += length
     return items
+
+
+def receive_with(connection: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """Receive so many bytes at most, and the descriptors that come with them."""
+    # Programs that this process starts are not to have them.
+    flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+    data, descriptors, _, _ = socket.recv_fds(connection, size, MAX_PASSED, flags)
+    return data, descriptors
+
+
+def passed_with(items: list[Any]) -> list[int]:
+    """Return the descriptors to be passed with these items."""
+    return [item.descriptor for item in items if isinstance(item, Memory)]
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------
@@ -230,7 +288,9 @@ class _Connection:
         nonce = secrets.token_bytes(NONCE)
         self._unproven: bytes | None = nonce  # what the client has to answer; None once it has proved itself
         self._received = bytearray()
+        self._passed: deque[int] = deque()  # descriptors that came, and belong to no item yet
         self._unsent = bytearray()
+        self._to_pass: list[Memory] = []  # goes with the first byte that is sent next
         self._served: _Served | None = None
         self.client = self.who = ""  # one process, and what it is called
         self.is_producer = self.is_consumer = False
@@ -247,7 +307,7 @@ class _Connection:
 
     def on_readable(self) -> None:
         try:
-            data = self.socket.recv(1 << 18)
+            data = self._receive()
         except BlockingIOError:
             return
         except OSError:
@@ -269,9 +329,30 @@ class _Connection:
             del self._received[: HEAD.size + length]
             self._handle(kind, payload)
 
+    def _receive(self) -> bytes:
+        if self.socket.family != socket.AF_UNIX:
+            return self.socket.recv(1 << 18)
+        data, descriptors = receive_with(self.socket, 1 << 18)
+        self._passed += descriptors
+        if self._unproven is not None:  # a stranger's are not kept
+            self._drop_passed()
+        return data
+
+    def _drop_passed(self) -> None:
+        while self._passed:
+            os.close(self._passed.popleft())
+
+    def _send(self, data: memoryview) -> int:
+        """Send what the socket takes, with the memory that is to be passed."""
+        if not self._to_pass:
+            return self.socket.send(data)
+        sent = socket.send_fds(self.socket, [data], passed_with(self._to_pass))
+        self._to_pass = []
+        return sent
+
     def on_writable(self) -> None:
         try:
-            del self._unsent[: self.socket.send(memoryview(self._unsent)[: 1 << 20])]
+            del self._unsent[: self._send(memoryview(self._unsent)[: 1 << 20])]
         except BlockingIOError:
             return
         except OSError:
@@ -282,9 +363,11 @@ class _Connection:
 
     def end(self) -> None:
         """End the connection, and fail the channel if the process at its other end left without notice."""
+        self._drop_passed()
         if not self._server.forget(self) or self._served is None:
             return
         self._served.connections.discard(self)
+        self._to_pass = []
         if self._waiter:
             self._served.queue.cancel(self._waiter)
         is_missed_producer = self.is_producer and self.client not in self._served.done
@@ -317,7 +400,7 @@ class _Connection:
         if kind == PUT:
             self.is_producer = True
             timeout_s, weight = ASK_PUT.unpack_from(payload)
-            batch = unpack_items(memoryview(payload)[ASK_PUT.size :])
+            batch = self._server.held(unpack_items(memoryview(payload)[ASK_PUT.size :], self._passed))
             self._wait(served, timeout_s, lambda answer: served.queue.put(batch, answer, weight))
         elif kind == GET:
             self.is_consumer = True
@@ -343,7 +426,10 @@ class _Connection:
             nonlocal is_answered
             is_answered = True
             self._waiter = None
-            self._answer(kind, pack_items(payload) if kind == ITEMS else [payload.encode()] if payload else [])
+            if kind == ITEMS:
+                self._give(payload)
+            else:
+                self._answer(kind, [payload.encode()] if payload else [])
 
         def late() -> None:
             if not is_answered and served.queue.cancel(waiter):
@@ -355,13 +441,24 @@ class _Connection:
             self._waiter = waiter
             self._server.later(timeout_s, late)
 
+    def _give(self, items: list[Any]) -> None:
+        """Answer with items. Memory is passed on this machine, as far as one message takes it, and else copied."""
+        num_passed = 0
+        for at, item in enumerate(items):
+            if isinstance(item, Memory):
+                num_passed += 1
+                if self.socket.family != socket.AF_UNIX or num_passed > MAX_PASSED:
+                    items[at] = item.read()
+        self._to_pass = [item for item in items if isinstance(item, Memory)]
+        self._answer(ITEMS, pack_items(items))
+
     def _answer(self, kind: int, pieces: list[bytes]) -> None:
         self._write(b"".join([HEAD.pack(kind, sum(map(len, pieces))), *pieces]))
 
     def _write(self, data: bytes) -> None:
         if not self._unsent:
             try:
-                sent = self.socket.send(data)
+                sent = self._send(memoryview(data))
             except BlockingIOError:
                 sent = 0
             except OSError:
@@ -391,6 +488,10 @@ class Server:
             self.port = listener.getsockname()[1]
             self._listen(listener)
         self._queues: dict[str, _Served] = {}
+        self._memory: weakref.WeakSet[Memory] = weakref.WeakSet()
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._max_memory = min(most, 1 << 16) // 2  # the rest is for connections
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._num_timers = 0
 
@@ -416,6 +517,16 @@ class Server:
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         self._num_timers += 1
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._num_timers, call))
+
+    def held(self, items: list[Packed]) -> list[Any]:
+        """Return items as queues hold them: where too many are in memory of their own, copied out of it."""
+        for at, item in enumerate(items):
+            if isinstance(item, Memory):
+                if len(self._memory) >= self._max_memory:
+                    items[at] = item.read()
+                else:
+                    self._memory.add(item)
+        return items
 
     def served(self, channel: str, capacity: int, num_producers: int) -> _Served:
         if channel not in self._queues:

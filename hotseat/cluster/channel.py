@@ -6,7 +6,9 @@ with the reason, and so does the death of a process that used the channel, unles
 it. Every wait has a deadline.
 
 Between processes an item crosses two sockets, by way of a broker (`_broker.py`). Sockets, not actor calls: one closes
-when the process at its other end is killed, which is how the others learn of it, and it is several times as fast.
+when the process at its other end is killed, which is how the others learn of it, and it is several times as fast. Of a
+large item on one machine only a descriptor crosses them: the producer writes its bytes to memory without a name, which
+the consumer maps, and which the system frees with the last process that has it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import hmac
 import json
 import math
+import mmap
 import os
 import pickle
 import secrets
@@ -23,6 +26,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -39,6 +43,8 @@ Address = tuple[str, str | None, int]  # socket file, host or None, port
 # The broker answers at the deadline. A client that hears nothing for this much longer takes the broker for stuck. Long,
 # because a loaded machine may hold it up that much; one that died is noticed at once, by its sockets.
 _BROKER_GRACE_S = 60.0
+
+_MIN_IN_MEMORY = 1 << 18  # bytes of a pickled item from which on it is in memory of its own
 
 
 class ChannelClosed(RunError):
@@ -342,8 +348,18 @@ class _BrokerClient:
         return _client_of, (self._address, self._key, hello["channel"], hello["capacity"], hello["num_producers"])
 
     def put(self, items: list[Any], timeout_s: float, weight: float) -> tuple[int, Any]:
-        pieces = [wire.ASK_PUT.pack(timeout_s, weight), *wire.pack_items([_dumps(item) for item in items])]
-        return self._ask(wire.PUT, pieces, timeout_s)
+        packed = self._packed(items)
+        pieces = [wire.ASK_PUT.pack(timeout_s, weight), *wire.pack_items(packed)]
+        return self._ask(wire.PUT, pieces, timeout_s, wire.passed_with(packed))
+
+    def _packed(self, items: list[Any]) -> list[Any]:
+        """Pickle items; where the broker is on this machine, large ones into memory of their own."""
+        packed: list[Any] = [_dumps(item) for item in items]
+        if hasattr(os, "memfd_create") and self._is_near():
+            large = [at for at, data in enumerate(packed) if len(data) >= _MIN_IN_MEMORY]
+            for at in large[: wire.MAX_PASSED]:
+                packed[at] = wire.Memory.of(packed[at])
+        return packed
 
     def get(self, most: int, at_least: int, timeout_s: float, weight: float = 0.0) -> tuple[int, Any]:
         return self._ask(
@@ -360,12 +376,12 @@ class _BrokerClient:
     def facts(self) -> dict[str, Any]:
         return json.loads(bytes(self._ask(wire.SIZE, [], 0.0)[1]))
 
-    def _ask(self, kind: int, pieces: list[bytes], timeout_s: float) -> tuple[int, Any]:
+    def _ask(self, kind: int, pieces: list[bytes], timeout_s: float, passed: Sequence[int] = ()) -> tuple[int, Any]:
         connection = self._take()
         try:
             connection.settimeout(timeout_s + _BROKER_GRACE_S)
-            _send(connection, kind, pieces)
-            answer, payload = _receive(connection)
+            _send(connection, kind, pieces, passed)
+            answer, payload, descriptors = _receive(connection)
         except BaseException as error:
             # Requests on this connection are withdrawn with it; the channel itself stays open.
             with contextlib.suppress(OSError):
@@ -382,7 +398,7 @@ class _BrokerClient:
         if answer in (wire.CLOSED, wire.FAILED):
             self.leave()
         if answer == wire.ITEMS:
-            return answer, [pickle.loads(item) for item in wire.unpack_items(payload)]
+            return answer, [_loads(item) for item in wire.unpack_items(payload, descriptors)]
         if answer == wire.FAILED:
             return answer, bytes(payload).decode()
         if answer == wire.LATE:
@@ -416,9 +432,14 @@ class _BrokerClient:
             raise WorkerError(f"{self._name()} is gone ({error})") from error
         return connection
 
+    def _is_near(self) -> bool:
+        """Tell whether the broker is on this machine."""
+        path, host, _ = self._address
+        return host is None or os.path.exists(path)
+
     def _connect(self, opened: contextlib.ExitStack) -> socket.socket:
         path, host, port = self._address
-        if host is not None and not os.path.exists(path):
+        if host is not None and not self._is_near():
             return opened.enter_context(socket.create_connection((host, port), timeout=_BROKER_GRACE_S))
         connection = opened.enter_context(socket.socket(socket.AF_UNIX))
         connection.settimeout(_BROKER_GRACE_S)
@@ -467,9 +488,20 @@ def _dumps(item: Any) -> bytes:
     return (by_value or pickle).dumps(item, protocol=5)
 
 
-def _send(connection: socket.socket, kind: int, pieces: list[bytes]) -> None:
+def _loads(item: wire.Packed) -> Any:
+    if not isinstance(item, wire.Memory):
+        return pickle.loads(item)
+    with mmap.mmap(item.descriptor, item.size, prot=mmap.PROT_READ) as mapped:
+        return pickle.loads(mapped)
+
+
+def _send(connection: socket.socket, kind: int, pieces: list[bytes], passed: Sequence[int] = ()) -> None:
+    """Send a message; descriptors that are passed go with its first byte."""
     size = sum(map(len, pieces))
     pieces = [wire.HEAD.pack(kind, size), *pieces]
+    if passed:
+        sent = socket.send_fds(connection, pieces[:1], passed)
+        pieces[0] = pieces[0][sent:]
     if size < 1 << 18:
         connection.sendall(b"".join(pieces))
     else:
@@ -477,9 +509,21 @@ def _send(connection: socket.socket, kind: int, pieces: list[bytes]) -> None:
             connection.sendall(piece)
 
 
-def _receive(connection: socket.socket) -> tuple[int, memoryview]:
-    kind, size = wire.HEAD.unpack(_read(connection, wire.HEAD.size))
-    return kind, _read(connection, size)
+def _receive(connection: socket.socket) -> tuple[int, memoryview, deque[int]]:
+    """Receive a message: its kind, its payload, and the descriptors that came with its first byte."""
+    head, descriptors = b"", deque[int]()
+    if connection.family == socket.AF_UNIX:
+        head, passed = wire.receive_with(connection, wire.HEAD.size)
+        descriptors += passed
+        if not head:
+            raise ConnectionError("the connection was closed")
+    try:
+        kind, size = wire.HEAD.unpack(head + bytes(_read(connection, wire.HEAD.size - len(head))))
+        return kind, _read(connection, size), descriptors
+    except BaseException:
+        while descriptors:
+            os.close(descriptors.popleft())
+        raise
 
 
 def _read(connection: socket.socket, size: int) -> memoryview:

@@ -55,6 +55,7 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "rollout.pipeline_stage_num",
             *(f"env.{name}" for name in ("num_envs", "num_processes", "eval_seeds", "step_timeout_s", "memory_gib")),
+            "env.films",
         ),
     ),
     (

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import get_args
@@ -95,7 +96,7 @@ def _for_losses(name: str, *losses: str) -> Rule:
     )
 
 
-_SAMPLING_KEYS = ("rollout", "agent", "reward", "env", "inference", "overlap", "critic")
+_SAMPLING_KEYS = ("rollout", "agent", "reward", "env", "components", "inference", "overlap", "critic")
 _RL_MATHS = tuple(
     f"algorithm.{name}"
     for name in (
@@ -488,6 +489,11 @@ RULES: tuple[Rule, ...] = (
         _says("env.path is not set, so no simulator is stepped"),
     ),
     Rule(
+        ("env.films",),
+        _rl_but(lambda c: not (has_simulator(c) and c.env.images)),
+        _says("env.images is set, and recorded samples have films of what the policy saw"),
+    ),
+    Rule(
         ("rollout.num_hosts",),
         _rl_but(lambda c: not has_simulator(c)),
         _says("with env.path, each process of the role env is a rollout host"),
@@ -553,6 +559,24 @@ def _name_conflicts(config: Config) -> Iterator[tuple[str, str]]:
                 yield "flow", f"phase {phase.name!r}: {twice}"
 
 
+def _component_conflicts(config: Config) -> Iterator[tuple[str, str]]:
+    for name in config.components:
+        key = f"components.{name}"
+        if name in (*get_args(RoleName), "agents"):
+            yield key, f"{name} is the name of processes that every run may have: choose another"
+        elif name in config.cluster.component_names:
+            role = config.cluster.component_names[name]
+            yield key, f"cluster.component_names has {name} for {role}: choose another name for one of them"
+        elif not re.fullmatch(r"[A-Za-z_][\w-]*", name):
+            yield key, f"{name!r}: begin with a letter, and use letters, digits, '_' and '-'"
+    if config.components and config.overlap.staleness > 0:
+        yield (
+            "overlap.staleness",
+            f"{config.overlap.staleness}, with components of one's own: they work between a rollout and the update on"
+            " it; set it to 0",
+        )
+
+
 def conflicts(config: Config) -> list[tuple[str, str]]:
     """Return (key, message) of values that contradict each other."""
     problems: list[tuple[str, str]] = []
@@ -571,6 +595,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
             )
         )
     problems += _name_conflicts(config)
+    problems += _component_conflicts(config)
     problems += _maths_conflicts(config)
     problems += _overlap_conflicts(config)
     problems += _agent_conflicts(config)
@@ -686,9 +711,17 @@ def _simulator_conflicts(config: Config) -> list[tuple[str, str]]:
     ):
         if is_set:
             problems.append((key, "env.path is set, and the simulator gives the rewards: remove it"))
-    if config.overlap.staleness > 0:
+    if config.overlap.staleness > 0 and config.overlap.in_flight == "recompute":
         problems.append(
-            ("overlap.staleness", "with simulators only 0 is part of this version: episodes end within their rollout")
+            (
+                "overlap.in_flight",
+                "recompute: simulators do not stand still while training has their devices; set it to wait, keep or"
+                " restart, and place env and rollout on devices of their own",
+            )
+        )
+    if config.overlap.staleness > 0 and env.enable_offload:
+        problems.append(
+            ("env.enable_offload", "true: with overlap.staleness above 0 simulators stay on their devices; unset it")
         )
     return problems
 

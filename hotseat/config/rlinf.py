@@ -61,6 +61,7 @@ _AGGREGATIONS = {
     "seq-mean-token-sum": "constant",
     "seq-mean-token-mean": "sequence_mean",
 }
+_TIME_STEPS = {"token_level": "token", "action_level": "action", "chunk_level": "chunk"}
 _KL = {"low_var_kl": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3"}
 _MEGATRON = "Megatron is not a backend here"
 _LAYERS = "the layers follow the model's own config.json"
@@ -95,10 +96,19 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("algorithm.entropy_bonus", "algorithm.entropy_coef", lambda value: value or None),
     RlinfKey("algorithm.gamma", "algorithm.gamma"),
     RlinfKey("algorithm.gae_lambda", "algorithm.gae_lambda"),
+    RlinfKey("algorithm.logprob_type", "algorithm.time_step", _chosen("algorithm.logprob_type", _TIME_STEPS)),
+    RlinfKey("algorithm.reward_type", because="GAE and ratios have one unit here, that of algorithm.logprob_type"),
+    RlinfKey("algorithm.entropy_type", because="entropy is that of tokens"),
+    RlinfKey("algorithm.value_clip", "critic.value_clip", _positive_or_none),
+    RlinfKey("algorithm.huber_delta", because="values are learned by their squared error"),
+    RlinfKey("algorithm.eval_rollout_epoch", because="env.eval_seeds says how much is evaluated"),
+    RlinfKey("algorithm.length_params", because="a chunk of actions has as many tokens as its numbers"),
     RlinfKey("algorithm.training_batch_size_per_gpu", "train.micro_batch_size"),
     RlinfKey("algorithm.logprob_forward_micro_batch_size", "rollout.micro_batch_size"),
     RlinfKey("algorithm.staleness_threshold", "overlap.staleness"),
     RlinfKey("algorithm.sampling_params.temperature", "rollout.temperature"),
+    RlinfKey("algorithm.sampling_params.temperature_train", "rollout.temperature"),
+    RlinfKey("algorithm.sampling_params.temperature_eval", "eval.temperature"),
     RlinfKey("algorithm.sampling_params.top_p", "rollout.top_p"),
     # 1000000 is RLinf's way to write "no limit".
     RlinfKey("algorithm.sampling_params.top_k", "rollout.top_k", lambda value: 0 if value >= 1000000 else value),
@@ -123,6 +133,12 @@ TABLE: tuple[RlinfKey, ...] = (
         "rollout.engine",
         _chosen("rollout.rollout_backend", {"vllm": "vllm", "sglang": "vllm"}),
     ),
+    RlinfKey(
+        "rollout.backend",
+        "rollout.engine",
+        _chosen("rollout.backend", {"huggingface": "transformers", "vllm": "vllm", "sglang": "vllm"}),
+    ),
+    RlinfKey("rollout.model", because="engines have the actor's model, in the dtype of training"),
     RlinfKey("rollout.enable_offload", "rollout.enable_offload"),
     RlinfKey("rollout.pipeline_stage_num", "rollout.pipeline_stage_num"),
     RlinfKey("rollout.recompute_logprobs", because="old log-probs are the trainer's own; see algorithm.correction"),
@@ -136,6 +152,9 @@ TABLE: tuple[RlinfKey, ...] = (
         "actor.model.tensor_model_parallel_size", because=_MEGATRON + "; see train.deepspeed.tensor_parallel_size"
     ),
     RlinfKey("actor.model.pipeline_model_parallel_size", because=_MEGATRON),
+    RlinfKey("actor.model.num_action_chunks", "env.chunk"),
+    RlinfKey("actor.model.action_dim", because="the simulator says what an action is"),
+    RlinfKey("actor.model.add_value_head", because="the critic is a model of its own; see critic.model"),
     RlinfKey("actor.model", because=_LAYERS),
     RlinfKey("actor.enable_offload", "actor.enable_offload"),
     RlinfKey("actor.seed", "seed"),
@@ -151,6 +170,8 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("actor.optim.adam_eps", "actor.optimizer.eps"),
     RlinfKey("actor.optim.weight_decay", "actor.optimizer.weight_decay"),
     RlinfKey("actor.optim.clip_grad", "actor.optimizer.max_grad_norm"),
+    RlinfKey("actor.optim.value_lr", "critic.optimizer.learning_rate"),
+    RlinfKey("actor.optim.critic_warmup_steps", "critic.warmup_steps"),
     RlinfKey("actor.optim", because="it is a setting of Megatron's optimizer"),
     RlinfKey("actor.lr_sched.lr_warmup_fraction", "actor.optimizer.warmup_ratio"),
     RlinfKey("actor.lr_sched.lr_decay_style", "actor.optimizer.schedule"),
@@ -158,6 +179,7 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("actor.tokenizer.trust_remote_code", "trust_remote_code"),
     RlinfKey("actor.tokenizer", because="the tokenizer is the model's"),
     RlinfKey("actor.megatron", because=_MEGATRON),
+    RlinfKey("actor.fsdp_config.gradient_checkpointing", "train.gradient_checkpointing"),
     RlinfKey("actor.fsdp_config", because="FSDP2 shards weights, gradients and optimizer over all ranks"),
     RlinfKey("actor.offload_optimizer", because="actor.enable_offload covers optimizer, weights and gradients"),
     RlinfKey("actor.offload_weight", because="actor.enable_offload covers optimizer, weights and gradients"),
@@ -167,6 +189,7 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("env.train.enable_offload", "env.enable_offload"),
     RlinfKey("env.train.total_num_envs", "env.num_envs"),
     RlinfKey("env.train.max_episode_steps", "env.max_steps"),
+    RlinfKey("env.train.max_steps_per_rollout_epoch", because="episodes are played to their end"),
     RlinfKey("env", because="an environment is a file here, with keyword arguments; see env.path"),
     RlinfKey("critic.use_critic_model", because="the estimator gae has a critic; see critic.model"),
     RlinfKey("reward.use_reward_model", because="reward.model, reward.function or reward.graders say what rewards are"),
@@ -216,6 +239,7 @@ def translate(values: Mapping[str, Any]) -> Translation:
                 ours[entry.ours] = converted
     _together(values, ours)
     no_effect += _share_simulators(values, ours)
+    no_effect += _in_episodes(values, ours)
     return Translation(_nested(ours), no_effect)
 
 
@@ -228,6 +252,8 @@ def _together(values: Mapping[str, Any], ours: dict[str, Any]) -> None:
     optim = _at(values, "actor.optim") or {}
     if "adam_beta1" in optim or "adam_beta2" in optim:
         ours["actor.optimizer.betas"] = [optim.get("adam_beta1", 0.9), optim.get("adam_beta2", 0.95)]
+    if _at(values, "actor.model.is_lora") and _at(values, "actor.model.lora_rank"):
+        ours["train.lora.rank"] = _at(values, "actor.model.lora_rank")
     minibatches = _at(values, "algorithm.n_minibatches")
     if minibatches and "rollout.batch_size" in ours and "train.batch_size" not in ours:
         num_samples = ours["rollout.batch_size"] * ours.get("rollout.samples_per_prompt", 1)
@@ -248,6 +274,32 @@ def _share_simulators(values: Mapping[str, Any], ours: dict[str, Any]) -> list[t
         raise ConfigError([Problem(_ALL_SIMULATORS, f"{problem} of {count}")])
     ours["env.num_envs"] = total // count
     return []
+
+
+def _in_episodes(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
+    """Count the batches of a run in simulators in episodes; return the keys that count something else."""
+    if _at(values, "runner.task_type") != "embodied":
+        return []
+    total, group = _at(values, _ALL_SIMULATORS), ours.get("rollout.samples_per_prompt", 1)
+    if total is not None:
+        num_episodes = total * (_at(values, _EPOCHS) or 1)
+        if num_episodes % group:
+            problem = f"{num_episodes} episodes of a step (with algorithm.rollout_epoch) are no multiple of {group}"
+            raise ConfigError([Problem(_ALL_SIMULATORS, f"{problem}, algorithm.group_size: choose one that is")])
+        ours["rollout.batch_size"] = num_episodes // group
+    others = {
+        "actor.global_batch_size": ("train.batch_size", "it counts chunks of actions, and train.batch_size episodes"),
+        "actor.micro_batch_size": ("train.micro_batch_size", "it counts chunks of actions; the size that fits is used"),
+        "runner.max_epochs": (
+            "train.num_episodes",
+            "steps follow from env.tasks, env.num_seeds and train.num_episodes, the passes over them",
+        ),
+    }
+    return [
+        (theirs, because)
+        for theirs, (key, because) in others.items()
+        if _at(values, theirs) is not None and ours.pop(key, None) is not None
+    ]
 
 
 def _num_env_processes(values: Mapping[str, Any]) -> int | None:
@@ -276,12 +328,16 @@ def _at(values: Mapping[str, Any], path: str) -> Any:
 
 
 _ALL_SIMULATORS = "env.train.total_num_envs"
+_EPOCHS = "algorithm.rollout_epoch"
 _TOGETHER = (
     "actor.optim.adam_beta1",
     "actor.optim.adam_beta2",
     "algorithm.n_minibatches",
     "algorithm.ratio_clip_eps",
+    "actor.model.is_lora",
+    "actor.model.lora_rank",
     _ALL_SIMULATORS,
+    _EPOCHS,
 )
 _WHOLE = ("cluster.component_placement", "cluster.node_groups")  # mappings and lists that are one value
 

@@ -97,7 +97,7 @@ def placed_roles(config: Config) -> set[str]:
 
 
 def roles_of(config: Config) -> tuple[str, ...]:
-    """Return the roles that hold models or simulators, in the order in which they work in a step.
+    """Return the roles, those of one's own components included, in the order in which they work in a step.
 
     The role `inference` is present if the placement names it, `env` also if a simulator is named.
     """
@@ -109,6 +109,7 @@ def roles_of(config: Config) -> tuple[str, ...]:
         "env": "env" in placed or has_simulator(config),
         "reward": has_reward_model(config),
         "judge": has_judge_engine(config),
+        **dict.fromkeys(config.components, True),
         "reference": has_reference(config),
         "inference": has_inference(config),
         "critic": has_critic(config),

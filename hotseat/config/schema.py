@@ -219,12 +219,25 @@ class EnvConfig(Section):
     """Seeds of each task to learn from; a task and a seed are a prompt."""
     eval_seeds: NotNegative = 0
     """Held-out seeds of each task to evaluate on; 0: nothing is evaluated."""
+    films: NotNegative = 0
+    """Recorded samples, of each env process, that are played again for a film, where the policy sees no images."""
     step_timeout_s: Seconds = 60.0
     """Longest that a simulator may take for a reset or a chunk of actions before it is replaced."""
     memory_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory of one process of the role env on its device, for planning; unset is what an earlier run measured."""
     enable_offload: bool | None = None
     """Offload simulators between phases: true always, false never, unset as needed."""
+
+
+class ComponentConfig(Section):
+    path: Annotated[str, Field(pattern=r"^.+:\w+$")]
+    """Class of one's own: `FILE.py:CLASS` or `package.module:CLASS`."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of its constructor."""
+    memory_gib: Annotated[float, Field(ge=0)] = 0.0
+    """Memory of one of its processes on its device, for planning; 0: it has nothing there."""
+    enable_offload: bool | None = None
+    """Call its methods `offload` and `onload` between phases: true always, false never, unset as needed."""
 
 
 class OverlongConfig(Section):
@@ -918,6 +931,8 @@ class Config(Section):
     """Sampling."""
     env: EnvConfig = EnvConfig()
     """Simulators."""
+    components: dict[str, ComponentConfig] = {}
+    """Classes of one's own, by name, which score or filter the groups of a step before it is learned."""
     agent: AgentConfig = AgentConfig()
     """How prompts become episodes."""
     data: DataConfig = DataConfig()

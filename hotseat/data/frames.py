@@ -1,7 +1,8 @@
 """Frames of simulators: prepared for the policy while it acts, and kept in memory.
 
-Unlike the images of rows, frames are many, small, and not known before the run. A prepared frame is a string with its
-pixels (`hotseat.vision.pack_pixels`), which takes the place of a file's path in requests, segments and micro-batches.
+Unlike the images of rows, frames are many, small, and not known before the run. A prepared frame is a name that has its
+pixels with it (`hotseat.vision.PackedImage`), and takes the place of a file's path in requests, segments and
+micro-batches.
 It disappears with the last of them: no folder has to be shared between machines, and none has to be emptied.
 """
 
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from hotseat.data.images import OF_TOKENS
 from hotseat.errors import UserError
-from hotseat.vision import pack_pixels, pixels_of
+from hotseat.vision import PackedImage, pack_pixels, pixels_of
 
 FILM = "data:image/webp;base64,"
 _PIXELS = "pixel_values"
 _FRAME_MS = 300  # of a film
+_FILM_EDGE = 192  # pixels of a film's longer edge at most, where it is of pictures for people
 _KEPT_BYTES = 256 << 20  # of prepared frames: worlds look alike again and again
 
 
@@ -33,7 +35,7 @@ _KEPT_BYTES = 256 << 20  # of prepared frames: worlds look alike again and again
 class Frame:
     """A prepared frame."""
 
-    image: str
+    image: PackedImage
     token_ids: tuple[int, ...]  # that stand for it in a context
 
 
@@ -44,6 +46,7 @@ class _Layout:
     token_ids: tuple[int, ...]
     names: frozenset[str]  # of the tensors that the model takes
     palette: Tensor | None  # values of bytes, where nothing else matters
+    digest: str  # of shape and palette
 
 
 class FramePreparer:
@@ -63,20 +66,22 @@ class FramePreparer:
         """Return a frame of [H, W, 3] uint8, prepared."""
         if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
             raise UserError(f"an image of a simulator is {frame.dtype} {frame.shape}: it must be uint8 [H, W, 3]")
-        key = (frame.shape, hashlib.blake2b(frame.tobytes(), digest_size=20).digest())
+        frame = np.ascontiguousarray(frame)
+        key = (frame.shape, hashlib.blake2b(frame.data, digest_size=20).digest())
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
         layout = self._layouts.get(frame.shape) or self._layout(frame)
         if layout.palette is not None:
-            packed = pack_pixels({_PIXELS: torch.from_numpy(frame.transpose(2, 0, 1)[None].copy())}, layout.palette)
+            pixels = {_PIXELS: torch.from_numpy(frame.transpose(2, 0, 1)[None].copy())}
+            packed = pack_pixels(pixels, layout.palette, f"{key[1].hex()}{layout.digest}")
         else:
             packed = pack_pixels(self._pixels(frame, layout.names))
         prepared = Frame(packed, layout.token_ids)
         self._kept[key] = prepared
-        self._num_bytes += len(prepared.image)
+        self._num_bytes += len(prepared.image.stored)
         while self._num_bytes > _KEPT_BYTES:
-            self._num_bytes -= len(self._kept.popitem(last=False)[1].image)
+            self._num_bytes -= len(self._kept.popitem(last=False)[1].image.stored)
         return prepared
 
     def _layout(self, frame: np.ndarray) -> _Layout:
@@ -87,7 +92,11 @@ class FramePreparer:
         except (ValueError, ZeroDivisionError) as error:
             raise UserError(f"an image of {frame.shape}: the model's processor does not take it: {error}") from None
         names = frozenset(name for name, value in made.items() if name not in OF_TOKENS and isinstance(value, Tensor))
-        layout = _Layout(tuple(made["input_ids"][0].tolist()), names, self._palette(frame.shape, names))
+        palette = self._palette(frame.shape, names)
+        # With a palette, frames and these two are all that packed bytes depend on.
+        hashed = hashlib.blake2b(repr(frame.shape).encode(), digest_size=8)
+        hashed.update(b"" if palette is None else palette.numpy().tobytes())
+        layout = _Layout(tuple(made["input_ids"][0].tolist()), names, palette, hashed.hexdigest())
         self._layouts[frame.shape] = layout
         return layout
 
@@ -119,6 +128,20 @@ def _image(frame: np.ndarray) -> Any:
     import PIL.Image
 
     return PIL.Image.fromarray(np.ascontiguousarray(frame))
+
+
+def film_of_pictures(pictures: Sequence[np.ndarray]) -> str:
+    """Return pictures of [H, W, 3] uint8, in order, as a small animated image in a data URI."""
+    import PIL.Image
+
+    frames = []
+    for picture in pictures:
+        frame = PIL.Image.fromarray(np.ascontiguousarray(picture))
+        frame.thumbnail((_FILM_EDGE, _FILM_EDGE))
+        frames.append(frame)
+    file = io.BytesIO()
+    frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:], duration=_FRAME_MS, loop=0, quality=60)
+    return FILM + base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def film_of(images: Sequence[str]) -> str | None:

@@ -1,6 +1,7 @@
 """The program of a child process: simulators, which the parent resets and steps over a pipe.
 
-Started as `python -m hotseat.envs._child FD`. It imports the family, and makes simulators once the parent says so:
+Started as `python -m hotseat.envs._child FD MEMORY`, with the descriptors of the pipe and of the memory for frames, or
+-1 without any. It imports the family, and makes simulators once the parent says so:
 until then it takes no memory of a device. It answers each item of a command by itself, in order, so that the parent
 sees which simulator takes too long; batches of worlds answer together. When the pipe ends, it closes its simulators and
 ends.
@@ -20,14 +21,16 @@ from typing import Any
 
 import numpy as np
 
+from hotseat.envs._frames import Sender
 from hotseat.envs.loading import SimulatorSettings, has_worlds, load_family, make_one, make_worlds
 from hotseat.envs.simulator import Seen, Simulator, Worlds, WorldStep
 from hotseat.errors import UserError
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, memory: int | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     connection = Connection(descriptor)
+    answers = Sender(connection, memory)
     settings, num_worlds = connection.recv()
     with contextlib.ExitStack() as made, contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
@@ -35,19 +38,20 @@ def main(descriptor: int) -> None:
             connection.recv()  # the parent lets it take memory of its device
             worlds = _make(module, settings, num_worlds)
         except UserError as error:
-            connection.send(("refused", str(error)))
+            answers.send(("refused", str(error)))
             return
         except EOFError:
             return
         except Exception as error:
-            connection.send(("refused", f"env.path {settings.path}: {_describe(error)}"))
+            answers.send(("refused", f"env.path {settings.path}: {_describe(error)}"))
             return
         made.callback(worlds.close)
-        connection.send(("made", worlds.facts))
+        answers.send(("made", worlds.facts))
         while True:
             name, items = connection.recv()
+            answers.begin()
             for answer in worlds.answers(name, items):
-                connection.send(answer)
+                answers.send(answer)
 
 
 def _make(module: ModuleType, settings: SimulatorSettings, num_worlds: int) -> _Separate | _Batch:
@@ -158,6 +162,6 @@ def _describe(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]) if int(sys.argv[2]) >= 0 else None)
     sys.stderr.flush()
     os._exit(0)  # all is closed: the interpreter would take a second to forget what Warp made

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from hotseat.envs._frames import Receiver, make_memory
 from hotseat.envs.env import Env, Outcome
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.envs.simulator import Seen
@@ -168,6 +169,11 @@ class ProcessEnv(Env):
         """Drop the episodes of these slots, which have ended."""
         for slot in where:
             self._episodes.pop(slot, None)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Tell whether the simulators hold memory of an accelerator."""
+        return bool(self._is_on_device)
 
     def pids(self) -> list[int]:
         """Return the process ids of the children."""
@@ -334,11 +340,13 @@ class _Child:
 
     def __init__(self, settings: SimulatorSettings, num_worlds: int = 1, *, is_standby: bool = False):
         ours, theirs = socket.socketpair()
+        memory = make_memory()
         with theirs:
             # A group of its own: whoever interrupts the run does not interrupt a simulator in the middle of a step.
+            descriptors = theirs.fileno(), -1 if memory is None else memory
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "hotseat.envs._child", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "hotseat.envs._child", *map(str, descriptors)],
+                pass_fds=[each for each in descriptors if each >= 0],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -346,6 +354,7 @@ class _Child:
             )
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))
+        self._answers = Receiver(self._connection, memory)
         self.is_met = False
         with contextlib.suppress(OSError):  # `receive` reports a process that died at once
             self._connection.send((settings, num_worlds))
@@ -363,7 +372,7 @@ class _Child:
     def receive(self, timeout_s: float) -> tuple[str, Any]:
         if not self._connection.poll(timeout_s):
             raise TimeoutError
-        return self._connection.recv()
+        return self._answers.receive()
 
     def how_it_ended(self) -> str:
         """Describe the end of a process whose pipe is closed."""
@@ -379,6 +388,7 @@ class _Child:
             self._socket.shutdown(socket.SHUT_RDWR)  # also where a fork of this process has a copy
         self._socket.close()
         self._connection.close()
+        self._answers.close()
 
     def end(self, grace_s: float) -> None:
         """End the process, which has some time to do so by itself, and all processes that it started."""
@@ -397,7 +407,7 @@ def _digest(answer: Any) -> bytes:
     def add(value: Any) -> None:
         if isinstance(value, np.ndarray):
             hashed.update(f"{value.dtype}{value.shape}".encode())
-            hashed.update(np.ascontiguousarray(value).tobytes())
+            hashed.update(np.ascontiguousarray(value).data)
         elif isinstance(value, Seen):
             for part in (value.instruction, value.text, value.state, value.image):
                 add(part)

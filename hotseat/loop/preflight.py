@@ -12,7 +12,7 @@ from hotseat.config.batches import BatchAlgebra, batch_algebra
 from hotseat.config.precision import with_dtype
 from hotseat.config.roles import has_critic, has_judge_engine
 from hotseat.errors import PlacementError, TooFewDevicesError, UserError
-from hotseat.loop.planning.plan import make_plan, num_data_parallel
+from hotseat.loop.planning.plan import is_offloaded, make_plan, num_data_parallel
 from hotseat.loop.setup.refusals import refuse_at_once
 from hotseat.loop.setup.value_models import check_readers
 from hotseat.placement import Inventory, Plan
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hotseat.loop.setup.inputs import SupervisedData
 
 MAX_LOGICAL_DEVICES = 64
-INDEPENDENT = ("rollout", "judge", "env")  # the roles whose processes work independently of each other
+INDEPENDENT = ("rollout", "judge", "env")  # roles whose processes work independently of each other, as components do
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def rl_inputs(config: Config) -> RlInputs:
     _check_runtime(config, plan)
     _check_transport(config, plan)
     check_own_functions(config)
+    check_components(config, plan)
     tokenizer = load_tokenizer(config)
     check_models(config)
     check_readers(config, tokenizer)
@@ -173,7 +174,7 @@ def _check_runtime(config: Config, plan: Plan) -> None:
     if config.cluster.runtime != "local":
         return
     for role in plan.roles:
-        if role.name not in INDEPENDENT and len(role.processes) > 1:
+        if role.name not in (*INDEPENDENT, *config.components) and len(role.processes) > 1:
             raise PlacementError(
                 f"cluster.runtime is local, which holds one rank of each model, and {role.name} has"
                 f" {len(role.processes)} ranks on {role.on}: set cluster.runtime to ray, or place {role.name} on one"
@@ -228,6 +229,22 @@ def check_own_functions(config: Config) -> None:
     if wrong:
         raise UserError(
             "\n".join(["this run cannot start:", *wrong, "  docs/algorithms.md has what they get and return"])
+        )
+
+
+def check_components(config: Config, plan: Plan) -> None:
+    """Raise if a component's class cannot be loaded, made with its arguments, or called."""
+    from hotseat.loop.setup.settings import component_settings
+    from hotseat.loop.workers.component import component_problem
+
+    wrong = []
+    for each in component_settings(config, plan):
+        problem = component_problem(each, is_offloaded=is_offloaded(plan, each.name))
+        if problem is not None:
+            wrong.append(f"  components.{each.name}: {problem}")
+    if wrong:
+        raise UserError(
+            "\n".join(["this run cannot start:", *wrong, "  docs/placement.md has what they get and return"])
         )
 
 

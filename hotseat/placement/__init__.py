@@ -30,6 +30,7 @@ from hotseat.placement.inventory import (
 from hotseat.placement.locate import Located, PlannedProcess, RoleRequest, locate
 from hotseat.placement.memory import (
     GIB,
+    ComponentMemory,
     EngineMemory,
     ForwardMemory,
     Layout,
@@ -55,7 +56,7 @@ from hotseat.placement.plan import (
     shares_devices,
 )
 from hotseat.placement.residency import HandOver, Holding, Move
-from hotseat.placement.roles import PARTS_OF_ROLE, ROLES, Part, check_role, section_of
+from hotseat.placement.roles import PARTS_OF_ROLE, ROLES, Part, check_role, parts_of, section_of
 from hotseat.placement.selection import (
     CpuProcesses,
     DeviceBlocks,
@@ -78,6 +79,7 @@ __all__ = [
     "ROLES",
     "UNKNOWN_KIND",
     "AssumedShape",
+    "ComponentMemory",
     "CpuProcesses",
     "DeviceBlocks",
     "DeviceGroup",
@@ -136,6 +138,7 @@ __all__ = [
     "parse_node_ranks",
     "parse_placement",
     "parse_selection",
+    "parts_of",
     "plan",
     "section_of",
     "shares_devices",

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from hotseat.errors import PlacementError
-from hotseat.placement.roles import PARTS_OF_ROLE, Part, check_role, nearest
+from hotseat.placement.roles import Part, check_role, nearest, parts_of
 
 Order = Literal["together", "in_turn"]
 Kind = Literal["rollout", "prepare", "update", "sync"]
@@ -130,16 +130,22 @@ def _kind(works: Sequence[RoleWork], pushes: Sequence[str]) -> Kind:
     return "rollout" if any(work.role in ("rollout", "env") for work in works) else "prepare"
 
 
-def default_flow(task: str, roles: Collection[str], overlap: Overlap | None = None) -> Flow:
-    """Return the usual flow of a task for the roles that are placed."""
+def default_flow(
+    task: str, roles: Collection[str], overlap: Overlap | None = None, components: Sequence[str] = ()
+) -> Flow:
+    """Return the usual flow of a task for the roles that are placed.
+
+    components: those of the roles that are the user's own. They work one after another, in this order, between reward
+    models and the other scores.
+    """
     for role in roles:
-        check_role(role)
+        check_role(role, components)
     makers = {"rl": _rl, "embodied": _embodied, "sft": _sft, "rm": _rm, "dpo": _dpo}
     if task not in makers:
         guess = nearest(task, tuple(makers))
         hint = f"did you mean {guess!r}? " if guess else ""
         raise PlacementError(f"unknown task {task!r}: {hint}the tasks are {', '.join(makers)}")
-    needed, phases = makers[task](frozenset(roles))
+    needed, phases = makers[task](frozenset(roles), components)
     for role in needed:
         if role not in roles:
             raise PlacementError(f"task {task} needs the role {role}, which is not placed: give it a selection")
@@ -180,50 +186,57 @@ def _judge(roles: frozenset[str]) -> tuple[RoleWork, ...]:
     return (RoleWork("judge", (Part.WEIGHTS, Part.KV_CACHE)),) if "judge" in roles else ()
 
 
-def _rl(roles: frozenset[str]) -> _Made:
+def _rl(roles: frozenset[str], components: Sequence[str]) -> _Made:
     scorer = "inference" if "inference" in roles else "actor"
+    scores = _judge(roles) + _forward(roles, "reward", *components, "reference", "critic", scorer)
     return ("actor", "rollout"), (
         _rollout_phase(roles),
-        Phase("prepare", _judge(roles) + _forward(roles, "reward", "reference", "critic", scorer), "in_turn"),
+        Phase("prepare", scores, "in_turn"),
         Phase("update", _train(roles, "critic", "actor"), "in_turn"),
         _sync_phase(roles),
     )
 
 
-def _embodied(roles: frozenset[str]) -> _Made:
-    return ("actor", "rollout", "env"), _rl(roles)[1]
+def _embodied(roles: frozenset[str], components: Sequence[str]) -> _Made:
+    return ("actor", "rollout", "env"), _rl(roles, components)[1]
 
 
-def _sft(roles: frozenset[str]) -> _Made:
+def _sft(roles: frozenset[str], _: Sequence[str]) -> _Made:
     return ("actor",), (Phase("update", _train(roles, "actor")),)
 
 
-def _rm(roles: frozenset[str]) -> _Made:
+def _rm(roles: frozenset[str], _: Sequence[str]) -> _Made:
     trained = "actor" if "actor" in roles and "reward" not in roles else "reward"
     return (trained,), (Phase("update", _train(roles, trained)),)
 
 
-def _dpo(roles: frozenset[str]) -> _Made:
+def _dpo(roles: frozenset[str], _: Sequence[str]) -> _Made:
     return ("actor",), (Phase("prepare", _forward(roles, "reference")), Phase("update", _train(roles, "actor")))
 
 
 _PHASE_KEYS = ("name", "run", "train", "push", "order")
 
 
-def parse_flow(phases: Sequence[Mapping[str, object]], roles: Collection[str], overlap: Overlap | None = None) -> Flow:
-    """Parse a flow as a config writes it, for these placed roles.
+def parse_flow(
+    phases: Sequence[Mapping[str, object]],
+    roles: Collection[str],
+    overlap: Overlap | None = None,
+    components: Sequence[str] = (),
+) -> Flow:
+    """Parse a flow as a config writes it, for these placed roles. components: those that are the user's own.
 
     Each phase has a `name`, an `order` (together or in_turn), and its works: `run` (a list of roles, or a mapping from
     role to parts), `train` (roles whose weights are updated), `push` (roles that get the actor's weights).
     """
     if not phases:
         raise PlacementError("the flow has no phases: write at least one, for instance {name: update, train: [actor]}")
-    flow = Flow(tuple(_parse_phase(written, index) for index, written in enumerate(phases)), overlap or Overlap())
+    parsed = tuple(_parse_phase(written, index, components) for index, written in enumerate(phases))
+    flow = Flow(parsed, overlap or Overlap())
     check_flow(flow, roles)
     return flow
 
 
-def _parse_phase(written: Mapping[str, object], index: int) -> Phase:
+def _parse_phase(written: Mapping[str, object], index: int, components: Sequence[str]) -> Phase:
     if not isinstance(written, Mapping):
         raise PlacementError(
             f"flow: phase {index} is {written!r}: write a mapping such as {{name: update, train: [actor]}}"
@@ -240,31 +253,30 @@ def _parse_phase(written: Mapping[str, object], index: int) -> Phase:
     order = written.get("order", "together")
     if order not in get_args(Order):
         raise PlacementError(f"{where}: order is {order!r}: write together or in_turn")
-    works = _run_works(written.get("run", ()), where)
-    works += [RoleWork(role, _TRAINS) for role in _names(written.get("train", ()), "train", where)]
-    pushes = _names(written.get("push", ()), "push", where)
+    works = _run_works(written.get("run", ()), where, components)
+    works += [RoleWork(role, _TRAINS) for role in _names(written.get("train", ()), "train", where, components)]
+    pushes = _names(written.get("push", ()), "push", where, components)
     if pushes:
         works += [RoleWork(role, (Part.WEIGHTS,)) for role in ("actor", *pushes) if role not in {w.role for w in works}]
     return Phase(name, tuple(works), "in_turn" if order == "in_turn" else "together", tuple(pushes))
 
 
-def _run_works(run: object, where: str) -> list[RoleWork]:
+def _run_works(run: object, where: str, components: Sequence[str]) -> list[RoleWork]:
     if not isinstance(run, Mapping):
-        return [RoleWork(role, _usual_parts(role)) for role in _names(run, "run", where)]
+        return [RoleWork(role, _usual_parts(role)) for role in _names(run, "run", where, components)]
     works = []
     for role, parts in run.items():
         names = [parts] if isinstance(parts, str) else parts
         if not isinstance(names, Sequence) or not names:
             raise PlacementError(f"{where}: parts of {role} are {parts!r}: write a list such as [weights, kv_cache]")
-        works.append(
-            RoleWork(check_role(str(role)), tuple(sorted({_part(n, where) for n in names}, key=list(Part).index)))
-        )
+        needed = tuple(sorted({_part(n, where) for n in names}, key=list(Part).index))
+        works.append(RoleWork(check_role(str(role), components), needed))
     return works
 
 
 def _usual_parts(role: str) -> tuple[Part, ...]:
     """Return the parts that a role needs for work without training."""
-    return tuple(p for p in Part if p in PARTS_OF_ROLE[role] and p not in (Part.GRADIENTS, Part.OPTIMIZER))
+    return tuple(p for p in Part if p in parts_of(role) and p not in (Part.GRADIENTS, Part.OPTIMIZER))
 
 
 def _part(name: object, where: str) -> Part:
@@ -277,11 +289,11 @@ def _part(name: object, where: str) -> Part:
         raise PlacementError(f"{where}: unknown part {name!r}: {hint}the parts are {', '.join(choices)}") from None
 
 
-def _names(written: object, key: str, where: str) -> list[str]:
+def _names(written: object, key: str, where: str, components: Sequence[str]) -> list[str]:
     names = [written] if isinstance(written, str) else written
     if not isinstance(names, Sequence):
         raise PlacementError(f"{where}: {key} is {written!r}: write a list of roles")
-    return [check_role(str(name)) for name in names]
+    return [check_role(str(name), components) for name in names]
 
 
 def check_flow(flow: Flow, roles: Collection[str]) -> None:
@@ -305,18 +317,18 @@ def check_flow(flow: Flow, roles: Collection[str]) -> None:
 
 # In order; each with the key under which its roles are written.
 _KEYS: dict[Kind, str] = {"rollout": "run", "prepare": "run", "update": "train", "sync": "push"}
-# When a run takes a role among those of its kind, whatever the flow says; the others' number is 1.
-_NUMBERS: dict[Kind, dict[str, int]] = {"prepare": {"judge": 0, "reward": 0, "actor": 2}, "update": {"critic": 0}}
+# When a run takes a role among those of its kind, whatever the flow says.
+_NUMBERS: dict[Kind, dict[str, int]] = {"prepare": {"judge": 0, "reward": 0, "actor": 3}, "update": {"critic": 0}}
+_COMPONENT, _OTHER = 1, 2  # the numbers of components of one's own, and of all other roles
 
 
-def check_runs(flow: Flow, task: str, roles: Collection[str]) -> None:
-    """Refuse a flow that a run of this task with these roles cannot follow.
+def check_runs(flow: Flow, task: str, roles: Collection[str], components: Sequence[str] = ()) -> None:
+    """Refuse a flow that a run of this task with these roles cannot follow. components: those that are the user's own.
 
     A flow names, divides and arranges the work of the task's usual flow: it has no other work, and leaves none out.
     """
-    usual = {
-        (phase.kind, work.role): (phase, work) for phase in default_flow(task, roles).phases for work in phase.works
-    }
+    usual_flow = default_flow(task, roles, components=components)
+    usual = {(phase.kind, work.role): (phase, work) for phase in usual_flow.phases for work in phase.works}
     phase_of: dict[tuple[Kind, str], Phase] = {}
     for phase in flow.phases:
         where = f"flow: phase {phase.name!r}"
@@ -342,7 +354,7 @@ def check_runs(flow: Flow, task: str, roles: Collection[str]) -> None:
             raise PlacementError(
                 f"flow: {role} has no work under {_KEYS[kind]}, which it has in {usual_phase.name!r} usually: add it"
             )
-    _check_order(flow)
+    _check_order(flow, components)
     for kind in ("rollout", "sync"):
         _check_together([phase for phase in flow.phases if phase.kind == kind])
 
@@ -359,7 +371,7 @@ def _check_same(work: RoleWork, usual: RoleWork, where: str) -> None:
         )
 
 
-def _check_order(flow: Flow) -> None:
+def _check_order(flow: Flow, components: Sequence[str]) -> None:
     kinds = list(_KEYS)
     for earlier, phase in pairwise(flow.phases):
         if kinds.index(phase.kind) < kinds.index(earlier.kind):
@@ -371,7 +383,8 @@ def _check_order(flow: Flow) -> None:
     for (earlier, before), (phase, after) in pairwise(turns):
         if earlier.kind != phase.kind:
             continue
-        numbers = {role: _NUMBERS.get(phase.kind, {}).get(role, 1) for role in (*before, *after)}
+        known = dict.fromkeys(components, _COMPONENT) | _NUMBERS.get(phase.kind, {})
+        numbers = {role: known.get(role, _OTHER) for role in (*before, *after)}
         first = min(after, key=numbers.__getitem__)
         too_early = [role for role in before if numbers[role] > numbers[first]]
         if too_early:
@@ -397,8 +410,8 @@ def _check_together(phases: Sequence[Phase]) -> None:
 
 def _check_work(work: RoleWork, where: str, roles: Collection[str]) -> None:
     for part in work.parts:
-        if part not in PARTS_OF_ROLE[check_role(work.role)]:
-            can = ", ".join(p for p in Part if p in PARTS_OF_ROLE[work.role])
+        if part not in parts_of(work.role):
+            can = ", ".join(p for p in Part if p in parts_of(work.role))
             raise PlacementError(f"{where}: {work.role} has no {part}: it can have {can}")
     if work.role not in roles:
         raise PlacementError(

@@ -186,7 +186,14 @@ class SimulatorMemory:
     source: str = "as given"
 
 
-Memory = TrainMemory | ForwardMemory | EngineMemory | SimulatorMemory
+@dataclass(frozen=True, slots=True)
+class ComponentMemory:
+    """Memory of one process of a component of one's own on its device; 0: it has nothing there."""
+
+    gib: float
+
+
+Memory = TrainMemory | ForwardMemory | EngineMemory | SimulatorMemory | ComponentMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +232,8 @@ def estimate(role: str, memory: Memory | None, model: ModelShape | None, layout:
         role_memory = _simulator(role, None, layout) if role == "env" and layout.share is not None else None
     elif isinstance(memory, SimulatorMemory):
         role_memory = _simulator(role, memory, layout)
+    elif isinstance(memory, ComponentMemory):
+        role_memory = _component(role, memory, layout)
     elif model is None:
         role_memory = None
     elif isinstance(memory, TrainMemory):
@@ -775,3 +784,9 @@ def _simulator(role: str, memory: SimulatorMemory | None, layout: Layout) -> Rol
     else:
         return None
     return RoleMemory(fixed, {Part.SIMULATOR: (state,)}, {}, tuple(host))
+
+
+def _component(role: str, memory: ComponentMemory, layout: Layout) -> RoleMemory:
+    state = (Term(role, "component", memory.gib, "as given", Part.WEIGHTS),) if memory.gib else ()
+    fixed = _fixed(role, layout, False) if memory.gib else ()
+    return RoleMemory(fixed, {Part.WEIGHTS: state}, {}, (process_on_host(role),))

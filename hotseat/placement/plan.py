@@ -39,7 +39,7 @@ from hotseat.placement.residency import (
     working_terms,
     works_here,
 )
-from hotseat.placement.roles import PARTS_OF_ROLE, Part, check_role, section_of
+from hotseat.placement.roles import Part, check_role, parts_of, section_of
 from hotseat.placement.selection import Elsewhere, InPools, RankSelection, Selection, parse_selection
 from hotseat.placement.shapes import ModelShape
 
@@ -71,6 +71,7 @@ class RoleSpec:
     memory: Memory | None = None
     model: ModelShape | None = None
     model_assumed: str | None = None  # the public model whose shape was taken from the name alone
+    is_component: bool = False  # a class of the user's own, under any name
 
     @property
     def is_engine(self) -> bool:
@@ -244,7 +245,7 @@ def _checked(roles: Sequence[RoleSpec]) -> dict[str, RoleSpec]:
     if not roles:
         raise PlacementError("no role is placed: place at least the actor, for instance actor: all")
     for spec in roles:
-        name = check_role(spec.name)
+        name = check_role(spec.name, [spec.name] if spec.is_component else ())
         if name in specs:
             raise PlacementError(f"{name} is placed twice: keep one of the two")
         specs[name] = spec
@@ -267,7 +268,7 @@ def _check_offload(spec: RoleSpec) -> None:
         )
     if spec.offload != "always":
         return
-    can = spec.can_offload & PARTS_OF_ROLE[spec.name]
+    can = spec.can_offload & parts_of(spec.name)
     if not can:
         raise PlacementError(
             f"{spec.name}: enable_offload is true, but its backend can offload nothing: leave enable_offload unset"
@@ -647,7 +648,8 @@ def _warnings(
                     f" because YAML 1.1 reads it as {rank.first}"
                 )
         widths = {len(process.devices) for process in place.processes}
-        if not spec.is_engine and name != "env" and max(widths, default=0) > 1:
+        has_one = not spec.is_engine and name != "env" and not spec.is_component
+        if has_one and max(widths, default=0) > 1:
             warnings.append(
                 f"{name}: its processes have {max(widths)} devices each, and a trainer process uses only the first:"
                 f" leave the process ranks out to have one process per device"

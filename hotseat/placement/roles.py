@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 
 from hotseat.errors import PlacementError
@@ -32,12 +33,18 @@ PARTS_OF_ROLE: dict[str, frozenset[Part]] = {
     "inference": _FORWARD,
 }
 ROLES: tuple[str, ...] = tuple(PARTS_OF_ROLE)
+_PARTS_OF_COMPONENT = _FORWARD  # of a user's own class: whatever it keeps on its devices
 _SECTIONS = {"judge": "reward.judge.engine"}
 
 
 def section_of(role: str) -> str:
     """Return the name of the section that holds a role's options, for messages."""
-    return _SECTIONS.get(role, role)
+    return _SECTIONS.get(role, role) if role in PARTS_OF_ROLE else f"components.{role}"
+
+
+def parts_of(role: str) -> frozenset[Part]:
+    """Return the parts that a role can keep on a device; other names are those of components of one's own."""
+    return PARTS_OF_ROLE.get(role, _PARTS_OF_COMPONENT)
 
 
 def nearest(word: str, choices: tuple[str, ...]) -> str | None:
@@ -51,13 +58,13 @@ def nearest(word: str, choices: tuple[str, ...]) -> str | None:
     return matches[0] if matches else None
 
 
-def check_role(name: str) -> str:
-    """Return `name` if it is a role; otherwise raise an error with the nearest one."""
-    if name in PARTS_OF_ROLE:
+def check_role(name: str, components: Collection[str] = ()) -> str:
+    """Return `name` if it is a role, or one of the user's own components; otherwise raise an error with the nearest."""
+    if name in PARTS_OF_ROLE or name in components:
         return name
-    guess = nearest(name.lower(), ROLES)
+    guess = nearest(name.lower(), (*ROLES, *components))
     hint = f"did you mean {guess!r}? " if guess else ""
     raise PlacementError(
-        f"unknown role {name!r}: {hint}the roles are {', '.join(ROLES)}; other names for"
-        " them are declared in cluster.component_names"
+        f"unknown role {name!r}: {hint}the roles are {', '.join((*ROLES, *components))}; other names for"
+        " them are declared in cluster.component_names, components of one's own in components"
     )

@@ -11,7 +11,7 @@ devices, fewer have several devices each.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hotseat.errors import PlacementError
@@ -112,10 +112,13 @@ class InPools:
 Selection = RankSelection | DeviceBlocks | SameAs | CpuProcesses | Elsewhere | InPools
 
 
-def parse_selection(written: object, role: str = "placement") -> Selection:
-    """Parse the selection of a role in a config: text, a bare rank, or RLinf's `{node_group, placement}`."""
+def parse_selection(written: object, role: str = "placement", components: Collection[str] = ()) -> Selection:
+    """Parse the selection of a role in a config: text, a bare rank, or RLinf's `{node_group, placement}`.
+
+    components: names besides those of roles that may follow an @.
+    """
     if isinstance(written, Mapping):
-        return _parse_mapping(written, role)
+        return _parse_mapping(written, role, components)
     if isinstance(written, bool) or written is None:
         fix = "write none in quotes for a role served elsewhere" if written is None else f"write {FORMS}"
         raise PlacementError(f"{role}: {written!r} is no selection: {fix}")
@@ -125,22 +128,25 @@ def parse_selection(written: object, role: str = "placement") -> Selection:
         return RankSelection((RankSegment(NumberRange(written, written)),), from_int=True)
     if not isinstance(written, str):
         raise PlacementError(f"{role}: {written!r} is no selection: write {FORMS}")
-    return _parse_text(written.strip(), role)
+    return _parse_text(written.strip(), role, components)
 
 
-def parse_placement(placement: Mapping[str, object]) -> dict[str, Selection]:
-    """Parse the selections of all roles. `actor,rollout: all` places both; each role may be placed only once."""
+def parse_placement(placement: Mapping[str, object], components: Collection[str] = ()) -> dict[str, Selection]:
+    """Parse the selections of all roles, and of these components of one's own.
+
+    `actor,rollout: all` places both; each may be placed only once.
+    """
     selections: dict[str, Selection] = {}
     for names, written in placement.items():
         for name in str(names).split(","):
-            role = check_role(name.strip())
+            role = check_role(name.strip(), components)
             if role in selections:
                 raise PlacementError(f"{role} is placed twice: keep one of the two entries")
-            selections[role] = parse_selection(written, role)
+            selections[role] = parse_selection(written, role, components)
     return selections
 
 
-def _parse_mapping(written: Mapping[object, object], role: str) -> Selection:
+def _parse_mapping(written: Mapping[object, object], role: str, components: Collection[str]) -> Selection:
     keys = ("node_group", "placement")
     for key in written:
         if key not in keys:
@@ -149,7 +155,7 @@ def _parse_mapping(written: Mapping[object, object], role: str) -> Selection:
             raise PlacementError(f"{role}: unknown key {key!r}: {hint}the keys are node_group and placement")
     if "placement" not in written:
         raise PlacementError(f"{role}: a placement by node group needs the key placement, for instance placement: 0-7")
-    inner = parse_selection(written["placement"], role)
+    inner = parse_selection(written["placement"], role, components)
     group = written.get("node_group")
     if group is None:
         return inner
@@ -157,14 +163,15 @@ def _parse_mapping(written: Mapping[object, object], role: str) -> Selection:
     return _in_pools(tuple(str(label).strip() for label in labels), inner, role)
 
 
-def _parse_text(text: str, role: str) -> Selection:
+def _parse_text(text: str, role: str, components: Collection[str] = ()) -> Selection:
     if "/" in text:
         pools, _, rest = text.partition("/")
-        return _in_pools(tuple(label.strip() for label in pools.split(",")), _parse_text(rest.strip(), role), role)
+        inner = _parse_text(rest.strip(), role, components)
+        return _in_pools(tuple(label.strip() for label in pools.split(",")), inner, role)
     if text == "none":
         return Elsewhere()
     if text.startswith("@"):
-        return SameAs(check_role(text[1:].strip()))
+        return SameAs(check_role(text[1:].strip(), components))
     if match := re.fullmatch(r"cpu\s*\*\s*(\d+)", text):
         if int(match[1]) < 1:
             raise PlacementError(f"{role}: {text!r} has no processes: write cpu*1 or more, or none")

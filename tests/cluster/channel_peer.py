@@ -25,6 +25,10 @@ elif what == "put one and wait":
     channel.put(1, timeout_s=300)
     print("put", flush=True)
     time.sleep(600)
+elif what == "put large and wait":
+    channel.put_many([b"x" * (1 << 20), b"y" * (1 << 20)], timeout_s=300)
+    print("put", flush=True)
+    time.sleep(600)
 elif what == "put one, close and wait":
     channel.put(1, timeout_s=300)
     channel.close()

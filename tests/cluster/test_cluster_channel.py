@@ -18,7 +18,7 @@ import pytest
 
 from hotseat.cluster import Channel, ChannelClosed
 from hotseat.cluster._broker import CLOSED, DONE, FAILED, ITEMS, BoundedQueue
-from hotseat.cluster.channel import Broker
+from hotseat.cluster.channel import Broker, _BrokerClient
 from hotseat.errors import DeadlineError, WorkerError
 
 PEER = Path(__file__).with_name("channel_peer.py")
@@ -356,6 +356,72 @@ def test_large_items_cross_too(broker):
     waiting = in_thread(channel.get, timeout_s=300)
     channel.put(Big(os.urandom(1 << 10) * (30 << 10)), timeout_s=300)
     assert len(waiting().data) == 30 << 20
+
+
+def memory_of(pid: int | str) -> int:
+    """Return how many descriptors of items in memory a process has."""
+    links = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # the listing's own
+            links.append(os.readlink(path))
+    return sum("hotseat-item" in link for link in links)
+
+
+def wait_until(condition) -> None:
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until, "it has not come true"
+        time.sleep(0.01)
+
+
+def test_large_items_wait_in_memory_of_their_own_and_leave_none(broker):
+    channel = outside(broker, item_type=Big, capacity=200)
+    items = [Big(bytes([number]) * (1 << 18)) for number in range(70)]  # more than one message passes
+    channel.put(Big(b"small"))
+    channel.put_many(items)
+    assert memory_of(broker.pid) == 64
+    assert memory_of("self") == 0
+    assert channel.get().data == b"small"
+    assert channel.get_many(100) == items
+    assert memory_of(broker.pid) == memory_of("self") == 0
+    channel.put(items[0])
+    channel.fail("enough")
+    assert memory_of(broker.pid) == 0
+
+
+@pytest.mark.parametrize("what", ["put large and wait", "take one and wait"])
+def test_a_killed_process_leaves_no_memory(broker, peer, what):
+    channel = outside(broker, item_type=(int, bytes))
+    other = peer(what, channel)
+    if what.startswith("put"):
+        assert other.stdout.readline() == "put\n"
+        assert memory_of(broker.pid) == 2
+    else:
+        channel.put(1, timeout_s=300)
+        assert other.stdout.readline() == "1\n"
+        channel.put(b"x" * (1 << 20), timeout_s=300)
+        assert memory_of(broker.pid) == 1
+    other.kill()
+    with pytest.raises(WorkerError, match="went away without closing it"):
+        channel.put_many([1] * 8, timeout_s=300)  # there is no room for so many
+    wait_until(lambda: memory_of(broker.pid) == 0)  # what nobody can take any more is dropped
+
+
+def test_a_large_item_of_this_machine_reaches_another(tmp_path):
+    broker = Broker(str(tmp_path), host="127.0.0.1")
+    path, host, port = broker.address
+    here = Channel("numbers", Big, 4, broker=(broker.address, broker.key), token="one")
+    there = Channel("numbers", Big, 4, broker=(broker.address, broker.key), token="one")
+    there._link = _BrokerClient((f"{path}-of-another-machine", host, port), broker.key, "numbers/one", 4, 1)
+    item = Big(os.urandom(1 << 19))
+    here.put(item)
+    assert memory_of(broker.pid) == 1
+    assert there.get() == item
+    there.put(item)
+    assert here.get() == item
+    assert memory_of(broker.pid) == 0
+    broker.close()
+    there.leave()
 
 
 def test_a_fork_has_connections_of_its_own(broker):

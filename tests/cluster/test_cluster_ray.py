@@ -152,6 +152,12 @@ def test_torch_distributed_can_be_initialised(pair):
     assert pair.within(240).call(Plain.all_reduce, 2.0) == [6.0, 6.0]
 
 
+def test_large_arrays_between_workers_lie_in_shared_memory(pair, single):
+    """Written there once by the sender; neither the driver nor another process handles them."""
+    [[there]] = pair.on(0).call(Plain.send_array, single, 1 << 20)
+    assert "plasma" in there
+
+
 def test_everything_listens_on_loopback(ray_cluster, pair):
     ours = {f"socket:[{inode}]" for pid in marked(SESSION, [ray_cluster.session]) for inode in _socket_inodes(pid)}
     open_to_all = [line for line in _listening() if f"socket:[{line['inode']}]" in ours and not line["loopback"]]

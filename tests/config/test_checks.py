@@ -10,6 +10,8 @@ from hotseat.errors import ConfigError
 # A config in which the option has no effect, and a word of the reason.
 WITHOUT_EFFECT = {
     "cluster.profile": ("task: dpo\ncluster: {profile: p.json}", "the steps of task rl alone are predicted"),
+    "components": ("task: sft\ncomponents: {filter: {path: 'a:B'}}", "task is sft; this is for rl"),
+    "env.films": ("env: {path: babyai, images: true, films: 2}", "have films of what the policy saw"),
     "critic.value_clip": ("critic: {value_clip: 0.1}", "no critic"),
     "checkpoint.export_critic": ("checkpoint: {export_critic: true}", "no critic"),
     "reference.model": ("reference: {model: m}", "algorithm.kl.coef is 0"),
@@ -343,7 +345,14 @@ def test_every_rule_speaks_of_keys_that_exist():
         ("env: {path: gym, num_envs: 6}\nrollout: {pipeline_stage_num: 4}", "do not divide env.num_envs 6 evenly"),
         ("env: {path: gym}\nagent: {path: a.py}", "an episode is played by an agent or in a simulator"),
         ("env: {path: gym}\nreward: {function: r.py}", "the simulator gives the rewards: remove it"),
-        ("env: {path: gym}\noverlap: {staleness: 1}", "with simulators only 0 is part of this version"),
+        (
+            "env: {path: gym}\noverlap: {staleness: 1, in_flight: recompute}",
+            "overlap.in_flight: recompute: simulators do not stand still",
+        ),
+        (
+            "env: {path: gym, enable_offload: true}\noverlap: {staleness: 1}",
+            "env.enable_offload: true: with overlap.staleness above 0 simulators stay",
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_an_error(text, message):

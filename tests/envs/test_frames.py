@@ -1,13 +1,16 @@
 """What a policy sees of a simulator: frames as MiniGrid draws them, packed and unpacked."""
 
+import pickle
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hotseat.envs.families import babyai
 from hotseat.errors import UserError
+from hotseat.vision import pack_pixels, pixels_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "embodied"))
 
@@ -146,3 +149,32 @@ def test_frames_whose_bytes_are_treated_one_by_one_have_every_bit_of_the_process
         assert packed.dtype == expected.dtype
         assert np.array_equal(packed.numpy(), expected.numpy())
         assert (each._layouts[shape].palette is None) == is_asked
+
+
+@pytest.mark.slow
+def test_a_packed_frame_travels_as_a_buffer_of_its_own(preparer):
+    frame = np.random.default_rng(0).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+    image = preparer.prepare(frame).image
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps([image, image], protocol=5, buffer_callback=buffers.append)
+    assert sum(buffer.raw().nbytes for buffer in buffers) >= frame.nbytes
+    assert len(pickled) < 400  # the name, once, and nothing of the pixels
+    there, again = pickle.loads(pickled, buffers=[bytearray(buffer.raw()) for buffer in buffers])
+    assert there is again
+    assert there == image
+    assert torch.equal(pixels_of(there)["pixel_values"], pixels_of(image)["pixel_values"])
+    for protocol in range(3, 6):  # without a callback, as in files
+        copy = pickle.loads(pickle.dumps(image, protocol=protocol))
+        assert (copy, copy.stored, copy.is_compressed) == (image, image.stored, image.is_compressed)
+
+
+@pytest.mark.slow
+def test_frames_are_equal_if_their_pixels_are(preparer):
+    frame = np.random.default_rng(0).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+    other = frame.copy()
+    other[3, 4, 1] ^= 1
+    image, same, changed = (preparer.prepare(each).image for each in (frame, frame.copy(), other))
+    assert image == same
+    assert image != changed
+    assert image != preparer.prepare(frame.reshape(28, 112, 3)).image  # the same bytes in another shape
+    assert pack_pixels({"pixel_values": torch.zeros(1)}) != pack_pixels({"pixel_values": torch.ones(1)})

@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+import pickle
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from hotseat import vision
 from hotseat.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "embodied"))
@@ -60,6 +63,33 @@ def test_a_policy_that_sees_learns_by_ppo_in_any_number_of_stages(folder):
     assert lines[-1]["engine_gap_max"] < 1e-4  # the engine saw what the trainer sees
     assert {"success/BabyAI-PickupLoc-v0", f"success/{TASK}"} <= lines[-1].keys()
     assert not list((folder / "runs" / "images").glob("[!f]*"))  # frames leave no files
+
+
+class Refusing:
+    """Stands in this process for the function that unpickles frames; other processes get the function's name."""
+
+    __module__ = "hotseat.vision"
+
+    def __call__(self, *_: object) -> None:
+        raise AssertionError("a frame came to the driver")
+
+    def __reduce__(self) -> str:
+        return "_unpickled"
+
+
+@pytest.mark.ray
+def test_on_ray_frames_never_come_to_the_driver(folder, monkeypatch):
+    """They go from simulators through env processes to engines and trainers; unpickled here, one would fail the run."""
+    algorithm = "{estimator: gae, time_step: chunk, gamma: 0.9, gae_lambda: 0.9}"
+    here = run(folder, "here", "pipeline_stage_num: 2", algorithm)
+    cluster = "{runtime: ray, component_placement: {actor: 0, env: 1, rollout: 2}}"
+
+    monkeypatch.setattr(vision, "_unpickled", Refusing())
+    with pytest.raises(AssertionError, match="came to the driver"):
+        pickle.loads(pickle.dumps(vision.pack_pixels({"pixel_values": torch.zeros(1)})))
+    on_ray = run(folder, "on-ray", "pipeline_stage_num: 2", algorithm, cluster=cluster)
+    one, other = ((done / "model" / "model.safetensors").read_bytes() for done in (here, on_ray))
+    assert one == other
 
 
 def test_images_and_the_sight_of_the_model_go_together(folder, capsys):

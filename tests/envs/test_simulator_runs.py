@@ -1,6 +1,8 @@
 """Whole runs in simulators: stages, hosts, engines, deaths and placement change nothing that is learned."""
 
+import base64
 import hashlib
+import io
 import json
 import os
 import random
@@ -133,6 +135,74 @@ def test_resumed_equals_uninterrupted(task, one_stage, monkeypatch):
     assert weights_of(task / "runs" / "broken") == weights_of(one_stage)
 
 
+MORE_SEEDS = BASE["env"].replace("num_seeds: 4", "num_seeds: 8")
+BESIDE = "{runtime: local, component_placement: {actor: 0, env: 1, rollout: 2}}"
+
+
+@pytest.fixture(scope="module")
+def ahead(task):
+    return run(task, "ahead", env=MORE_SEEDS, cluster=BESIDE, overlap="{staleness: 1}")
+
+
+def test_beside_training_what_is_learned_does_not_depend_on_stages(task, ahead):
+    stages = "{batch_size: 4, samples_per_prompt: 2, num_slots: 4, pipeline_stage_num: 4}"
+    other = run(task, "ahead-4", env=MORE_SEEDS, cluster=BESIDE, overlap="{staleness: 1}", rollout=stages)
+    assert weights_of(other) == weights_of(ahead)
+    # Batch b is sampled by version max(0, b - 1): the first is of the weights that learn from it, later ones are older.
+    assert [line["staleness"] for line in metrics_of(ahead)[1:]] == [0.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "restart"])
+def test_episodes_that_are_open_at_a_push_go_on_or_begin_again(task, in_flight):
+    overlap = f"{{staleness: 2, order: arrival, in_flight: {in_flight}}}"
+    done = run(task, in_flight, env=MORE_SEEDS, cluster=BESIDE, overlap=overlap)
+    lines = metrics_of(done)
+    assert len(lines) == 5
+    assert max(line["staleness_max"] for line in lines[1:]) <= 2
+    trained = [json.loads(line) for line in (done / "ledger.jsonl").read_text().splitlines()]
+    keys = [(row["epoch"], row["prompt"]) for row in trained if row["state"] == "trained"]
+    assert len(keys) == len(set(keys)) == 16  # every task and seed once
+
+
+def test_a_run_with_simulators_beside_training_is_resumed_to_the_same_bits(task, ahead, monkeypatch):
+    from hotseat.loop.state.saving import Saver
+
+    save = Saver.save
+
+    def stopping(self, *args):
+        save(self, *args)
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "save", stopping)
+        with pytest.raises(Stop):
+            run(
+                task,
+                "ahead-broken",
+                env=MORE_SEEDS,
+                cluster=BESIDE,
+                overlap="{staleness: 1}",
+                checkpoint="{every: 2, background: false}",
+            )
+    assert main(["resume", str(task / "runs" / "ahead-broken")]) == 0
+    assert weights_of(task / "runs" / "ahead-broken") == weights_of(ahead)
+
+
+@pytest.mark.long
+@pytest.mark.ray
+def test_an_env_process_that_is_killed_beside_training_changes_nothing(task, ahead, tmp_path):
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    Fault("simulators.during", "kill", by="env:0", skip=9).arm(faults, "000")
+    changes = ["name=ahead-killed", "cluster={runtime: ray, component_placement: {actor: 0, env: 1-2, rollout: 3}}"]
+    command = [sys.executable, "-m", "hotseat", "run", str(task / "ahead.yaml"), *changes]
+    done = subprocess.run(command, env=os.environ | {VARIABLE: str(faults)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not list(faults.glob("*.fault"))
+    assert "rollout host 0 died and is replaced" in done.stdout
+    assert weights_of(task / "runs" / "ahead-killed") == weights_of(ahead)
+
+
 def test_chunks_learn_by_ppo_with_a_critic(task):
     done = run(task, "ppo", algorithm="{estimator: gae, time_step: chunk, gamma: 0.9, gae_lambda: 0.9}")
     last = metrics_of(done)[-1]
@@ -189,3 +259,30 @@ def test_rlinfs_hybrid_placement_runs_on_eight_devices(task, inference):
     assert "offload env simulator" in timeline
     assert ('"inference"' in timeline) == bool(inference)  # holds the devices in its turn
     assert len(metrics_of(done)) == 3
+
+
+def test_episodes_are_played_again_for_films(task):
+    import PIL.Image
+
+    done = run(task, "filmed", env=BASE["env"].replace("num_envs", "films: 2, num_envs"), log="{samples_every: 1}")
+    lines = [json.loads(line) for line in (done / "samples.jsonl").read_text().splitlines()]
+    assert [sum(line["step"] == step and "film" in line for line in lines) for step in (1, 2)] == [2, 2]
+    films = [base64.b64decode(line["film"].partition(",")[2]) for line in lines if "film" in line]
+    opened = [PIL.Image.open(io.BytesIO(film)) for film in films]
+    assert {film.size for film in opened} == {(8, 8)}
+    assert max(getattr(film, "n_frames", 1) for film in opened) > 1  # pictures that are alike become one frame
+    assert "data:image/webp" in (done / "report.html").read_text()
+
+
+def test_a_simulator_that_draws_nothing_is_refused_before_a_model_loads(task, one_stage, capsys):
+    blind = task / "blind.py"
+    blind.write_text(
+        Path(WALK).read_text().replace("def render(self):", "def render(self):\n        raise ValueError('dark')")
+    )
+    file = task / "blind.yaml"
+    file.write_text(
+        (task / "one-stage.yaml").read_text().replace(WALK, str(blind)).replace("num_envs", "films: 1, num_envs")
+    )
+    assert main(["run", str(file), "name=blind"]) != 0
+    assert "env.films" in (error := capsys.readouterr().err)
+    assert "dark" in error

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import conformance
 
+from hotseat.data.frames import film_of_pictures
 from hotseat.envs._child import _Batch, _step
 from hotseat.envs.env import Outcome
 from hotseat.envs.loading import SimulatorSettings, family_names, import_problem, make_simulator, path_problem
@@ -126,7 +128,7 @@ class UntilItHangs(ProcessEnv):
                     if env.marker.exists() and not env.has_given_up and not self._connection.poll(0):
                         env.has_given_up = True
                         raise TimeoutError
-                return self._connection.recv()
+                return super().receive(timeout_s)
 
         return Child(self._settings)
 
@@ -509,3 +511,94 @@ def test_actions_are_the_last_tokens_of_the_vocabulary():
     assert buttons.decode([99, 93, 5]).tolist() == [[0.0], [6.0], [6.0]]
     with pytest.raises(UserError, match="256 bins, but the vocabulary has 100 tokens"):
         NumberTokens.of_actions(ActionSpec((0.0,), (1.0,)), bins=256, vocab_size=100)
+
+
+# A family whose pictures are larger than what goes through the pipe.
+CAMERA = """
+import numpy as np
+from hotseat.envs.simulator import ActionSpec, Seen, Step, Task
+
+class Camera:
+    tasks, action, state_bounds, is_on_device = [Task(0, "look")], ActionSpec((-1.0,), (1.0,)), None, False
+
+    def reset(self, task, seed):
+        self.seed, self.count = seed, 0
+        return self.see()
+
+    def see(self):
+        size = 64 + 32 * self.count  # every frame is larger than the last
+        noise = np.random.default_rng([self.seed, self.count])
+        return Seen("look", image=noise.integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+    def step(self, action):
+        self.count += 1
+        return Step(self.see(), 0.0, success=None)
+
+    def render(self):
+        return self.see().image
+
+    def close(self):
+        pass
+
+def make(tasks, max_steps):
+    return Camera()
+"""
+
+
+def frame_memory() -> set[str]:
+    """Descriptors of memory for frames that this process has open. The memory has no name that could outlive it."""
+    open_here = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            open_here[name] = os.readlink(f"/proc/self/fd/{name}")
+    return {name for name, target in open_here.items() if "hotseat-frames" in target}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_frames_come_whole_through_shared_memory_or_the_pipe_also_from_a_process_that_is_replaced(
+    tmp_path, monkeypatch, has_memory
+):
+    if not has_memory:
+        monkeypatch.setattr("hotseat.envs.processes.make_memory", lambda: None)
+    path = tmp_path / "camera.py"
+    path.write_text(CAMERA)
+    before = frame_memory()
+    env = ProcessEnv(SimulatorSettings(str(path)), 3)
+    assert len(frame_memory() - before) == has_memory
+    taken = [env.reset([0, 1, 2], [0, 0, 0], [4, 5, 6])]
+    for turn in range(3):
+        if turn == 1:
+            os.kill(env.pids()[0], signal.SIGKILL)
+        taken.append(env.step([0, 1, 2], np.zeros((3, 1, 1))).seen)
+    assert env.num_replaced == 1
+    assert env.render([1])[0].shape == (160, 160, 3)
+    env.close()
+    for count, seen in enumerate(taken):  # earlier ones were not overwritten by later ones
+        for seed, each in zip((4, 5, 6), seen, strict=True):
+            size = 64 + 32 * count
+            expected = np.random.default_rng([seed, count]).integers(0, 256, (size, size, 3), dtype=np.uint8)
+            assert np.array_equal(each.image, expected)
+    assert frame_memory() <= before  # nothing stays of a process that was killed, or has ended
+
+
+@pytest.mark.slow
+def test_a_film_shows_the_world_before_the_first_and_after_every_action():
+    from hotseat.loop.workers.simulation import Films, SimulationSettings
+
+    settings = SimulationSettings(
+        SimulatorSettings(WALK, ("right",), 12), 1, 1, 1, 1, 4, 60.0, False, False, False, num_films=1
+    )
+    films, world = Films(settings), make_simulator(SimulatorSettings(WALK, ("right",), 12))
+    actions = np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
+    world.reset(0, 7)
+    pictures = [world.render()]
+    for action in actions:
+        world.step(action)
+        pictures.append(world.render())
+    try:
+        assert films.film(0, 7, actions) == film_of_pictures(pictures)
+        with pytest.raises(UserError, match="holds memory of a device"):
+            Films(replace(settings, simulator=SimulatorSettings(WALK, ("right",), 12, {"is_on_device": True})))
+    finally:
+        films.close()

@@ -54,6 +54,54 @@ def test_a_config_for_mathematics_becomes_ours_and_the_rest_is_listed(tmp_path, 
     assert {"rollout.group_name", "rollout.model_arch", "actor.optim.overlap_grad_reduce"} <= set(named)
 
 
+EMBODIED = """
+cluster: {num_nodes: 1, component_placement: {actor: 0-7, env: 0-3, rollout: 4-7}}
+runner: {task_type: embodied, max_epochs: 1000, val_check_interval: -1, save_interval: 40, seq_length: 4096}
+algorithm: {group_size: 4, rollout_epoch: 2, reward_type: action_level, logprob_type: chunk_level, adv_type: gae,
+  value_clip: 0.2, huber_delta: 10.0, gamma: 0.99, gae_lambda: 0.95, clip_ratio_high: 0.28, clip_ratio_low: 0.2,
+  sampling_params: {temperature_train: 1.2, temperature_eval: 0.6}, length_params: {max_length: 1024}}
+env: {enable_offload: true, train: {total_num_envs: 128, max_episode_steps: 80, auto_reset: true}}
+rollout: {backend: huggingface, enable_offload: true, pipeline_stage_num: 2, model: {model_path: my-vla}}
+actor: {training_backend: fsdp, micro_batch_size: 40, global_batch_size: 640, enable_offload: true,
+  model: {model_path: my-vla, num_action_chunks: 8, is_lora: true, lora_rank: 32},
+  optim: {lr: 1.0e-4, value_lr: 3.0e-3, critic_warmup_steps: 3}, fsdp_config: {gradient_checkpointing: true}}
+"""
+
+
+def test_a_config_for_simulators_becomes_ours_and_counts_episodes(tmp_path, capsys):
+    path = tmp_path / "rlinf.yaml"
+    path.write_text(EMBODIED)
+    assert main(["rlinf-config", str(path), "env.path=babyai", "eval.every=5", "env.eval_seeds=8"]) == 0
+    printed = capsys.readouterr()
+    config = loads(printed.out)
+    # 128 simulators play two episodes each; four episodes are a group.
+    assert (config.env.num_envs, config.rollout.batch_size, config.rollout.samples_per_prompt) == (32, 64, 4)
+    assert (config.env.chunk, config.env.max_steps, config.rollout.pipeline_stage_num) == (8, 80, 2)
+    assert (config.algorithm.time_step, config.algorithm.estimator) == ("chunk", "gae")
+    assert (config.critic.value_clip, config.critic.warmup_steps) == (0.2, 3)
+    assert config.critic.optimizer.learning_rate == 3e-3
+    assert (config.rollout.temperature, config.eval.temperature, config.rollout.engine) == (1.2, 0.6, "transformers")
+    assert config.train.lora.rank == 32
+    default = loads("")
+    for name in ("batch_size", "micro_batch_size", "num_episodes"):
+        assert getattr(config.train, name) == getattr(default.train, name)
+    reasons = {line.split()[3]: line for line in printed.err.splitlines()}
+    assert "it counts chunks of actions" in reasons["actor.global_batch_size"]
+    assert "steps follow from env.tasks, env.num_seeds" in reasons["runner.max_epochs"]
+    assert {"algorithm.reward_type", "algorithm.huber_delta", "env.train.auto_reset"} <= reasons.keys()
+    assert not {"algorithm.logprob_type", "actor.model.lora_rank", "algorithm.rollout_epoch"} & reasons.keys()
+
+
+def test_episodes_of_a_step_that_make_no_whole_groups_are_refused():
+    values = {
+        "runner": {"task_type": "embodied"},
+        "env": {"train": {"total_num_envs": 6}},
+        "algorithm": {"group_size": 4},
+    }
+    with pytest.raises(ConfigError, match="6 episodes of a step .* are no multiple of 4"):
+        translate(values)
+
+
 def test_an_estimator_without_counterpart_is_refused():
     with pytest.raises(ConfigError, match="algorithm.adv_type: 'opd' has no counterpart here; .* grpo, gae"):
         translate({"runner": {}, "algorithm": {"adv_type": "opd"}})

@@ -115,7 +115,10 @@ def _with_simulators(
     placed_elsewhere: Settings,
     others: Sequence[str],
 ) -> Iterator[Candidate | Refused]:
-    """Yield placements with as many simulators as the config has, in any number of env processes and stages."""
+    """Yield placements with as many simulators as the config has, in any number of env processes and stages.
+
+    They are synchronous: what staleness gains in simulators is not predicted.
+    """
     num_envs = config.env.num_envs * len(make_plan(config, inventory).role("env").processes)
     same = dict.fromkeys((role for role in others if role not in placed_elsewhere), "@actor")
     for size in sizes:
@@ -132,6 +135,8 @@ def _with_simulators(
                     "rollout.num_engines": None,
                     "rollout.pipeline_stage_num": stages,
                     "env.num_envs": per_process,
+                    "overlap.staleness": 0,
+                    **_without_overlap(config),
                 }
                 placed = {"cluster.component_placement": {**placement, **same, **placed_elsewhere}}
                 num_engines = len(rollout) // size

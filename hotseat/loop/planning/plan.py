@@ -24,6 +24,7 @@ from hotseat.loop.planning.simulator_memory import kept_gib
 from hotseat.placement import (
     GIB,
     UNKNOWN_KIND,
+    ComponentMemory,
     DeviceKind,
     EngineMemory,
     Flow,
@@ -362,9 +363,11 @@ def offloaded_parts(made: Plan, role: str) -> list[Part]:
 
 def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
     overlap = Overlap(overlap_queue(config), config.overlap.staleness, config.overlap.in_flight == "recompute")
+    components = tuple(config.components)
     if config.flow is not None:
-        return parse_flow([phase.model_dump(exclude_defaults=True) for phase in config.flow], roles, overlap)
-    return default_flow(_usual_task(config, roles), roles, overlap)
+        phases = [phase.model_dump(exclude_defaults=True) for phase in config.flow]
+        return parse_flow(phases, roles, overlap, components)
+    return default_flow(_usual_task(config, roles), roles, overlap, components)
 
 
 def flow_problem(config: Config) -> str | None:
@@ -374,7 +377,7 @@ def flow_problem(config: Config) -> str | None:
     roles = roles_of(config)
     try:
         with _own_names(config):
-            check_runs(make_flow(config, roles), _usual_task(config, roles), roles)
+            check_runs(make_flow(config, roles), _usual_task(config, roles), roles, tuple(config.components))
     except PlacementError as error:
         return str(error).removeprefix("flow: ")
     return None
@@ -396,7 +399,7 @@ def role_specs(config: Config) -> list[RoleSpec]:
     }
     present = roles_of(config)
     with _own_names(config):
-        selections: dict[str, Any] = dict(parse_placement(placed))
+        selections: dict[str, Any] = dict(parse_placement(placed, tuple(config.components)))
         for role in selections:
             if role not in present:
                 raise PlacementError(
@@ -415,9 +418,10 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         "reference": config.reference.enable_offload,
         "reward": config.reward.enable_offload,
         "rollout": config.rollout.enable_offload,
-        "env": config.env.enable_offload,
+        "env": False if config.overlap.staleness > 0 else config.env.enable_offload,  # episodes stay open
         "inference": config.inference.enable_offload,
         "judge": config.reward.judge.engine.enable_offload,
+        **{name: component.enable_offload for name, component in config.components.items()},
     }[role]
     if config.task == "dpo":
         # A reference that scores once is gone when training begins.
@@ -430,6 +434,9 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         model=shape,
         model_assumed=assumed,
     )
+    if role in config.components:
+        memory = ComponentMemory(config.components[role].memory_gib)
+        return replace(spec, can_offload=frozenset({Part.WEIGHTS}), memory=memory, is_component=True)
     if role in ("rollout", "judge"):
         rollout, judge = config.rollout, config.reward.judge.engine
         section = rollout if role == "rollout" else judge
@@ -633,6 +640,7 @@ def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
         "reference": ((config.reference.model, None), actor),
         "judge": ((config.reward.judge.model, config.reward.judge.engine.shape),),
         "env": (),
+        **dict.fromkeys(config.components, ()),
     }.get(role, (actor,))
     for name, written in sources:
         if written is not None:

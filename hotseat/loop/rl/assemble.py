@@ -20,6 +20,7 @@ from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.arrivals import Arrivals
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.checkpoint import RlCheckpoints
+from hotseat.loop.rl.components import Components
 from hotseat.loop.rl.launch import Groups
 from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.loop import RlRun
@@ -163,7 +164,8 @@ def _connect(
     routes = _routes(place, groups)
     sync = SyncPhase(groups, routes, state, guard, meter, scheduler, recovery, journal.say)
     is_shared = config.overlap.staleness > 0 and shares_devices(plan)
-    answering = Answering(groups, phase_settings, meter, guard, sync, carries_over=is_shared)
+    components = Components(groups.components, groups.hosts, meter) if groups.components else None
+    answering = Answering(groups, phase_settings, meter, guard, sync, carries_over=is_shared, components=components)
     ledger = Ledger(run_dir)
     samples = SampleLog(groups, ledger, _alarms(config, journal), state, journal, config.log)
     rollout = RolloutPhase(answering, groups, phase_settings, state, recovery, samples, prompts, inputs.eval_prompts)
@@ -191,7 +193,15 @@ def _connect(
         update=UpdatePhase(groups, phase_settings, state, meter),
         sync=sync,
         meter=meter,
-        metrics=StepMetrics(meter, recovery, guard, phase_settings, state, has_reference=groups.reference is not None),
+        metrics=StepMetrics(
+            meter,
+            recovery,
+            guard,
+            phase_settings,
+            state,
+            has_reference=groups.reference is not None,
+            components=components,
+        ),
         micro_batches=MicroBatches(groups.models, phase_settings, meter),
         samples=samples,
         checkpoints=RlCheckpoints(groups, scheduler, state, guard, ledger, stream, phase_settings),

@@ -33,6 +33,8 @@ class GroupFilter:
 
     def reason_to_drop(self, facts: GroupFacts) -> str | None:
         """Return why a group is dropped, or None to keep it."""
+        if facts.dropped_because is not None:
+            return facts.dropped_because
         return reason_to_drop(facts.scores, self.low, self.high, min_samples=self.min_samples)
 
 
@@ -115,8 +117,8 @@ def too_few_kept(num_generated: int, num_kept: int, num_groups: int, reasons: Se
     why = ", ".join(f"{count} dropped: {reason}" for reason, count in Counter(reasons).most_common())
     return RunError(
         f"{num_generated} prompts gave only {num_kept} of the {num_groups} groups of a step ({why}): the rewards"
-        " leave nothing to learn from; widen algorithm.filtering.low and high, or switch"
-        " algorithm.filtering.enabled off"
+        " leave nothing to learn from; widen algorithm.filtering.low and high, switch"
+        " algorithm.filtering.enabled off, or have components drop fewer groups"
     )
 
 

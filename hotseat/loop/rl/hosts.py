@@ -127,6 +127,11 @@ class RolloutHosts:
         """Complete groups with a reward model's rewards, by sample id."""
         return [facts for answer in self.workers.call(RolloutHost.take_rewards, rewards) for facts in answer]
 
+    def change_rewards(self, rewards: Mapping[GroupKey, Sequence[float]]) -> None:
+        """Replace the rewards of samples, by group, in the order of its samples."""
+        for rank, keys in self._dealt(rewards, list(rewards)).items():
+            self.workers.on(rank).call(RolloutHost.change_rewards, {key: rewards[key] for key in keys})
+
     def judge(self) -> list[GroupFacts]:
         """Have the judge's engines judge the groups that wait, and complete them with its verdicts."""
         return [facts for answer in self.workers.call(RolloutHost.judge) for facts in answer]

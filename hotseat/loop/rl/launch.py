@@ -41,6 +41,7 @@ from hotseat.loop.setup.inputs import judge_eos_token_ids
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.run_dir import LOGS
+from hotseat.loop.workers.component import ComponentWorker
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.engines import EngineSettings
 from hotseat.loop.workers.models import ActorWorker, InferenceWorker, ModelWorker
@@ -70,6 +71,7 @@ class Groups:
     judge: WorkerGroup[EngineWorker] | None = None
     offloaded: Mapping[str, Sequence[Part]] = field(default_factory=dict)  # by role: parts off its devices now
     adapters_alone: bool = False  # engines get adapters apart from the weights below them
+    components: Mapping[str, WorkerGroup[ComponentWorker]] = field(default_factory=dict)  # in the order of the flow
 
     @property
     def models(self) -> dict[str, WorkerGroup[ModelWorker]]:
@@ -236,6 +238,10 @@ def _launch(
         options = settings.train_options(config, schedule_length, is_trained=False)
         dtype = settings.engine_dtype(config)
         inference = launch("inference", InferenceWorker, config.actor.model, options, dtype, trust)
+    components: dict[str, WorkerGroup[ComponentWorker]] = {}
+    if engine is not None:  # what they changed is in the groups that are replayed
+        for each in settings.component_settings(config, plan):
+            components[each.name] = launch(each.name, ComponentWorker, each)
     hosts = launch_hosts() if early_hosts is None else early_hosts
     faults.reach("start-up")
     warming = []
@@ -274,6 +280,7 @@ def _launch(
         measures_its_device,
         judges,
         {} if judges is None else {"judge": judge_away},
+        components=components,
     )
 
 

@@ -13,6 +13,7 @@ from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy
 from hotseat.errors import RunError
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected, Collector, GroupFilter, evaluation_metrics
+from hotseat.loop.rl.components import Components
 from hotseat.loop.rl.hosts import in_order_of
 from hotseat.loop.rl.launch import Groups
 from hotseat.loop.rl.meter import PhaseMeter
@@ -23,7 +24,7 @@ from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.sync import SyncPhase
 from hotseat.loop.setup import settings
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.facts import GroupFacts, Job
+from hotseat.loop.workers.facts import EVALUATION, GroupFacts, Job
 from hotseat.loop.workers.value_models import RewardWorker
 from hotseat.types import Prompt, Sampling
 
@@ -33,7 +34,7 @@ T = TypeVar("T")
 class Answering:
     """Has prompts answered by the engines and the answers scored, in leases of their own.
 
-    carries_over: requests stay open between two leases.
+    carries_over: requests stay open between two leases. components: the user's own; None: there are none.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Answering:
         sync: SyncPhase,
         *,
         carries_over: bool = False,
+        components: Components | None = None,
     ):
         self._engines = groups.engines
         self._carries_over = carries_over
@@ -55,14 +57,20 @@ class Answering:
         self._meter = meter
         self._guard = guard
         self._sync = sync
+        self._components = components
 
     def answer(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
-        """Have prompts answered and the answers scored: by the hosts, or by a model in its own lease."""
+        """Have prompts answered and the answers scored: by the hosts, or by a model in its own lease.
+
+        Components of the user's own see what is to be learned, and no evaluation.
+        """
         with self.sampling():
             facts = self._hosts.collect(jobs, sampling)
-        if (self._reward is None and self._judge is None) or facts:  # `eval.reward` has scored them
+        if (self._reward is not None or self._judge is not None) and not facts:  # else `eval.reward` has scored them
+            facts = in_order_of(jobs, self.score())
+        if self._components is None or jobs[0].epoch == EVALUATION:
             return facts
-        return in_order_of(jobs, self.score())
+        return self._components.change(facts)
 
     def score(self) -> list[GroupFacts]:
         """Have the reward model or the judge score what hosts hold for it; return the groups that are complete then."""

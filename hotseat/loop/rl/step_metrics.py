@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected, rollout_metrics
+from hotseat.loop.rl.components import Components
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.metrics import critic_metrics, engine_gap_statistics, policy_metrics, push_metrics
 from hotseat.loop.rl.phase_settings import PhaseSettings
@@ -26,6 +27,7 @@ class StepMetrics:
         state: RlState,
         *,
         has_reference: bool,
+        components: Components | None = None,
     ):
         self._meter = meter
         self._recovery = recovery
@@ -33,6 +35,7 @@ class StepMetrics:
         self._settings = phase_settings
         self._state = state
         self._has_reference = has_reference
+        self._components = components
 
     def of_step(self, batch: Collected, updates: Updates, pushed: PushReport) -> dict[str, float]:
         """Return all metrics of the step that ends now."""
@@ -54,6 +57,8 @@ class StepMetrics:
             metrics["engine_gap_use"] = use
         if self._has_reference:
             metrics["kl_coefficient"] = self._state.kl.coefficient
+        if self._components is not None:
+            metrics |= self._components.metrics()
         return metrics | measured
 
     def _are_gaps_comparable(self) -> bool:

@@ -101,6 +101,7 @@ def _user_files(config: Config) -> Iterator[tuple[str, str]]:
         ("algorithm.policy_loss", config.algorithm.policy_loss, function_problem),
         ("algorithm.estimator", config.algorithm.estimator, function_problem),
         ("data.sampler", config.data.sampler, function_problem),
+        *((f"components.{name}.path", each.path, agent_problem) for name, each in config.components.items()),
     ):
         match = re.fullmatch(r"(.+\.py)(?::(\w+))?", path or "")
         if match is None:

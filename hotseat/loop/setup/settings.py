@@ -38,6 +38,7 @@ from hotseat.loop.setup.graders import eval_graders_of, graders_of, sandbox_of
 from hotseat.loop.setup.judge import judge_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.state.run_dir import EPISODE_IMAGES, ROLLOUTS, SPOOL
+from hotseat.loop.workers.component import ComponentSettings
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.engines import EngineSettings, VllmSettings
 from hotseat.loop.workers.experience import AdvantageSettings
@@ -310,6 +311,15 @@ def judge_engine_settings(
     )
 
 
+def component_settings(config: Config, plan: Plan) -> list[ComponentSettings]:
+    """Return the components of the user's own, in the order in which the flow has them work."""
+    return [
+        ComponentSettings(role, absolute(config.components[role].path), config.components[role].kwargs)
+        for role in plan.flow.roles
+        if role in config.components
+    ]
+
+
 def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
     """Return the settings of rollout hosts. run_dir: of the run; None where nothing is trained."""
     assert config.actor.model is not None
@@ -389,6 +399,7 @@ def simulation_settings(config: Config) -> SimulationSettings:
         has_turn_rewards=config.algorithm.estimator in ("gae", "reinforce"),
         bootstraps=has_critic(config),
         images_for=config.actor.model if env.images else None,
+        num_films=env.films,
         trust_remote_code=config.trust_remote_code,
     )
 

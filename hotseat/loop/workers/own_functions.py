@@ -64,7 +64,7 @@ def own_function(name: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f"{file} cannot be loaded: {_described(error, file)}") from error
+        raise UserError(f"{file} cannot be loaded: {described(error, file)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"{file} has no function {function_name}")
@@ -128,7 +128,7 @@ def policy_loss_problem(name: str, *, eps_low: float, eps_high: float) -> str | 
     except UserError as error:
         return str(error)
     except Exception as error:
-        return f"raised {_described(error, Path(absolute(name).rpartition(':')[0]))}"
+        return f"raised {described(error, Path(absolute(name).rpartition(':')[0]))}"
     return None
 
 
@@ -149,7 +149,7 @@ def estimator_problem(name: str) -> str | None:
     except UserError as error:
         return str(error)
     except Exception as error:
-        return f"raised {_described(error, Path(absolute(name).rpartition(':')[0]))}"
+        return f"raised {described(error, Path(absolute(name).rpartition(':')[0]))}"
     return None
 
 
@@ -166,7 +166,7 @@ def sampler_problem(name: str) -> str | None:
     except UserError as error:
         return str(error)
     except Exception as error:
-        return f"raised {_described(error, Path(absolute(name).rpartition(':')[0]))}"
+        return f"raised {described(error, Path(absolute(name).rpartition(':')[0]))}"
     return None
 
 
@@ -188,7 +188,7 @@ def _tensor_problem(values: Any, count: int, what: str) -> str | None:
     return None
 
 
-def _described(error: Exception, file: Path) -> str:
+def described(error: Exception, file: Path) -> str:
     """Format an error with the line of the user's file that raised it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     if isinstance(error, SyntaxError):

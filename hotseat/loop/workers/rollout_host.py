@@ -11,7 +11,7 @@ import math
 import random
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -449,6 +449,18 @@ class RolloutHost:
             retokenized.append(end)  # reward models put the reward of an answer at its end token
         return torch.tensor(retokenized)
 
+    def change_rewards(self, rewards: Mapping[GroupKey, Sequence[float]]) -> None:
+        """Replace the rewards of samples, by group, in the order of its samples."""
+        for key, values in rewards.items():
+            group = self._group(key)
+            samples = [
+                replace(sample, reward=float(reward), score=float(reward))
+                for sample, reward in zip(group.samples, values, strict=True)
+            ]
+            self._groups[key] = replace(group, samples=tuple(samples))
+            if self._spool is not None and (finished := self._spool.get(key)) is not None:
+                self._spool.put(replace(finished, group=self._groups[key]))
+
     def share(self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]], positions: Sequence[int] = ()) -> Share:
         """Return groups for one rank, with the optimizer step of each sample.
 
@@ -471,6 +483,9 @@ class RolloutHost:
             group = self._group((key.epoch, key.prompt))
             [sample] = [sample for sample in group.samples if sample.episode.key == key]
             records.append(record_of(sample, group.prompt, self._tokenizer))
+            if self._player is not None and len(records) <= self._player.num_films:
+                assert group.prompt.label is not None
+                records[-1] = replace(records[-1], film=self._player.film(group.prompt.label, sample.episode))
         return records
 
     def close(self) -> None:

@@ -25,14 +25,15 @@ import torch
 
 from hotseat import faults
 from hotseat.agents.agent import Agent, AgentError, SampleFunction
-from hotseat.data.frames import FramePreparer
+from hotseat.data.frames import FramePreparer, film_of_pictures
 from hotseat.data.images import load_processor
 from hotseat.envs.env import Env, Outcome
 from hotseat.envs.loading import SimulatorSettings
-from hotseat.envs.processes import ProcessEnv
+from hotseat.envs.processes import ProcessEnv, SimulatorError
 from hotseat.envs.simulator import ActionSpec, Seen
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
+from hotseat.loop.workers.records import MAX_FRAMES
 from hotseat.types import (
     Completion,
     Episode,
@@ -49,6 +50,7 @@ from hotseat.vision import placeholder_ids
 
 EVAL_SEED = 1_000_000  # the first of the held-out seeds; those to learn from begin at 0
 SUCCESS = "success"
+_DRAW_IF_ASKED = ("gym", "babyai")  # families that draw pictures for people if they are made for it
 _MAX_TRIED = 1000  # actions before a run, to find out whether a simulator reports success
 
 
@@ -68,6 +70,7 @@ class SimulationSettings:
     bootstraps: bool  # a critic values the last observation of an episode that ran out of time
     images_for: str | None = None  # model whose processor prepares the simulator's images; None: the policy sees none
     trust_remote_code: bool = False  # of that processor
+    num_films: int = 0  # recorded samples at a time that are played again for a film
 
 
 def simulation_prompts(
@@ -91,6 +94,14 @@ def simulation_prompts(
                 _refuse_unknown_success(settings, env)
     finally:
         env.close()
+    if settings.num_films:
+        films = Films(settings)
+        try:
+            films.begin(0, 0)
+        except (SimulatorError, UserError, ImportError) as error:
+            raise UserError(f"env.films: {error}") from None
+        finally:
+            films.close()
     pairs = ([(task, seed) for seed in each for task in env.tasks] for each in seeds)
     return [
         [
@@ -127,6 +138,47 @@ def _unknown_success(settings: SimulationSettings) -> UserError:
         f" {', '.join(settings.simulator.tasks) or 'its tasks'} succeeds (info has neither success nor is_success): set"
         " env.reward to simulator"
     )
+
+
+class Films:
+    """Plays episodes again in a simulator of its own, which draws a picture after every action."""
+
+    def __init__(self, settings: SimulationSettings):
+        simulator = settings.simulator
+        if simulator.path in _DRAW_IF_ASKED:
+            simulator = replace(simulator, kwargs={"render_mode": "rgb_array", **simulator.kwargs})
+        self._env = ProcessEnv(simulator, 1, timeout_s=settings.timeout_s)
+        if self._env.is_on_device:
+            self.close()
+            raise UserError(f"{simulator.path} holds memory of a device, which the actor has when films are made")
+
+    def begin(self, task: int, seed: int) -> np.ndarray:
+        """Begin an episode, and return its first picture."""
+        import PIL.Image  # noqa: F401 -- of which films are made
+
+        [seen] = self._env.reset([0], [task], [seed])
+        if isinstance(seen, Exception):
+            raise seen
+        return self._picture()
+
+    def film(self, task: int, seed: int, actions: np.ndarray) -> str:
+        """Return the film of an episode, which is that of these actions: [num_actions, D]."""
+        pictures = [self.begin(task, seed)]
+        for action in actions[: MAX_FRAMES - 1]:
+            outcome = self._env.step([0], action[None, None])
+            if outcome.failures:
+                raise SimulatorError(outcome.failures[0])
+            pictures.append(self._picture())
+        return film_of_pictures(pictures)
+
+    def _picture(self) -> np.ndarray:
+        [picture] = self._env.render([0])
+        if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:
+            raise SimulatorError(f"render returned {picture.dtype} {picture.shape}: it must be uint8 [H, W, 3]")
+        return picture
+
+    def close(self) -> None:
+        self._env.close()
 
 
 @dataclass(frozen=True)
@@ -339,6 +391,7 @@ class Player(Agent):
 
     def __init__(self, settings: SimulationSettings, tokenizer: Any, max_length: int):
         self.name = settings.simulator.path
+        self.num_films = settings.num_films
         self._settings = settings
         size = settings.num_envs // settings.num_stages
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="simulators")
@@ -357,6 +410,7 @@ class Player(Agent):
         ]
         self._reader = Reader(settings, tokenizer, max_length, self._stages[0].env)
         self._free: list[tuple[int, int]] = []
+        self._films: Films | None = None  # made for the first of them
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -444,6 +498,18 @@ class Player(Agent):
         score = float(is_success) if is_known else sum(rewards)
         return ScoredEpisode(episode, sum(rewards), score, extra, turn_rewards)
 
+    def film(self, label: str, episode: Episode) -> str | None:
+        """Play an episode again from its task, its seed and its actions; None, with a note, if that fails."""
+        task, seed = map(int, label.split("/"))
+        tokens = [token for segment in episode.played_segments for token in segment.token_ids[segment.mask].tolist()]
+        try:
+            if self._films is None:
+                self._films = Films(self._settings)
+            return self._films.film(task, seed, self._reader.actions.decode(tokens))
+        except (SimulatorError, UserError) as error:
+            print(f"no film of {episode.key}: {error}", file=sys.stderr, flush=True)
+            return None
+
     def offload(self) -> Moved:
         return _total(stage.offload() for stage in self._stages)
 
@@ -455,6 +521,8 @@ class Player(Agent):
         self._thread.shutdown(wait=True, cancel_futures=True)
         for stage in self._stages:
             stage.close()
+        if self._films is not None:
+            self._films.close()
 
 
 def _total(moves: Iterable[Moved]) -> Moved:

@@ -1,0 +1,89 @@
+"""Messages between a simulator's process and its parent: large arrays go through memory that both map.
+
+The memory has no name: the parent makes it before it starts the child, and the system frees it when both have ended or
+let go of it, however they end. The child writes the arrays of a command's answers one after another, and begins anew
+with the next command, which the parent sends when it has taken all answers. The pipe carries where they are.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+from multiprocessing.connection import Connection
+from typing import Any
+
+_MIN_BYTES = 4096  # smaller arrays go through the pipe
+_ALIGNMENT = 64
+
+
+def make_memory() -> int | None:
+    """Return a descriptor of new memory, for a child to inherit; None where the system has no such memory."""
+    return os.memfd_create("hotseat-frames", 0) if hasattr(os, "memfd_create") else None
+
+
+class Sender:
+    """The child's end. memory: the descriptor that it inherited; None: everything goes through the pipe."""
+
+    def __init__(self, connection: Connection, memory: int | None):
+        self._connection = connection
+        self._memory = memory
+        self._map: mmap.mmap | None = None
+        self._at = 0
+
+    def begin(self) -> None:
+        """Begin the answers of a command: those of earlier ones were taken."""
+        self._at = 0
+
+    def send(self, answer: Any) -> None:
+        """Send an answer. Arrays in it that are large and contiguous are written to the memory."""
+        places: list[tuple[int, int]] = []
+
+        def is_small(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if self._memory is None or raw.nbytes < _MIN_BYTES:
+                return True
+            places.append((self._write(raw), raw.nbytes))
+            return False
+
+        self._connection.send((pickle.dumps(answer, protocol=5, buffer_callback=is_small), places))
+
+    def _write(self, raw: memoryview) -> int:
+        assert self._memory is not None
+        start, end = self._at, self._at + raw.nbytes
+        if self._map is None or end > len(self._map):
+            size = max(2 * end, 1 << 20)
+            os.ftruncate(self._memory, size)
+            self._map = mmap.mmap(self._memory, size)
+        self._map[start:end] = raw
+        self._at = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return start
+
+
+class Receiver:
+    """The parent's end. memory: a descriptor, which this closes in the end; None: everything comes through the pipe."""
+
+    def __init__(self, connection: Connection, memory: int | None):
+        self._connection = connection
+        self._memory = memory
+        self._map: mmap.mmap | None = None
+
+    def receive(self) -> Any:
+        """Return the next answer. Its arrays are copies, which stay."""
+        pickled, places = self._connection.recv()
+        return pickle.loads(pickled, buffers=[self._read(*place) for place in places])
+
+    def _read(self, start: int, size: int) -> bytearray:
+        assert self._memory is not None
+        if self._map is None or start + size > len(self._map):
+            self._map = mmap.mmap(self._memory, 0, prot=mmap.PROT_READ)
+        return bytearray(memoryview(self._map)[start : start + size])
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+        if self._memory is not None:
+            os.close(self._memory)
+            self._memory = None

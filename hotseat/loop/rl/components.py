@@ -1,0 +1,76 @@
+"""Components of the user's own: they see the groups of a step between rollout and update, and may change them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from hotseat.cluster import WorkerGroup
+from hotseat.loop.rl.hosts import RolloutHosts
+from hotseat.loop.rl.meter import PhaseMeter
+from hotseat.loop.workers.component import ComponentWorker
+from hotseat.loop.workers.facts import GroupFacts, GroupKey
+from hotseat.types import GroupChange
+
+
+class Components:
+    """Shows groups to each component in turn, on its own devices, and carries out what it decides.
+
+    groups: worker groups by the name of their component, in the order in which they work. A component does not see
+    groups that an earlier one dropped. Groups travel from hosts to components by reference; the driver sees decisions.
+    """
+
+    def __init__(self, groups: Mapping[str, WorkerGroup[ComponentWorker]], hosts: RolloutHosts, meter: PhaseMeter):
+        self._groups = groups
+        self._hosts = hosts
+        self._meter = meter
+        self._changes: dict[str, dict[GroupKey, GroupChange]] = {name: {} for name in groups}  # of this step
+
+    def change(self, facts: Sequence[GroupFacts]) -> list[GroupFacts]:
+        """Return the facts of groups as components leave them."""
+        by_key = {each.key: each for each in facts}
+        for name, group in self._groups.items():
+            keys = [key for key, each in by_key.items() if each.dropped_because is None and each.rewards]
+            if not keys:
+                continue
+            with self._meter.lease("prepare", name):
+                changes = self._decisions(group, keys)
+            self._hosts.change_rewards({key: each.rewards for key, each in changes.items() if each.rewards is not None})
+            for key, change in changes.items():
+                by_key[key] = _changed(by_key[key], name, change)
+            # By group: a rollout that is repeated, since a host died, is not counted twice.
+            self._changes[name] |= {key: changes.get(key, GroupChange()) for key in keys}
+        return list(by_key.values())
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the step that ends now: groups seen and dropped, and means of what components report."""
+        metrics = {}
+        for name, changes in self._changes.items():
+            seen = changes.values()
+            metrics[f"components/{name}/groups"] = float(len(seen))
+            metrics[f"components/{name}/dropped"] = float(sum(change.drop is not None for change in seen))
+            for key in sorted({key for change in seen for key in change.metrics}):
+                values = [change.metrics[key] for change in seen if key in change.metrics]
+                metrics[f"components/{name}/{key}"] = fmean(values)
+            changes.clear()
+        return metrics
+
+    def _decisions(self, group: WorkerGroup[ComponentWorker], keys: Sequence[GroupKey]) -> dict[GroupKey, GroupChange]:
+        """Have every rank decide about its groups, every n-th of them."""
+        mine = [keys[rank :: group.size] for rank in group.ranks]
+        shares = [self._hosts.share(part, [()] * len(part)) for part in mine]
+        answers = group.scatter(ComponentWorker.change, shares)
+        return {
+            key: change
+            for part, answer in zip(mine, answers, strict=True)
+            for key, change in zip(part, answer, strict=True)
+            if change is not None
+        }
+
+
+def _changed(facts: GroupFacts, name: str, change: GroupChange) -> GroupFacts:
+    if change.rewards is not None:
+        rewards = tuple(float(reward) for reward in change.rewards)
+        facts = replace(facts, rewards=rewards, scores=rewards)
+    return facts if change.drop is None else replace(facts, dropped_because=f"{name}: {change.drop}")

@@ -1,0 +1,180 @@
+"""A class of the user's own in the processes of its component: a step between rollout and update.
+
+    class Lengths:
+        def __init__(self, longest): ...                      # components.NAME.kwargs
+        def run(self, groups): ...                            # a GroupChange or None for each PromptGroup
+        def offload(self): ...                                # optional, both or none: give device memory up, and
+        def onload(self): ...                                 # take it again
+        def close(self): ...                                  # optional
+
+Each process gets whole groups, in a fixed order; RANK and WORLD_SIZE are in its environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import numbers
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hotseat.errors import RunError, UserError
+from hotseat.loop.devices.memory import Held, held_here, release_cache_here
+from hotseat.loop.workers.experience import Share, groups_of
+from hotseat.loop.workers.own_functions import described, is_own, own_function
+from hotseat.types import GroupChange, Moved, PromptGroup
+
+_MOVES = ("offload", "onload")
+
+
+@dataclass(frozen=True)
+class ComponentSettings:
+    """A component of the user's own. path: `FILE.py:CLASS` or `package.module:CLASS`."""
+
+    name: str
+    path: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_component(path: str) -> type:
+    """Load the class that a path names. Raises `UserError` if there is none."""
+    if is_own(path):
+        loaded: Any = own_function(path)
+    else:
+        module_name, _, class_name = path.rpartition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            raise UserError(f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
+        loaded = getattr(module, class_name, None)
+    if not inspect.isclass(loaded):
+        raise UserError(f"{path} is no class")
+    return loaded
+
+
+def component_problem(settings: ComponentSettings, *, is_offloaded: bool) -> str | None:
+    """Return why a class cannot be a component; None if it can, as far as its signatures show.
+
+    is_offloaded: the plan has it give up its devices between phases.
+    """
+    try:
+        cls = load_component(settings.path)
+    except UserError as error:
+        return str(error)
+    run = getattr(cls, "run", None)
+    if not inspect.isfunction(run):
+        return f"{cls.__name__} has no method run(self, groups)"
+    try:
+        inspect.signature(run).bind(None, ())
+    except TypeError:
+        return f"{cls.__name__}.run{inspect.signature(run)}: it is called with the groups alone, run(self, groups)"
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**settings.kwargs)
+    except TypeError as error:
+        return f"{cls.__name__}{signature} does not take kwargs {dict(settings.kwargs)}: {error}"
+    lacking = [name for name in _MOVES if not callable(getattr(cls, name, None))]
+    if len(lacking) == 1:
+        return f"{cls.__name__} has no {lacking[0]}: write both offload and onload, or none"
+    if is_offloaded and lacking:
+        return (
+            f"{cls.__name__} has no methods offload and onload, and the plan has it leave its devices between phases:"
+            f" write them, set components.{settings.name}.enable_offload to false, or give it devices of its own"
+        )
+    return None
+
+
+class ComponentWorker:
+    """One process of a component."""
+
+    def __init__(self, settings: ComponentSettings):
+        self._settings = settings
+        self._component = load_component(settings.path)(**settings.kwargs)
+
+    def change(self, shares: Sequence[Share]) -> list[GroupChange | None]:
+        """Return the component's decision about each group of these shares, in order."""
+        groups = groups_of(shares)
+        changes = self._run(groups) if groups else []
+        if not isinstance(changes, Sequence) or len(changes) != len(groups):
+            count = f"{len(changes)} results" if isinstance(changes, Sequence) else type(changes).__name__
+            raise RunError(f"{self._name}: run returned {count} for {len(groups)} groups: return a list, one for each")
+        for group, change in zip(groups, changes, strict=True):
+            if change is not None:
+                self._check(group, change)
+        return list(changes)
+
+    def _run(self, groups: Sequence[PromptGroup]) -> Any:
+        try:
+            return self._component.run(groups)
+        except Exception as error:
+            file = Path(inspect.getfile(type(self._component)))
+            raise RunError(f"{self._name}: run raised {described(error, file)}") from error
+
+    @property
+    def _name(self) -> str:
+        return f"components.{self._settings.name} ({self._settings.path})"
+
+    def _check(self, group: PromptGroup, change: Any) -> None:
+        where = f"{self._name}, prompt {group.prompt.index}"
+        if not isinstance(change, GroupChange):
+            raise RunError(f"{where}: run returned {type(change).__name__}: return hotseat.GroupChange(...) or None")
+        if change.rewards is not None:
+            if len(change.rewards) != len(group.samples):
+                raise RunError(f"{where}: {len(change.rewards)} rewards for {len(group.samples)} samples")
+            if not all(_is_finite(reward) for reward in change.rewards):
+                raise RunError(f"{where}: rewards {list(change.rewards)}: they must be finite numbers")
+            if any(sample.turn_rewards for sample in group.samples):
+                raise RunError(
+                    f"{where}: its samples have rewards of single turns, which the rewards of a component cannot"
+                    " replace: leave rewards out, or use an estimator that learns from whole episodes"
+                )
+        wrong = {name: value for name, value in change.metrics.items() if not _is_finite(value)}
+        if wrong:
+            raise RunError(f"{where}: metrics {wrong}: they must be finite numbers")
+
+    # --- devices ------------------------------------------------------------------------------------------------------
+
+    def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
+        """Have the component give up its device memory."""
+        return _measured(getattr(self._component, "offload", None))
+
+    def onload(self, parts: Sequence[Any]) -> Moved:
+        """Have the component take its device memory again."""
+        return _measured(getattr(self._component, "onload", None))
+
+    def held(self) -> Held:
+        """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
+        return held_here()
+
+    def release_cache(self) -> None:
+        """Return unused allocator cache to the device."""
+        release_cache_here()
+
+    def close(self) -> None:
+        close = getattr(self._component, "close", None)
+        if callable(close):
+            close()
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def _measured(move: Callable[[], object] | None) -> Moved:
+    """Call a component's method, and return by how much the memory that torch holds on the device changed."""
+    started_s, before = time.monotonic(), _allocated_bytes()
+    if move is not None:
+        move()
+    release_cache_here()
+    num_bytes = abs(_allocated_bytes() - before)
+    return Moved(num_bytes, num_bytes, (time.monotonic() - started_s) * 1e3)
+
+
+def _allocated_bytes() -> int:
+    import torch
+
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

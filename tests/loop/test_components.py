@@ -1,0 +1,277 @@
+"""Components of the user's own: classes that score and filter groups between rollout and update."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from loop_cases import make_task, rl_yaml, same, weights
+
+from hotseat.cli.main import main
+from hotseat.config import loads
+from hotseat.errors import ConfigError, PlacementError, RunError
+from hotseat.loop.planning.plan import flow_problem, make_plan
+from hotseat.loop.workers.component import ComponentSettings, ComponentWorker, load_component
+from hotseat.loop.workers.experience import Share
+from hotseat.types import Episode, GroupChange, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "components" / "variety.py"
+
+# The reward of `make_task` counts sevens; here a component does, and the reward function gives nothing.
+SEVENS = """
+import os
+from pathlib import Path
+
+from hotseat import GroupChange
+
+
+class Sevens:
+    def __init__(self, log, drops=()):
+        self.log, self.drops = Path(log), drops
+
+    def note(self, what):
+        with self.log.open("a") as file:
+            file.write(f"{os.environ.get('RANK')} {what}\\n")
+
+    def run(self, groups):
+        self.note(f"run {len(groups)}")
+        return [self.decide(group) for group in groups]
+
+    def decide(self, group):
+        if group.prompt.index in self.drops:
+            return GroupChange(drop="its number")
+        answers = [sample.episode.query.partition("=")[2] for sample in group.samples]
+        rewards = [answer.count("7") / 4 for answer in answers]
+        return GroupChange(rewards, metrics={"sevens": sum(rewards)})
+
+    def offload(self):
+        self.note("offload")
+
+    def onload(self):
+        self.note("onload")
+
+    def close(self):
+        self.note("close")
+"""
+NOTHING = "def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n"
+
+
+@pytest.fixture
+def task(tmp_path):
+    made = make_task(tmp_path)
+    (made / "sevens.py").write_text(SEVENS)
+    (made / "nothing.py").write_text(NOTHING)
+    return made
+
+
+def run(task: Path, name: str, **changes: str) -> list[dict]:
+    file = task / f"{name}.yaml"
+    file.write_text(rl_yaml(task, name=name, **changes))
+    assert main(["run", str(file)]) == 0
+    return [json.loads(line) for line in (task / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def component(task: Path, **kwargs: object) -> str:
+    arguments = ", ".join(f"{key}: {value}" for key, value in {"log": task / "log", **kwargs}.items())
+    return f"{{path: {task}/sevens.py:Sevens, kwargs: {{{arguments}}}, enable_offload: true}}"
+
+
+@pytest.mark.slow
+def test_rewards_of_a_component_are_learned_as_those_of_a_reward_function(task):
+    run(task, "plain")
+    metrics = run(
+        task,
+        "own",
+        reward=f"{{function: {task}/nothing.py}}",
+        components=f"{{sevens: {component(task)}}}",
+        cluster="{runtime: local, component_placement: {actor: 0, rollout: 0, sevens: 0}}",
+        flow="[{name: sample, run: [rollout]}, {name: count, run: [sevens]}, {name: score, run: [actor]},"
+        " {name: learn, train: [actor]}, {name: send, push: [rollout]}]",
+    )
+    assert same(weights(task, "own"), weights(task, "plain"))
+    assert [line["components/sevens/groups"] for line in metrics[1:]] == [4.0, 4.0]
+    assert metrics[1]["reward"] == pytest.approx(metrics[1]["components/sevens/sevens"] / 4)
+    # Offloaded before the first rollout, and again when the actor works.
+    notes = (task / "log").read_text().replace("None ", "").replace("0 ", "").splitlines()
+    assert notes[:5] == ["offload", "onload", "run 4", "offload", "onload"]
+    assert notes[-1] == "close"
+
+
+@pytest.mark.slow
+def test_groups_that_a_component_drops_are_replaced_and_recorded(task):
+    metrics = run(task, "dropping", components=f"{{sevens: {component(task, drops=[0, 3])}}}")
+    assert sum(line["components/sevens/dropped"] for line in metrics[1:]) >= 2
+    assert metrics[1]["samples"] == 16
+    ledger = [json.loads(line) for line in (task / "runs" / "dropping" / "ledger.jsonl").read_text().splitlines()]
+    assert {row["prompt"] for row in ledger if row["reason"] == "sevens: its number"} == {0, 3}
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_on_ray_every_process_of_a_component_gets_whole_groups_and_no_bit_changes(task):
+    changes = {"reward": f"{{function: {task}/nothing.py}}", "components": f"{{sevens: {component(task)}}}"}
+    run(task, "here", **changes)
+    (task / "log").unlink()
+    placement = "{actor: 0, rollout: 1, sevens: 0-1}"
+    run(task, "on-ray", cluster=f"{{runtime: ray, component_placement: {placement}}}", **changes)
+    assert same(weights(task, "on-ray"), weights(task, "here"))
+    notes = (task / "log").read_text().splitlines()
+    assert {"0 run 2", "1 run 2"} <= set(notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"path": "missing.py:Sevens"}, "components.sevens.path: there is no file missing.py"),
+        ({"path": "{task}/sevens.py:Seven"}, "has no class Seven"),
+        ({"path": "no.such.module:Sevens"}, "no.such.module cannot be imported"),
+        ({"path": "json:dumps"}, "json:dumps is no class"),
+        ({"path": "collections:OrderedDict"}, "OrderedDict has no method run(self, groups)"),
+        ({"kwargs": "{file: x}"}, "does not take kwargs"),
+        ({"path": "{task}/wrong.py:TwoArguments", "kwargs": "{}"}, "called with the groups alone"),
+        ({"path": "{task}/wrong.py:OneWay", "kwargs": "{}"}, "has no onload: write both offload and onload"),
+        ({"path": "{task}/wrong.py:Stays", "kwargs": "{}"}, "has no methods offload and onload, and the plan"),
+    ],
+)
+def test_a_class_that_cannot_be_a_component_is_named_before_a_model_loads(task, changes, message, capsys):
+    (task / "wrong.py").write_text(
+        "class TwoArguments:\n    def run(self, groups, more): ...\n"
+        "class OneWay:\n    def run(self, groups): ...\n    def offload(self): ...\n"
+        "class Stays:\n    def run(self, groups): ...\n"
+    )
+    settings = {"path": f"{task}/sevens.py:Sevens", "kwargs": f"{{log: {task}/log}}", "enable_offload": "true"}
+    settings |= {key: value.replace("{task}", str(task)) for key, value in changes.items()}
+    text = ", ".join(f"{key}: {value}" for key, value in settings.items())
+    file = task / "run.yaml"
+    file.write_text(rl_yaml(task, components=f"{{sevens: {{{text}}}}}"))
+    assert main(["run", str(file)]) != 0
+    assert message in capsys.readouterr().err
+    assert not (task / "runs" / "run" / "metrics.jsonl").exists()
+
+
+def group_of(*rewards: float, turn_rewards: tuple[float, ...] = ()) -> PromptGroup:
+    nothing = torch.zeros(0)
+    segment = Segment(nothing, nothing, nothing, nothing)
+    samples = [
+        ScoredEpisode(Episode(SampleKey(0, 0, at), (segment,), "query"), reward, reward, {}, turn_rewards)
+        for at, reward in enumerate(rewards)
+    ]
+    return PromptGroup(Prompt(5, "text", ()), tuple(samples))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([], "run returned 0 results for 1 groups"),
+        (None, "run returned NoneType for 1 groups"),
+        ([1], "prompt 5: run returned int: return hotseat.GroupChange"),
+        ([GroupChange([1.0])], "prompt 5: 1 rewards for 2 samples"),
+        ([GroupChange([1.0, math.nan])], "they must be finite numbers"),
+        ([GroupChange(metrics={"x": "y"})], "metrics {'x': 'y'}: they must be finite numbers"),
+    ],
+)
+def test_results_that_mean_nothing_are_named(changes, message, monkeypatch):
+    monkeypatch.setattr(Answers, "changes", changes)
+    worker = ComponentWorker(ComponentSettings("odd", f"{__name__}:Answers"))
+    with pytest.raises(RunError) as raised:
+        worker.change([Share((group_of(0.0, 1.0),), ((),))])
+    assert str(raised.value).startswith(f"components.odd ({__name__}:Answers)")
+    assert message in str(raised.value)
+
+
+def test_rewards_of_turns_cannot_be_replaced(monkeypatch):
+    monkeypatch.setattr(Answers, "changes", [GroupChange([1.0])])
+    worker = ComponentWorker(ComponentSettings("odd", f"{__name__}:Answers"))
+    with pytest.raises(RunError, match="rewards of single turns"):
+        worker.change([Share((group_of(1.0, turn_rewards=(0.5, 0.5)),), ((),))])
+
+
+class Answers:
+    changes: list | None = None
+
+    def run(self, groups):
+        return self.changes
+
+
+@pytest.mark.slow
+def test_an_exception_of_a_component_ends_the_run_and_names_it(task, capsys):
+    (task / "odd.py").write_text("class Odd:\n    def run(self, groups):\n        return groups.oops\n")
+    file = task / "run.yaml"
+    file.write_text(rl_yaml(task, components=f"{{odd: {{path: {task}/odd.py:Odd}}}}"))
+    assert main(["run", str(file)]) != 0
+    error = capsys.readouterr().err
+    assert f"components.odd ({task}/odd.py:Odd): run raised AttributeError" in error
+    assert "at line 3" in error
+
+
+def test_a_plan_has_components_by_name_with_their_memory():
+    text = (
+        "actor: {model: Qwen2.5-1.5B}\n"
+        "components: {filter: {path: 'a:B', memory_gib: 4}}\n"
+        "cluster: {component_placement: {actor: 0-1, rollout: 0-1, filter: '1'}}\n"
+    )
+    plan = make_plan(loads(text), "1x2xA100-80G")
+    assert [process.devices for process in plan.role("filter").processes] == [(1,)]
+    [works] = [step for step in plan.steps if "filter" in step.roles]
+    assert works.kind == "prepare"
+    group = plan.group_of(1)
+    [step] = [step for step in group.steps if step.step == works.name]
+    assert {term.name: term.gib for term in step.terms if term.role == "filter"} == {
+        "component": 4.0,
+        "device context": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("flow", "message"),
+    [
+        ("[{name: a, run: [rollout]}, {name: b, run: [actor]}, {name: c, run: [filter]}]", "filter works before actor"),
+        ("[{name: a, run: [rollout, filter]}, {name: b, run: [actor]}]", "filter has no work with the roles under run"),
+        ("[{name: a, run: [rollout]}, {name: b, run: [actor]}]", "works in no phase"),
+    ],
+)
+def test_a_flow_has_components_after_rewards_and_before_other_scores(flow, message):
+    phases = flow[:-1] + ", {name: y, train: [actor]}, {name: z, push: [rollout]}]"
+    config = loads(f"actor: {{model: x}}\ncomponents: {{filter: {{path: 'a:B'}}}}\nflow: {phases}\n")
+    if "no phase" in message:
+        with pytest.raises(PlacementError, match=message):
+            make_plan(config, "1x1")
+    else:
+        assert message in flow_problem(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("components: {actor: {path: 'a:B'}}", "actor is the name of processes that every run may have"),
+        ("components: {'a b': {path: 'a:B'}}", "begin with a letter"),
+        ("components: {x: {path: 'a:B'}}\noverlap: {staleness: 1}", "set it to 0"),
+        ("components: {x: {path: 'a:B'}}\ncluster: {component_names: {x: env}}", "component_names has x for env"),
+        ("components: {x: {path: a.py}}", "components.x.path"),
+        ("components: {x: {path: 'a:B', memory: 3}}", "memory_gib"),
+    ],
+)
+def test_settings_of_components_that_make_no_sense_are_refused(text, message):
+    with pytest.raises(ConfigError) as raised:
+        loads(text)
+    assert message in str(raised.value)
+
+
+def test_the_example_drops_groups_without_variety_and_charges_copies():
+    class Sample:
+        def __init__(self, query, reward):
+            self.episode, self.reward = type("Episode", (), {"query": query}), reward
+
+    def group(*answers):
+        return PromptGroup(None, tuple(Sample(answer, 1.0) for answer in answers))
+
+    variety = load_component(f"{EXAMPLE}:Variety")(penalty=0.25)
+    assert variety.run([group("a", "b", "a"), group("a", "a")]) == [
+        GroupChange([1.0, 1.0, 0.75], None, {"copies": 1.0}),
+        GroupChange([1.0, 0.75], "all answers are alike", {"copies": 1.0}),
+    ]
