@@ -214,7 +214,7 @@ class Bench:
     def shape(self, stages: int, num_envs: int | None = None) -> RolloutShape:
         """Return the sizes of a rollout of two episodes for each simulator."""
         num_envs = num_envs or self._num_envs
-        return RolloutShape(2 * num_envs, num_envs, 1, 1, stages, shares_devices=False)
+        return RolloutShape(2 * num_envs, num_envs, 1, 1, stages)
 
     def _collect(self, prompts: list[Prompt]) -> list[GroupFacts]:
         """Play an episode of each prompt."""

@@ -95,6 +95,11 @@ def _notes(made: list[Candidate | Refused], best: list[tuple[Candidate, Predicti
     lines += [f"Refused: {reason}" for reason in _reasons(made)]
     if any(prediction.is_extrapolated for _, prediction in best[:NUM_SHOWN]):
         lines.append("* an engine or a rank has more or fewer samples than any that was measured")
+    if any(prediction.lacks_moves for _, prediction in best[:NUM_SHOWN]):
+        lines.append(
+            "Offload and onload are missing where rollout and training share devices: they share none in the placement"
+            " that was measured."
+        )
     if any(candidate.config.overlap.staleness for candidate, _ in best[:NUM_SHOWN]):
         lines.append("With staleness S, samples are learned up to S versions after they began: see docs/async.md.")
     return "\n".join(lines)

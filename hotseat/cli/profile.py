@@ -15,6 +15,7 @@ from hotseat.errors import UserError
 from hotseat.loop.planning.candidates import refuse_fixed_roles
 from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of
+from hotseat.loop.rl.simulator_turns import steps_beside_answers
 from hotseat.loop.setup.refusals import num_rows_of
 
 NUM_STEPS = 4  # of each short run; the first does not count
@@ -53,6 +54,12 @@ def measure(
     keep: called after each run with the profile of all runs so far.
     """
     factors = factors or default_factors(config)
+    if has_simulator(config) and steps_beside_answers(make_plan(config)):
+        tell(
+            "Simulators step on devices where an engine answers others meanwhile, so what is measured of either has"
+            " waiting for the other in it: placements without that may be faster than predicted. To measure them"
+            " apart, give env and rollout devices of their own."
+        )
     about = {
         "model": str(config.actor.model),
         "machine": platform.machine(),

@@ -221,7 +221,7 @@ def _without(values: Mapping[str, Any], paths: Iterable[KeyPath]) -> dict[str, A
         node: Any = values
         depth = 0
         while depth < len(path) and isinstance(node, Mapping) and path[depth] in node:
-            node = node[str(path[depth])]
+            node = node[path[depth]]
             depth += 1
         tops.add(path[:depth])
 

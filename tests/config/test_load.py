@@ -349,3 +349,9 @@ def test_problems_of_named_roles_are_told_by_their_names():
     assert problem.endswith("flow: phase 'play': simulator is env, which it names twice: keep one of the two entries")
     listed = "flow: [{name: play, run: {simulator: [simulator]}}]\ncluster: {component_names: {simulator: [env]}}"
     assert "cluster.component_names.simulator: " in problems_of(listed)[0]
+
+
+def test_an_unquoted_comma_in_an_override_is_named():
+    text = "task: sft\nactor: {model: m}\ndata: {path: a.jsonl, output_key: output}\n"
+    with pytest.raises(ConfigError, match=r"cluster.component_placement\[4\]: given 4, must be text"):
+        loads(text, ["cluster.component_placement={env: 0,4}"])

@@ -219,6 +219,11 @@ def test_chunks_learn_by_ppo_with_a_critic(task):
         pytest.param("{actor: 0}", id="colocated"),
         pytest.param("{actor: 0, env: 1-2, rollout: 3}", id="disaggregated"),
         pytest.param("{actor: 0, env: 0-1, rollout: 1-2}", id="hybrid"),
+        pytest.param("{actor: 0, env: 0-1, rollout: 0-1}", id="actor-on-part"),
+        pytest.param("{actor: 0, env: 0, rollout: 0-1}", id="env-on-part"),
+        pytest.param("{actor: 0, env: 0-1, rollout: 1}", id="rollout-on-part"),
+        pytest.param("{actor: 1, env: 0, rollout: 1}", id="actor-with-rollout"),
+        pytest.param("{actor: 0, env: 1, rollout: 1}", id="actor-apart"),
     ],
 )
 def test_on_ray_placement_changes_no_bit(task, one_stage, placement):

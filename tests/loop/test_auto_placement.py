@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,11 +16,17 @@ from hotseat.cli.main import main
 from hotseat.cli.profile import default_factors, measure
 from hotseat.config import loads
 from hotseat.errors import RunError, UserError
-from hotseat.loop.planning.candidates import Candidate, Refused, candidates
+from hotseat.loop.planning.candidates import Candidate, Refused, _splits_in_three, candidates
 from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of, predict, record_prediction
 from hotseat.loop.rl.pace_simulator import GroupCost
-from hotseat.loop.rl.simulator_turns import RolloutShape, TurnCosts, predicted_rollout
+from hotseat.loop.rl.simulator_turns import (
+    RolloutShape,
+    TurnCosts,
+    predicted_rollout,
+    shape_of,
+    steps_beside_answers,
+)
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, PREDICTION
 from hotseat.observe.report.curves import Table
@@ -259,8 +266,10 @@ def turns_of(size: float, stretch: float = 1.25) -> TurnCosts:
 def test_rollouts_in_simulators_are_predicted_from_turns_of_one_stage():
     costs = [turns_of(4), turns_of(8), turns_of(16)]
 
-    def rollout_s(num_stages: int, shares_devices: bool = False, num_engines: int = 2) -> float:
-        shape = RolloutShape(64, 32, 2, num_engines, num_stages, shares_devices)
+    apart = frozenset({(1, 0), (0, 1)})
+
+    def rollout_s(num_stages: int, on_devices: frozenset[tuple[int, int]] = apart, num_engines: int = 2) -> float:
+        shape = RolloutShape(64, 32, 2, num_engines, num_stages, on_devices)
         reading = predicted_rollout(costs, shape)
         assert not reading.is_extrapolated
         return reading.seconds
@@ -269,13 +278,70 @@ def test_rollouts_in_simulators_are_predicted_from_turns_of_one_stage():
     assert rollout_s(1) == 25 * (8 + 5)
     assert rollout_s(2) == 25 * (2 * 4)  # two times 8 simulators; the answers take two times 3 s meanwhile
     assert rollout_s(4) == 25 * (4 * 2)
-    assert rollout_s(2, shares_devices=True) == 25 * (2 * 4 + 2 * 3)
+    assert rollout_s(2, frozenset({(1, 1)})) == 25 * (2 * 4 + 2 * 3)
+    # Where one of two engines shares a device with simulators, the other waits.
+    assert rollout_s(2, frozenset({(1, 1), (1, 0), (0, 1)})) == 25 * (2 * 4 + 2 * 3)
+    assert rollout_s(2, frozenset({(2, 0), (0, 1)})) == 25 * (2 * 2 * 4)  # two env processes on one device
     # One engine: it answers both processes at once if it is kept busy, in two times 5 s.
     assert rollout_s(2, num_engines=1) == 25 * (2 * 5)
     # Four engines, two for each process, answer 4 requests each in 2 s.
     assert rollout_s(2, num_engines=4) == 25 * (2 * 4)
     assert rollout_s(1, num_engines=4) == 25 * (8 + 3)
-    assert predicted_rollout(costs, RolloutShape(64, 128, 1, 1, 1, False)).is_extrapolated
+    assert predicted_rollout(costs, RolloutShape(64, 128, 1, 1, 1)).is_extrapolated
+
+
+@pytest.mark.parametrize(
+    ("placement", "on_devices", "steps_beside"),
+    [
+        ("{actor: 0-3, env: 0-1, rollout: 2-3}", {(1, 0), (0, 1)}, False),
+        ("{actor: 0-3, env: 0-3, rollout: 0-3}", {(1, 1)}, False),
+        (
+            "{actor: 0-3, env: 0-1, rollout: 0-3}",
+            {(1, 1), (0, 1)},
+            True,
+        ),  # engine 1, on the second's device, is the first's
+        ("{actor: 0-3, env: 0, rollout: 0-3}", {(1, 1), (0, 1)}, False),
+        ("{actor: 0-3, env: 0-3, rollout: 2-3}", {(1, 1), (1, 0)}, True),
+        ("{actor: 0, env: 1-3, rollout: 1-3}", {(1, 1)}, False),
+        ("{actor: 0-3, env: '0-1:0-3', rollout: 2-3}", {(2, 0), (0, 1)}, False),
+        ("{actor: 0-3, env: cpu*2, rollout: 2-3}", {(1, 0), (0, 1)}, False),
+    ],
+)
+def test_the_work_of_simulators_and_engines_on_the_same_device_adds_up(placement, on_devices, steps_beside):
+    config = loads(SIMULATED, [f"cluster.component_placement={placement}", "env.num_envs=12"])
+    plan = make_plan(config)
+    assert shape_of(config, plan).on_devices == on_devices
+    assert steps_beside_answers(plan) == steps_beside
+
+
+def test_an_actor_on_fewer_devices_takes_as_long_as_its_samples():
+    turns = [replace(turns_of(size), turns_per_sample=1.0) for size in (8, 16)]
+    measured = [replace(each, turns=cost) for each, cost in zip(profile().measurements, turns, strict=True)]
+
+    def phases(actor: str) -> tuple[float, float, bool]:
+        config = loads(
+            SIMULATED, [f"cluster.component_placement={{actor: {actor}, env: 0-3, rollout: 0-3}}", "env.num_envs=8"]
+        )
+        predicted = predict(config, make_plan(config), Profile(tuple(measured), {}))
+        return predicted.phases["update"], predicted.phases["rollout"], predicted.is_extrapolated
+
+    # 16 samples per rank take 8 s, 32 take 16 s; the rollout, on four devices, takes as long.
+    assert phases("0-3") == (8.0, phases("0-3")[1], False)
+    assert phases("0-1") == (16.0, phases("0-3")[1], True)
+
+
+def test_a_profile_without_shared_devices_says_that_it_lacks_offload(tmp_path, capsys):
+    apart = profile(is_shared=False)
+    assert apart.moves_s is None
+    assert predict(*on("{actor: 0-7, rollout: 0-7}"), apart).lacks_moves
+    assert not predict(*on("{actor: 0-3, rollout: 4-7}"), apart).lacks_moves
+    assert not predict(*on("{actor: 0-7, rollout: 0-7}"), profile()).lacks_moves
+    path, config = tmp_path / "profile.json", tmp_path / "run.yaml"
+    path.write_text(apart.to_json())
+    config.write_text(FOUR)
+    assert main(["plan", str(config), "--auto", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Offload and onload are missing where rollout and training share devices" in said
 
 
 def test_turns_are_read_from_a_run_with_one_stage(tmp_path):
@@ -304,14 +370,53 @@ def test_placements_of_simulators_have_stages_and_the_same_number_of_them():
     config = loads(SIMULATED)
     made = list(candidates(config, None, (1,), (0,)))
     possible = [each for each in made if isinstance(each, Candidate)]
-    assert len(made) == 18  # 6 ways to place one, two or four processes with simulators, in 1, 2 and 4 stages
+    assert len(made) == 3 * 23  # ways to place one, two or four processes with simulators, in 1, 2 and 4 stages
     names = [str(each) for each in possible]
     assert "actor 0-3, rollout 2-3, env 0-1 with 1 stage, staleness 0" in names
     assert "actor 0-3, rollout 1-3, env 0 with 4 stages, staleness 0" in names
     assert "actor 0-1, rollout 3, env 2 with 2 stages, staleness 0" in names
+    # Each env process has the device of one of its own engines, not that of another's.
+    [on_part] = [each for each in possible if str(each) == "actor 0-3, rollout 0-3, env 0,2 with 2 stages, staleness 0"]
+    assert not steps_beside_answers(on_part.plan)
+    assert "env: 0,2\n" in on_part.as_yaml()
     assert {each.config.env.num_envs * len(each.plan.role("env").processes) for each in possible} == {32}
     # Three processes cannot have as many simulators each.
     assert not any("env 0-2" in name for name in names)
+
+
+def test_two_devices_have_27_placements_of_simulators():
+    text = SIMULATED.replace("1x4", "1x2").replace(
+        "actor: 0-3, env: 0-1, rollout: 2-3", "actor: 0-1, env: 0, rollout: 1"
+    )
+    made = [each for each in candidates(loads(text), None, (1,), (0,)) if isinstance(each, Candidate)]
+    assert len({str(each) for each in made}) == len(made) == 27
+    kinds = []
+    for each in made[::3]:  # in 1, 2 and 4 stages each
+        placement = each.settings["cluster.component_placement"]
+        kinds.append((placement["actor"], placement["env"], placement["rollout"]))
+    assert kinds == [
+        ("0-1", "0-1", "0-1"),
+        ("0-1", "0", "1"),
+        ("0-1", "0", "0-1"),
+        ("0-1", "0-1", "1"),
+        ("0", "0", "0"),
+        ("0", "0-1", "0-1"),
+        ("0", "0", "1"),
+        ("1", "0", "1"),
+        ("0", "1", "1"),
+    ]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 6, 8])
+def test_no_arrangement_of_devices_is_enumerated_twice(num_devices):
+    def kind(split: tuple[range, range, range]) -> tuple[tuple[tuple[bool, ...], int], ...]:
+        """Count the devices that have the same roles."""
+        roles = [tuple(device in part for part in split) for device in range(num_devices)]
+        return tuple(sorted(Counter(roles).items()))
+
+    kinds = [kind(split) for split in _splits_in_three(num_devices)]
+    assert len(set(kinds)) == len(kinds)
+    assert len(kinds) <= 80
 
 
 def test_short_runs_of_a_profile_scale_simulators_and_have_one_stage():
@@ -323,9 +428,16 @@ def test_short_runs_of_a_profile_scale_simulators_and_have_one_stage():
         runs.append(short)
         raise RunError("that will do")
 
+    said: list[str] = []
     for factor in (0.25, 2.0):
         with pytest.raises(RunError):
-            measure(config, start, [factor], [1], print, print)
+            measure(config, start, [factor], [1], said.append, print)
+    assert said == []
+    beside = loads(SIMULATED, ["cluster.component_placement={actor: 0-3, env: 0-1, rollout: 1}"])
+    with pytest.raises(RunError):
+        measure(beside, start, [1.0], [1], said.append, print)
+    assert "has waiting for the other in it" in said.pop()
+    runs.pop()
     facts = [(each.env.num_envs, each.rollout.pipeline_stage_num, each.rollout.batch_size) for each in runs]
     assert facts == [(4, 1, 4), (32, 1, 32)]
     assert [(each.env.num_seeds, each.env.eval_seeds, each.train.num_episodes) for each in runs] == [

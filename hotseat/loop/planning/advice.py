@@ -88,8 +88,8 @@ def _flow(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str) and value.startswith("@"):
-        return f'"{value}"'  # YAML reserves the sign
+    if isinstance(value, str) and (value.startswith("@") or "," in value):
+        return f'"{value}"'  # YAML reserves the sign, and would begin another entry at the comma
     return "null" if value is None else str(value)
 
 

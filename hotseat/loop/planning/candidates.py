@@ -148,14 +148,39 @@ def _with_simulators(
 
 
 def _splits_in_three(num_devices: int) -> Iterator[tuple[range, range, range]]:
-    """Yield devices of actor, env and rollout: the same for all; the actor has all; no device is shared."""
+    """Yield devices of actor, env and rollout, each arrangement of devices once, whatever their order.
+
+    Either the actor has all devices that env and rollout have, which may be 1/2, 1/4, ... of all, so that it shows what
+    the others bring. Or it has a part: where they have all, those of one of them, or none of theirs.
+    """
     everything = range(num_devices)
-    yield everything, everything, everything
+    for count in (num_devices, *_halved(num_devices)):
+        used = range(count)
+        yield used, used, used
+        for at in range(1, count):
+            yield used, range(at), range(at, count)
+        for part in _proper_divisors(count):
+            yield used, range(0, count, count // part), used  # each shares the device of one of its own engines
+            yield used, used, range(count - part, count)
+    for trained in _halved(num_devices):
+        yield range(trained), everything, everything
     for at in range(1, num_devices):
-        yield everything, range(at), range(at, num_devices)
-    for trained in range(1, num_devices - 1):
-        for at in range(trained + 1, num_devices):
-            yield range(trained), range(trained, at), range(at, num_devices)
+        first, rest = range(at), range(at, num_devices)
+        yield first, first, rest
+        yield rest, first, rest
+        yield first, rest, rest
+        for end in range(at + 1, num_devices):
+            yield first, range(at, end), range(end, num_devices)
+
+
+def _halved(count: int) -> list[int]:
+    """Return a half, a quarter, ... of a number, rounded down, to 1."""
+    return [] if count < 2 else [count // 2, *_halved(count // 2)]
+
+
+def _proper_divisors(count: int) -> list[int]:
+    """Return the smaller numbers that divide a number: env processes and engines on a part go evenly into the rest."""
+    return [part for part in range(1, count) if count % part == 0]
 
 
 def _changed(config: Config, settings: Settings) -> Settings:
@@ -191,6 +216,8 @@ def _splits(num_devices: int) -> Iterator[tuple[range, range, bool]]:
 
 
 def _ranks(devices: range) -> str:
+    if devices.step > 1:
+        return ",".join(map(str, devices))
     return str(devices[0]) if len(devices) == 1 else f"{devices[0]}-{devices[-1]}"
 
 

@@ -67,6 +67,7 @@ class Prediction:
     phases: Mapping[str, float]
     is_extrapolated: bool  # a size lies outside of those that were measured
     samples_per_s: float
+    lacks_moves: bool = False  # it has offload and onload, which were not measured
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,10 @@ class Profile:
         return fmean(each.other_s for each in self.measurements)
 
     @property
-    def moves_s(self) -> float:
-        """Return the seconds of offload and onload, 0 if no measured placement shares devices."""
+    def moves_s(self) -> float | None:
+        """Return the seconds of offload and onload, None if no measured placement shares devices."""
         shared = [each.moves_s for each in self.measurements if each.is_shared]
-        return fmean(shared) if shared else 0.0
+        return fmean(shared) if shared else None
 
     def groups(self, size: int) -> tuple[GroupCost, ...]:
         """Return recorded groups, of engines of this tensor-parallel size."""
@@ -215,13 +216,17 @@ def predict(config: Config, plan: Plan, profile: Profile) -> Prediction:
     phases = {name: reading.seconds for name, reading in readings.items()}
     is_shared = shares_devices(plan)
     moves_s = profile.moves_s if is_shared else 0.0
-    training_s = phases["prepare"] + phases["update"] + phases["sync"] + profile.other_s + moves_s
+    training_s = phases["prepare"] + phases["update"] + phases["sync"] + profile.other_s + (moves_s or 0.0)
     step_s = phases["rollout"] + training_s
     if config.overlap.staleness:
         step_s = _overlapped_s(config, plan, profile, phases["rollout"], training_s)
     num_samples = config.rollout.batch_size * config.rollout.samples_per_prompt
     return Prediction(
-        step_s, phases, any(reading.is_extrapolated for reading in readings.values()), num_samples / step_s
+        step_s,
+        phases,
+        any(reading.is_extrapolated for reading in readings.values()),
+        num_samples / step_s,
+        lacks_moves=moves_s is None,
     )
 
 

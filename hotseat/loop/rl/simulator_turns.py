@@ -2,13 +2,15 @@
 
 A turn is an observation, the policy's answer, and the step of the simulator. In a round every simulator has a turn.
 With S stages, simulators step S times in a round, each time with 1/S of them, and the policy answers as often; while it
-answers one stage, another steps. So a round takes S times the slower of the two; at least one turn, which waits for
-both; and where simulators and engines share devices, all of it. An engine that several env processes prefer
-(`engines_of_host`) answers what waits at once if it is kept busy, and each for itself if it is not.
+answers one stage, another steps. So a round takes as long as the device with most work: S times the slower of the two,
+or S times both where simulators and engines share a device. And it takes one turn at least, which waits for both. An
+engine that several env processes prefer (`engines_of_host`) answers what waits at once if it is kept busy, and each for
+itself if it is not.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,19 +20,22 @@ from hotseat.loop.workers.engine_client import engines_of_host
 from hotseat.placement import Plan
 from hotseat.placement.cost import Curve, Reading
 
-__all__ = ["RolloutShape", "TurnCosts", "predicted_rollout", "shape_of", "turn_costs"]
+__all__ = ["RolloutShape", "TurnCosts", "predicted_rollout", "shape_of", "steps_beside_answers", "turn_costs"]
 
 
 @dataclass(frozen=True)
 class RolloutShape:
-    """Sizes of a rollout in simulators. num_envs: of all processes of the role env together."""
+    """Sizes of a rollout in simulators. num_envs: of all processes of the role env together.
+
+    on_devices: numbers of env processes and of engines on a device, for each device that has some.
+    """
 
     num_samples: int
     num_envs: int
     num_env_ranks: int
     num_engines: int
     num_stages: int
-    shares_devices: bool  # simulators and engines, so that they take turns in any case
+    on_devices: frozenset[tuple[int, int]] = frozenset({(1, 0), (0, 1)})
 
     @property
     def num_active(self) -> int:
@@ -78,7 +83,28 @@ def shape_of(config: Config, plan: Plan) -> RolloutShape:
         num_env_ranks=len(env.processes),
         num_engines=len(engines.processes),
         num_stages=config.rollout.pipeline_stage_num,
-        shares_devices=bool(set(env.devices) & set(engines.devices)),
+        on_devices=_counts_by_device(plan),
+    )
+
+
+def _counts_by_device(plan: Plan) -> frozenset[tuple[int, int]]:
+    """Return the numbers of env processes and of engines on each device; a process without devices counts as on one."""
+    env, engines = (
+        Counter(place for each in plan.role(role).processes for place in each.devices or (f"{role} {each.rank}",))
+        for role in ("env", "rollout")
+    )
+    return frozenset((env[place], engines[place]) for place in {*env, *engines})
+
+
+def steps_beside_answers(plan: Plan) -> bool:
+    """Tell whether simulators may step on a device while an engine there answers others, which slows down both."""
+    env, engines = plan.role("env").processes, plan.role("rollout").processes
+    serves = [set(engines_of_host(at, len(env), len(engines)) or range(len(engines))) for at in range(len(env))]
+    return any(
+        set(process.devices) & set(engine.devices)
+        for at, process in enumerate(env)
+        for index, engine in enumerate(engines)
+        if any(index in serves[other] for other in range(len(env)) if other != at)
     )
 
 
@@ -113,10 +139,9 @@ def predicted_rollout(costs: Sequence[TurnCosts], shape: RolloutShape) -> Readin
     # The measurement of nearest size knows best how long episodes are and how places empty.
     nearest = min(costs, key=lambda each: abs(each.envs_per_call - shape.num_active / shape.num_env_ranks))
     rounds = shape.num_samples * nearest.turns_per_sample / shape.num_active
-    if shape.shares_devices:
-        round_s = shape.num_stages * (env.seconds + together.seconds)
-    else:
-        busy_s = shape.num_stages * max(env.seconds, together.seconds)
-        round_s = max(busy_s, env.seconds + alone.seconds)
+    busy_s = shape.num_stages * max(
+        processes * env.seconds + engines * together.seconds for processes, engines in shape.on_devices
+    )
+    round_s = max(busy_s, env.seconds + alone.seconds)
     is_extrapolated = env.is_extrapolated or alone.is_extrapolated or together.is_extrapolated
     return Reading(rounds * nearest.stretch * round_s, is_extrapolated)
