@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,16 @@ def pinned_devices(cores: tuple[int, ...]) -> Iterator[None]:
         yield
     finally:
         launch.launch_groups = launch_groups
+
+
+def loop_ms() -> float:
+    """Return the milliseconds of a fixed loop of Python: the speed of the cores, which may change with time."""
+    times = []
+    for _ in range(50):
+        began_s = time.thread_time()
+        sum(range(100_000))
+        times.append(time.thread_time() - began_s)
+    return sorted(times)[len(times) // 2] * 1e3
 
 
 def config_of(model: Path, num_envs: int, num_turns: int, substeps: int) -> Config:
@@ -127,7 +138,8 @@ def main() -> None:
         substeps = arguments.substeps
         if substeps is None:
             substeps = balanced_substeps(model, arguments.num_envs, arguments.turns, directory)
-        print(f"{substeps} substeps an action, {CHUNK} actions a turn, {arguments.turns} turns an episode", flush=True)
+        print(f"{substeps} substeps an action, {CHUNK} actions a turn, {arguments.turns} turns an episode")
+        print(f"a fixed loop takes {loop_ms():.2f} ms", flush=True)
         config = config_of(model, arguments.num_envs, arguments.turns, substeps)
         profiles: list[Profile] = []
         measure(config, run, SIZES, (1,), lambda text: print(text, flush=True), profiles.append)
@@ -139,7 +151,7 @@ def main() -> None:
         for index, (candidate, prediction) in enumerate(_spread_out(predicted, arguments.measured or len(predicted))):
             took_s = measured(candidate.config, arguments.steps, directory / f"run-{index}").step_s
             rows.append(Row(candidate, prediction, took_s))
-            print(f"measured {took_s:.2f} s: {candidate}", flush=True)
+            print(f"measured {took_s:.2f} s: {candidate}; a fixed loop takes {loop_ms():.2f} ms", flush=True)
     print_rows(Result(rows, len(made), sum(isinstance(each, Refused) for each in made)))
 
 
