@@ -4,7 +4,7 @@ For `rl`, with P = rollout.batch_size, n = rollout.samples_per_prompt, B = train
 E = train.max_epochs, W data-parallel ranks and N prompts in all passes together:
 
     samples per step            P * n
-    optimizer steps per step    E * P * n / B          B must divide P * n
+    optimizer steps per step    E * P * n / B          B must divide P * n; rounded where samples failed
     micro-batches per rank      B / (W * m)            W * m must divide B; with a token budget, W must
     steps                       N // P                 the tail of a pass joins the next; of the last it is dropped
     schedule length             steps * optimizer steps per step

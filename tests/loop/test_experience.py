@@ -1,6 +1,7 @@
 """From groups to the batches of optimizer steps."""
 
 import pickle
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -72,6 +73,21 @@ def test_what_is_left_when_samples_failed_is_a_step_or_joins_the_last_one():
     assert {step for group in steps for step in group} == {0}
     _, steps = assign([2, 1], 6, 1)
     assert steps == [[0, 0], [0]]
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_failed", range(13))
+def test_failed_samples_make_no_step_empty_and_no_more_steps_than_the_schedule_has(num_failed, num_ranks, with_tokens):
+    # 16 samples in groups of 4, of which the last ones failed; 4 optimizer steps, or as many as are left, rounded.
+    sizes = [min(4, max(0, 16 - num_failed - first)) for first in (0, 4, 8, 12)]
+    ranks, steps = assign(sizes, 4, num_ranks, [10 * size for size in sizes] if with_tokens else None)
+    counts = Counter(step for group in steps for step in group)
+    assert sorted(counts) == list(range([4, 4, 4, 3, 3, 3, 3, 2, 2, 2, 2, 1, 1][num_failed]))
+    assert sum(counts.values()) == 16 - num_failed
+    assert all(2 <= count < 6 for count in counts.values())
+    # Every group with samples is on one rank; a rank may have no sample of a step.
+    assert sorted(index for members in ranks for index in members) == [at for at, size in enumerate(sizes) if size]
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=20), st.integers(1, 16), st.integers(1, 5))

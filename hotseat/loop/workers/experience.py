@@ -156,20 +156,22 @@ def assign(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return (groups of each rank, optimizer step of each sample of each group), from the number of samples per group.
 
-    Samples fill optimizer steps in order; what is left in the end, where samples failed, is a step of its own if it
-    fills half of one or more, and else joins the last. The groups that begin in one step are cut into contiguous runs, one for each
-    rank, as even in samples as whole groups allow. With `tokens`, the number of tokens per group, they are instead
-    balanced by tokens in each step: no two ranks differ by more than the largest group of the step has.
+    Samples fill optimizer steps in order. Where samples failed, the last ones may not fill a step: they are a step of
+    their own if they are at least half of one, and join the step before otherwise. The groups that begin in one step
+    are cut into contiguous runs, one for each rank, as even in samples as whole groups allow. With `tokens`, the number
+    of tokens per group, they are instead balanced by tokens in each step: no two ranks differ by more than the largest
+    group of the step has.
     """
     steps: list[list[int]] = []
     position = 0
     for size in sizes:
         steps.append([(position + sample) // samples_per_step for sample in range(size)])
         position += size
-    last = max(0, (2 * position + samples_per_step) // (2 * samples_per_step) - 1)
+    num_steps = max(1, (2 * position + samples_per_step) // (2 * samples_per_step))  # rounded, a half upwards
+    last = num_steps - 1
     steps = [[min(step, last) for step in group] for group in steps]
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    for step in range(last + 1):
+    for step in range(num_steps):
         members = [index for index, group in enumerate(steps) if group and group[0] == step]
         if tokens is not None:
             for rank, part in enumerate(balance([tokens[index] for index in members], num_ranks)):
