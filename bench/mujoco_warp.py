@@ -7,8 +7,8 @@
 Parts: `speed`, world-steps and frames in a second, and whether bits repeat; `offload`, memory that it frees and seconds
 until the simulator steps again; `turns`, seconds of a step with simulators and engine that take turns with the actor or
 stay, in 1 and 2 stages; `learn`, success on held-out seeds over time: decisions of a script and random ones are
-imitated (by the part `imitate` alone, where several runs are to begin with one policy), then GRPO. Several parts have a
-process each, so that a failure of one leaves the others. Nothing begins after `--limit-s`; learning ends there.
+imitated (by the part `imitate` alone, where several runs are to begin with one policy), then PPO or GRPO. Several parts
+have a process each, so that a failure of one leaves the others. Nothing begins after `--limit-s`; learning ends there.
 """
 
 from __future__ import annotations
@@ -172,8 +172,14 @@ def _play(env: ProcessEnv, slots: list[int]) -> None:
 
 
 def config(arguments: argparse.Namespace, folder: Path, name: str, model: Path, **changes: str) -> dict[str, str]:
-    """Return the sections of a GRPO run."""
+    """Return the sections of a run."""
     sizes = arguments.sizes
+    group = 8 if arguments.estimator == "group_norm" else 1  # episodes of a task and seed
+    algorithm = f"estimator: {arguments.estimator}, entropy_coef: {arguments.entropy_coef}"
+    if arguments.estimator == "gae":
+        algorithm += f", time_step: chunk, gamma: 1.0, gae_lambda: {arguments.gae_lambda}"
+        rate = f"{{learning_rate: {arguments.critic_learning_rate}, schedule: constant, warmup_ratio: 0.0}}"
+        changes = {"critic": f"{{optimizer: {rate}}}", **changes}
     hosts = arguments.hosts if arguments.runtime == "ray" else 1
     return {
         "name": name,
@@ -187,11 +193,11 @@ def config(arguments: argparse.Namespace, folder: Path, name: str, model: Path, 
         "data": f"{{max_length: {MAX_LENGTH}}}",
         "env": env_section(arguments, arguments.tasks, sizes["num_envs"] // hosts),
         "rollout": (
-            f"{{batch_size: {sizes['prompts']}, samples_per_prompt: 8, num_slots: {sizes['num_envs']},"
+            f"{{batch_size: {sizes['num_envs'] // group}, samples_per_prompt: {group}, num_slots: {sizes['num_envs']},"
             f" pipeline_stage_num: 2, temperature: {arguments.temperature}}}"
         ),
-        "algorithm": f"{{estimator: group_norm, entropy_coef: {arguments.entropy_coef}}}",
-        "train": f"{{dtype: fp32, compile: false, batch_size: {sizes['prompts'] * 8 // arguments.updates}}}",
+        "algorithm": f"{{{algorithm}}}",
+        "train": f"{{dtype: fp32, compile: false, batch_size: {sizes['num_envs'] // arguments.updates}}}",
         "reward": "{max_failed_fraction: 0.5}",  # a policy at random may sample a placeholder of images
         "eval": "{every: 1000000}",
         **changes,
@@ -202,7 +208,8 @@ def cluster(arguments: argparse.Namespace, hosts: int = 1) -> str:
     if arguments.runtime == "local":
         return "{runtime: local}"
     env = f"0:0-{hosts - 1}" if hosts > 1 else "0"  # several processes on one device
-    return f"{{runtime: ray, component_placement: {{actor: '0', env: '{env}', rollout: '0'}}}}"
+    critic = ", critic: '0'" if arguments.estimator == "gae" else ""
+    return f"{{runtime: ray, component_placement: {{actor: '0', env: '{env}', rollout: '0'{critic}}}}}"
 
 
 def env_section(arguments: argparse.Namespace, tasks: list[str], num_envs: int, **changes: object) -> str:
@@ -288,7 +295,7 @@ def turns(arguments: argparse.Namespace, folder: Path) -> None:
                     arguments,
                     arguments.tasks[:1],
                     sizes["num_envs"],
-                    num_seeds=sizes["prompts"] * steps,
+                    num_seeds=sizes["num_envs"] * steps,
                     eval_seeds=0,
                     enable_offload=is_offloaded,
                 ),
@@ -416,10 +423,13 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["reach-red", "reach-blue", "push-red", "push-blue"])
     parser.add_argument("--sft-batch", type=int, default=512)
     parser.add_argument("--sft-s", type=float, default=100.0, help="of imitating the script, at most")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--estimator", choices=("gae", "group_norm"), default="gae", help="PPO or GRPO")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--critic-learning-rate", type=float, default=1e-3)
+    parser.add_argument("--gae-lambda", type=float, default=0.95)
     parser.add_argument("--temperature", type=float, default=1.0, help="of rollouts; evaluation has 1")
     parser.add_argument("--entropy-coef", type=float, default=0.0)
-    parser.add_argument("--updates", type=int, default=2, help="of each step")
+    parser.add_argument("--updates", type=int, default=4, help="of each step")
     parser.add_argument("--progress", type=float, default=0.0, help="reward of a metre of way, besides 1 for success")
     parser.add_argument("--target", type=float, default=0.8)
     parser.add_argument("--eval-every", type=int, default=10)
@@ -431,7 +441,7 @@ def main() -> None:
     parser.add_argument("--runtime", choices=("local", "ray"), help="ray on a CUDA device, else local, if not set")
     parser.add_argument("--hosts", type=int, default=4, help="processes of the role env while it learns, on Ray")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prompts", type=int, help="tasks and seeds of a step, 8 episodes each")
+    parser.add_argument("--num-envs", type=int, help="simulators, each of which plays an episode in a step")
     parser.add_argument("--start", type=Path, help="a policy to begin with, made by `--parts imitate --folder FOLDER`")
     parser.add_argument("--folder", type=Path, help="kept; a temporary one if not set")
     arguments = parser.parse_args()
@@ -442,11 +452,10 @@ def main() -> None:
         import torch
 
         arguments.runtime = "ray" if torch.cuda.is_available() else "local"
-    prompts = arguments.prompts or (4 if arguments.tiny else 32)
+    num_envs = arguments.num_envs or (32 if arguments.tiny else 512)
     arguments.sizes = {
-        "prompts": prompts,
-        "num_envs": 8 * prompts,
-        "num_seeds": 4 if arguments.tiny else 4096,
+        "num_envs": num_envs,
+        "num_seeds": 32 if arguments.tiny else 65536,
         "eval_seeds": 2 if arguments.tiny else 64,
         "views": 8 if arguments.tiny else 512,  # worlds that the imitation plays in, 128 views of each
     }
