@@ -171,7 +171,7 @@ class ImitationSettings:
     limit_s: float
     num_steps: int = 200  # between two looks at its success
     learning_rate: float = 1e-3
-    enough: float = 0.9  # success of the script's imitation, at a temperature of 0.5, that ends the first part
+    enough: float = 0.95  # success of the script's imitation, at a temperature of 0.5, that ends the first part
     begin: tuple[float, float] = (0.06, 0.14)  # success of either kind of tasks that the second part leads to
     shares: tuple[float, float] = (0.01, 0.3)  # of the script's decisions in the first mixture, to reach and to push
     max_mixtures: int = 8  # that it tries
