@@ -1,6 +1,9 @@
 """Checks of the kernels of Llama-like layers, on a CUDA device or, by Triton's interpreter, on a CPU.
 
 TRITON_INTERPRET=1 python -m tests.rollout.kernel_checks      # on a CPU: Triton reads it when it is imported
+TRITON_INTERPRET=1 python -m tests.rollout.kernel_checks part
+
+The interpreter takes 25 ms for every program of a kernel, so a part of the cases is chosen that reaches every branch.
 """
 
 from __future__ import annotations
@@ -9,11 +12,22 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from hotseat.rollout._llama_slots import LlamaSlots, _Norm, _rms_norm
 
@@ -28,13 +42,14 @@ SHAPE = {
     "initializer_range": 0.15,
 }
 GROUPED = {**SHAPE, "num_key_value_heads": 2}
-MODELS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE),
-    "llama, biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
-    "mistral": MistralConfig(**GROUPED, sliding_window=None, head_dim=20),
-    "qwen2": Qwen2Config(**GROUPED),
-    "qwen3": Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=True),
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "llama, biased": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=None, head_dim=20)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=True)),
 }
+PART_OF_MODELS = ("llama, biased", "mistral", "qwen3")  # biases, groups, norms of heads
 
 
 def kernels() -> Any:
@@ -56,7 +71,7 @@ def assert_close(actual: Tensor, expected: Tensor, roundings: float, scale: floa
     torch.testing.assert_close(actual, expected, rtol=roundings * eps, atol=roundings * eps * scale)
 
 
-def norms_are_those_of_torch(device: torch.device) -> None:
+def norms_are_those_of_torch(device: torch.device, is_whole: bool = True) -> None:
     for dtype in DTYPES:
         for rows, size in ((1, 64), (5, 100), (3, 3584)):
             x = randn(rows, size, device=device, dtype=dtype)
@@ -69,12 +84,12 @@ def norms_are_those_of_torch(device: torch.device) -> None:
                 assert (actual != expected).double().mean() < 0.02
 
 
-def a_large_norm_does_not_overflow_in_sixteen_bits(device: torch.device) -> None:
+def a_large_norm_does_not_overflow_in_sixteen_bits(device: torch.device, is_whole: bool = True) -> None:
     x = torch.full((2, 64), 1000.0, dtype=torch.float16, device=device)
     assert torch.equal(kernels().rms_norm(x, torch.ones_like(x[0]), 1e-5), torch.ones_like(x))
 
 
-def products_of_gate_and_up_are_those_of_torch(device: torch.device) -> None:
+def products_of_gate_and_up_are_those_of_torch(device: torch.device, is_whole: bool = True) -> None:
     for dtype in DTYPES:
         for rows, size in ((1, 8), (3, 72), (2, 1500), (5, 2048)):
             gate_up = 3 * randn(rows, 2 * size, device=device, dtype=dtype)
@@ -94,34 +109,39 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, norm: tuple[Tensor, float] | Non
     return torch.cat([low * cos_low + high * sin_low, high * cos_high + low * sin_high], dim=-1).to(x.dtype)
 
 
-def heads_are_rotated_and_written(device: torch.device) -> None:
+def heads_are_rotated_and_written(device: torch.device, is_whole: bool = True) -> None:
     """In place, and with keys and values into a cache; both with norms of heads and without."""
-    shapes = ((3, 3, 64), (6, 2, 80), (7, 1, 128), (4, 2, 20))
-    for dtype in DTYPES:
+    shapes = ((3, 3, 64), (6, 2, 80), (7, 1, 128), (4, 2, 20), (18, 2, 8))
+    # The last shape as if there were many rows: two programs of 16 heads for each.
+    for dtype in DTYPES if is_whole else (torch.float32, torch.float16):
         # The interpreter takes milliseconds for every program, and a device's compiler longer for every shape and type.
         has_all = dtype == (torch.bfloat16 if device.type == "cuda" else torch.float32)
         for index, (num_heads, num_kv, dim) in enumerate(shapes if has_all else shapes[1:2]):
-            rows, max_keys = 3, 48
+            rows, max_keys = 3 if is_whole else 2, 48
+            many_rows = 1 if num_heads > 16 else 1024
             fresh = randn(rows, num_heads + 2 * num_kv, dim, device=device, dtype=dtype, seed=index)
             cos, sin = (randn(max_keys, dim, device=device, dtype=dtype, seed=seed).clamp(-1, 1) for seed in (1, 2))
-            positions = torch.tensor([0, 47, 3], device=device)
+            positions = torch.tensor([3, 47, 0], device=device)[:rows]
             weights = [1 + 0.1 * randn(dim, device=device, dtype=dtype, seed=seed) for seed in (3, 4)]
             query, key, value = fresh.split([num_heads, num_kv, num_kv], dim=1)
-            for norms in (None, (weights[0], 1e-5, weights[1], 1e-6)):
+            both = [None, (weights[0], 1e-5, weights[1], 1e-6)]
+            for norms in both if is_whole or dim == 80 else both[index % 2 :][:1]:
                 of_query, of_key = (norms[:2], norms[2:]) if norms is not None else (None, None)
                 angles = (cos[positions], sin[positions])
                 expected_query, expected_key = turned(query, *angles, of_query), turned(key, *angles, of_key)
                 roundings = 1 if norms is None else 4
 
                 qkv = fresh.clone()
-                kernels().rotate(qkv, num_heads, positions, (cos, sin), norms)
+                with patch.object(kernels(), "_MANY_ROWS", many_rows):
+                    kernels().rotate(qkv, num_heads, positions, (cos, sin), norms)
                 assert_close(qkv[:, :num_heads], expected_query, roundings, scale=1.0)
                 assert_close(qkv[:, num_heads : num_heads + num_kv], expected_key, roundings, scale=1.0)
                 assert torch.equal(qkv[:, num_heads + num_kv :], value)
 
                 qkv = fresh.clone()
                 cache = [torch.zeros(rows + 1, num_kv, max_keys, dim, dtype=dtype, device=device) for _ in range(2)]
-                kernels().rotate(qkv, num_heads, positions, (cos, sin), norms, tuple(cache))
+                with patch.object(kernels(), "_MANY_ROWS", many_rows):
+                    kernels().rotate(qkv, num_heads, positions, (cos, sin), norms, tuple(cache))
                 assert_close(qkv[:, :num_heads], expected_query, roundings, scale=1.0)
                 assert torch.equal(qkv[:, num_heads:], fresh[:, num_heads:])
                 at = (torch.arange(rows, device=device), slice(None), positions)
@@ -132,9 +152,9 @@ def heads_are_rotated_and_written(device: torch.device) -> None:
                     assert not part.any()
 
 
-def random_model(config: PreTrainedConfig) -> Any:
+def random_model(make: Callable[[], PreTrainedModel]) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).float()
+    model = make().float()
     for parameter in model.parameters():
         if parameter.dim() == 1:  # biases and norms too, so that a mistake with them shows
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
@@ -149,37 +169,43 @@ def results(slots: LlamaSlots, tokens: Tensor, lengths: list[int], times: int) -
     for _ in range(times):
         step = slots.decode(tokens[:, 0], torch.tensor(lengths, device=tokens.device), 32).clone()
     keys, values = slots.cache.read(len(lengths), 32, tokens.device)
-    hidden = slots.hidden(tokens)
+    hidden = slots.hidden(tokens[:1])
     return [hidden, step, keys, values, *(part for p in prefixes for part in (p.keys, p.values))]
 
 
 @torch.no_grad()
-def models_compute_the_same_with_kernels(device: torch.device) -> None:
+def models_compute_the_same_with_kernels(device: torch.device, is_whole: bool = True) -> None:
     """In float32 up to last bits; in 16 bits with about the error against float32 that there is without kernels."""
     generator = torch.Generator().manual_seed(0)
     half = torch.bfloat16 if device.type == "cuda" else torch.float16  # which it rounds
-    for name, config in MODELS.items():
-        tokens = torch.randint(67, (2, 4), generator=generator).to(device)
+    length = 4 if is_whole else 2
+    for name in MODELS if is_whole else PART_OF_MODELS:
+        tokens = torch.randint(67, (2, length), generator=generator).to(device)
         made: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
-        for dtype in (torch.float32, half):
-            slots = LlamaSlots(random_model(config).to(device, dtype), 16, 64, device, fp32_head=False)
+        dtypes = (torch.float32, half) if is_whole or name == "qwen3" else (torch.float32,)
+        for dtype in dtypes:
+            slots = LlamaSlots(random_model(MODELS[name]).to(device, dtype), 16, 64, device, fp32_head=False)
             slots._is_lean = True
             for has_kernels in (False, True):
                 slots.cache.allocate()
                 slots.release()
                 slots._kernels = kernels() if has_kernels else None
                 # A CUDA graph is recorded the third time, and replayed from then on.
-                made[dtype, has_kernels] = results(slots, tokens, [4, 3], times=5 if device.type == "cuda" else 1)
+                times = 5 if device.type == "cuda" else 1
+                with patch.object(kernels(), "_MANY_ROWS", 4):  # a prefill has as many, a step has not
+                    made[dtype, has_kernels] = results(slots, tokens, [length, length - 1], times)
         exact = made[torch.float32, False]
         for of_float, of_kernels in zip(exact, made[torch.float32, True], strict=True):
             torch.testing.assert_close(of_kernels, of_float, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        if half not in dtypes:
+            continue
         for of_float, plain, of_kernels in zip(exact, made[half, False], made[half, True], strict=True):
             assert of_kernels.dtype == plain.dtype
             errors = [float((t.float() - of_float).square().mean().sqrt()) for t in (plain, of_kernels)]
             assert errors[1] < 3 * errors[0], f"{name}: {errors}"
 
 
-CHECKS: list[Callable[[torch.device], None]] = [
+CHECKS: list[Callable[..., None]] = [
     norms_are_those_of_torch,
     a_large_norm_does_not_overflow_in_sixteen_bits,
     products_of_gate_and_up_are_those_of_torch,
@@ -188,12 +214,12 @@ CHECKS: list[Callable[[torch.device], None]] = [
 ]
 
 
-def main() -> None:
+def main(is_whole: bool) -> None:
     began_s = time.perf_counter()
     for check in CHECKS:
+        check(torch.device("cpu"), is_whole)
         print(f"{time.perf_counter() - began_s:.1f} s: {check.__name__}", flush=True)
-        check(torch.device("cpu"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(is_whole="part" not in sys.argv[1:])
