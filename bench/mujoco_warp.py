@@ -387,7 +387,8 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
     held_out = [e["eval/success"] for e in metrics_of(folder, "learn") if e.get("eval/success") is not None]
     say(
         f"from {held_out[0]:.1%} to {held_out[-1]:.1%} of held-out seeds, at best {max(held_out):.1%}, in"
-        f" {elapsed_s() - learning_s:.0f} s of learning, {elapsed_s() - began_s:.0f} s with imitation"
+        f" {elapsed_s() - learning_s:.0f} s of learning"
+        f"{'' if arguments.start else f', {elapsed_s() - began_s:.0f} s with imitation'}"
         f"{' (ended by itself)' if is_done else ''}"
         if held_out
         else f"nothing was evaluated:\n{tail(folder, 'learn')}"
@@ -442,9 +443,14 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4, help="processes of the role env while it learns, on Ray")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-envs", type=int, help="simulators, each of which plays an episode in a step")
-    parser.add_argument("--start", type=Path, help="a policy to begin with, made by `--parts imitate --folder FOLDER`")
+    parser.add_argument("--start", type=Path, help="FOLDER/model of `--parts imitate --folder FOLDER`, to begin with")
     parser.add_argument("--folder", type=Path, help="kept; a temporary one if not set")
     arguments = parser.parse_args()
+    if "imitate" in arguments.parts and arguments.folder is None:
+        parser.error("the part imitate writes a policy for other calls: set --folder to where it is to stay")
+    is_made_first = len(arguments.parts) > 1 and "imitate" in arguments.parts
+    if arguments.start is not None and not is_made_first and not (arguments.start / "config.json").exists():
+        parser.error(f"--start {arguments.start} has no config.json: name the folder `model` that imitate wrote")
     if len(arguments.parts) > 1:
         run_parts(arguments)
         return

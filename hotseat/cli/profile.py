@@ -56,8 +56,8 @@ def measure(
     factors = factors or default_factors(config)
     if has_simulator(config) and steps_beside_answers(make_plan(config)):
         tell(
-            "Simulators step on devices where an engine answers others meanwhile, so what is measured of either has"
-            " waiting for the other in it: placements without that may be faster than predicted. To measure them"
+            "Simulators step on devices where an engine answers others meanwhile, so the seconds measured for either"
+            " include waiting for the other: placements without that may be faster than predicted. To measure them"
             " apart, give env and rollout devices of their own."
         )
     about = {

@@ -1,15 +1,16 @@
 # mypy: ignore-errors
-"""What stands between the products of a Llama-like layer, on a GPU: three kernels that read and write everything once.
+"""Triton kernels for what a Llama-like layer computes between matrix products: norms, rotations, gated activations.
 
-All compute in float32. Numbers are rounded to the model's type where a comment says so, and when they are stored.
+Each reads its inputs and writes its outputs once, and computes in float32. Numbers are rounded to the model's type
+where a comment says so, and when they are stored.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-_COLUMNS = 1024  # of a row of the product of gate and up, for a program
-_ENOUGH_ROWS = 1024  # from which on a program rotates more heads: there are enough programs
+_COLUMNS = 1024  # of a row of gates that one program computes at most
+_MANY_ROWS = 1024  # from which on a program rotates 16 heads instead of 4: there are programs enough for the device
 
 
 @triton.jit
@@ -135,7 +136,7 @@ def rotate(
     q_weight, q_eps, k_weight, k_eps = norms or (qkv, 0.0, qkv, 0.0)
     keys, values = cache or (qkv, qkv)
     block_half = triton.next_power_of_2(dim // 2)
-    block_heads = 4 if rows < _ENOUGH_ROWS else 16
+    block_heads = 4 if rows < _MANY_ROWS else 16
     num_changed = heads if cache is not None else num_heads + num_kv
     with torch.cuda.device_of(qkv):
         _rotate_kernel[(rows, triton.cdiv(num_changed, block_heads))](

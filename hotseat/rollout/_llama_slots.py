@@ -5,11 +5,11 @@ LLaVA's language models are among these: its visual encoder runs as it is, and t
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -49,11 +49,9 @@ _BODIES = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 # The angles of these depend on the position alone, not on the length of the sequence.
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
-
 _MANY_ROWS = 256  # tokens from which on a forward is a prefill, not a step
-_LEAN_LENGTHS = (
-    8  # what the lengths of prefills are multiples of on a CUDA device: few, since attention is planned for each
-)
+# Lengths of prefills on a CUDA device are multiples of this: few different ones, since attention is planned for each.
+_LENGTH_MULTIPLE = 8
 
 
 def _body(model: Any) -> Any:
@@ -124,15 +122,15 @@ class _Norm:
         self.eps: float = norm.variance_epsilon
 
 
-@cache
-def _cuda_kernels() -> Any:
-    """Return the module of CUDA kernels, or None if Triton is missing or does not work: it needs a C compiler."""
+@functools.cache
+def _cuda_kernels(device: torch.device) -> Any:
+    """Return the module of Triton kernels, or None if Triton is missing or does not work: it needs a C compiler."""
     if importlib.util.find_spec("triton") is None:
         return None
-    from hotseat.rollout import _llama_kernels
-
-    one = torch.ones(1, 16, device="cuda")
+    one = torch.ones(1, 16, device=device)
     try:
+        from hotseat.rollout import _llama_kernels
+
         _llama_kernels.rms_norm(one, one[0], 0.0)
     except Exception as error:
         warnings.warn(
@@ -252,8 +250,8 @@ class LlamaSlots:
         self._graphs = _DecodeGraphs(self._decode) if device.type == "cuda" else None
         # Kernels that read and write less. Their last bits may depend on the rows beside, which matters on a CPU alone.
         self._is_lean = device.type == "cuda"
-        # Of Triton, where it is there: what stands between two products is one kernel, or two, instead of up to six.
-        self._kernels = _cuda_kernels() if device.type == "cuda" else None
+        # Triton's, where it works: one or two kernels between two matrix products, instead of up to six.
+        self._kernels = _cuda_kernels(device) if device.type == "cuda" else None
 
     def _rms_norm(self, x: Tensor, norm: _Norm) -> Tensor:
         if self._kernels is None:
@@ -262,7 +260,7 @@ class LlamaSlots:
         return normed
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `_heads` takes: cosines and sines, [rows, 1, head_dim] each; of all positions for a kernel."""
+        """Return cosines and sines for `_heads`: [rows, 1, head_dim] each, or [max_keys, head_dim] for kernels."""
         if self._kernels is not None:
             return self._cos, self._sin
         return self._cos[positions][:, None], self._sin[positions][:, None]
@@ -277,8 +275,8 @@ class LlamaSlots:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project and rotate: [rows, hidden] -> query [rows, heads, dim], key and value [rows, kv_heads, dim].
 
-        into: a layer's keys and values in the cache, [slots, kv_heads, max_keys, dim] each. A kernel writes there
-        instead, and the returned key is not rotated.
+        into: a layer's keys and values in the cache, [slots, kv_heads, max_keys, dim] each. Kernels write rotated keys
+        and values there, and the returned key is not rotated then. Without kernels nothing is written.
         """
         num_heads, num_kv = self._num_heads, self._num_kv_heads
         qkv = _linear(self._rms_norm(x, layer.norm_1), layer.qkv, layer.qkv_bias)
@@ -351,11 +349,11 @@ class LlamaSlots:
         x = F.embedding(tokens, self._embedding)
         angles = self._angles(positions)
         bias = causal_bias(positions, num_keys, x.dtype)
-        at = self.cache.rows_at(positions)
+        at = self.cache.rows_at(positions) if self._kernels is None else None
         for index, layer in enumerate(self._layers):
             keys, values = self.cache.layers[index]
             query, key, value = self._heads(layer, x, positions, angles, (keys, values))
-            if self._kernels is None:
+            if at is not None:
                 self.cache.append(index, at, key, value)
             # The query heads of a group share their keys, so they can be computed as several queries of one head.
             attended = F.scaled_dot_product_attention(
@@ -401,7 +399,7 @@ class LlamaSlots:
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], images: RowsOfImages = ()) -> list[Prefix]:
         if self._is_lean:
-            tokens = tokens[:, : -(-max(lengths) // _LEAN_LENGTHS) * _LEAN_LENGTHS]
+            tokens = tokens[:, : -(-max(lengths) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE]
         _, keys, values = self._forward(tokens, True, images)
         return cut_prefixes(keys, values, lengths)
 

@@ -295,11 +295,8 @@ def test_rollouts_in_simulators_are_predicted_from_turns_of_one_stage():
     [
         ("{actor: 0-3, env: 0-1, rollout: 2-3}", {(1, 0), (0, 1)}, False),
         ("{actor: 0-3, env: 0-3, rollout: 0-3}", {(1, 1)}, False),
-        (
-            "{actor: 0-3, env: 0-1, rollout: 0-3}",
-            {(1, 1), (0, 1)},
-            True,
-        ),  # engine 1, on the second's device, is the first's
+        # Engine 1 is on the device of the second env process and serves the first.
+        ("{actor: 0-3, env: 0-1, rollout: 0-3}", {(1, 1), (0, 1)}, True),
         ("{actor: 0-3, env: 0, rollout: 0-3}", {(1, 1), (0, 1)}, False),
         ("{actor: 0-3, env: 0-3, rollout: 2-3}", {(1, 1), (1, 0)}, True),
         ("{actor: 0, env: 1-3, rollout: 1-3}", {(1, 1)}, False),
@@ -436,7 +433,7 @@ def test_short_runs_of_a_profile_scale_simulators_and_have_one_stage():
     beside = loads(SIMULATED, ["cluster.component_placement={actor: 0-3, env: 0-1, rollout: 1}"])
     with pytest.raises(RunError):
         measure(beside, start, [1.0], [1], said.append, print)
-    assert "has waiting for the other in it" in said.pop()
+    assert "include waiting for the other" in said.pop()
     runs.pop()
     facts = [(each.env.num_envs, each.rollout.pipeline_stage_num, each.rollout.batch_size) for each in runs]
     assert facts == [(4, 1, 4), (32, 1, 32)]

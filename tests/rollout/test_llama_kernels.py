@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from hotseat.rollout._llama_slots import _cuda_kernels
+
+from . import kernel_checks
 from .conformance import PATIENCE_S
 
 pytestmark = pytest.mark.slow
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
-def test_kernels_compute_what_torch_does() -> None:
+def test_models_compute_the_same_with_kernels() -> None:
+    kernel_checks.models_compute_the_same_with_kernels(torch.device("cpu"), kernel_checks.PlainKernels)
+
+
+@needs_triton
+def test_layers_are_computed_without_kernels_where_triton_does_not_work() -> None:
+    _cuda_kernels.cache_clear()
+    with pytest.warns(UserWarning, match="without the faster kernels, since Triton does not work here"):
+        assert _cuda_kernels(torch.device("cpu")) is None  # compiled kernels cannot read a CPU's memory
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "arguments", [pytest.param(["part"], id="part"), pytest.param([], marks=pytest.mark.long, id="whole")]
+)
+def test_kernels_compute_what_torch_does(arguments: list[str]) -> None:
     """In a process of its own: Triton chooses its interpreter when it is imported."""
-    pytest.importorskip("triton", reason="needs Triton, whose interpreter runs kernels on a CPU")
     checks = subprocess.run(
-        [sys.executable, "-m", "tests.rollout.kernel_checks"],
+        [sys.executable, "-m", "tests.rollout.kernel_checks", *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=Path(__file__).parents[2],
         capture_output=True,

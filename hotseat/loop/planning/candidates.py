@@ -83,11 +83,11 @@ def candidates(
     num_devices = _num_devices(config, inventory)
     refuse_fixed_roles(config)
     others = [role for role in roles_of(config) if role not in ("actor", "rollout", "env")]
-    placed_elsewhere = {
+    placed_elsewhere: Settings = {
         role: selection for role, selection in config.cluster.component_placement.items() if selection in _ELSEWHERE
     }
     if has_simulator(config):
-        yield from _with_simulators(config, inventory, num_devices, sizes, {**placed_elsewhere}, others)
+        yield from _with_simulators(config, inventory, num_devices, sizes, placed_elsewhere, others)
         return
     for size in sizes:
         for actor, rollout, is_shared in _splits(num_devices):
@@ -120,7 +120,7 @@ def _with_simulators(
     They are synchronous: what staleness gains in simulators is not predicted.
     """
     num_envs = config.env.num_envs * len(make_plan(config, inventory).role("env").processes)
-    same = dict.fromkeys((role for role in others if role not in placed_elsewhere), "@actor")
+    with_actor = dict.fromkeys((role for role in others if role not in placed_elsewhere), "@actor")
     for size in sizes:
         for actor, env, rollout in _splits_in_three(num_devices):
             if len(rollout) % size or num_envs % len(env):
@@ -138,7 +138,7 @@ def _with_simulators(
                     "overlap.staleness": 0,
                     **_without_overlap(config),
                 }
-                placed = {"cluster.component_placement": {**placement, **same, **placed_elsewhere}}
+                placed = {"cluster.component_placement": {**placement, **with_actor, **placed_elsewhere}}
                 num_engines = len(rollout) // size
                 if len(env) % num_engines and num_engines % len(env):
                     because = "neither the number of env processes nor that of engines divides the other"
