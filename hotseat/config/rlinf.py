@@ -278,9 +278,13 @@ def _share_simulators(values: Mapping[str, Any], ours: dict[str, Any]) -> list[t
 
 def _in_episodes(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
     """Count the batches of a run in simulators in episodes; return the keys that count something else."""
-    if _at(values, "runner.task_type") != "embodied":
-        return []
     total, group = _at(values, _ALL_SIMULATORS), ours.get("rollout.samples_per_prompt", 1)
+    is_embodied = _at(values, "runner.task_type") == "embodied"
+    unused = []
+    if _at(values, _EPOCHS) is not None and not (is_embodied and total is not None):
+        unused.append((_EPOCHS, f"it multiplies {_ALL_SIMULATORS} where runner.task_type is embodied"))
+    if not is_embodied:
+        return unused
     if total is not None:
         num_episodes = total * (_at(values, _EPOCHS) or 1)
         if num_episodes % group:
@@ -295,7 +299,7 @@ def _in_episodes(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[
             "steps follow from env.tasks, env.num_seeds and train.num_episodes, the passes over them",
         ),
     }
-    return [
+    return unused + [
         (theirs, because)
         for theirs, (key, because) in others.items()
         if _at(values, theirs) is not None and ours.pop(key, None) is not None

@@ -102,6 +102,12 @@ def test_episodes_of_a_step_that_make_no_whole_groups_are_refused():
         translate(values)
 
 
+def test_epochs_without_simulators_are_listed():
+    for task in ("embodied", "reasoning"):
+        values = {"runner": {"task_type": task}, "algorithm": {"rollout_epoch": 2}}
+        assert "algorithm.rollout_epoch" in dict(translate(values).no_effect)
+
+
 def test_an_estimator_without_counterpart_is_refused():
     with pytest.raises(ConfigError, match="algorithm.adv_type: 'opd' has no counterpart here; .* grpo, gae"):
         translate({"runner": {}, "algorithm": {"adv_type": "opd"}})
