@@ -157,9 +157,9 @@ def assign(
     """Return (groups of each rank, optimizer step of each sample of each group), from the number of samples per group.
 
     Samples fill optimizer steps in order; what is left in the end, where samples failed, is a step of its own if it
-    fills half of one or more, and else joins the last. The groups that begin in one step are cut into contiguous runs, one for each
-    rank, as even in samples as whole groups allow. With `tokens`, the number of tokens per group, they are instead
-    balanced by tokens in each step: no two ranks differ by more than the largest group of the step has.
+    fills half of one or more, and else joins the last. The groups that begin in one step are cut into contiguous runs,
+    one for each rank, as even in samples as whole groups allow. With `tokens`, the number of tokens per group, they are
+    instead balanced by tokens in each step: no two ranks differ by more than the largest group of the step has.
     """
     steps: list[list[int]] = []
     position = 0
