@@ -62,6 +62,7 @@ class Memory:
 
     @classmethod
     def of(cls, data: bytes) -> Memory:
+        """Write an item to new memory."""
         memory = cls(os.memfd_create("hotseat-item"), len(data))
         view = memoryview(data)
         while view:
@@ -84,7 +85,10 @@ Packed = bytes | memoryview | Memory
 
 
 def pack_items(items: list[Any]) -> list[bytes]:
-    """Return the pieces of a payload: the number of items, then each item after its length. Of `Memory` only that."""
+    """Return the pieces of a payload: the number of items, then each item after its length.
+
+    Of an item in `Memory` the payload has the length alone.
+    """
     pieces = [COUNT.pack(len(items))]
     for item in items:
         if isinstance(item, Memory):
@@ -111,7 +115,7 @@ def unpack_items(payload: memoryview, passed: deque[int]) -> list[Packed]:
 
 
 def receive_with(connection: socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """Receive so many bytes at most, and the descriptors that come with them."""
+    """Receive at most `size` bytes, and the descriptors that come with them."""
     # Programs that this process starts are not to have them.
     flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
     data, descriptors, flags, _ = socket.recv_fds(connection, size, MAX_PASSED, flags)
