@@ -243,6 +243,11 @@ def translate(values: Mapping[str, Any]) -> Translation:
     return Translation(_nested(ours), no_effect)
 
 
+def their_key(values: Mapping[str, Any], ours: str) -> str:
+    """Return the key of RLinf's config that one of ours comes from; ours, if it comes from several."""
+    return next((key.theirs for key in TABLE if key.ours == ours and _at(values, key.theirs) is not None), ours)
+
+
 def _together(values: Mapping[str, Any], ours: dict[str, Any]) -> None:
     """Set the keys that follow from several of RLinf's."""
     both = _at(values, "algorithm.ratio_clip_eps")
