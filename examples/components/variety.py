@@ -6,7 +6,7 @@
       component_placement: {actor: 0-3, rollout: 0-3, variety: 0-1}    # on the actor's devices unless placed
     flow:                                                              # as without a flow
       - {name: rollout, run: [rollout]}
-      - {name: judge, run: [variety]}
+      - {name: compare, run: [variety]}
       - {name: prepare, run: [actor]}
       - {name: update, train: [actor]}
       - {name: sync, push: [rollout]}

@@ -8,8 +8,9 @@ from typing import Any
 
 import yaml
 
-from hotseat.config import loads, to_yaml
-from hotseat.config.rlinf import looks_like_rlinf, translate
+from hotseat.config import to_yaml
+from hotseat.config.load import loads_in_effect
+from hotseat.config.rlinf import looks_like_rlinf, their_key, translate
 from hotseat.errors import ConfigError, Problem, UserError
 
 
@@ -19,9 +20,9 @@ def run_rlinf_config(path: str, overrides: list[str]) -> int:
     if not looks_like_rlinf(values):
         raise UserError(f"{path} has no section runner, so it is no config of RLinf: `hotseat config` reads ours")
     translation = translate(values)
-    config = loads(yaml.safe_dump(translation.values, sort_keys=False), overrides, forget_idle=True)
+    config, idle = loads_in_effect(yaml.safe_dump(translation.values, sort_keys=False), overrides)
     print(to_yaml(config), end="")
-    for key, because in translation.no_effect:
+    for key, because in [*translation.no_effect, *((their_key(values, key), because) for key, because in idle)]:
         print(f"no effect here: {key} because {because}", file=sys.stderr)
     return 0
 

@@ -9,6 +9,7 @@ second.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import heapq
 import hmac
@@ -61,6 +62,7 @@ class Memory:
 
     @classmethod
     def of(cls, data: bytes) -> Memory:
+        """Write an item to new memory."""
         memory = cls(os.memfd_create("hotseat-item"), len(data))
         view = memoryview(data)
         while view:
@@ -83,7 +85,10 @@ Packed = bytes | memoryview | Memory
 
 
 def pack_items(items: list[Any]) -> list[bytes]:
-    """Return the pieces of a payload: the number of items, then each item after its length. Of `Memory` only that."""
+    """Return the pieces of a payload: the number of items, then each item after its length.
+
+    Of an item in `Memory` the payload has the length alone.
+    """
     pieces = [COUNT.pack(len(items))]
     for item in items:
         if isinstance(item, Memory):
@@ -110,10 +115,14 @@ def unpack_items(payload: memoryview, passed: deque[int]) -> list[Packed]:
 
 
 def receive_with(connection: socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """Receive so many bytes at most, and the descriptors that come with them."""
+    """Receive at most `size` bytes, and the descriptors that come with them."""
     # Programs that this process starts are not to have them.
     flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-    data, descriptors, _, _ = socket.recv_fds(connection, size, MAX_PASSED, flags)
+    data, descriptors, flags, _ = socket.recv_fds(connection, size, MAX_PASSED, flags)
+    if flags & socket.MSG_CTRUNC:  # the system has dropped the others
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise OSError(errno.EMFILE, "this process has too many open files to take the memory that was passed")
     return data, descriptors
 
 
@@ -261,6 +270,15 @@ class BoundedQueue:
 # --- the broker -------------------------------------------------------------------------------------------------------
 
 
+class Timer:
+    """A call that is to be made later; None: it was withdrawn."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[[], None]):
+        self.call: Callable[[], None] | None = call
+
+
 class _Served:
     """A queue and the connections to it."""
 
@@ -295,6 +313,7 @@ class _Connection:
         self.client = self.who = ""  # one process, and what it is called
         self.is_producer = self.is_consumer = False
         self._waiter: Waiter | None = None
+        self._timer: Timer | None = None  # of the waiter
         self._said_bye = False
         self._write(nonce)
         # A client that connects and never proves itself is dropped.
@@ -370,6 +389,7 @@ class _Connection:
         self._to_pass = []
         if self._waiter:
             self._served.queue.cancel(self._waiter)
+            self._stop_waiting()
         is_missed_producer = self.is_producer and self.client not in self._served.done
         if not self._said_bye and (is_missed_producer or self.is_consumer):
             role = "producer" if is_missed_producer else "consumer"
@@ -425,7 +445,7 @@ class _Connection:
         def answer(kind: int, payload: Any) -> None:
             nonlocal is_answered
             is_answered = True
-            self._waiter = None
+            self._stop_waiting()
             if kind == ITEMS:
                 self._give(payload)
             else:
@@ -433,13 +453,19 @@ class _Connection:
 
         def late() -> None:
             if not is_answered and served.queue.cancel(waiter):
-                self._waiter = None
+                self._stop_waiting()
                 self._answer(LATE, [served.facts()])
 
         waiter = ask(answer)
         if not is_answered:
             self._waiter = waiter
-            self._server.later(timeout_s, late)
+            self._timer = self._server.later(timeout_s, late)
+
+    def _stop_waiting(self) -> None:
+        """Forget the waiter, also in its timer, which would otherwise keep the items of a put until it runs out."""
+        if self._timer is not None:
+            self._timer.call = None
+        self._waiter = self._timer = None
 
     def _give(self, items: list[Any]) -> None:
         """Answer with items. Memory is passed on this machine, as far as one message takes it, and else copied."""
@@ -489,10 +515,12 @@ class Server:
             self._listen(listener)
         self._queues: dict[str, _Served] = {}
         self._memory: weakref.WeakSet[Memory] = weakref.WeakSet()
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self._max_memory = min(most, 1 << 16) // 2  # the rest is for connections
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._max_memory = 0
+        if hasattr(os, "memfd_create"):  # otherwise nobody passes any
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            self._max_memory = min(most, 1 << 16) // 2  # the rest is for connections
+        self._timers: list[tuple[float, int, Timer]] = []
         self._num_timers = 0
 
     def run(self, until_ended: int) -> None:
@@ -512,11 +540,15 @@ class Server:
                 else:
                     key.data()
             while self._timers and self._timers[0][0] <= time.monotonic():
-                heapq.heappop(self._timers)[2]()
+                call = heapq.heappop(self._timers)[2].call
+                if call is not None:
+                    call()
 
-    def later(self, seconds: float, call: Callable[[], None]) -> None:
+    def later(self, seconds: float, call: Callable[[], None]) -> Timer:
+        timer = Timer(call)
         self._num_timers += 1
-        heapq.heappush(self._timers, (time.monotonic() + seconds, self._num_timers, call))
+        heapq.heappush(self._timers, (time.monotonic() + seconds, self._num_timers, timer))
+        return timer
 
     def held(self, items: list[Packed]) -> list[Any]:
         """Return items as queues hold them: where too many are in memory of their own, copied out of it."""

@@ -30,16 +30,26 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def loads(text: str, overrides: Sequence[str] = (), file: str | None = None, *, forget_idle: bool = False) -> Config:
     """Read a config's text, as `load` does. forget_idle: remove options that overrides have left without effect."""
+    return _read(text, overrides, file, forget_idle=forget_idle)[0]
+
+
+def loads_in_effect(text: str, overrides: Sequence[str] = ()) -> tuple[Config, list[tuple[str, str]]]:
+    """Read a config's text without its options that have no effect, and return (key, reason) of each of them."""
+    return _read(text, overrides, None, forget_idle=True)
+
+
+def _read(
+    text: str, overrides: Sequence[str], file: str | None, *, forget_idle: bool
+) -> tuple[Config, list[tuple[str, str]]]:
     document = read_yaml(text, file)
     for override in overrides:
         _apply_override(document, override)
     _forget_evaluation(document)
-    if forget_idle:
-        _forget_idle(document)
+    idle = _forget_idle(document) if forget_idle else []
     config, problems = check(document)
     if problems:
         raise ConfigError(sorted(problems, key=lambda problem: (problem.file != file, problem.line or 0)))
-    return config
+    return config, idle
 
 
 def check(document: Document) -> tuple[Config, list[Problem]]:
@@ -183,14 +193,16 @@ def _forget_evaluation(document: Document) -> None:
         checkpoint.pop("best_metric", None)
 
 
-def _forget_idle(document: Document) -> None:
-    """Remove options that can have no effect from a document, unless an override has set them."""
+def _forget_idle(document: Document) -> list[tuple[str, str]]:
+    """Remove options that can have no effect from a document, unless an override has set them; return (key, reason)."""
+    forgotten: list[tuple[str, str]] = []
     while True:
         config, _ = validate(document)
         paths = [path for path in set_keys(document.values) if path not in document.origins]
         idle = checks.no_effect(config, [dotted(path) for path in paths])
         if not idle:
-            return
+            return forgotten
+        forgotten += idle
         document.values = _without(document.values, [_path_of(key, paths) for key, _ in idle])
 
 

@@ -243,6 +243,11 @@ def translate(values: Mapping[str, Any]) -> Translation:
     return Translation(_nested(ours), no_effect)
 
 
+def their_key(values: Mapping[str, Any], ours: str) -> str:
+    """Return the key of RLinf's config that one of ours comes from; ours, if it comes from several."""
+    return next((key.theirs for key in TABLE if key.ours == ours and _at(values, key.theirs) is not None), ours)
+
+
 def _together(values: Mapping[str, Any], ours: dict[str, Any]) -> None:
     """Set the keys that follow from several of RLinf's."""
     both = _at(values, "algorithm.ratio_clip_eps")
@@ -278,9 +283,13 @@ def _share_simulators(values: Mapping[str, Any], ours: dict[str, Any]) -> list[t
 
 def _in_episodes(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
     """Count the batches of a run in simulators in episodes; return the keys that count something else."""
-    if _at(values, "runner.task_type") != "embodied":
-        return []
     total, group = _at(values, _ALL_SIMULATORS), ours.get("rollout.samples_per_prompt", 1)
+    is_embodied = _at(values, "runner.task_type") == "embodied"
+    unused = []
+    if _at(values, _EPOCHS) is not None and not (is_embodied and total is not None):
+        unused.append((_EPOCHS, f"it multiplies {_ALL_SIMULATORS} where runner.task_type is embodied"))
+    if not is_embodied:
+        return unused
     if total is not None:
         num_episodes = total * (_at(values, _EPOCHS) or 1)
         if num_episodes % group:
@@ -295,7 +304,7 @@ def _in_episodes(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[
             "steps follow from env.tasks, env.num_seeds and train.num_episodes, the passes over them",
         ),
     }
-    return [
+    return unused + [
         (theirs, because)
         for theirs, (key, because) in others.items()
         if _at(values, theirs) is not None and ours.pop(key, None) is not None

@@ -2,8 +2,8 @@
 
 Unlike the images of rows, frames are many, small, and not known before the run. A prepared frame is a name that has its
 pixels with it (`hotseat.vision.PackedImage`), and takes the place of a file's path in requests, segments and
-micro-batches.
-It disappears with the last of them: no folder has to be shared between machines, and none has to be emptied.
+micro-batches. It disappears with the last of them: no folder has to be shared between machines, and none has to be
+emptied.
 """
 
 from __future__ import annotations

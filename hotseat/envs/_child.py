@@ -1,10 +1,9 @@
 """The program of a child process: simulators, which the parent resets and steps over a pipe.
 
 Started as `python -m hotseat.envs._child FD MEMORY`, with the descriptors of the pipe and of the memory for frames, or
--1 without any. It imports the family, and makes simulators once the parent says so:
-until then it takes no memory of a device. It answers each item of a command by itself, in order, so that the parent
-sees which simulator takes too long; batches of worlds answer together. When the pipe ends, it closes its simulators and
-ends.
+-1 without any. It imports the family, and makes simulators once the parent says so: until then it takes no memory of a
+device. It answers each item of a command by itself, in order, so that the parent sees which simulator takes too long;
+batches of worlds answer together. When the pipe ends, it closes its simulators and ends.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ _ALIGNMENT = 64
 
 
 def make_memory() -> int | None:
-    """Return a descriptor of new memory, for a child to inherit; None where the system has no such memory."""
-    return os.memfd_create("hotseat-frames", 0) if hasattr(os, "memfd_create") else None
+    """Return a descriptor of new memory, to be passed to a child; None where the system has no such memory."""
+    return os.memfd_create("hotseat-frames") if hasattr(os, "memfd_create") else None
 
 
 class Sender:

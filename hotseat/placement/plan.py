@@ -331,10 +331,13 @@ def _check_overlap(flow: Flow, located: Mapping[str, Located]) -> None:
         return
     for (first, second), shared in shared_devices(flow, {name: at.devices for name, at in located.items()}).items():
         plural = "device" if len(shared) == 1 else "devices"
+        waiting = (
+            "set overlap.in_flight to recompute, with which open requests wait for their turn on shared devices, or "
+        )
+        changes = "" if "env" in located else waiting  # simulators do not wait
         raise PlacementError(
             f"{overlap} needs rollout and training on separate devices, and {first} and {second} share {plural}"
-            f" {format_ranks(shared)}: set overlap.in_flight to recompute, with which open requests wait for their"
-            f" turn on shared devices, or leave overlap out, or give {first} devices of its own"
+            f" {format_ranks(shared)}: {changes}leave overlap out, or give {first} devices of its own"
         )
 
 

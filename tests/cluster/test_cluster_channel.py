@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hotseat.cluster import Channel, ChannelClosed
-from hotseat.cluster._broker import CLOSED, DONE, FAILED, ITEMS, BoundedQueue
+from hotseat.cluster._broker import CLOSED, DONE, FAILED, ITEMS, MAX_PASSED, BoundedQueue, receive_with
 from hotseat.cluster.channel import Broker, _BrokerClient
 from hotseat.errors import DeadlineError, WorkerError
 
@@ -383,10 +383,42 @@ def test_large_items_wait_in_memory_of_their_own_and_leave_none(broker):
     assert memory_of("self") == 0
     assert channel.get().data == b"small"
     assert channel.get_many(100) == items
-    assert memory_of(broker.pid) == memory_of("self") == 0
+    assert memory_of("self") == 0
+    wait_until(lambda: memory_of(broker.pid) == 0)  # it lets go of them after they are here
     channel.put(items[0])
     channel.fail("enough")
     assert memory_of(broker.pid) == 0
+
+
+def test_what_waited_for_room_is_not_kept_until_its_deadline(broker):
+    channel = outside(broker, item_type=Big, capacity=1)
+    item = Big(bytes(1 << 18))
+    channel.put(item)
+    waiting = in_thread(channel.put, item, timeout_s=3000)
+    wait_until(lambda: memory_of(broker.pid) == 2)
+    assert channel.get() == item
+    waiting()
+    assert channel.get() == item
+    wait_until(lambda: memory_of(broker.pid) == 0)
+
+
+def test_what_a_process_waited_to_put_is_not_kept_after_its_death(broker, peer):
+    channel = outside(broker, item_type=(int, bytes), capacity=2)
+    channel.put(1)
+    other = peer("put large and wait", channel)  # two items, which have no room
+    wait_until(lambda: memory_of(broker.pid) == 2)
+    other.kill()
+    wait_until(lambda: memory_of(broker.pid) == 0)
+
+
+def test_descriptors_that_do_not_fit_are_an_error_and_none_stays_open():
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(ours, [b"x"], [0] * (MAX_PASSED + 1))
+        with pytest.raises(OSError, match="too many open files"):
+            receive_with(theirs, 1)
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("what", ["put large and wait", "take one and wait"])

@@ -1,5 +1,6 @@
 """Components of the user's own: classes that score and filter groups between rollout and update."""
 
+import contextlib
 import json
 import math
 import sys
@@ -16,8 +17,10 @@ from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import ConfigError, PlacementError, RunError
 from hotseat.loop.planning.plan import flow_problem, make_plan
-from hotseat.loop.workers.component import ComponentSettings, ComponentWorker, load_component
+from hotseat.loop.rl.components import Components
+from hotseat.loop.workers.component import ComponentSettings, ComponentWorker, component_problem, load_component
 from hotseat.loop.workers.experience import Share
+from hotseat.loop.workers.facts import GroupFacts
 from hotseat.types import Episode, GroupChange, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "components" / "variety.py"
@@ -172,7 +175,11 @@ def group_of(*rewards: float, turn_rewards: tuple[float, ...] = ()) -> PromptGro
         ([1], "prompt 5: run returned int: return hotseat.GroupChange"),
         ([GroupChange([1.0])], "prompt 5: 1 rewards for 2 samples"),
         ([GroupChange([1.0, math.nan])], "they must be finite numbers"),
+        ([GroupChange(1.0)], "rewards are 1.0: return a list, one for each sample"),
         ([GroupChange(metrics={"x": "y"})], "metrics {'x': 'y'}: they must be finite numbers"),
+        ([GroupChange(metrics=[1.0])], "metrics are [1.0]: return a mapping"),
+        ([GroupChange(metrics={"dropped": 1.0})], "dropped is a metric of every component"),
+        ([GroupChange(drop=True)], "drop is True: give the reason in words"),
     ],
 )
 def test_results_that_mean_nothing_are_named(changes, message, monkeypatch):
@@ -182,6 +189,77 @@ def test_results_that_mean_nothing_are_named(changes, message, monkeypatch):
         worker.change([Share((group_of(0.0, 1.0),), ((),))])
     assert str(raised.value).startswith(f"components.odd ({__name__}:Answers)")
     assert message in str(raised.value)
+
+
+def test_decisions_become_plain_numbers(monkeypatch):
+    change = GroupChange(torch.tensor([0.5, 2.0]).numpy(), metrics={"seen": torch.tensor(3.0).numpy()[()]})
+    monkeypatch.setattr(Answers, "changes", [change])
+    worker = ComponentWorker(ComponentSettings("odd", f"{__name__}:Answers"))
+    assert worker.change([Share((group_of(0.0, 1.0),), ((),))]) == [GroupChange((0.5, 2.0), None, {"seen": 3.0})]
+
+
+@pytest.mark.parametrize("what", ["its constructor", "run", "offload", "onload"])
+def test_whatever_raises_in_a_component_is_named_with_its_line(tmp_path, what):
+    file = tmp_path / "odd.py"
+    lines = ["class Odd:", *(f"    def {name}(self, *_): ..." for name in ("__init__", "run", "offload", "onload"))]
+    at = 1 + ["its constructor", "run", "offload", "onload"].index(what)
+    lines[at] = lines[at].replace("...", "1 / 0")
+    file.write_text("\n".join(lines))
+    with pytest.raises(RunError, match=f"components.odd .*: {what} raised ZeroDivisionError.* at line {at + 1}"):  # noqa: PT012
+        worker = ComponentWorker(ComponentSettings("odd", f"{file}:Odd"))
+        worker.offload(())
+        worker.onload(())
+        worker.change([Share((group_of(0.0, 1.0),), ((),))])
+
+
+def test_a_class_whose_constructor_is_not_python_can_be_a_component(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "class Own(dict):\n    def run(self, groups):\n        return [None] * len(groups)\n"
+    )
+    assert component_problem(ComponentSettings("own", f"{tmp_path}/own.py:Own"), is_offloaded=False) is None
+
+
+class Halves:
+    """Stands for hosts and for the processes of a component, which takes half of every reward."""
+
+    ranks, size = (0,), 1
+
+    def __init__(self, rewards: dict[tuple[int, int], list[float]]):
+        self.rewards = rewards
+        self.num_calls = 0
+
+    def share(self, keys, steps):
+        return list(keys)
+
+    def change_rewards(self, rewards):
+        self.rewards |= rewards
+
+    def scatter(self, method, shares):
+        self.num_calls += 1
+        return [[GroupChange([reward / 2 for reward in self.rewards[key]]) for key in keys] for keys in shares]
+
+    @contextlib.contextmanager
+    def lease(self, phase, name):
+        yield
+
+
+def test_a_rollout_that_is_repeated_gets_the_decisions_that_were_made():
+    keys = [(0, 1), (0, 2)]
+    rewards = (4.0, 8.0)
+    facts = [
+        GroupFacts(0, prompt, "", (0, 1), rewards, rewards, (1, 1), (2, 2), (False, False), ()) for _, prompt in keys
+    ]
+    hosts = Halves({key: [4.0, 8.0] for key in keys})
+    components = Components({"halves": hosts}, hosts, hosts)
+    first = components.change(facts)
+    assert [each.rewards for each in first] == [(2.0, 4.0)] * 2
+    hosts.rewards[0, 2] = [4.0, 8.0]  # its host died and has sampled it again; the other has changed rewards
+    assert components.change(facts) == first
+    assert hosts.rewards == {key: [2.0, 4.0] for key in keys}
+    assert hosts.num_calls == 1
+    assert components.metrics()["components/halves/groups"] == 2
+    components.change(facts)  # of the next step
+    assert hosts.num_calls == 2
 
 
 def test_rewards_of_turns_cannot_be_replaced(monkeypatch):

@@ -381,7 +381,7 @@ def test_overlap_of_phases_that_share_a_device_is_refused():
         make_plan("1x8", bare(actor="all", rollout="@actor"), overlap=Overlap(queue=1))
     with refused("overlap (queue 0, staleness 2)", "rollout and reference share device 7"):
         make_plan("1x8", bare(actor="0-3", reference="7", rollout="4-7"), overlap=Overlap(staleness=2))
-    with refused("env and actor share device 3"):
+    with refused("env and actor share device 3: leave overlap out, or give env devices of its own"):
         make_plan("1x8", bare(actor="0-3", env="3", rollout="4-7"), task="embodied", overlap=Overlap(1))
     with refused("has no effect", "no rollout beside training"):
         make_plan("1x8", bare(actor="all"), task="sft", overlap=Overlap(1))

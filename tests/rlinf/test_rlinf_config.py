@@ -102,6 +102,23 @@ def test_episodes_of_a_step_that_make_no_whole_groups_are_refused():
         translate(values)
 
 
+def test_keys_whose_counterpart_has_no_effect_are_listed(tmp_path, capsys):
+    path = tmp_path / "rlinf.yaml"
+    path.write_text(EMBODIED.replace("adv_type: gae", "adv_type: grpo"))
+    assert main(["rlinf-config", str(path), "env.path=babyai"]) == 0
+    printed = capsys.readouterr()
+    assert "critic" not in printed.out
+    reasons = {line.split()[3] for line in printed.err.splitlines()}
+    assert {"algorithm.value_clip", "algorithm.gae_lambda", "actor.optim.value_lr"} <= reasons
+    assert "algorithm.sampling_params.temperature_eval" in reasons  # nothing is evaluated
+
+
+def test_epochs_without_simulators_are_listed():
+    for task in ("embodied", "reasoning"):
+        values = {"runner": {"task_type": task}, "algorithm": {"rollout_epoch": 2}}
+        assert "algorithm.rollout_epoch" in dict(translate(values).no_effect)
+
+
 def test_an_estimator_without_counterpart_is_refused():
     with pytest.raises(ConfigError, match="algorithm.adv_type: 'opd' has no counterpart here; .* grpo, gae"):
         translate({"runner": {}, "algorithm": {"adv_type": "opd"}})

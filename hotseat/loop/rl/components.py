@@ -19,28 +19,29 @@ class Components:
 
     groups: worker groups by the name of their component, in the order in which they work. A component does not see
     groups that an earlier one dropped. Groups travel from hosts to components by reference; the driver sees decisions.
+    A rollout that is repeated, since an engine or a host died, keeps them: hosts that live on have the changed rewards,
+    which a component would change a second time.
     """
 
     def __init__(self, groups: Mapping[str, WorkerGroup[ComponentWorker]], hosts: RolloutHosts, meter: PhaseMeter):
         self._groups = groups
         self._hosts = hosts
         self._meter = meter
-        self._changes: dict[str, dict[GroupKey, GroupChange]] = {name: {} for name in groups}  # of this step
+        self._changes: dict[str, dict[GroupKey, GroupChange]] = {name: {} for name in groups}  # decisions of this step
 
     def change(self, facts: Sequence[GroupFacts]) -> list[GroupFacts]:
         """Return the facts of groups as components leave them."""
         by_key = {each.key: each for each in facts}
         for name, group in self._groups.items():
             keys = [key for key, each in by_key.items() if each.dropped_because is None and each.rewards]
-            if not keys:
-                continue
-            with self._meter.lease("prepare", name):
-                changes = self._decisions(group, keys)
+            undecided = [key for key in keys if key not in self._changes[name]]
+            if undecided:
+                with self._meter.lease("prepare", name):
+                    self._changes[name] |= self._decisions(group, undecided)
+            changes = {key: self._changes[name][key] for key in keys}
             self._hosts.change_rewards({key: each.rewards for key, each in changes.items() if each.rewards is not None})
             for key, change in changes.items():
                 by_key[key] = _changed(by_key[key], name, change)
-            # By group: a rollout that is repeated, since a host died, is not counted twice.
-            self._changes[name] |= {key: changes.get(key, GroupChange()) for key in keys}
         return list(by_key.values())
 
     def metrics(self) -> dict[str, float]:
@@ -62,10 +63,9 @@ class Components:
         shares = [self._hosts.share(part, [()] * len(part)) for part in mine]
         answers = group.scatter(ComponentWorker.change, shares)
         return {
-            key: change
+            key: change or GroupChange()
             for part, answer in zip(mine, answers, strict=True)
             for key, change in zip(part, answer, strict=True)
-            if change is not None
         }
 
 

@@ -18,7 +18,7 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from hotseat.loop.workers.own_functions import described, is_own, own_function
 from hotseat.types import GroupChange, Moved, PromptGroup
 
 _MOVES = ("offload", "onload")
+_OWN_METRICS = ("groups", "dropped")  # recorded for every component
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,13 @@ def component_problem(settings: ComponentSettings, *, is_offloaded: bool) -> str
         inspect.signature(run).bind(None, ())
     except TypeError:
         return f"{cls.__name__}.run{inspect.signature(run)}: it is called with the groups alone, run(self, groups)"
-    signature = inspect.signature(cls)
     try:
-        signature.bind(**settings.kwargs)
+        signature = inspect.signature(cls)
+    except ValueError:  # the constructor is C code, which does not say what it takes
+        signature = None
+    try:
+        if signature is not None:
+            signature.bind(**settings.kwargs)
     except TypeError as error:
         return f"{cls.__name__}{signature} does not take kwargs {dict(settings.kwargs)}: {error}"
     lacking = [name for name in _MOVES if not callable(getattr(cls, name, None))]
@@ -93,58 +98,81 @@ class ComponentWorker:
 
     def __init__(self, settings: ComponentSettings):
         self._settings = settings
-        self._component = load_component(settings.path)(**settings.kwargs)
+        self._class = load_component(settings.path)
+        self._component = self._carry_out("its constructor", lambda: self._class(**settings.kwargs))
 
     def change(self, shares: Sequence[Share]) -> list[GroupChange | None]:
         """Return the component's decision about each group of these shares, in order."""
         groups = groups_of(shares)
-        changes = self._run(groups) if groups else []
+        changes = self._carry_out("run", lambda: self._component.run(groups)) if groups else []
         if not isinstance(changes, Sequence) or len(changes) != len(groups):
             count = f"{len(changes)} results" if isinstance(changes, Sequence) else type(changes).__name__
             raise RunError(f"{self._name}: run returned {count} for {len(groups)} groups: return a list, one for each")
-        for group, change in zip(groups, changes, strict=True):
-            if change is not None:
-                self._check(group, change)
-        return list(changes)
+        return [
+            None if change is None else self._checked(group, change)
+            for group, change in zip(groups, changes, strict=True)
+        ]
 
-    def _run(self, groups: Sequence[PromptGroup]) -> Any:
+    def _carry_out(self, what: str, call: Callable[[], Any]) -> Any:
+        """Call the user's code; an exception of it becomes an error that names the component."""
         try:
-            return self._component.run(groups)
+            return call()
         except Exception as error:
-            file = Path(inspect.getfile(type(self._component)))
-            raise RunError(f"{self._name}: run raised {described(error, file)}") from error
+            file = Path(inspect.getfile(self._class))
+            raise RunError(f"{self._name}: {what} raised {described(error, file)}") from error
 
     @property
     def _name(self) -> str:
         return f"components.{self._settings.name} ({self._settings.path})"
 
-    def _check(self, group: PromptGroup, change: Any) -> None:
+    def _checked(self, group: PromptGroup, change: Any) -> GroupChange:
+        """Return a decision in plain numbers. Raises if it means nothing."""
         where = f"{self._name}, prompt {group.prompt.index}"
         if not isinstance(change, GroupChange):
             raise RunError(f"{where}: run returned {type(change).__name__}: return hotseat.GroupChange(...) or None")
-        if change.rewards is not None:
-            if len(change.rewards) != len(group.samples):
-                raise RunError(f"{where}: {len(change.rewards)} rewards for {len(group.samples)} samples")
-            if not all(_is_finite(reward) for reward in change.rewards):
-                raise RunError(f"{where}: rewards {list(change.rewards)}: they must be finite numbers")
-            if any(sample.turn_rewards for sample in group.samples):
-                raise RunError(
-                    f"{where}: its samples have rewards of single turns, which the rewards of a component cannot"
-                    " replace: leave rewards out, or use an estimator that learns from whole episodes"
-                )
-        wrong = {name: value for name, value in change.metrics.items() if not _is_finite(value)}
+        if change.drop is not None and not (isinstance(change.drop, str) and change.drop):
+            raise RunError(f"{where}: drop is {change.drop!r}: give the reason in words, or None to keep the group")
+        rewards = None if change.rewards is None else self._checked_rewards(group, change.rewards, where)
+        metrics = change.metrics
+        if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+            raise RunError(f"{where}: metrics are {metrics!r}: return a mapping from names to numbers")
+        wrong = {name: value for name, value in metrics.items() if not _is_finite(value)}
         if wrong:
             raise RunError(f"{where}: metrics {wrong}: they must be finite numbers")
+        taken = [name for name in _OWN_METRICS if name in metrics]
+        if taken:
+            raise RunError(f"{where}: {taken[0]} is a metric of every component: choose another name")
+        return replace(change, rewards=rewards, metrics={name: float(value) for name, value in metrics.items()})
+
+    def _checked_rewards(self, group: PromptGroup, values: Any, where: str) -> tuple[float, ...]:
+        try:
+            rewards = list(values)
+        except TypeError:
+            raise RunError(f"{where}: rewards are {values!r}: return a list, one for each sample") from None
+        if len(rewards) != len(group.samples):
+            raise RunError(f"{where}: {len(rewards)} rewards for {len(group.samples)} samples")
+        if not all(_is_finite(reward) for reward in rewards):
+            raise RunError(f"{where}: rewards {rewards}: they must be finite numbers")
+        if any(sample.turn_rewards for sample in group.samples):
+            raise RunError(
+                f"{where}: its samples have rewards of single turns, which the rewards of a component cannot"
+                " replace: leave rewards out, or use an estimator that learns from whole episodes"
+            )
+        return tuple(float(reward) for reward in rewards)
 
     # --- devices ------------------------------------------------------------------------------------------------------
 
     def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         """Have the component give up its device memory."""
-        return _measured(getattr(self._component, "offload", None))
+        return self._move("offload")
 
     def onload(self, parts: Sequence[Any]) -> Moved:
         """Have the component take its device memory again."""
-        return _measured(getattr(self._component, "onload", None))
+        return self._move("onload")
+
+    def _move(self, name: str) -> Moved:
+        method = getattr(self._component, name, None)
+        return _measured(lambda: None if method is None else self._carry_out(name, method))
 
     def held(self) -> Held:
         """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
@@ -164,11 +192,10 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
-def _measured(move: Callable[[], object] | None) -> Moved:
-    """Call a component's method, and return by how much the memory that torch holds on the device changed."""
+def _measured(move: Callable[[], object]) -> Moved:
+    """Call this, and return by how much the memory that torch holds on the device changed."""
     started_s, before = time.monotonic(), _allocated_bytes()
-    if move is not None:
-        move()
+    move()
     release_cache_here()
     num_bytes = abs(_allocated_bytes() - before)
     return Moved(num_bytes, num_bytes, (time.monotonic() - started_s) * 1e3)

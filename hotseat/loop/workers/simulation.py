@@ -162,7 +162,7 @@ class Films:
         return self._picture()
 
     def film(self, task: int, seed: int, actions: np.ndarray) -> str:
-        """Return the film of an episode, which is that of these actions: [num_actions, D]."""
+        """Return a film of the episode of a task and a seed in which these actions are taken: [num_actions, D]."""
         pictures = [self.begin(task, seed)]
         for action in actions[: MAX_FRAMES - 1]:
             outcome = self._env.step([0], action[None, None])
