@@ -4,7 +4,7 @@
 
 The simulators and the policy of `bench/simulator_stages.py`, in whole runs on Ray with two logical devices. Each device
 is a core: the processes of a role are kept on the cores of their devices, while the driver's and Ray's own run on
-either. The policy samples chunks of eight actions. An action has as many steps of physics as make simulators take as
+either. The policy samples chunks of actions. An action has as many steps of physics as make simulators take as
 long as the policy; two short runs choose that number first. `hotseat profile` measures one placement (simulators on one
 device, the engine on the other, one stage) at four sizes. Then every placement is predicted, and some are run: the
 fastest, the slowest, and others at even distances between them. Rewards are all equal, so that nothing is learned;
@@ -35,7 +35,6 @@ from hotseat.loop.start import start
 
 INVENTORY = "1x2xA100-80G"  # as large as the runs' two logical devices; nothing is limited by its memory
 GROUP = 4  # samples of a seed
-CHUNK = 8  # actions of a turn
 SIZES = (0.125, 0.25, 0.5, 1.0)  # down to what a device has in 4 stages
 FEW, MORE = 5, 20  # substeps that are measured to find the balance
 
@@ -69,7 +68,7 @@ def loop_ms() -> float:
     return sorted(times)[len(times) // 2] * 1e3
 
 
-def config_of(model: Path, num_envs: int, num_turns: int, substeps: int) -> Config:
+def config_of(model: Path, num_envs: int, chunk: int, num_turns: int, substeps: int) -> Config:
     return loads(
         f"""
 cluster: {{component_placement: {{actor: 0-1, env: 0, rollout: 1}}}}
@@ -79,8 +78,8 @@ env:
   tasks: [push]
   kwargs: {{substeps: {substeps}}}
   num_envs: {num_envs}
-  max_steps: {CHUNK * num_turns}
-  chunk: {CHUNK}
+  max_steps: {chunk * num_turns}
+  chunk: {chunk}
   bins: {BINS}
 data: {{max_length: {MAX_LENGTH}}}
 rollout: {{batch_size: {num_envs // GROUP}, samples_per_prompt: {GROUP}, num_slots: {num_envs}}}
@@ -103,7 +102,7 @@ def measured(config: Config, num_steps: int, directory: Path) -> Measurement:
     return measurement_of(changed, make_plan(changed), directory / "measured")
 
 
-def balanced_substeps(model: Path, num_envs: int, num_turns: int, directory: Path) -> int:
+def balanced_substeps(model: Path, num_envs: int, chunk: int, num_turns: int, directory: Path) -> int:
     """Return the substeps with which simulators take as long as the policy, from two runs of two steps.
 
     The policy's seconds are those of whole episodes: samples of a seed differ more with every turn, and an engine reads
@@ -111,7 +110,7 @@ def balanced_substeps(model: Path, num_envs: int, num_turns: int, directory: Pat
     """
     turns = []
     for substeps, length in ((FEW, 4), (MORE, num_turns)):
-        config = config_of(model, num_envs, length, substeps)
+        config = config_of(model, num_envs, chunk, length, substeps)
         costs = measured(config, 2, directory / f"balance-{substeps}").turns
         assert costs is not None
         turns.append(costs)
@@ -123,6 +122,7 @@ def balanced_substeps(model: Path, num_envs: int, num_turns: int, directory: Pat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-envs", type=int, default=32)
+    parser.add_argument("--chunk", type=int, default=8, help="actions of a turn")
     parser.add_argument("--turns", type=int, default=20, help="of an episode")
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--substeps", type=int, help="steps of physics in an action; chosen unless set")
@@ -137,10 +137,10 @@ def main() -> None:
         write_policy(str(model), arguments.width)
         substeps = arguments.substeps
         if substeps is None:
-            substeps = balanced_substeps(model, arguments.num_envs, arguments.turns, directory)
-        print(f"{substeps} substeps an action, {CHUNK} actions a turn, {arguments.turns} turns an episode")
+            substeps = balanced_substeps(model, arguments.num_envs, arguments.chunk, arguments.turns, directory)
+        print(f"{substeps} substeps an action, {arguments.chunk} actions a turn, {arguments.turns} turns an episode")
         print(f"a fixed loop takes {loop_ms():.2f} ms", flush=True)
-        config = config_of(model, arguments.num_envs, arguments.turns, substeps)
+        config = config_of(model, arguments.num_envs, arguments.chunk, arguments.turns, substeps)
         profiles: list[Profile] = []
         measure(config, run, SIZES, (1,), lambda text: print(text, flush=True), profiles.append)
         made = list(candidates(config, INVENTORY, (1,), (0,)))
