@@ -121,9 +121,9 @@ def balanced_substeps(model: Path, num_envs: int, chunk: int, num_turns: int, di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-envs", type=int, default=32)
-    parser.add_argument("--chunk", type=int, default=8, help="actions of a turn")
-    parser.add_argument("--turns", type=int, default=20, help="of an episode")
+    parser.add_argument("--num-envs", type=int, default=64)
+    parser.add_argument("--chunk", type=int, default=3, help="actions of a turn")
+    parser.add_argument("--turns", type=int, default=22, help="of an episode")
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--substeps", type=int, help="steps of physics in an action; chosen unless set")
     parser.add_argument("--steps", type=int, default=3, help="of each placement; the first does not count")
