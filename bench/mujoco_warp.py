@@ -423,7 +423,7 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=5.0, help="between offloading and coming back")
     parser.add_argument("--tasks", nargs="+", default=["reach-red", "reach-blue", "push-red", "push-blue"])
     parser.add_argument("--sft-batch", type=int, default=512)
-    parser.add_argument("--sft-s", type=float, default=120.0, help="of imitating the script, at most")
+    parser.add_argument("--sft-s", type=float, default=180.0, help="of imitating the script, at most")
     parser.add_argument("--estimator", choices=("gae", "group_norm"), default="gae", help="PPO or GRPO")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--critic-learning-rate", type=float, default=1e-3)
