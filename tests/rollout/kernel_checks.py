@@ -106,7 +106,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, norm: tuple[Tensor, float] | Non
 
 
 def heads_are_rotated_and_written(device: torch.device, is_whole: bool = True) -> None:
-    """In place, and with keys and values into a cache; both with norms of heads and without."""
+    """Check rotation in place, and with keys and values into a cache; both with norms of heads and without."""
     shapes = ((3, 3, 64), (6, 2, 80), (7, 1, 128), (4, 2, 20), (18, 2, 8))
     # The last shape as if there were many rows: two programs of 16 heads for each.
     for dtype in DTYPES if is_whole else (torch.float32, torch.float16):
@@ -149,7 +149,7 @@ def heads_are_rotated_and_written(device: torch.device, is_whole: bool = True) -
 
 
 class PlainKernels:
-    """What the kernels compute, by torch on any device."""
+    """Functions of torch that compute what the kernels do, on any device."""
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -222,7 +222,7 @@ def results(slots: Any, tokens: Tensor, lengths: list[int], times: int) -> list[
 
 @torch.no_grad()
 def models_compute_the_same_with_kernels(device: torch.device, module: Any = None) -> None:
-    """In float32 up to last bits; in 16 bits with about the error against float32 that there is without kernels."""
+    """Compare models: equal to last bits in float32; in 16 bits about as far from float32 as without kernels."""
     from hotseat.rollout._llama_slots import LlamaSlots
 
     module = module or kernels()

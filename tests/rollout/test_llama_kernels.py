@@ -36,7 +36,7 @@ def test_layers_are_computed_without_kernels_where_triton_does_not_work() -> Non
     "arguments", [pytest.param(["part"], id="part"), pytest.param([], marks=pytest.mark.long, id="whole")]
 )
 def test_kernels_compute_what_torch_does(arguments: list[str]) -> None:
-    """In a process of its own: Triton chooses its interpreter when it is imported."""
+    """Run the checks in a process of their own: Triton chooses its interpreter when it is imported."""
     checks = subprocess.run(
         [sys.executable, "-m", "tests.rollout.kernel_checks", *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1"},
