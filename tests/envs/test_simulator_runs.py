@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,9 @@ def test_env_ranks_killed_at_20_random_points_change_nothing(task, tmp_path):
     assert weights_of(task / "runs" / "killed") == weights_of(calm)
 
 
-def test_resumed_equals_uninterrupted(task, one_stage, monkeypatch):
+@contextmanager
+def stopped_after_saving(monkeypatch):
+    """Have the run in this context end right after its first checkpoint."""
     from hotseat.loop.state.saving import Saver
 
     save = Saver.save
@@ -127,10 +130,14 @@ def test_resumed_equals_uninterrupted(task, one_stage, monkeypatch):
         save(self, *args)
         raise Stop
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(Saver, "save", stopping)
-        with pytest.raises(Stop):
-            run(task, "broken", checkpoint="{every: 1, background: false}")
+        yield
+
+
+def test_resumed_equals_uninterrupted(task, one_stage, monkeypatch):
+    with stopped_after_saving(monkeypatch):
+        run(task, "broken", checkpoint="{every: 1, background: false}")
     assert main(["resume", str(task / "runs" / "broken"), "rollout.pipeline_stage_num=2"]) == 0
     assert weights_of(task / "runs" / "broken") == weights_of(one_stage)
 
@@ -165,25 +172,15 @@ def test_episodes_that_are_open_at_a_push_go_on_or_begin_again(task, in_flight):
 
 
 def test_a_run_with_simulators_beside_training_is_resumed_to_the_same_bits(task, ahead, monkeypatch):
-    from hotseat.loop.state.saving import Saver
-
-    save = Saver.save
-
-    def stopping(self, *args):
-        save(self, *args)
-        raise Stop
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Saver, "save", stopping)
-        with pytest.raises(Stop):
-            run(
-                task,
-                "ahead-broken",
-                env=MORE_SEEDS,
-                cluster=BESIDE,
-                overlap="{staleness: 1}",
-                checkpoint="{every: 2, background: false}",
-            )
+    with stopped_after_saving(monkeypatch):
+        run(
+            task,
+            "ahead-broken",
+            env=MORE_SEEDS,
+            cluster=BESIDE,
+            overlap="{staleness: 1}",
+            checkpoint="{every: 2, background: false}",
+        )
     assert main(["resume", str(task / "runs" / "ahead-broken")]) == 0
     assert weights_of(task / "runs" / "ahead-broken") == weights_of(ahead)
 

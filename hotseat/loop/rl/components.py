@@ -71,6 +71,6 @@ class Components:
 
 def _changed(facts: GroupFacts, name: str, change: GroupChange) -> GroupFacts:
     if change.rewards is not None:
-        rewards = tuple(float(reward) for reward in change.rewards)
+        rewards = tuple(change.rewards)
         facts = replace(facts, rewards=rewards, scores=rewards)
     return facts if change.drop is None else replace(facts, dropped_because=f"{name}: {change.drop}")
