@@ -130,9 +130,10 @@ def stopped_after_saving(monkeypatch):
         save(self, *args)
         raise Stop
 
-    with monkeypatch.context() as patch, pytest.raises(Stop):
+    with monkeypatch.context() as patch:
         patch.setattr(Saver, "save", stopping)
-        yield
+        with pytest.raises(Stop):
+            yield
 
 
 def test_resumed_equals_uninterrupted(task, one_stage, monkeypatch):
