@@ -339,7 +339,7 @@ def make_start(arguments: argparse.Namespace, folder: Path) -> Path:
     )
     settings = ImitationSettings(num_worlds * 128, arguments.sft_batch, arguments.sft_s)
     if arguments.tiny:
-        settings = ImitationSettings(16, 8, 1.0, num_steps=2, max_mixtures=1)
+        settings = ImitationSettings(16, 8, 1.0, num_steps=2, num_mixed_steps=2, max_mixtures=1)
     imitate(folder / "model", arguments.tasks, worlds, arguments.chunk, arguments.bins, settings, say)
     worlds.close()
     say(f"imitated after {elapsed_s() - began_s:.0f} s")

@@ -1,7 +1,8 @@
 """A policy for the table-top to begin reinforcement with: it sees, and seldom succeeds.
 
-It imitates the script of the simulator first, then a mixture of the script's decisions and random ones, with as many
-random ones as it takes. A plain loop beside the simulator on one device: nothing is written but the policy.
+It imitates the script of the simulator first, also where its own decisions lead, then a mixture of the script's
+decisions and random ones, with as many random ones as it takes. A plain loop beside the simulator on one device, whose
+steps are a CUDA graph on a GPU: nothing is written but the policy.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 SEED = 2_000_000  # the first of seeds that no run learns from or is evaluated on
-EVAL_SEED = 3_000_000
+EVAL_SEED = 1_900_000
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,43 @@ class Views:
     decisions: Tensor  # [n, 2 * chunk] int64: bins
     places: Tensor  # [n, 8] float32, of finger, pucks and disc, within about 1
 
-    def to(self, device: torch.device) -> Views:
-        return Views(*(each.to(device) for each in (self.frames, self.tasks, self.decisions, self.places)))
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.frames, self.tasks, self.decisions, self.places
 
 
-def collect(worlds: Any, num_tasks: int, num_views: int, chunk: int, bins: int, seed: int) -> Views:
+class Memory:
+    """The newest views on the device, in tensors that stay where they are."""
+
+    def __init__(self, capacity: int, device: torch.device):
+        self.num_views = 0  # ever added
+        self.size = torch.zeros((), device=device)  # views that are there
+        self._capacity, self._device = capacity, device
+        self._kept: tuple[Tensor, ...] = ()
+
+    def add(self, views: Views) -> None:
+        if not self._kept:
+            self._kept = tuple(
+                torch.empty(self._capacity, *each.shape[1:], dtype=each.dtype, device=self._device)
+                for each in views.tensors()
+            )
+        where = (self.num_views + torch.arange(len(views.tasks))) % self._capacity
+        for kept, new in zip(self._kept, views.tensors(), strict=True):
+            kept[where.to(self._device)] = new.to(self._device)
+        self.num_views += len(views.tasks)
+        self.size.fill_(min(self.num_views, self._capacity))
+
+    def draw(self, num_views: int) -> Views:
+        chosen = (torch.rand(num_views, device=self._device) * self.size).long()
+        return Views(*(each[chosen] for each in self._kept))
+
+
+def collect(
+    worlds: Any, num_tasks: int, num_views: int, chunk: int, bins: int, seed: int, imitator: Imitator | None
+) -> Views:
     """Play the script. Its actions are those of the middles of bins, as the policy's are.
 
-    Episodes leave its path: every third decision is carried out at random, and is not one to imitate.
+    Episodes leave its path: every third decision is carried out at random or, where there is an imitator, every other
+    one is the imitator's or at random. These are not to be imitated.
     """
     random = np.random.default_rng(seed)
     everywhere = list(range(worlds.num_worlds))
@@ -53,14 +83,20 @@ def collect(worlds: Any, num_tasks: int, num_views: int, chunk: int, bins: int, 
         acting = everywhere
         while acting and len(kept) < num_views:
             before = list(views)
-            is_script = dict(zip(acting, random.random(len(acting)) < 2 / 3, strict=True))
+            drawn = random.random(len(acting))
+            is_script = dict(zip(acting, drawn < (2 / 3 if imitator is None else 1 / 2), strict=True))
+            own = np.full((worlds.num_worlds, chunk, 2), -1)
+            if imitator is not None:
+                its = [at for at, each in zip(acting, drawn, strict=True) if each >= 0.65]
+                own[its] = imitator.decide([views[at].image for at in its], [tasks[at] for at in its], 1.0)
             taken: dict[int, list[int]] = {at: [] for at in acting}
-            for _ in range(chunk):
+            for turn in range(chunk):
                 if not acting:
                     break
                 advice = np.clip(np.floor((worlds.expert(acting) + 1) / 2 * bins), 0, bins - 1)
                 chosen = np.array([is_script[at] for at in acting])[:, None]
-                indexes = np.where(chosen, advice, random.integers(bins, size=advice.shape)).astype(int)
+                others = np.where(own[acting, turn] >= 0, own[acting, turn], random.integers(bins, size=advice.shape))
+                indexes = np.where(chosen, advice, others).astype(int)
                 for at, index in zip(acting, indexes, strict=True):
                     taken[at] += index.tolist()
                 acting = _step(worlds, acting, indexes[:, None], bins, views)
@@ -101,24 +137,31 @@ class Imitator:
         # Besides what to do it learns where things are.
         self.places = nn.Linear(self.model.config.text_config.hidden_size, 8).to(device)
         self._num_sampled, self._bins, self._device = 2 * chunk, bins, device
-        self._length = max(map(len, prompts)) + self._num_sampled
-        self._prompts = torch.zeros(len(prompts), self._length, dtype=torch.int64, device=device)
+        self._num_image_tokens = len(image)
+        length = max(map(len, prompts)) + self._num_sampled
+        self._prompts = torch.zeros(len(prompts), length, dtype=torch.int64, device=device)
         for row, prompt in enumerate(prompts):
             self._prompts[row, : len(prompt)] = torch.tensor(prompt)
         self._lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self._looks = torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
         self._last = len(processor.tokenizer) - 1  # the token of bin 0
 
     def logits(self, frames: Tensor, tasks: Tensor, decisions: Tensor) -> tuple[Tensor, Tensor]:
         """Compute logits of the tokens of decisions, given those before them: [n, 2 * chunk, vocab].
 
-        Also returns the last hidden state of the prompt's last token, [n, hidden]. Prompts of different lengths are
-        padded at the end, where no token looks.
+        Also returns the last hidden state of the prompt's last token, [n, hidden]. Prompts begin with the image; those
+        of different lengths are padded at the end, where no token looks. Nothing here waits for the device.
         """
         tokens = self._prompts[tasks].clone()
         places = self._lengths[tasks][:, None] + torch.arange(self._num_sampled, device=self._device)
         tokens.scatter_(1, places, self._last - decisions)
         pixels = (frames.permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
-        hidden = self.model.model(input_ids=tokens, pixel_values=pixels, use_cache=False).last_hidden_state
+        llava = self.model.model
+        seen = llava.multi_modal_projector(llava.vision_tower(pixels, output_hidden_states=True).hidden_states[-1])
+        words = llava.language_model.embed_tokens(tokens[:, self._num_image_tokens :])
+        hidden = llava.language_model(
+            inputs_embeds=torch.cat([seen, words], dim=1), attention_mask=self._looks, use_cache=False
+        ).last_hidden_state
         chosen = hidden.gather(1, (places - 1)[..., None].expand(-1, -1, hidden.shape[-1]))
         return self.model.lm_head(chosen).float(), chosen[:, 0]
 
@@ -138,6 +181,15 @@ class Imitator:
             decisions[:, at] = (self._last - tokens).clamp(0, self._bins - 1)
         return decisions
 
+    def decide(self, frames: Sequence[np.ndarray], tasks: Sequence[int], temperature: float) -> np.ndarray:
+        """Sample decisions: [n, chunk, 2] bins."""
+        if not tasks:
+            return np.zeros((0, self._num_sampled // 2, 2), dtype=np.int64)
+        decisions = self.sample(
+            torch.from_numpy(np.stack(frames)).to(self._device), torch.tensor(tasks).to(self._device), temperature
+        )
+        return decisions.reshape(len(tasks), -1, 2).cpu().numpy()
+
     def success(self, worlds: Any, num_tasks: int, temperature: float) -> list[float]:
         """Play an episode in every world; return how many of each task succeed."""
         everywhere = list(range(worlds.num_worlds))
@@ -146,9 +198,8 @@ class Imitator:
         views = [each.image for each in seen]
         acting, succeeded = everywhere, np.zeros(len(everywhere))
         while acting:
-            frames = torch.from_numpy(np.stack([views[at] for at in acting])).to(self._device)
-            decisions = self.sample(frames, torch.tensor([tasks[at] for at in acting]).to(self._device), temperature)
-            actions = (decisions.reshape(len(acting), -1, 2).cpu().numpy() + 0.5) / self._bins * 2 - 1
+            decisions = self.decide([views[at] for at in acting], [tasks[at] for at in acting], temperature)
+            actions = (decisions + 0.5) / self._bins * 2 - 1
             going = []
             for at, step in zip(acting, worlds.step(acting, actions), strict=True):
                 if isinstance(step, Exception):
@@ -162,14 +213,74 @@ class Imitator:
         return [float(succeeded[task::num_tasks].mean()) for task in range(num_tasks)]
 
 
+class Trainer:
+    """Steps of imitation. On a CUDA device a step is one graph, launched again and again."""
+
+    def __init__(self, imitator: Imitator, memory: Memory, is_push: Tensor, batch_size: int, bins: int):
+        device = is_push.device
+        self._imitator, self._memory, self._batch_size, self._bins = imitator, memory, batch_size, bins
+        self._weights = [*imitator.model.parameters(), *imitator.places.parameters()]
+        self._is_graph = device.type == "cuda"
+        self._rate = torch.zeros((), device=device)
+        self._optimizer = torch.optim.AdamW(
+            self._weights, lr=self._rate, weight_decay=0.0, foreach=self._is_graph, capturable=self._is_graph
+        )
+        self._is_push, self._shares = is_push, torch.zeros(len(is_push), device=device)
+        self._total = torch.zeros(2, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def learn(self, num_steps: int, rate: float, shares: tuple[float, float]) -> list[float]:
+        """Take steps on batches in which these shares of the decisions, to reach and to push, are the script's.
+
+        Returns the mean losses of decisions and of places.
+        """
+        self._rate.fill_(rate)
+        self._shares.copy_(torch.where(self._is_push, shares[1], shares[0]))
+        if self._is_graph and self._graph is None:
+            self._capture()
+        self._total.zero_()
+        for _ in range(num_steps):
+            if self._graph is None:
+                self._step()
+            else:
+                self._graph.replay()
+        return [each / num_steps for each in self._total.tolist()]
+
+    def _step(self) -> None:
+        views = self._memory.draw(self._batch_size)
+        is_random = torch.rand(self._batch_size, device=self._shares.device) >= self._shares[views.tasks]
+        decisions = torch.where(is_random[:, None], _random_like(views.decisions, self._bins), views.decisions)
+        losses = torch.stack(self._imitator.loss(views.frames, views.tasks, decisions, views.places))
+        self._optimizer.zero_grad(set_to_none=True)
+        losses.sum().backward()
+        torch.nn.utils.clip_grad_norm_(self._weights, 1.0)
+        self._optimizer.step()
+        self._total += losses.detach()
+
+    def _capture(self) -> None:
+        """Take some steps on a stream of their own, as a capture needs, then record one."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        self._optimizer.zero_grad(set_to_none=True)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._step()
+
+
 @dataclass(frozen=True)
 class ImitationSettings:
     """Sizes of the imitation. limit_s: of its first part."""
 
-    num_views: int
+    num_views: int  # of the script before the first step; a quarter as many between two looks
     batch_size: int
     limit_s: float
-    num_steps: int = 200  # between two looks at its success
+    capacity: int = 4  # newest views that are kept, in multiples of `num_views`
+    num_steps: int = 1000  # between two looks at its success
+    num_mixed_steps: int = 200  # of a mixture
     learning_rate: float = 1e-3
     enough: float = 0.95  # success of the script's imitation, at a temperature of 0.5, that ends the first part
     begin: tuple[float, float] = (0.06, 0.14)  # success of either kind of tasks that the second part leads to
@@ -194,49 +305,30 @@ def imitate(
     torch.set_float32_matmul_precision("high")
     imitator = Imitator(folder, [INSTRUCTIONS[task] for task in tasks], chunk, bins, device)
     began_s = time.perf_counter()
-    views = collect(worlds, len(tasks), settings.num_views, chunk, bins, seed=0).to(device)
-    say(f"{len(views.tasks)} views of the script, {len(views.tasks) / (time.perf_counter() - began_s):,.0f}/s")
     is_push = torch.tensor([task.startswith("push") for task in tasks], device=device)
-    weights = [*imitator.model.parameters(), *imitator.places.parameters()]
-    optimizer = torch.optim.AdamW(weights, weight_decay=0.0)
-
-    def learn(num_steps: int, rate: float, shares: tuple[float, float]) -> list[float]:
-        """Take steps on batches in which these shares of the decisions, to reach and to push, are the script's."""
-        share_of = torch.where(is_push, shares[1], shares[0])
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        total = torch.zeros(2, device=device)
-        for _ in range(num_steps):
-            chosen = torch.randint(len(views.tasks), (settings.batch_size,), device=device)
-            of, decisions = views.tasks[chosen], views.decisions[chosen]
-            is_random = torch.rand(len(chosen), device=device) >= share_of[of]
-            decisions = torch.where(is_random[:, None], _random_like(decisions, bins), decisions)
-            losses = torch.stack(imitator.loss(views.frames[chosen], of, decisions, views.places[chosen]))
-            optimizer.zero_grad(set_to_none=True)
-            losses.sum().backward()
-            torch.nn.utils.clip_grad_norm_(weights, 1.0)
-            optimizer.step()
-            total += losses.detach()
-        return [each / num_steps for each in total.tolist()]
-
+    memory = Memory(settings.capacity * settings.num_views, device)
+    memory.add(collect(worlds, len(tasks), settings.num_views, chunk, bins, seed=0, imitator=None))
+    say(f"{memory.num_views} views of the script, {memory.num_views / (time.perf_counter() - began_s):,.0f}/s")
+    trainer = Trainer(imitator, memory, is_push, settings.batch_size, bins)
     rate, num_steps = settings.learning_rate, 0
     while time.perf_counter() - began_s < settings.limit_s:
-        losses = learn(settings.num_steps, rate, (1.0, 1.0))
+        losses = trainer.learn(settings.num_steps, rate, (1.0, 1.0))
         num_steps += settings.num_steps
         success = imitator.success(worlds, len(tasks), 0.5)
         say(
             f"{time.perf_counter() - began_s:5.0f} s  {num_steps:5} steps  loss {losses[0]:.3f}, of places"
             f" {losses[1]:.3f}  success at 0.5: {' '.join(f'{each:.0%}' for each in success)}"
         )
-        rate = max(rate * 0.93, 1e-4)
+        rate = max(rate * 0.9, 1e-4)
         if np.mean(success) >= settings.enough:
             break
+        memory.add(collect(worlds, len(tasks), settings.num_views // 4, chunk, bins, num_steps, imitator))
     shares = [*settings.shares]
     kinds = [
         [at for at, task in enumerate(tasks) if task.startswith("push") == is_pushed] for is_pushed in (False, True)
     ]
     for _ in range(settings.max_mixtures):
-        learn(settings.num_steps, 5e-4, (shares[0], shares[1]))
+        trainer.learn(settings.num_mixed_steps, 5e-4, (shares[0], shares[1]))
         success = imitator.success(worlds, len(tasks), 1.0)
         say(
             f"{time.perf_counter() - began_s:5.0f} s  script's shares {shares[0]:.3f}, {shares[1]:.3f}  success at 1:"

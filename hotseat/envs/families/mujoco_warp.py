@@ -399,9 +399,8 @@ class Tabletop(Worlds):
 
     def expert(self, where: Sequence[int]) -> np.ndarray:
         """Return what a script does that knows all places: [n, 2]."""
-        places = self._state()
-        kinds = self._kinds[self._playing]
-        return np.stack([_advice(bool(kinds[w, 0]), int(kinds[w, 1]), places[w].reshape(4, 2)) for w in where])
+        kinds = self._kinds[self._playing[list(where)]]
+        return _advice(kinds[:, 0].astype(bool), kinds[:, 1], self._state()[list(where)].reshape(-1, 4, 2))
 
     def close(self) -> None:
         self._graphs.clear()
@@ -473,34 +472,41 @@ def _places(seed: int) -> np.ndarray:
             return places.astype(np.float32)
 
 
-def _advice(is_pushing: bool, puck: int, places: np.ndarray) -> np.ndarray:
-    """Return the action of a script: around what is in the way, to the puck, and behind it towards the disc."""
-    finger, disc = places[0].astype(np.float64), places[3].astype(np.float64)
-    mine, other = places[1 + puck].astype(np.float64), places[2 - puck].astype(np.float64)
-    if not is_pushing:
-        return _towards(finger, mine, [other])
+def _advice(is_pushing: np.ndarray, pucks: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return the actions of a script: around what is in the way, to the puck, and behind it towards the disc.
+
+    is_pushing and pucks: [n]. places: [n, 4, 2]. Returns [n, 2].
+    """
+    places = places.astype(np.float64)
+    rows = np.arange(len(places))
+    finger, disc = places[:, 0], places[:, 3]
+    mine, other = places[rows, 1 + pucks], places[rows, 2 - pucks]
     way = disc - mine
-    way /= max(float(np.linalg.norm(way)), 1e-6)
-    behind = mine - way * 0.075
+    way /= np.maximum(_length(way), 1e-6)
     from_puck = finger - mine
-    if float(from_puck @ way) < -0.75 * float(np.linalg.norm(from_puck)) and np.linalg.norm(from_puck) < 0.12:
-        # Behind the puck: push, and move across to where the centres are in line with the disc.
-        across = from_puck - way * float(from_puck @ way)
-        return np.clip((way * 0.05 - across * 1.5) / 0.06, -1, 1)
-    return _towards(finger, behind, [mine, other])
+    along = (from_puck * way).sum(1, keepdims=True)
+    is_behind = (along < -0.75 * _length(from_puck)) & (_length(from_puck) < 0.12)
+    # Behind the puck: push, and move across to where the centres are in line with the disc.
+    push = np.clip((way * 0.05 - (from_puck - way * along) * 1.5) / 0.06, -1, 1)
+    pushing = np.where(is_behind, push, _towards(finger, mine - way * 0.075, [mine, other]))
+    return np.where(is_pushing[:, None], pushing, _towards(finger, mine, [other]))
 
 
 def _towards(finger: np.ndarray, target: np.ndarray, obstacles: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the action of a step to a place, sideways past pucks on the way."""
+    """Return the actions of a step to a place, sideways past pucks on the way; all are [n, 2]."""
     way = target - finger
-    distance = max(float(np.linalg.norm(way)), 1e-6)
+    distance = np.maximum(_length(way), 1e-6)
     step = way / distance
     for obstacle in obstacles:
         to = obstacle - finger
-        along, far = float(to @ step), float(np.linalg.norm(to))
-        across = to - step * along
-        if 0 < along < distance + 0.03 and far < 0.13 and float(np.linalg.norm(across)) < 0.075:
-            side = np.array([-to[1], to[0]]) / far
-            side = side if float(side @ step) >= 0 else -side
-            step = side - 0.5 * to / far * (far < 0.085)
-    return np.clip(step * min(distance, 0.06) / 0.06, -1, 1)
+        along, far = (to * step).sum(1, keepdims=True), _length(to)
+        is_in_the_way = (along > 0) & (along < distance + 0.03) & (far < 0.13) & (_length(to - step * along) < 0.075)
+        side = np.stack([-to[:, 1], to[:, 0]], axis=1) / np.maximum(far, 1e-6)
+        side = np.where((side * step).sum(1, keepdims=True) >= 0, side, -side)
+        step = np.where(is_in_the_way, side - 0.5 * to / np.maximum(far, 1e-6) * (far < 0.085), step)
+    return np.clip(step * np.minimum(distance, 0.06) / 0.06, -1, 1)
+
+
+def _length(vectors: np.ndarray) -> np.ndarray:
+    """Return the lengths of vectors, [n, 2], as a column."""
+    return np.linalg.norm(vectors, axis=1, keepdims=True)
