@@ -280,7 +280,7 @@ def turns(arguments: argparse.Namespace, folder: Path) -> None:
     say(
         f"{'':14} {'stages':>6} {'s/step':>8} {'rollout':>8} {'update':>8} {'offload':>8} {'onload':>8}   GiB of phases"
     )
-    steps = 3 if arguments.tiny else 5
+    steps = 3 if arguments.tiny else 4
     sizes = arguments.sizes
     for kind, is_offloaded in (("taking turns", "true"), ("all resident", "false")):
         for stages in (1, 2):
