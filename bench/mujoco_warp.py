@@ -41,6 +41,7 @@ from hotseat.envs.processes import ProcessEnv
 PARTS = ("speed", "offload", "turns", "imitate", "learn")
 PATCH = 8  # pixels of the edge of an image token
 MAX_LENGTH = 96
+MICRO_BATCH_TOKENS = 131_072  # a tiny model is bound by launches
 NUM_SUBSTEPS = 3  # steps of physics of an action
 STARTED_S = time.monotonic()
 
@@ -174,7 +175,7 @@ def _play(env: ProcessEnv, slots: list[int]) -> None:
 def config(arguments: argparse.Namespace, folder: Path, name: str, model: Path, **changes: str) -> dict[str, str]:
     """Return the sections of a run."""
     sizes = arguments.sizes
-    group = 8 if arguments.estimator == "group_norm" else 1  # episodes of a task and seed
+    group = episodes_of_a_seed(arguments)
     algorithm = f"estimator: {arguments.estimator}, entropy_coef: {arguments.entropy_coef}"
     if arguments.estimator == "gae":
         algorithm += f", time_step: chunk, gamma: 1.0, gae_lambda: {arguments.gae_lambda}"
@@ -194,14 +195,23 @@ def config(arguments: argparse.Namespace, folder: Path, name: str, model: Path, 
         "env": env_section(arguments, arguments.tasks, sizes["num_envs"] // hosts),
         "rollout": (
             f"{{batch_size: {sizes['num_envs'] // group}, samples_per_prompt: {group}, num_slots: {sizes['num_envs']},"
-            f" pipeline_stage_num: 2, temperature: {arguments.temperature}}}"
+            f" pipeline_stage_num: 2, temperature: {arguments.temperature},"
+            f" max_tokens_per_device: {MICRO_BATCH_TOKENS}}}"
         ),
         "algorithm": f"{{{algorithm}}}",
-        "train": f"{{dtype: fp32, compile: false, batch_size: {sizes['num_envs'] // arguments.updates}}}",
+        "train": (
+            f"{{dtype: fp32, compile: false, batch_size: {sizes['num_envs'] // arguments.updates},"
+            f" max_tokens_per_device: {MICRO_BATCH_TOKENS}}}"
+        ),
         "reward": "{max_failed_fraction: 0.5}",  # a policy at random may sample a placeholder of images
         "eval": "{every: 1000000}",
         **changes,
     }
+
+
+def episodes_of_a_seed(arguments: argparse.Namespace) -> int:
+    """Return how many episodes of a step have the same task and seed."""
+    return 8 if arguments.estimator == "group_norm" else 1
 
 
 def cluster(arguments: argparse.Namespace, hosts: int = 1) -> str:
@@ -295,7 +305,7 @@ def turns(arguments: argparse.Namespace, folder: Path) -> None:
                     arguments,
                     arguments.tasks[:1],
                     sizes["num_envs"],
-                    num_seeds=sizes["num_envs"] * steps,
+                    num_seeds=sizes["num_envs"] // episodes_of_a_seed(arguments) * steps,
                     eval_seeds=0,
                     enable_offload=is_offloaded,
                 ),
@@ -424,8 +434,8 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["reach-red", "reach-blue", "push-red", "push-blue"])
     parser.add_argument("--sft-batch", type=int, default=512)
     parser.add_argument("--sft-s", type=float, default=180.0, help="of imitating the script, at most")
-    parser.add_argument("--estimator", choices=("gae", "group_norm"), default="gae", help="PPO or GRPO")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--estimator", choices=("gae", "group_norm"), default="group_norm", help="PPO or GRPO")
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--critic-learning-rate", type=float, default=1e-3)
     parser.add_argument("--gae-lambda", type=float, default=0.95)
     parser.add_argument("--temperature", type=float, default=1.0, help="of rollouts; evaluation has 1")

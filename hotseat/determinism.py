@@ -1,4 +1,4 @@
-"""Deterministic kernels for the process: equal inputs give equal bits, or an operation that cannot raises."""
+"""Kernels of the process: deterministic ones, where equal inputs give equal bits, and float32 that is float32."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ def use_deterministic_kernels() -> None:
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True)
+
+
+def keep_float32() -> None:
+    """Have cuDNN multiply float32 numbers as they are, as cuBLAS does. Call it in every process that runs a model.
+
+    Otherwise convolutions may round them to TF32, in one process and not in the other, as the sizes of their batches
+    or the places of their weights have it; engine and trainer then disagree on what they see.
+    """
+    import torch
+
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def use_batch_invariant_kernels() -> None:

@@ -283,7 +283,8 @@ class ImitationSettings:
     num_mixed_steps: int = 200  # of a mixture
     learning_rate: float = 1e-3
     enough: float = 0.95  # success of the script's imitation, at a temperature of 0.5, that ends the first part
-    begin: tuple[float, float] = (0.06, 0.14)  # success of either kind of tasks that the second part leads to
+    # Success that the second part leads to, of tasks to reach and to push: the latter are learned later, if at all.
+    begin: tuple[tuple[float, float], tuple[float, float]] = ((0.06, 0.16), (0.1, 0.17))
     shares: tuple[float, float] = (0.01, 0.3)  # of the script's decisions in the first mixture, to reach and to push
     max_mixtures: int = 8  # that it tries
 
@@ -335,7 +336,7 @@ def imitate(
             f" {' '.join(f'{each:.0%}' for each in success)}, mean {np.mean(success):.1%}"
         )
         means = [float(np.mean([success[at] for at in kind])) if kind else None for kind in kinds]
-        factors = [_factor(mean, settings.begin) for mean in means]
+        factors = [_factor(mean, begin) for mean, begin in zip(means, settings.begin, strict=True)]
         if factors == [1.0, 1.0]:
             break
         shares = [min(0.9, share * factor) for share, factor in zip(shares, factors, strict=True)]

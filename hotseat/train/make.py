@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from hotseat.determinism import use_deterministic_kernels
+from hotseat.determinism import keep_float32, use_deterministic_kernels
 from hotseat.errors import UserError
 from hotseat.train.backend import Backend, TrainOptions, ZeroOptions
 from hotseat.train.fsdp import FSDPBackend
@@ -27,6 +27,7 @@ def make_backend(
     trust_remote_code: bool = False,
 ) -> Backend:
     """Make one rank of the model, with the backend that the options name."""
+    keep_float32()
     if options.is_deterministic:
         use_deterministic_kernels()
     options = replace(options, zero=_needed(options.zero, int(os.environ.get("WORLD_SIZE", "1"))))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hotseat.cluster import in_worker_process
-from hotseat.determinism import use_batch_invariant_kernels, use_deterministic_kernels
+from hotseat.determinism import keep_float32, use_batch_invariant_kernels, use_deterministic_kernels
 from hotseat.loop.planning.plan import DEFAULT_ENGINE_SHARE, KEPT_PROMPTS
 from hotseat.rollout import Engine, SlotOptions, TransformersEngine, vllm_engine
 from hotseat.rollout._progress import stages_shown
@@ -65,6 +65,7 @@ class VllmSettings:
 
 def make_engine(settings: EngineSettings, rank: int, show: Callable[[str], object] = lambda stage: None) -> Engine:
     """Make the engine of a rank. show: is called with what happens now, where the engine says so."""
+    keep_float32()
     if settings.is_deterministic:
         use_deterministic_kernels()
         if settings.vllm is not None and device_of_process().type != "cpu":
