@@ -632,6 +632,8 @@ class AlgorithmConfig(Section):
     """Advantage estimator, or your own, `my.py:function`; `gae` is PPO and brings a critic."""
     time_step: Literal["token", "action", "chunk"] = "token"
     """Step of time of gae and of the ratio: a token, an action of a simulator, or a chunk of actions (or turn)."""
+    ratio_step: Literal["token", "action", "chunk"] | None = None
+    """Tokens that share a ratio of policy_loss ppo, no more than `time_step`; unset is `time_step`."""
     turn_credit: Literal["to_go", "own", "sum"] = "to_go"
     """What a turn is credited with where agents reward turns: its reward and later ones, its own alone, or the sum."""
     gamma: Fraction = 1.0

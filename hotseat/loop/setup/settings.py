@@ -17,6 +17,7 @@ from hotseat.config.maths import (
     kl_estimator,
     max_new_tokens,
     max_sampled_tokens,
+    ratio_step,
 )
 from hotseat.config.precision import dtype_of
 from hotseat.config.roles import (
@@ -480,6 +481,7 @@ def policy_settings(
             max_sampled=max_sampled_tokens(config),
             distill_coefficient=algorithm.distill_coef,
             time_step=algorithm.time_step,
+            ratio_step=ratio_step(config),
             turn_credit=algorithm.turn_credit,
         ),
         aggregation=aggregation(config),

@@ -31,14 +31,15 @@ from hotseat.algorithms import (
     step_starts,
     step_totals,
 )
+from hotseat.algorithms.time_steps import mean_on_tokens
 from hotseat.loop.workers.losses import (
     ADVANTAGES,
     LAGS,
     OLD_LOG_PROBS,
+    RATIO_STARTS,
     REFERENCE_LOG_PROBS,
     RETURNS,
     ROLLOUT_LOG_PROBS,
-    STEP_STARTS,
 )
 from hotseat.loop.workers.own_functions import is_own, own_function
 from hotseat.train.packing import balance, take
@@ -61,6 +62,7 @@ class AdvantageSettings:
     truncation_penalty: float | None  # None: no penalty
     max_sampled: int  # tokens that an episode may sample, over all of its turns
     time_step: Literal["token", "action", "chunk"] = "token"
+    ratio_step: Literal["token", "action", "chunk"] | None = None  # tokens that share a ratio; None: `time_step`
     distill_coefficient: float = 0.0  # of the teacher's log-probs in advantages; the reference is the teacher
     turn_credit: TurnCredit = "to_go"
 
@@ -257,7 +259,7 @@ def rewards_of_turns(groups: Sequence[PromptGroup], batch: MicroBatch) -> tuple[
 
 
 def starts_of_steps(groups: Sequence[PromptGroup], batch: MicroBatch, time_step: str) -> Tensor | None:
-    """Return the first tokens of the steps of time: [num_tokens] bool; None where every token is one."""
+    """Return the first tokens of steps, of time or of ratios: [num_tokens] bool; None where every token is one."""
     if time_step == "token":
         return None
     lengths = {sample.episode.action_length for group in groups for sample in group.samples}
@@ -334,11 +336,15 @@ def with_advantages(
         add_up=add_up,
     )
     learned = {} if values is None else {RETURNS: advantages.returns}
-    if starts is not None:
-        learned[STEP_STARTS] = starts.to(torch.float32)
+    shared = starts_of_steps(groups, batch, settings.ratio_step or settings.time_step)
+    if shared is not None:
+        learned[RATIO_STARTS] = shared.to(torch.float32)
     of_tokens = advantages.advantages
     if settings.distill_coefficient:
         teacher = distillation_advantages(batch.fields[OLD_LOG_PROBS], batch.fields[REFERENCE_LOG_PROBS], batch.mask)
+        if shared is not None:
+            # Tokens that share a ratio need one advantage: the mean descends the KL of all of them together.
+            teacher = mean_on_tokens(teacher, shared, batch.mask)
         of_tokens = of_tokens + settings.distill_coefficient * teacher
     return with_fields(batch, {ADVANTAGES: of_tokens, **learned})
 
