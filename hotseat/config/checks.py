@@ -578,6 +578,8 @@ def _component_conflicts(config: Config) -> Iterator[tuple[str, str]]:
             yield key, f"cluster.component_names has {name} for {role}: choose another name for one of them"
         elif not re.fullmatch(r"[A-Za-z_][\w-]*", name):
             yield key, f"{name!r}: begin with a letter, and use letters, digits, '_' and '-'"
+        if config.components[name].evaluates and not has_evaluation(config):
+            yield f"{key}.evaluates", "true, but nothing is evaluated: remove it, or set eval.path (or env.eval_seeds)"
     if config.components and config.overlap.staleness > 0:
         yield (
             "overlap.staleness",

@@ -238,6 +238,8 @@ class ComponentConfig(Section):
     """Memory of one of its processes on its device, for planning; 0: it has nothing there."""
     enable_offload: bool | None = None
     """Call its methods `offload` and `onload` between phases: true always, false never, unset as needed."""
+    evaluates: bool = False
+    """It sees the groups of evaluations too: they are measured by its rewards, without those that it drops."""
 
 
 class OverlongConfig(Section):
