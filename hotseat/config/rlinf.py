@@ -47,6 +47,11 @@ def _chosen(key: str, choices: Mapping[Any, Any]) -> Callable[[Any], Any]:
     return convert
 
 
+def _set(key: str, choices: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """Convert as `_chosen` does; null is unset."""
+    return lambda value: None if value is None else _chosen(key, choices)(value)
+
+
 def _positive_or_none(value: Any) -> Any:
     return None if value is None or value <= 0 else value
 
@@ -98,8 +103,8 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("algorithm.entropy_bonus", "algorithm.entropy_coef", lambda value: value or None),
     RlinfKey("algorithm.gamma", "algorithm.gamma"),
     RlinfKey("algorithm.gae_lambda", "algorithm.gae_lambda"),
-    RlinfKey("algorithm.reward_type", "algorithm.time_step", _chosen("algorithm.reward_type", _TIME_STEPS)),
-    RlinfKey("algorithm.logprob_type", "algorithm.ratio_step", _chosen("algorithm.logprob_type", _RATIO_STEPS)),
+    RlinfKey("algorithm.reward_type", "algorithm.time_step", _set("algorithm.reward_type", _TIME_STEPS)),
+    RlinfKey("algorithm.logprob_type", "algorithm.ratio_step", _set("algorithm.logprob_type", _RATIO_STEPS)),
     RlinfKey("algorithm.entropy_type", because=_ENTROPY),
     RlinfKey("algorithm.value_clip", "critic.value_clip", _positive_or_none),
     RlinfKey("algorithm.huber_delta", because="values are learned by their squared error"),

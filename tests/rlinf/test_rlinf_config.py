@@ -109,6 +109,7 @@ def test_a_config_for_simulators_becomes_ours_and_counts_episodes(tmp_path, caps
         ({"reward_type": "chunk_level", "logprob_type": "chunk_level"}, {"time_step": "chunk"}),
         ({"logprob_type": "chunk_level"}, {"time_step": "chunk"}),
         ({"reward_type": "action_level"}, {"time_step": "action"}),
+        ({"reward_type": None, "logprob_type": "token_level"}, {"time_step": "token"}),
     ],
 )
 def test_the_units_of_rewards_and_of_ratios_are_taken(types, steps):
