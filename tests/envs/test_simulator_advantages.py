@@ -47,12 +47,22 @@ def segment(num_context: int, num_sampled: int, num_learned: int) -> Segment:
 class World:
     """Random episodes as `Player` makes them, and the same facts as lists of numbers."""
 
-    def __init__(self, seed: int, num_groups: int, size: int, *, has_turn_rewards: bool, bootstraps: bool):
+    def __init__(
+        self,
+        seed: int,
+        num_groups: int,
+        size: int,
+        *,
+        has_turn_rewards: bool,
+        bootstraps: bool,
+        has_action_rewards: bool = False,
+    ):
+        self.has_action_rewards = has_action_rewards
         draw = random.Random(seed)
         self.groups: list[PromptGroup] = []
         self.values: list[float] = []  # of every token, in flat order
-        # Per episode: (chunks, value after its end); a chunk is (its reward, the values of its learned tokens).
-        self.episodes: list[tuple[list[tuple[float, list[float]]], float]] = []
+        # Per episode: (chunks, value after its end); a chunk is (rewards of its actions, values of its learned tokens).
+        self.episodes: list[tuple[list[tuple[list[float], list[float]]], float]] = []
         for number in range(num_groups):
             samples = [
                 self._episode(draw, SampleKey(0, number, sample), has_turn_rewards, bootstraps)
@@ -71,7 +81,9 @@ class World:
             segments.append(segment(context, CHUNK * DIM, taken * DIM))
             values = [draw.gauss(0, 1) for _ in range(context + CHUNK * DIM)]
             self.values += values
-            chunks.append((draw.gauss(0, 1), values[context : context + taken * DIM]))
+            last_reward = draw.gauss(0, 1)
+            earlier = [draw.gauss(0, 1) if self.has_action_rewards else 0.0 for _ in range(taken - 1)]
+            chunks.append(([*earlier, last_reward], values[context : context + taken * DIM]))
             lengths.append(taken * DIM)
         after = 0.0
         if bootstraps and is_truncated:
@@ -90,7 +102,9 @@ class World:
             action_length=DIM,
             has_bootstrap=bootstraps and is_truncated,
         )
-        rewards = tuple(reward for reward, _ in chunks)
+        rewards = tuple(sum(of_actions) for of_actions, _ in chunks)
+        if self.has_action_rewards:
+            rewards = tuple(reward for of_actions, _ in chunks for reward in of_actions)
         return ScoredEpisode(episode, sum(rewards), 0.0, {}, rewards if has_turn_rewards else ())
 
 
@@ -121,10 +135,12 @@ def by_walking(world: World, time_step: str) -> tuple[list[float], list[float]]:
     returns: list[float] = []
     for chunks, after in world.episodes:
         steps = []  # (reward, value, number of tokens)
-        for reward, values in chunks:
+        for rewards, values in chunks:
             size = {"token": 1, "action": DIM, "chunk": len(values)}[time_step]
-            starts = range(0, len(values), size)
-            steps += [(reward if at == starts[-1] else 0.0, values[at], len(values[at : at + size])) for at in starts]
+            for at in range(0, len(values), size):
+                # An action is rewarded at its last token.
+                ended = [reward for place, reward in enumerate(rewards) if at < (place + 1) * DIM <= at + size]
+                steps.append((sum(ended), values[at], len(values[at : at + size])))
         own: list[tuple[float, float, int]] = []
         following, carried = after, 0.0
         for reward, value, num_tokens in reversed(steps):
@@ -140,8 +156,9 @@ def by_walking(world: World, time_step: str) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("time_step", ["token", "action", "chunk"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_ppo_of_episodes_in_simulators(time_step, seed):
-    world = World(seed, 6, 1, has_turn_rewards=True, bootstraps=True)
+@pytest.mark.parametrize("has_action_rewards", [False, True])
+def test_ppo_of_episodes_in_simulators(time_step, seed, has_action_rewards):
+    world = World(seed, 6, 1, has_turn_rewards=True, bootstraps=True, has_action_rewards=has_action_rewards)
     batch = flatten(world.groups)
     values = torch.tensor(world.values, dtype=torch.float32)
     learned = with_advantages(world.groups, batch, settings("gae", time_step), lambda own: own, values)
@@ -162,7 +179,7 @@ def test_grpo_of_episodes_in_simulators():
     expected: list[float] = []
     for at in range(0, len(world.episodes), 3):
         group = world.episodes[at : at + 3]
-        totals = [sum(reward for reward, _ in chunks) for chunks, _ in group]
+        totals = [sum(sum(rewards) for rewards, _ in chunks) for chunks, _ in group]
         mean, deviation = statistics.fmean(totals), statistics.stdev(totals)
         for total, (chunks, _) in zip(totals, group, strict=True):
             num_tokens = sum(len(values) for _, values in chunks)

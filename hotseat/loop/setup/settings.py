@@ -398,6 +398,7 @@ def simulation_settings(config: Config) -> SimulationSettings:
         is_success_rewarded=env.reward == "success",
         # Groups compare whole episodes: their turns, which are of different worlds, have nothing in common.
         has_turn_rewards=config.algorithm.estimator in ("gae", "reinforce"),
+        has_action_rewards=config.algorithm.time_step != "chunk",
         bootstraps=has_critic(config),
         images_for=config.actor.model if env.images else None,
         num_films=env.films,

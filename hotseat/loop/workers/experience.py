@@ -231,25 +231,33 @@ def shaped_rewards(groups: Sequence[PromptGroup], batch: MicroBatch, settings: A
     return rewards
 
 
+def rewarded_lengths(sample: ScoredEpisode) -> tuple[int, ...]:
+    """Return how many sampled tokens each turn reward is of: those of a turn, or of an action; () if there are none."""
+    episode, count = sample.episode, len(sample.turn_rewards)
+    if count == len(episode.turn_lengths):
+        return episode.turn_lengths
+    is_of_actions = episode.action_length > 0 and count * episode.action_length == sum(episode.turn_lengths)
+    return (episode.action_length,) * count if is_of_actions else ()
+
+
 def rewards_of_turns(groups: Sequence[PromptGroup], batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
     """Return (reward of each turn, flat position of its last sampled token); (None, None) without any.
 
-    Turn rewards of a group are used if each of its samples has one per turn: siblings are compared turn by turn. Other
-    groups learn from the rewards of whole episodes. A group is on one rank, so the number of ranks changes nothing.
+    Turn rewards of a group are used if each of its samples has one per turn, or per action in a simulator: siblings are
+    compared turn by turn. Other groups learn from the rewards of whole episodes. A group is on one rank, so the number
+    of ranks changes nothing.
     """
     rewards: list[float] = []
     ends: list[int] = []  # how many tokens were sampled before the turn's end, over the whole batch
     num_sampled = batch.layout.sampled_per_episode.tolist()
     position = episode = 0
     for group in groups:
-        is_used = all(
-            sample.turn_rewards and len(sample.turn_rewards) == len(sample.episode.turn_lengths)
-            for sample in group.samples
-        )
-        for sample in group.samples:
+        lengths = [rewarded_lengths(sample) for sample in group.samples]
+        is_used = all(lengths)
+        for sample, own in zip(group.samples, lengths, strict=True):
             if is_used:
                 rewards += sample.turn_rewards
-                ends += [position + end for end in itertools.accumulate(sample.episode.turn_lengths)]
+                ends += [position + end for end in itertools.accumulate(own)]
             position += num_sampled[episode]
             episode += 1
     if not rewards:
