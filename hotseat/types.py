@@ -201,7 +201,8 @@ class ScoredEpisode:
     reward: float
     score: float  # used by dynamic filtering
     extra: Mapping[str, float] = field(default_factory=dict)
-    turn_rewards: tuple[float, ...] = ()  # one per turn, summing up to `reward`; empty: the episode has only `reward`
+    # One per turn, or per action in a simulator, summing up to `reward`; empty: the episode has only `reward`.
+    turn_rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ bounded in one of these ways, with bounds [low, high]:
     seq-tis        clamp(Π ρ over the episode, low, high)            verl, TRL: one weight for a whole answer
     seq-icepop     Π ρ over the episode where it is in [low, high], else 0 for all of it      TRL
 
+Where several tokens share a ratio of the policy (`ppo_loss` with steps), ρ is the product over those tokens: they have
+one importance weight, as they have one ratio. The bounds then hold the product.
+
 Beside them, or alone, `rejection_weights` drops whole episodes whose mean divergence between engine and trainer is too
 large, and `weight_totals` normalises weights to mean 1 over a step.
 
@@ -31,6 +34,7 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms._tokens import mean_per_episode, sampled_only, sum_per_episode
+from hotseat.algorithms.time_steps import sum_on_tokens
 from hotseat.errors import UserError
 from hotseat.types import TokenLayout
 
@@ -47,7 +51,7 @@ class CorrectionWeights:
     """Correction of each token, detached. Where the policy did not sample: weight 0, ratio 1, not changed."""
 
     weights: Tensor  # [num_tokens]: factor of each token's surrogate
-    ratio: Tensor  # [num_tokens]: ρ itself, or its product over the episode (seq-tis, seq-icepop), within e^±20
+    ratio: Tensor  # [num_tokens]: ρ of the token or step, or of the episode (seq-tis, seq-icepop), within e^±20
     changed: Tensor  # [num_tokens] bool: the weight is not ρ (clamped or dropped)
 
 
@@ -60,8 +64,12 @@ def correction_weights(
     *,
     low: float,
     high: float,
+    starts: Tensor | None = None,
 ) -> CorrectionWeights:
-    """Compute the weight of each sampled token under one of the corrections. [num_tokens] in and out."""
+    """Compute the weight of each sampled token under one of the corrections. [num_tokens] in and out.
+
+    starts: first tokens of the steps that share a ratio, as in `ppo_loss`.
+    """
     if not 0 <= low < high:
         raise UserError(
             f"the truncation thresholds are [{low}, {high}]: they bound a ratio of probabilities, so they must be"
@@ -69,7 +77,8 @@ def correction_weights(
         )
     mask = layout.mask
     log_ratio = sampled_only(old_log_probs, mask) - sampled_only(rollout_log_probs, mask)
-    ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    of_step = log_ratio if starts is None else sum_on_tokens(log_ratio, starts, mask)
+    ratio = of_step.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
     if kind == "tis":
         weights = ratio.clamp(low, high)
     elif kind == "icepop":

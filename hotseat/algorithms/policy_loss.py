@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms._tokens import mean_per_episode, sampled_only
-from hotseat.algorithms.time_steps import steps_of_tokens, sum_per_step
+from hotseat.algorithms.time_steps import sum_on_tokens
 from hotseat.errors import UserError
 from hotseat.types import TokenLayout
 
@@ -58,16 +58,13 @@ def ppo_loss(
 ) -> PolicyLoss:
     """Compute PPO's clipped surrogate with one ratio per token. [num_tokens] in and out.
 
-    starts: first tokens of longer steps of time, as `step_starts` returns them. The ratio is then that of a step, the
-    product over its tokens, each of which has it in its loss: the mean over tokens is a mean over steps.
+    starts: first tokens of longer steps, as `step_starts` returns them, each with one advantage. The ratio is then that
+    of a step, the product over its tokens. Each of them has the step's loss, so under `token_mean` a step weighs as
+    many times as it has tokens; where steps are of one length, the mean over tokens is the mean over steps.
     """
     log_ratio = sampled_only(log_probs, mask) - sampled_only(old_log_probs, mask).detach()
-    if starts is not None:
-        steps = steps_of_tokens(starts, mask)
-        sums = sum_per_step(log_ratio, steps, int(starts.sum()))
-        of_step = sums[steps.clamp(min=0)] if len(sums) else log_ratio
-        return _surrogate(sampled_only(of_step, mask), log_ratio, advantages, mask, eps_low, eps_high, dual_clip)
-    return _surrogate(log_ratio, log_ratio, advantages, mask, eps_low, eps_high, dual_clip)
+    of_step = log_ratio if starts is None else sum_on_tokens(log_ratio, starts, mask)
+    return _surrogate(of_step, log_ratio, advantages, mask, eps_low, eps_high, dual_clip)
 
 
 def gspo_loss(

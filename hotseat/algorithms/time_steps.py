@@ -30,6 +30,20 @@ def steps_of_tokens(starts: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, starts.to(torch.int64).cumsum(0) - 1, -1)
 
 
+def sum_on_tokens(values: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
+    """Replace the value of each sampled token by the sum over its step; 0 elsewhere. [num_tokens] in and out."""
+    steps = steps_of_tokens(starts, mask)
+    sums = sum_per_step(values, steps, int(starts.sum()))
+    return torch.where(mask, sums[steps.clamp(min=0)], 0.0) if len(sums) else torch.zeros_like(values)
+
+
+def mean_on_tokens(values: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
+    """Replace the value of each sampled token by the mean over its step; 0 elsewhere. [num_tokens] in and out."""
+    counts = sum_on_tokens(torch.ones_like(values), starts, mask)
+    return sum_on_tokens(values, starts, mask) / counts.clamp(min=1)
+
+
 def sum_per_step(values: Tensor, steps: Tensor, num_steps: int) -> Tensor:
     """Sum token values over each step: [num_tokens] to [num_steps]. Values must be 0 where not sampled."""
-    return values.new_zeros(num_steps).index_add(0, steps.clamp(min=0), torch.where(steps >= 0, values, 0.0))
+    sums = values.new_zeros(max(1, num_steps))  # tokens that were not sampled add 0 to the first
+    return sums.index_add(0, steps.clamp(min=0), torch.where(steps >= 0, values, 0.0))[:num_steps]

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import get_args
 
 from hotseat.config.images import has_images, image_conflicts
-from hotseat.config.maths import correction_kind, max_sampled_tokens, overlap_queue, shortest_kl_horizon, uses_k1_loss
+from hotseat.config.maths import (
+    STEPS,
+    correction_kind,
+    max_sampled_tokens,
+    overlap_queue,
+    ratio_step,
+    shortest_kl_horizon,
+    uses_k1_loss,
+)
 from hotseat.config.roles import (
     ESTIMATORS_WITH_GROUP,
     compares_with_reference,
@@ -102,6 +110,7 @@ _RL_MATHS = tuple(
     for name in (
         "estimator",
         "time_step",
+        "ratio_step",
         "gamma",
         "gae_lambda",
         "std_norm",
@@ -569,6 +578,8 @@ def _component_conflicts(config: Config) -> Iterator[tuple[str, str]]:
             yield key, f"cluster.component_names has {name} for {role}: choose another name for one of them"
         elif not re.fullmatch(r"[A-Za-z_][\w-]*", name):
             yield key, f"{name!r}: begin with a letter, and use letters, digits, '_' and '-'"
+        if config.components[name].evaluates and not has_evaluation(config):
+            yield f"{key}.evaluates", "true, but nothing is evaluated: remove it, or set eval.path (or env.eval_seeds)"
     if config.components and config.overlap.staleness > 0:
         yield (
             "overlap.staleness",
@@ -677,19 +688,50 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
     return problems
 
 
-def _simulator_conflicts(config: Config) -> list[tuple[str, str]]:
-    """Refuse what does not go together with simulators, or is not built for them."""
-    env, problems = config.env, []
-    if config.algorithm.time_step == "action" and not has_simulator(config):
-        problems.append(("algorithm.time_step", "action: only simulators have actions; set it to token or chunk"))
-    if config.algorithm.time_step != "token" and config.algorithm.policy_loss != "ppo":
+def _step_conflicts(config: Config) -> list[tuple[str, str]]:
+    """Refuse steps of time and of ratios that the data does not have, or that have no meaning together."""
+    algorithm, problems = config.algorithm, []
+    steps = {"algorithm.time_step": algorithm.time_step, "algorithm.ratio_step": algorithm.ratio_step}
+    if not has_simulator(config):
+        problems += [
+            (key, "action: only simulators have actions; set it to token or chunk")
+            for key, step in steps.items()
+            if step == "action"
+        ]
+    ratio = ratio_step(config)
+    loss = algorithm.policy_loss
+    if loss == "gspo":
+        problems += [
+            (
+                key,
+                f"{step}: algorithm.policy_loss gspo has one ratio per sequence; set policy_loss to ppo, or remove it",
+            )
+            for key, step in steps.items()
+            if step is not None and (step != "token" or key == "algorithm.ratio_step")
+        ]
+    elif loss != "ppo" and ratio != "token":
+        key = "algorithm.time_step" if algorithm.ratio_step is None else "algorithm.ratio_step"
         problems.append(
             (
-                "algorithm.time_step",
-                f"{config.algorithm.time_step}: algorithm.policy_loss {config.algorithm.policy_loss} has ratios of its"
-                " own; set policy_loss to ppo, or time_step to token",
+                key,
+                f"{ratio}: algorithm.policy_loss {loss} has ratios of its own; set policy_loss to ppo, or ratio_step"
+                " to token",
             )
         )
+    if STEPS.index(ratio) > STEPS.index(algorithm.time_step):
+        problems.append(
+            (
+                "algorithm.ratio_step",
+                f"{ratio} is longer than algorithm.time_step {algorithm.time_step}: a ratio is multiplied by one"
+                f" advantage, and each {algorithm.time_step} has its own; set time_step to {ratio}, or remove it",
+            )
+        )
+    return problems
+
+
+def _simulator_conflicts(config: Config) -> list[tuple[str, str]]:
+    """Refuse what does not go together with simulators, or is not built for them."""
+    env, problems = config.env, _step_conflicts(config)
     if not has_simulator(config):
         return problems
     stages = config.rollout.pipeline_stage_num

@@ -5,7 +5,7 @@ docs/algorithms.md has the sources.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from hotseat.config.precision import samples_in_8_bits
 from hotseat.config.roles import has_agent, has_simulator
@@ -14,6 +14,8 @@ from hotseat.config.schema import Config
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 CorrectionKind = Literal["none", "tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "rollout-ratio"]
+Step = Literal["token", "action", "chunk"]
+STEPS: tuple[Step, ...] = get_args(Step)  # the shortest first
 
 _RUBRIC_TOKENS = 1024  # room for the rubric in a request to a judge's engine, unless its length is set
 MAX_KL_ERROR = 0.2  # one update of an adaptive coefficient moves by at most this share of samples / horizon
@@ -35,6 +37,11 @@ def kl_estimator(config: Config) -> KlEstimator:
     """Return the KL estimator of a run: the one that is set, or k1 in the reward and k2 as a loss."""
     kl = config.algorithm.kl
     return kl.estimator or ("k2" if kl.as_loss else "k1")
+
+
+def ratio_step(config: Config) -> Step:
+    """Return the tokens that share a ratio of a run: those that are set, or the step of time."""
+    return config.algorithm.ratio_step or config.algorithm.time_step
 
 
 def overlap_queue(config: Config) -> int:

@@ -47,6 +47,11 @@ def _chosen(key: str, choices: Mapping[Any, Any]) -> Callable[[Any], Any]:
     return convert
 
 
+def _set(key: str, choices: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """Convert as `_chosen` does; null is unset."""
+    return lambda value: None if value is None else _chosen(key, choices)(value)
+
+
 def _positive_or_none(value: Any) -> Any:
     return None if value is None or value <= 0 else value
 
@@ -61,8 +66,10 @@ _AGGREGATIONS = {
     "seq-mean-token-sum": "constant",
     "seq-mean-token-mean": "sequence_mean",
 }
-_TIME_STEPS = {"token_level": "token", "action_level": "action", "chunk_level": "chunk"}
+_TIME_STEPS = {"action_level": "action", "chunk_level": "chunk"}
+_RATIO_STEPS = {"token_level": "token", **_TIME_STEPS}
 _KL = {"low_var_kl": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3"}
+_ENTROPY = "entropy is a mean over tokens; for that of longer units multiply algorithm.entropy_bonus by their tokens"
 _MEGATRON = "Megatron is not a backend here"
 _LAYERS = "the layers follow the model's own config.json"
 
@@ -96,9 +103,9 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("algorithm.entropy_bonus", "algorithm.entropy_coef", lambda value: value or None),
     RlinfKey("algorithm.gamma", "algorithm.gamma"),
     RlinfKey("algorithm.gae_lambda", "algorithm.gae_lambda"),
-    RlinfKey("algorithm.logprob_type", "algorithm.time_step", _chosen("algorithm.logprob_type", _TIME_STEPS)),
-    RlinfKey("algorithm.reward_type", because="GAE and ratios have one unit here, that of algorithm.logprob_type"),
-    RlinfKey("algorithm.entropy_type", because="entropy is that of tokens"),
+    RlinfKey("algorithm.reward_type", "algorithm.time_step", _set("algorithm.reward_type", _TIME_STEPS)),
+    RlinfKey("algorithm.logprob_type", "algorithm.ratio_step", _set("algorithm.logprob_type", _RATIO_STEPS)),
+    RlinfKey("algorithm.entropy_type", because=_ENTROPY),
     RlinfKey("algorithm.value_clip", "critic.value_clip", _positive_or_none),
     RlinfKey("algorithm.huber_delta", because="values are learned by their squared error"),
     RlinfKey("algorithm.eval_rollout_epoch", because="env.eval_seeds says how much is evaluated"),
@@ -254,6 +261,12 @@ def _together(values: Mapping[str, Any], ours: dict[str, Any]) -> None:
     if both is not None:
         ours.setdefault("algorithm.clip_low", both)
         ours.setdefault("algorithm.clip_high", both)
+    time_step, ratio_step = ours.get("algorithm.time_step"), ours.get("algorithm.ratio_step")
+    if (time_step, ratio_step) == ("action", "chunk"):
+        problem = "chunk_level is longer than algorithm.reward_type action_level, and a ratio is multiplied by one"
+        raise ConfigError([Problem("algorithm.logprob_type", f"{problem} advantage: set reward_type to chunk_level")])
+    if ratio_step is not None and time_step in (None, ratio_step):
+        ours["algorithm.time_step"] = ours.pop("algorithm.ratio_step")  # of both, unless they differ
     optim = _at(values, "actor.optim") or {}
     if "adam_beta1" in optim or "adam_beta2" in optim:
         ours["actor.optimizer.betas"] = [optim.get("adam_beta1", 0.9), optim.get("adam_beta2", 0.95)]

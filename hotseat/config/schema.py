@@ -238,6 +238,8 @@ class ComponentConfig(Section):
     """Memory of one of its processes on its device, for planning; 0: it has nothing there."""
     enable_offload: bool | None = None
     """Call its methods `offload` and `onload` between phases: true always, false never, unset as needed."""
+    evaluates: bool = False
+    """It sees the groups of evaluations too: they are measured by its rewards, without those that it drops."""
 
 
 class OverlongConfig(Section):
@@ -632,6 +634,8 @@ class AlgorithmConfig(Section):
     """Advantage estimator, or your own, `my.py:function`; `gae` is PPO and brings a critic."""
     time_step: Literal["token", "action", "chunk"] = "token"
     """Step of time of gae and of the ratio: a token, an action of a simulator, or a chunk of actions (or turn)."""
+    ratio_step: Literal["token", "action", "chunk"] | None = None
+    """Tokens that share a ratio of policy_loss ppo, no more than `time_step`; unset is `time_step`."""
     turn_credit: Literal["to_go", "own", "sum"] = "to_go"
     """What a turn is credited with where agents reward turns: its reward and later ones, its own alone, or the sum."""
     gamma: Fraction = 1.0

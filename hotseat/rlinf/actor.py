@@ -28,6 +28,7 @@ _PRECISIONS = {"fp32": "fp32", "32": "fp32", "bf16": "bf16_master"}
 _FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("algorithm.adv_type", ("grpo",)),
     ("algorithm.loss_agg_func", ("token-mean",)),
+    ("algorithm.logprob_type", ("token_level",)),
     ("algorithm.kl_beta", (0,)),
     ("algorithm.entropy_bonus", (0,)),
     ("algorithm.clip_ratio_c", ()),

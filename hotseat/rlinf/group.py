@@ -16,6 +16,7 @@ from hotseat.rlinf.cluster import Cluster
 from hotseat.rlinf.failures import Call
 from hotseat.rlinf.place import WorkerPlace
 from hotseat.rlinf.placement import PlacementStrategy, default_strategy
+from hotseat.rlinf.routing import record_size
 
 __all__ = ["GroupSpec", "WorkerGroup", "WorkerGroupFuncResult"]
 
@@ -63,6 +64,7 @@ class GroupSpec(Generic[T]):
             per_rank=places,
             max_concurrency=max_concurrency,
         )
+        record_size(cluster.directory(), name, len(processes))
         group = WorkerGroup(self.cls, launched, cluster)
         cluster.remember(name, group)
         return group

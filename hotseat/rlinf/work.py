@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-__all__ = ["AsyncWork", "Lane"]
+__all__ = ["AsyncRouteWork", "AsyncWork", "Lane"]
 
 
 class AsyncWork:
@@ -28,6 +28,25 @@ class AsyncWork:
 
     def done(self) -> bool:
         return self._future.done()
+
+
+class AsyncRouteWork:
+    """Operations under way that have one result together, made from theirs: wait for it as for an `AsyncWork`."""
+
+    def __init__(self, works: Sequence[AsyncWork], finish: Callable[[list[Any]], Any]):
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> Any:
+        """Wait for the end of all operations and return their result."""
+        return self._finish([work.wait() for work in self._works])
+
+    async def async_wait(self) -> Any:
+        """Do as `wait` does, in a coroutine: other tasks run meanwhile."""
+        return self._finish([await work.async_wait() for work in self._works])
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
 
 
 class Lane:

@@ -18,6 +18,8 @@ from hotseat.errors import RunError, UserError
 from hotseat.rlinf.channel import Channel, Post, post_of
 from hotseat.rlinf.group import GroupSpec
 from hotseat.rlinf.place import WorkerPlace, set_current_place
+from hotseat.rlinf.routing import group_size, merge, num_rows, parts_to_receive, parts_to_send, split
+from hotseat.rlinf.work import AsyncRouteWork
 
 __all__ = ["DeviceLock", "Worker"]
 
@@ -56,6 +58,7 @@ class Worker(metaclass=WorkerMeta):
     def _enter(self, place: WorkerPlace | None) -> None:
         self._timer_metrics: dict[str, float] = {}
         self._held: DeviceLock | None = None
+        self._group_sizes: dict[str, int] = {}
         self._place_or_none = place
         if place is None:
             return
@@ -196,6 +199,112 @@ class Worker(metaclass=WorkerMeta):
             work.wait()
         return received.wait()
 
+    # --- batches from group to group ------------------------------------------------------------------------------
+
+    def send_to(
+        self,
+        group_name: str,
+        channel: Channel | None,
+        data: Any,
+        *,
+        route_key: Any = None,
+        mode: str | None = None,
+        tag: str | None = None,
+        async_op: bool = False,
+        batch_size: int | None = None,
+        split_fn: Callable[[Any, list[int]], list[Any]] | None = None,
+        enable_p2p: bool = False,
+        options: Any = None,
+        decoupled_mode: bool = False,
+        send_queue_size: int = 0,
+    ) -> AsyncRouteWork | None:
+        """Send this worker's rows of a batch to the workers of a group, whose shares of the batch are equal.
+
+        All workers of this group call it, and all of the other `recv_from`. data: a tensor, an array, a list or a dict
+        of them. batch_size: rows of all senders together; by default this worker's times their number. tag, route_key:
+        keep streams in one channel apart; with `mode` the tag is MODE_TAG. enable_p2p: by messages, without a channel.
+        """
+        self._check_route("send_to", channel, enable_p2p, decoupled_mode)
+        total = num_rows(data) * self._world_size if batch_size is None else batch_size
+        parts = parts_to_send(total, self._world_size, self._size_of(group_name), self._rank)
+        sizes = [part.num_rows for part in parts]
+        shards = split(data, sizes) if split_fn is None else split_fn(data, sizes)
+        if len(shards) != len(parts):
+            raise UserError(f"split_fn returned {len(shards)} parts for the sizes {sizes}")
+        tag = tag if mode is None else f"{mode}_{tag}"
+        works = []
+        for part, shard in zip(parts, shards, strict=True):
+            if enable_p2p:
+                works.append(self.send(shard, group_name, part.rank, async_op))
+            else:
+                assert channel is not None
+                key = _route(self._group_name, group_name, tag, route_key, self._rank, part.rank)
+                works.append(channel.put(shard, key=key, async_op=async_op))
+        return AsyncRouteWork(works, lambda _: None) if async_op else None
+
+    def recv_from(
+        self,
+        group_name: str,
+        channel: Channel | None,
+        *,
+        route_key: Any = None,
+        tag: str | None = None,
+        async_op: bool = False,
+        batch_size: int | None = None,
+        merge_fn: Callable[[list[Any]], Any] | None = None,
+        infer_batch_size_fn: Callable[[Any], int] | None = None,
+        enable_p2p: bool = False,
+        options: Any = None,
+        decoupled_mode: bool = False,
+        recv_queue_size: int = 0,
+    ) -> Any:
+        """Receive this worker's share of a batch that the workers of a group send by `send_to`.
+
+        batch_size: rows of all receivers together, which has to be set. infer_batch_size_fn: counts rows, by which
+        every part is checked. merge_fn: puts the parts together, in the order of the senders' ranks.
+        """
+        self._check_route("recv_from", channel, enable_p2p, decoupled_mode)
+        if batch_size is None:
+            raise UserError("recv_from needs batch_size, the rows that all workers of this group receive together")
+        parts = parts_to_receive(batch_size, self._size_of(group_name), self._world_size, self._rank)
+
+        def take(rank: int) -> Any:
+            if enable_p2p:
+                return self.recv(group_name, rank, async_op)
+            assert channel is not None
+            key = _route(group_name, self._group_name, tag, route_key, rank, self._rank)
+            return channel.get(key=key, async_op=async_op)
+
+        def put_together(shards: list[Any]) -> Any:
+            for part, shard in zip(parts, shards, strict=True):
+                received = (infer_batch_size_fn or num_rows)(shard)
+                if received != part.num_rows:
+                    raise RunError(
+                        f"{group_name}[{part.rank}] sent {received} rows to {self._group_name}[{self._rank}], which"
+                        f" expects {part.num_rows} of batch_size {batch_size}: both sides have to name the same"
+                    )
+            return merge(shards) if merge_fn is None else merge_fn(shards)
+
+        shards = [take(part.rank) for part in parts]
+        return AsyncRouteWork(shards, put_together) if async_op else put_together(shards)
+
+    def _size_of(self, group: str) -> int:
+        if group not in self._group_sizes:
+            self._group_sizes[group] = group_size(self._place.directory, group)
+        return self._group_sizes[group]
+
+    @staticmethod
+    def _check_route(method: str, channel: Channel | None, is_direct: bool, is_decoupled: bool) -> None:
+        if is_decoupled:
+            raise UserError(
+                f"{method}: decoupled_mode is not here; have senders put (rank, rows) into a channel, any worker take"
+                " them, and put its answer under the rank as key"
+            )
+        if channel is None and not is_direct:
+            raise UserError(f"{method} needs a channel, or enable_p2p=True")
+
+    # --- channels -------------------------------------------------------------------------------------------------
+
     def create_channel(self, channel_name: str, maxsize: int = 0, **_: Any) -> Channel:
         """Create a channel, or connect to the one of this name."""
         return Channel.create_in(self._place.directory, channel_name, maxsize)
@@ -312,6 +421,11 @@ def _one_rank(name: str, rank: int | Sequence[int]) -> int:
 
 def _mail(src_group: str, src_rank: int, dst_group: str, dst_rank: int) -> str:
     return f"from {src_group}[{src_rank}] to {dst_group}[{dst_rank}]"
+
+
+def _route(src_group: str, dst_group: str, tag: str | None, route_key: Any, src_rank: int, dst_rank: int) -> Any:
+    """Return the key of a channel under which rows travel from one worker to another."""
+    return "route", src_group, dst_group, tag, repr(route_key), src_rank, dst_rank
 
 
 def _logger(name: str) -> logging.Logger:

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from hotseat.algorithms import compute_advantages, gae, ppo_loss, step_starts
+from hotseat.algorithms import compute_advantages, correction_weights, gae, ppo_loss, step_starts
+from hotseat.algorithms.time_steps import mean_on_tokens, sum_on_tokens
 from hotseat.types import TokenLayout
 
 ACTION = 2  # tokens of one
@@ -137,3 +138,41 @@ def test_the_ratio_of_a_step_is_the_product_over_its_tokens(time_step):
     loss.sum().backward()
     assert torch.allclose(loss, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
     assert torch.allclose(log_probs.grad, torch.tensor(slopes, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_action", "by_chunk"),
+    [
+        # Ratios of the tokens: 2, 2 and 0.5, 1 in the first chunk, 2, 0.25 in the second. Bounds are [0.5, 3].
+        ("tis", [3.0, 3.0, 0.5, 0.5, 0.5, 0.5], [2.0, 2.0, 2.0, 2.0, 0.5, 0.5]),
+        ("icepop", [0.0, 0.0, 0.5, 0.5, 0.5, 0.5], [2.0, 2.0, 2.0, 2.0, 0.5, 0.5]),
+        ("seq-tis", [1.0] * 6, [1.0] * 6),
+    ],
+)
+def test_the_correction_of_a_step_is_that_of_the_product_over_its_tokens(kind, by_action, by_chunk):
+    layout = layout_of([[(1, 4), (1, 2)]])
+    ratios = torch.tensor([9.0, 2.0, 2.0, 0.5, 1.0, 9.0, 2.0, 0.25], dtype=torch.float64)
+    for tokens_per_step, expected in ((ACTION, by_action), (None, by_chunk)):
+        found = correction_weights(
+            ratios.log(),
+            torch.zeros_like(ratios),
+            layout,
+            kind,
+            low=0.5,
+            high=3.0,
+            starts=step_starts(layout, tokens_per_step),
+        )
+        assert found.weights[layout.mask].tolist() == pytest.approx(expected)
+        assert found.weights[~layout.mask].tolist() == [0.0, 0.0]
+        assert found.changed.tolist() == [False, *(weight in (3.0, 0.0) for weight in expected[:4]), *[False] * 3]
+
+
+def test_steps_of_masked_episodes_and_of_no_tokens_have_sums():
+    layout = layout_of([[(1, 2)], [(0, 2), (1, 2)]])
+    starts = step_starts(layout, None)
+    mask = layout.mask & (layout.token_episode == 1)
+    values = torch.tensor([5.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0])
+    assert sum_on_tokens(values, starts, mask).tolist() == [0, 0, 0, 7, 7, 0, 14, 14]
+    assert mean_on_tokens(values, starts, mask).tolist() == [0, 0, 0, 3.5, 3.5, 0, 7, 7]
+    nothing = torch.zeros(8, dtype=torch.bool)
+    assert not sum_on_tokens(values, nothing, nothing).any()

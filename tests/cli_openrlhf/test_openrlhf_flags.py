@@ -129,6 +129,7 @@ WITHOUT_A_FLAG = {
     "algorithm.kl.allow_k1_loss",  # set beside --use_kl_loss --kl_estimator k1
     "algorithm.mask_truncated",
     "algorithm.time_step",
+    "algorithm.ratio_step",
     "algorithm.turn_credit",
     "checkpoint.background",
     "cluster.call_timeout_s",

@@ -74,6 +74,31 @@ def test_the_hybrid_mode_of_rlinf_trains_on_all_devices_what_env_and_rollout_mad
     assert num_sent == num_received > 0
 
 
+class Router(Worker):
+    def give(self, group, channel):
+        import torch
+
+        rows = torch.arange(6) + 6 * self._rank
+        self.send_to(group, channel, {"rows": rows, "step": 3})
+        self.send_to(group, None, rows, enable_p2p=True)
+
+    def take(self, group, channel):
+        batch = self.recv_from(group, channel, batch_size=12)
+        direct = self.recv_from(group, None, batch_size=12, enable_p2p=True)
+        return batch["rows"].tolist(), batch["step"], direct.tolist()
+
+
+def test_a_batch_of_two_processes_is_shared_among_three(cluster):
+    pair, three = NodePlacementStrategy([0, 0]), NodePlacementStrategy([0, 0, 0])
+    senders = Router.create_group().launch(cluster, name="senders", placement_strategy=pair)
+    receivers = Router.create_group().launch(cluster, name="receivers", placement_strategy=three)
+    channel = Channel.create("routes")
+    given = senders.give("receivers", channel)
+    runs = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert receivers.take("senders", channel).wait() == [(run, 3, run) for run in runs]
+    given.wait()
+
+
 class Careless(Worker):
     def fail(self):
         raise ValueError("no such thing")

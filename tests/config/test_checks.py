@@ -342,6 +342,21 @@ def test_every_rule_speaks_of_keys_that_exist():
         ("rollout: {max_new_tokens: 64}\ndata: {max_length: 64}", "leaves no room for a prompt"),
         ("algorithm: {time_step: action}", "only simulators have actions; set it to token or chunk"),
         ("algorithm: {time_step: chunk, policy_loss: cispo}", "policy_loss cispo has ratios of its own"),
+        (
+            "algorithm: {time_step: chunk, policy_loss: gspo}",
+            "time_step: chunk: algorithm.policy_loss gspo has one ratio",
+        ),
+        ("algorithm: {ratio_step: token, policy_loss: gspo}", "ratio_step: token: algorithm.policy_loss gspo has one"),
+        ("algorithm: {time_step: chunk, ratio_step: action}", "ratio_step: action: only simulators have actions"),
+        (
+            "algorithm: {ratio_step: chunk}",
+            "chunk is longer than algorithm.time_step token: a ratio is multiplied by one advantage, and each token has"
+            " its own; set time_step to chunk, or remove it",
+        ),
+        (
+            "env: {path: gym}\nalgorithm: {time_step: action, ratio_step: chunk}",
+            "chunk is longer than algorithm.time_step action",
+        ),
         ("env: {path: gym, num_envs: 6}\nrollout: {pipeline_stage_num: 4}", "do not divide env.num_envs 6 evenly"),
         ("env: {path: gym}\nagent: {path: a.py}", "an episode is played by an agent or in a simulator"),
         ("env: {path: gym}\nreward: {function: r.py}", "the simulator gives the rewards: remove it"),

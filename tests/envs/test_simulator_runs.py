@@ -202,10 +202,16 @@ def test_an_env_process_that_is_killed_beside_training_changes_nothing(task, ahe
 
 
 def test_chunks_learn_by_ppo_with_a_critic(task):
-    done = run(task, "ppo", algorithm="{estimator: gae, time_step: chunk, gamma: 0.9, gae_lambda: 0.9}")
+    by_chunk = "estimator: gae, time_step: chunk, gamma: 0.9, gae_lambda: 0.9"
+    done = run(task, "ppo", algorithm=f"{{{by_chunk}}}")
     last = metrics_of(done)[-1]
     assert last["value_loss"] > 0
     assert last["truncated"] > 0
+    # The ratios of tokens have the advantages of their chunk; the critic learns the same.
+    tokens = metrics_of(run(task, "ppo-tokens", algorithm=f"{{{by_chunk}, ratio_step: token}}"))
+    first = metrics_of(done)[1]
+    assert tokens[1]["value_loss"] == first["value_loss"]
+    assert tokens[1]["grad_norm"] < first["grad_norm"]
 
 
 @pytest.mark.long

@@ -602,3 +602,47 @@ def test_a_film_shows_the_world_before_the_first_and_after_every_action():
             Films(replace(settings, simulator=SimulatorSettings(WALK, ("right",), 12, {"is_on_device": True})))
     finally:
         films.close()
+
+
+@pytest.mark.parametrize("rewarded", ["simulator", "success"])
+def test_rewards_of_an_episode_are_those_of_its_chunks_or_of_its_actions(rewarded):
+    import asyncio
+
+    from hotseat.loop.workers.records import _rewards_of
+    from hotseat.loop.workers.simulation import Player, SimulationSettings
+    from hotseat.types import Completion, Prompt, SampleKey, Sampling
+
+    class Words:
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [len(word) for word in text.split()]}
+
+        def __len__(self):
+            return 300
+
+    async def sample(token_ids, sampling, number, images):
+        tokens = (296,) * sampling.max_new_tokens  # the last bin: steps of a quarter towards the goal
+        return Completion("", tokens, (0.0,) * len(tokens), (0,) * len(tokens), "length")
+
+    found = []
+    for has_action_rewards in (False, True):
+        settings = SimulationSettings(
+            SimulatorSettings(WALK, ("right",), 12),
+            *(1, 1, 1, 2, 4, 60.0, rewarded == "success", True, False),
+            has_action_rewards=has_action_rewards,
+        )
+        player = Player(settings, Words(), 64)
+        try:
+            prompt = Prompt(0, "", (1,), label="0/7")
+            found.append(asyncio.run(player.run(prompt, SampleKey(0, 0, 0), Sampling(8), sample)))
+        finally:
+            player.end()
+    by_chunk, by_action = found
+    # It arrives in a few steps: each costs 0.01, and the last earns 1 besides.
+    num_actions = by_chunk.episode.num_sampled // 2
+    assert num_actions > len(by_chunk.turn_rewards) > 1
+    costs = [0.0 if rewarded == "success" else -0.01] * num_actions
+    assert by_action.turn_rewards == pytest.approx([*costs[1:], costs[0] + 1])
+    assert len(by_chunk.turn_rewards) == len(by_chunk.episode.turn_lengths)
+    assert by_chunk.reward == by_action.reward == pytest.approx(sum(by_action.turn_rewards))
+    # Records have those of chunks in any case.
+    assert _rewards_of(by_action) == pytest.approx(_rewards_of(by_chunk))

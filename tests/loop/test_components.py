@@ -106,6 +106,31 @@ def test_rewards_of_a_component_are_learned_as_those_of_a_reward_function(task):
 
 
 @pytest.mark.slow
+def test_an_evaluation_is_measured_by_the_components_that_ask_for_it(task):
+    evaluation = f"{{path: {task}/prompts.jsonl, every: 1}}"
+    plain = run(task, "plain", eval=evaluation)
+    once = component(task)
+    asking = once.replace("enable_offload: true", "evaluates: true")
+    metrics = run(
+        task,
+        "asked",
+        reward=f"{{function: {task}/nothing.py}}",
+        eval=evaluation,
+        components=f"{{sevens: {once}, again: {asking}}}",
+    )
+    measured = [{key: line[key] for key in line if key.startswith("eval/")} for line in metrics]
+    num_prompts = len((task / "prompts.jsonl").read_text().splitlines())
+    for line, own in zip(measured, plain, strict=True):
+        assert line["eval/reward"] == own["eval/reward"] / 4  # the component counts sevens as quarters
+        assert line["eval/length"] == own["eval/length"]
+        assert line["eval/components/again/groups"] == num_prompts
+        assert line["eval/components/again/sevens"] == pytest.approx(line["eval/reward"] * 4)  # of four samples
+        assert not any("sevens/groups" in key for key in line)
+    assert any(line["eval/reward"] > 0 for line in measured)
+    assert same(weights(task, "asked"), weights(task, "plain"))
+
+
+@pytest.mark.slow
 def test_groups_that_a_component_drops_are_replaced_and_recorded(task):
     metrics = run(task, "dropping", components=f"{{sevens: {component(task, drops=[0, 3])}}}")
     assert sum(line["components/sevens/dropped"] for line in metrics[1:]) >= 2
@@ -262,6 +287,28 @@ def test_a_rollout_that_is_repeated_gets_the_decisions_that_were_made():
     assert hosts.num_calls == 2
 
 
+def test_evaluations_have_decisions_of_their_own_which_last_until_they_are_measured():
+    rewards = (4.0, 8.0)
+    trained, evaluated = (
+        GroupFacts(epoch, 1, "", (0, 1), rewards, rewards, (1, 1), (2, 2), (False, False), ()) for epoch in (0, -1)
+    )
+    hosts = Halves({key: [4.0, 8.0] for key in [(0, 1), (-1, 1)]})
+    components = Components({"first": hosts, "second": hosts}, hosts, hosts, evaluating=["second"])
+    assert components.change([trained])[0].rewards == (1.0, 2.0)
+    assert components.change_evaluated([evaluated])[0].rewards == (2.0, 4.0)
+    # The rollout is repeated: its host has the changed rewards, and no component sees them again.
+    assert components.change_evaluated([evaluated])[0].rewards == (2.0, 4.0)
+    assert hosts.num_calls == 3
+    assert components.evaluation_metrics() == {
+        "eval/components/second/groups": 1.0,
+        "eval/components/second/dropped": 0.0,
+    }
+    assert components.metrics()["components/second/groups"] == 1.0
+    # The next evaluation has groups of the same keys, and other answers.
+    hosts.rewards[-1, 1] = [6.0, 2.0]
+    assert components.change_evaluated([evaluated])[0].rewards == (3.0, 1.0)
+
+
 def test_rewards_of_turns_cannot_be_replaced(monkeypatch):
     monkeypatch.setattr(Answers, "changes", [GroupChange([1.0])])
     worker = ComponentWorker(ComponentSettings("odd", f"{__name__}:Answers"))
@@ -274,6 +321,20 @@ class Answers:
 
     def run(self, groups):
         return self.changes
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_which_nothing_is_left_ends_the_run(task, capsys):
+    (task / "none.py").write_text(
+        "from hotseat import GroupChange\n\n\nclass Drops:\n    def run(self, groups):\n"
+        "        epochs = [group.samples[0].episode.key.epoch for group in groups]\n"
+        "        return [GroupChange(drop='evaluated') if epoch < 0 else None for epoch in epochs]\n"
+    )
+    file = task / "run.yaml"
+    components = f"{{drops: {{path: {task}/none.py:Drops, evaluates: true}}}}"
+    file.write_text(rl_yaml(task, components=components, eval=f"{{path: {task}/prompts.jsonl}}"))
+    assert main(["run", str(file)]) != 0
+    assert "components dropped all" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -331,6 +392,7 @@ def test_a_flow_has_components_after_rewards_and_before_other_scores(flow, messa
         ("components: {x: {path: 'a:B'}}\noverlap: {staleness: 1}", "set it to 0"),
         ("components: {x: {path: 'a:B'}}\ncluster: {component_names: {x: env}}", "component_names has x for env"),
         ("components: {x: {path: a.py}}", "components.x.path"),
+        ("components: {x: {path: 'a:B', evaluates: true}}", "components.x.evaluates: true, but nothing is evaluated"),
         ("components: {x: {path: 'a:B', memory: 3}}", "memory_gib"),
     ],
 )

@@ -153,6 +153,7 @@ def test_a_group_is_compared_within_itself_whichever_rank_takes_it(cluster):
     ("path", "value", "fitting"),
     [
         ("algorithm.kl_beta", 0.1, "0, or leave it out"),
+        ("algorithm.logprob_type", "chunk_level", "token_level, or leave it out"),
         ("algorithm.entropy_bonus", 0.01, "0, or leave it out"),
         ("algorithm.adv_type", "gae", "grpo, or leave it out"),
         ("algorithm.loss_agg_func", "seq-mean-token-sum", "token-mean, or leave it out"),

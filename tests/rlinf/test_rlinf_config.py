@@ -57,9 +57,10 @@ def test_a_config_for_mathematics_becomes_ours_and_the_rest_is_listed(tmp_path, 
 EMBODIED = """
 cluster: {num_nodes: 1, component_placement: {actor: 0-7, env: 0-3, rollout: 4-7}}
 runner: {task_type: embodied, max_epochs: 1000, val_check_interval: -1, save_interval: 40, seq_length: 4096}
-algorithm: {group_size: 4, rollout_epoch: 2, reward_type: action_level, logprob_type: chunk_level, adv_type: gae,
+algorithm: {group_size: 4, rollout_epoch: 2, reward_type: chunk_level, logprob_type: token_level, adv_type: gae,
   value_clip: 0.2, huber_delta: 10.0, gamma: 0.99, gae_lambda: 0.95, clip_ratio_high: 0.28, clip_ratio_low: 0.2,
-  sampling_params: {temperature_train: 1.2, temperature_eval: 0.6}, length_params: {max_length: 1024}}
+  sampling_params: {temperature_train: 1.2, temperature_eval: 0.6},
+  entropy_type: token_level, length_params: {max_length: 1024}}
 env: {enable_offload: true, train: {total_num_envs: 128, max_episode_steps: 80, auto_reset: true}}
 rollout: {backend: huggingface, enable_offload: true, pipeline_stage_num: 2, model: {model_path: my-vla}}
 actor: {training_backend: fsdp, micro_batch_size: 40, global_batch_size: 640, enable_offload: true,
@@ -77,7 +78,8 @@ def test_a_config_for_simulators_becomes_ours_and_counts_episodes(tmp_path, caps
     # 128 simulators play two episodes each; four episodes are a group.
     assert (config.env.num_envs, config.rollout.batch_size, config.rollout.samples_per_prompt) == (32, 64, 4)
     assert (config.env.chunk, config.env.max_steps, config.rollout.pipeline_stage_num) == (8, 80, 2)
-    assert (config.algorithm.time_step, config.algorithm.estimator) == ("chunk", "gae")
+    assert (config.algorithm.time_step, config.algorithm.ratio_step) == ("chunk", "token")
+    assert config.algorithm.estimator == "gae"
     assert (config.critic.value_clip, config.critic.warmup_steps) == (0.2, 3)
     assert config.critic.optimizer.learning_rate == 3e-3
     assert (config.rollout.temperature, config.eval.temperature, config.rollout.engine) == (1.2, 0.6, "transformers")
@@ -88,8 +90,46 @@ def test_a_config_for_simulators_becomes_ours_and_counts_episodes(tmp_path, caps
     reasons = {line.split()[3]: line for line in printed.err.splitlines()}
     assert "it counts chunks of actions" in reasons["actor.global_batch_size"]
     assert "steps follow from env.tasks, env.num_seeds" in reasons["runner.max_epochs"]
-    assert {"algorithm.reward_type", "algorithm.huber_delta", "env.train.auto_reset"} <= reasons.keys()
-    assert not {"algorithm.logprob_type", "actor.model.lora_rank", "algorithm.rollout_epoch"} & reasons.keys()
+    assert {"algorithm.entropy_type", "algorithm.huber_delta", "env.train.auto_reset"} <= reasons.keys()
+    assert not {"actor.model.lora_rank", "algorithm.rollout_epoch"} & reasons.keys()
+    assert not {"algorithm.reward_type", "algorithm.logprob_type"} & reasons.keys()
+
+
+@pytest.mark.parametrize(
+    ("types", "steps"),
+    [
+        (
+            {"reward_type": "chunk_level", "logprob_type": "action_level"},
+            {"time_step": "chunk", "ratio_step": "action"},
+        ),
+        (
+            {"reward_type": "action_level", "logprob_type": "token_level"},
+            {"time_step": "action", "ratio_step": "token"},
+        ),
+        ({"reward_type": "chunk_level", "logprob_type": "chunk_level"}, {"time_step": "chunk"}),
+        ({"logprob_type": "chunk_level"}, {"time_step": "chunk"}),
+        ({"reward_type": "action_level"}, {"time_step": "action"}),
+        ({"reward_type": None, "logprob_type": "token_level"}, {"time_step": "token"}),
+    ],
+)
+def test_the_units_of_rewards_and_of_ratios_are_taken(types, steps):
+    assert translate({"runner": {}, "algorithm": types}).values["algorithm"] == steps
+
+
+@pytest.mark.parametrize(
+    ("types", "message"),
+    [
+        (
+            {"reward_type": "action_level", "logprob_type": "chunk_level"},
+            "algorithm.logprob_type: chunk_level is longer than .* set reward_type to chunk_level",
+        ),
+        ({"logprob_type": "sequence_token_level"}, "'sequence_token_level' has no counterpart here; .* token_level"),
+        ({"reward_type": "token_level"}, "algorithm.reward_type: 'token_level' has no counterpart here"),
+    ],
+)
+def test_units_without_a_counterpart_are_refused(types, message):
+    with pytest.raises(ConfigError, match=message):
+        translate({"runner": {}, "algorithm": types})
 
 
 def test_episodes_of_a_step_that_make_no_whole_groups_are_refused():

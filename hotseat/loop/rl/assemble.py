@@ -164,7 +164,8 @@ def _connect(
     routes = _routes(place, groups)
     sync = SyncPhase(groups, routes, state, guard, meter, scheduler, recovery, journal.say)
     is_shared = config.overlap.staleness > 0 and shares_devices(plan)
-    components = Components(groups.components, groups.hosts, meter) if groups.components else None
+    evaluating = [name for name, each in config.components.items() if each.evaluates]
+    components = Components(groups.components, groups.hosts, meter, evaluating) if groups.components else None
     answering = Answering(groups, phase_settings, meter, guard, sync, carries_over=is_shared, components=components)
     ledger = Ledger(run_dir)
     samples = SampleLog(groups, ledger, _alarms(config, journal), state, journal, config.log)

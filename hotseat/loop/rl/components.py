@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -13,6 +13,8 @@ from hotseat.loop.workers.component import ComponentWorker
 from hotseat.loop.workers.facts import GroupFacts, GroupKey
 from hotseat.types import GroupChange
 
+Decisions = dict[str, dict[GroupKey, GroupChange]]  # of each component, about each group
+
 
 class Components:
     """Shows groups to each component in turn, on its own devices, and carries out what it decides.
@@ -20,42 +22,53 @@ class Components:
     groups: worker groups by the name of their component, in the order in which they work. A component does not see
     groups that an earlier one dropped. Groups travel from hosts to components by reference; the driver sees decisions.
     A rollout that is repeated, since an engine or a host died, keeps them: hosts that live on have the changed rewards,
-    which a component would change a second time.
+    which a component would change a second time. evaluating: those that see evaluations too, whose groups have the same
+    keys every time: decisions about them are kept until the evaluation has its metrics.
     """
 
-    def __init__(self, groups: Mapping[str, WorkerGroup[ComponentWorker]], hosts: RolloutHosts, meter: PhaseMeter):
+    def __init__(
+        self,
+        groups: Mapping[str, WorkerGroup[ComponentWorker]],
+        hosts: RolloutHosts,
+        meter: PhaseMeter,
+        evaluating: Collection[str] = (),
+    ):
         self._groups = groups
         self._hosts = hosts
         self._meter = meter
-        self._changes: dict[str, dict[GroupKey, GroupChange]] = {name: {} for name in groups}  # decisions of this step
+        self._of_step: Decisions = {name: {} for name in groups}
+        self._of_evaluation: Decisions = {name: {} for name in groups if name in evaluating}
 
     def change(self, facts: Sequence[GroupFacts]) -> list[GroupFacts]:
-        """Return the facts of groups as components leave them."""
+        """Return the facts of groups to learn from, as components leave them."""
+        return self._change(facts, self._of_step)
+
+    def change_evaluated(self, facts: Sequence[GroupFacts]) -> list[GroupFacts]:
+        """Return the facts of evaluated groups, as those components leave them that see evaluations."""
+        return self._change(facts, self._of_evaluation)
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the step that ends now: groups seen and dropped, and means of what components report."""
+        return _taken(self._of_step, "components")
+
+    def evaluation_metrics(self) -> dict[str, float]:
+        """Return the same of the evaluation that ends now."""
+        return _taken(self._of_evaluation, "eval/components")
+
+    def _change(self, facts: Sequence[GroupFacts], decisions: Decisions) -> list[GroupFacts]:
+        """Have components decide about groups that they have not decided about, and carry decisions out."""
         by_key = {each.key: each for each in facts}
-        for name, group in self._groups.items():
+        for name, decided in decisions.items():
             keys = [key for key, each in by_key.items() if each.dropped_because is None and each.rewards]
-            undecided = [key for key in keys if key not in self._changes[name]]
+            undecided = [key for key in keys if key not in decided]
             if undecided:
                 with self._meter.lease("prepare", name):
-                    self._changes[name] |= self._decisions(group, undecided)
-            changes = {key: self._changes[name][key] for key in keys}
+                    decided |= self._decisions(self._groups[name], undecided)
+            changes = {key: decided[key] for key in keys}
             self._hosts.change_rewards({key: each.rewards for key, each in changes.items() if each.rewards is not None})
             for key, change in changes.items():
                 by_key[key] = _changed(by_key[key], name, change)
         return list(by_key.values())
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the step that ends now: groups seen and dropped, and means of what components report."""
-        metrics = {}
-        for name, changes in self._changes.items():
-            seen = changes.values()
-            metrics[f"components/{name}/groups"] = float(len(seen))
-            metrics[f"components/{name}/dropped"] = float(sum(change.drop is not None for change in seen))
-            for key in sorted({key for change in seen for key in change.metrics}):
-                values = [change.metrics[key] for change in seen if key in change.metrics]
-                metrics[f"components/{name}/{key}"] = fmean(values)
-            changes.clear()
-        return metrics
 
     def _decisions(self, group: WorkerGroup[ComponentWorker], keys: Sequence[GroupKey]) -> dict[GroupKey, GroupChange]:
         """Have every rank decide about its groups, every n-th of them."""
@@ -67,6 +80,20 @@ class Components:
             for part, answer in zip(mine, answers, strict=True)
             for key, change in zip(part, answer, strict=True)
         }
+
+
+def _taken(decisions: Decisions, prefix: str) -> dict[str, float]:
+    """Return metrics of these decisions, and forget them."""
+    metrics = {}
+    for name, changes in decisions.items():
+        seen = changes.values()
+        metrics[f"{prefix}/{name}/groups"] = float(len(seen))
+        metrics[f"{prefix}/{name}/dropped"] = float(sum(change.drop is not None for change in seen))
+        for key in sorted({key for change in seen for key in change.metrics}):
+            values = [change.metrics[key] for change in seen if key in change.metrics]
+            metrics[f"{prefix}/{name}/{key}"] = fmean(values)
+        changes.clear()
+    return metrics
 
 
 def _changed(facts: GroupFacts, name: str, change: GroupChange) -> GroupFacts:

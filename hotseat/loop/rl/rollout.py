@@ -62,15 +62,20 @@ class Answering:
     def answer(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
         """Have prompts answered and the answers scored: by the hosts, or by a model in its own lease.
 
-        Components of the user's own see what is to be learned, and no evaluation.
+        Components of the user's own see what is to be learned, and evaluations if they ask for them.
         """
         with self.sampling():
             facts = self._hosts.collect(jobs, sampling)
         if (self._reward is not None or self._judge is not None) and not facts:  # else `eval.reward` has scored them
             facts = in_order_of(jobs, self.score())
-        if self._components is None or jobs[0].epoch == EVALUATION:
+        if self._components is None:
             return facts
-        return self._components.change(facts)
+        is_evaluation = jobs[0].epoch == EVALUATION
+        return self._components.change_evaluated(facts) if is_evaluation else self._components.change(facts)
+
+    def evaluation_metrics(self) -> dict[str, float]:
+        """Return what components report about the evaluation that ends now."""
+        return {} if self._components is None else self._components.evaluation_metrics()
 
     def score(self) -> list[GroupFacts]:
         """Have the reward model or the judge score what hosts hold for it; return the groups that are complete then."""
@@ -118,6 +123,7 @@ class RolloutPhase:
         prompts: Sequence[Prompt],
         eval_prompts: Sequence[Prompt],
     ):
+        self._answering = answering
         self._samples = samples
         self._settings = phase_settings
         self._state = state
@@ -163,7 +169,15 @@ class RolloutPhase:
         def sample() -> list[GroupFacts]:
             return evaluator.evaluate(num_samples, settings.eval_sampling(config), config.reward.max_failed_fraction)
 
-        return evaluation_metrics(self._recovery.during(sample), num_samples, has_full_reward=has_accuracy(config))
+        groups = self._recovery.during(sample)
+        kept = [facts for facts in groups if facts.dropped_because is None]
+        if not kept:
+            raise RunError(
+                f"components dropped all {len(groups)} groups of the evaluation, so there is nothing to measure: have"
+                " them drop fewer, or set their evaluates to false"
+            )
+        metrics = evaluation_metrics(kept, num_samples, has_full_reward=has_accuracy(config))
+        return metrics | self._answering.evaluation_metrics()
 
     def _sample_until_done(self) -> Collected:
         try:

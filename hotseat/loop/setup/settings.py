@@ -17,6 +17,7 @@ from hotseat.config.maths import (
     kl_estimator,
     max_new_tokens,
     max_sampled_tokens,
+    ratio_step,
 )
 from hotseat.config.precision import dtype_of
 from hotseat.config.roles import (
@@ -397,6 +398,7 @@ def simulation_settings(config: Config) -> SimulationSettings:
         is_success_rewarded=env.reward == "success",
         # Groups compare whole episodes: their turns, which are of different worlds, have nothing in common.
         has_turn_rewards=config.algorithm.estimator in ("gae", "reinforce"),
+        has_action_rewards=config.algorithm.time_step != "chunk",
         bootstraps=has_critic(config),
         images_for=config.actor.model if env.images else None,
         num_films=env.films,
@@ -480,6 +482,7 @@ def policy_settings(
             max_sampled=max_sampled_tokens(config),
             distill_coefficient=algorithm.distill_coef,
             time_step=algorithm.time_step,
+            ratio_step=ratio_step(config),
             turn_credit=algorithm.turn_credit,
         ),
         aggregation=aggregation(config),

@@ -31,14 +31,15 @@ from hotseat.algorithms import (
     step_starts,
     step_totals,
 )
+from hotseat.algorithms.time_steps import mean_on_tokens
 from hotseat.loop.workers.losses import (
     ADVANTAGES,
     LAGS,
     OLD_LOG_PROBS,
+    RATIO_STARTS,
     REFERENCE_LOG_PROBS,
     RETURNS,
     ROLLOUT_LOG_PROBS,
-    STEP_STARTS,
 )
 from hotseat.loop.workers.own_functions import is_own, own_function
 from hotseat.train.packing import balance, take
@@ -61,6 +62,7 @@ class AdvantageSettings:
     truncation_penalty: float | None  # None: no penalty
     max_sampled: int  # tokens that an episode may sample, over all of its turns
     time_step: Literal["token", "action", "chunk"] = "token"
+    ratio_step: Literal["token", "action", "chunk"] | None = None  # tokens that share a ratio; None: `time_step`
     distill_coefficient: float = 0.0  # of the teacher's log-probs in advantages; the reference is the teacher
     turn_credit: TurnCredit = "to_go"
 
@@ -229,25 +231,33 @@ def shaped_rewards(groups: Sequence[PromptGroup], batch: MicroBatch, settings: A
     return rewards
 
 
+def rewarded_lengths(sample: ScoredEpisode) -> tuple[int, ...]:
+    """Return how many sampled tokens each turn reward is of: those of a turn, or of an action; () if there are none."""
+    episode, count = sample.episode, len(sample.turn_rewards)
+    if count == len(episode.turn_lengths):
+        return episode.turn_lengths
+    is_of_actions = episode.action_length > 0 and count * episode.action_length == sum(episode.turn_lengths)
+    return (episode.action_length,) * count if is_of_actions else ()
+
+
 def rewards_of_turns(groups: Sequence[PromptGroup], batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
     """Return (reward of each turn, flat position of its last sampled token); (None, None) without any.
 
-    Turn rewards of a group are used if each of its samples has one per turn: siblings are compared turn by turn. Other
-    groups learn from the rewards of whole episodes. A group is on one rank, so the number of ranks changes nothing.
+    Turn rewards of a group are used if each of its samples has one per turn, or per action in a simulator: siblings are
+    compared turn by turn. Other groups learn from the rewards of whole episodes. A group is on one rank, so the number
+    of ranks changes nothing.
     """
     rewards: list[float] = []
     ends: list[int] = []  # how many tokens were sampled before the turn's end, over the whole batch
     num_sampled = batch.layout.sampled_per_episode.tolist()
     position = episode = 0
     for group in groups:
-        is_used = all(
-            sample.turn_rewards and len(sample.turn_rewards) == len(sample.episode.turn_lengths)
-            for sample in group.samples
-        )
-        for sample in group.samples:
+        lengths = [rewarded_lengths(sample) for sample in group.samples]
+        is_used = all(lengths)
+        for sample, own in zip(group.samples, lengths, strict=True):
             if is_used:
                 rewards += sample.turn_rewards
-                ends += [position + end for end in itertools.accumulate(sample.episode.turn_lengths)]
+                ends += [position + end for end in itertools.accumulate(own)]
             position += num_sampled[episode]
             episode += 1
     if not rewards:
@@ -257,7 +267,7 @@ def rewards_of_turns(groups: Sequence[PromptGroup], batch: MicroBatch) -> tuple[
 
 
 def starts_of_steps(groups: Sequence[PromptGroup], batch: MicroBatch, time_step: str) -> Tensor | None:
-    """Return the first tokens of the steps of time: [num_tokens] bool; None where every token is one."""
+    """Return the first tokens of steps, of time or of ratios: [num_tokens] bool; None where every token is one."""
     if time_step == "token":
         return None
     lengths = {sample.episode.action_length for group in groups for sample in group.samples}
@@ -334,11 +344,15 @@ def with_advantages(
         add_up=add_up,
     )
     learned = {} if values is None else {RETURNS: advantages.returns}
-    if starts is not None:
-        learned[STEP_STARTS] = starts.to(torch.float32)
+    shared = starts_of_steps(groups, batch, settings.ratio_step or settings.time_step)
+    if shared is not None:
+        learned[RATIO_STARTS] = shared.to(torch.float32)
     of_tokens = advantages.advantages
     if settings.distill_coefficient:
         teacher = distillation_advantages(batch.fields[OLD_LOG_PROBS], batch.fields[REFERENCE_LOG_PROBS], batch.mask)
+        if shared is not None:
+            # Tokens that share a ratio need one advantage: the mean descends the KL of all of them together.
+            teacher = mean_on_tokens(teacher, shared, batch.mask)
         of_tokens = of_tokens + settings.distill_coefficient * teacher
     return with_fields(batch, {ADVANTAGES: of_tokens, **learned})
 

@@ -40,7 +40,7 @@ REFERENCE_LOG_PROBS = "reference_log_probs"  # absent without a reference
 CORRECTION_SCALES = "correction_scales"  # present where corrections are normalised: 1 / their mean over the step
 OLD_VALUES = "old_values"  # the critic's, before it learns from the rollout
 RETURNS = "returns"  # what the critic learns
-STEP_STARTS = "step_starts"  # 1 at the first token of a step of time; absent where steps are tokens
+RATIO_STARTS = "ratio_starts"  # 1 at the first of the tokens that share a ratio; absent where each has its own
 LAGS = "lags"  # versions by which the oldest weights in a token's context are behind; absent without staleness
 
 
@@ -118,8 +118,7 @@ class PolicyObjective:
         elif is_own(self.ratio):
             surrogate = own_policy_loss(self.ratio, log_probs, old, advantages, batch.layout, **clip)
         else:
-            starts = batch.fields.get(STEP_STARTS)
-            starts = None if starts is None else starts.bool()
+            starts = _ratio_starts(batch)
             surrogate = ppo_loss(log_probs, old, advantages, mask, dual_clip=self.dual_clip, starts=starts, **clip)
         loss = surrogate.loss
         metrics: dict[str, Tensor | float] = {
@@ -167,8 +166,15 @@ class PolicyObjective:
         return weight_totals(weights, batch.layout, self.correction)
 
     def _corrections(self, old: Tensor, batch: MicroBatch, kind: Correction) -> CorrectionWeights:
-        rollout = batch.fields[ROLLOUT_LOG_PROBS]
-        return correction_weights(old, rollout, batch.layout, kind, low=self.correction_low, high=self.correction_high)
+        rollout, starts = batch.fields[ROLLOUT_LOG_PROBS], _ratio_starts(batch)
+        bounds = {"low": self.correction_low, "high": self.correction_high}
+        return correction_weights(old, rollout, batch.layout, kind, starts=starts, **bounds)
+
+
+def _ratio_starts(batch: MicroBatch) -> Tensor | None:
+    """Return the first of the tokens that share a ratio: [num_tokens] bool; None where each has its own."""
+    starts = batch.fields.get(RATIO_STARTS)
+    return None if starts is None else starts.bool()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Rollout hosts record the episode (`record_of`), ranks of the actor what they lea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hotseat.data.frames import film_of
+from hotseat.loop.workers.experience import rewarded_lengths
 from hotseat.loop.workers.losses import ADVANTAGES, PolicyObjective
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch, Prompt, SampleKey, ScoredEpisode
@@ -113,13 +115,24 @@ def _turns_of(sample: ScoredEpisode) -> tuple[TurnRecord, ...]:
     num_turns = len(episode.turn_lengths)
     facts = episode.facts.turns if episode.facts is not None else ()
     known = facts if len(facts) == num_turns else (None,) * num_turns
-    rewards = sample.turn_rewards if len(sample.turn_rewards) == num_turns else (None,) * num_turns
+    rewards = _rewards_of(sample)
     return tuple(
         TurnRecord(length, reward, None, None, ())
         if fact is None
         else TurnRecord(length, reward, fact.asked_s, fact.answered_s, fact.tool_calls)
         for length, reward, fact in zip(episode.turn_lengths, rewards, known, strict=True)
     )
+
+
+def _rewards_of(sample: ScoredEpisode) -> tuple[float | None, ...]:
+    """Return the reward of each turn, which in a simulator may be that of several actions; None where unknown."""
+    turn_lengths, lengths = sample.episode.turn_lengths, rewarded_lengths(sample)
+    if not lengths:
+        return (None,) * len(turn_lengths)
+    if lengths == turn_lengths:
+        return sample.turn_rewards
+    left = iter(sample.turn_rewards)
+    return tuple(sum(itertools.islice(left, length // lengths[0])) for length in turn_lengths)
 
 
 def token_texts(token_ids: Sequence[int], tokenizer: Any) -> list[str]:

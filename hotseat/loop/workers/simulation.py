@@ -70,6 +70,7 @@ class SimulationSettings:
     bootstraps: bool  # a critic values the last observation of an episode that ran out of time
     images_for: str | None = None  # model whose processor prepares the simulator's images; None: the policy sees none
     trust_remote_code: bool = False  # of that processor
+    has_action_rewards: bool = False  # those of turns are of single actions instead of chunks
     num_films: int = 0  # recorded samples at a time that are played again for a film
 
 
@@ -449,7 +450,8 @@ class Player(Agent):
         instruction = seen.instruction
         segments: list[Segment] = []
         lengths: list[int] = []
-        rewards: list[float] = []
+        rewards: list[float] = []  # of chunks
+        action_rewards: list[float] = []
         turns: list[TurnFacts] = []
         num_steps = num_outside = 0
         while True:
@@ -466,6 +468,7 @@ class Player(Agent):
             segments.append(_segment(context, completion, taken * dim))
             lengths.append(taken * dim)
             rewards.append(float(outcome.rewards[row].sum()))
+            action_rewards += outcome.rewards[row, :taken].tolist()
             num_steps += taken
             after = outcome.seen[row]
             assert after is not None
@@ -477,7 +480,9 @@ class Player(Agent):
         if settings.is_success_rewarded:
             if not is_known:
                 raise _unknown_success(settings)
-            rewards = [0.0] * (len(rewards) - 1) + [float(is_success)]
+            rewards, action_rewards = (
+                [0.0] * (len(each) - 1) + [float(is_success)] for each in (rewards, action_rewards)
+            )
         if settings.bootstraps and is_truncated:
             segments.append(_value_segment(reader.read(seen)))
         verdict = (", success" if is_success else ", no success") if is_known else ""
@@ -494,7 +499,9 @@ class Player(Agent):
         extra = {"actions": float(num_steps), "tokens_outside": float(num_outside)}
         if is_known:
             extra[SUCCESS] = float(is_success)
-        turn_rewards = tuple(rewards) if settings.has_turn_rewards else ()
+        turn_rewards: tuple[float, ...] = ()
+        if settings.has_turn_rewards:
+            turn_rewards = tuple(action_rewards if settings.has_action_rewards else rewards)
         score = float(is_success) if is_known else sum(rewards)
         return ScoredEpisode(episode, sum(rewards), score, extra, turn_rewards)
 
