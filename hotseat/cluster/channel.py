@@ -17,9 +17,7 @@ import contextlib
 import hmac
 import json
 import math
-import mmap
 import os
-import pickle
 import secrets
 import socket
 import subprocess
@@ -31,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from hotseat.cluster import _broker as wire
+from hotseat.cluster import device_items
 from hotseat.cluster._guard import WORKER
 from hotseat.errors import DeadlineError, RunError, WorkerError
 
@@ -43,8 +42,6 @@ Address = tuple[str, str | None, int]  # socket file, host or None, port
 # The broker answers at the deadline. A client that hears nothing for this much longer takes the broker for stuck. Long,
 # because a loaded machine may hold it up that much; one that died is noticed at once, by its sockets.
 _BROKER_GRACE_S = 60.0
-
-_MIN_IN_MEMORY = 1 << 18  # bytes of a pickled item from which on it is in memory of its own
 
 
 class ChannelClosed(RunError):
@@ -353,12 +350,12 @@ class _BrokerClient:
         return self._ask(wire.PUT, pieces, timeout_s, wire.passed_with(packed))
 
     def _packed(self, items: list[Any]) -> list[Any]:
-        """Pickle items; where the broker is on this machine, large ones into memory of their own."""
-        packed: list[Any] = [_dumps(item) for item in items]
-        if hasattr(os, "memfd_create") and self._is_near():
-            large = [at for at, data in enumerate(packed) if len(data) >= _MIN_IN_MEMORY]
-            for at in large[: wire.MAX_PASSED]:
-                packed[at] = wire.Memory.of(packed[at])
+        """Pickle items; where the broker is on this machine, with as many descriptors as one message passes."""
+        num_left = wire.MAX_PASSED if hasattr(os, "memfd_create") and self._is_near() else 0
+        packed: list[Any] = []
+        for item in items:
+            packed.append(device_items.pack(item, self._hello["channel"], _who(), num_left))
+            num_left -= len(wire.passed_with(packed[-1:]))
         return packed
 
     def get(self, most: int, at_least: int, timeout_s: float, weight: float = 0.0) -> tuple[int, Any]:
@@ -368,7 +365,7 @@ class _BrokerClient:
 
     def close(self) -> None:
         self._ask(wire.CLOSE, [], 0.0)
-        self.leave()
+        self.hang_up()
 
     def fail(self, reason: str) -> None:
         self._ask(wire.FAIL, [reason.encode()], 0.0)
@@ -396,9 +393,9 @@ class _BrokerClient:
         with self._lock:
             self._idle.append(connection)
         if answer in (wire.CLOSED, wire.FAILED):
-            self.leave()
+            self.hang_up()
         if answer == wire.ITEMS:
-            return answer, [_loads(item) for item in wire.unpack_items(payload, descriptors)]
+            return answer, [device_items.unpack(item) for item in wire.unpack_items(payload, descriptors)]
         if answer == wire.FAILED:
             return answer, bytes(payload).decode()
         if answer == wire.LATE:
@@ -406,6 +403,11 @@ class _BrokerClient:
         return answer, payload
 
     def leave(self) -> None:
+        """Leave the channel in good order: what this process put in stays there when it ends."""
+        device_items.move_to_host(self._hello["channel"])
+        self.hang_up()
+
+    def hang_up(self) -> None:
         """Give up the idle connections, in good order."""
         with self._lock:
             idle, self._idle = self._idle, []
@@ -473,26 +475,13 @@ def forget_clients(path: str) -> None:
         channels = [channel for channel, client in _clients.items() if client.path == path]
         clients = [_clients.pop(channel) for channel in channels]
     for client in clients:
-        client.leave()
+        client.hang_up()
 
 
 def _who() -> str:
     """Describe this process: the worker's group and rank, or the driver."""
     _, group, rank, *_ = [*os.environ.get(WORKER, "").split(":"), "", "", ""][:4]
     return f"{group}[{rank}] (pid {os.getpid()})" if group else f"driver (pid {os.getpid()})"
-
-
-def _dumps(item: Any) -> bytes:
-    # A class of the script itself has no module that the other process could import, so it has to travel by value.
-    by_value = sys.modules.get("ray.cloudpickle") if type(item).__module__ == "__main__" else None
-    return (by_value or pickle).dumps(item, protocol=5)
-
-
-def _loads(item: wire.Packed) -> Any:
-    if not isinstance(item, wire.Memory):
-        return pickle.loads(item)
-    with mmap.mmap(item.descriptor, item.size, prot=mmap.PROT_READ) as mapped:
-        return pickle.loads(mapped)
 
 
 def _send(connection: socket.socket, kind: int, pieces: list[bytes], passed: Sequence[int] = ()) -> None:
