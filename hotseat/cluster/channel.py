@@ -8,7 +8,8 @@ it. Every wait has a deadline.
 Between processes an item crosses two sockets, by way of a broker (`_broker.py`). Sockets, not actor calls: one closes
 when the process at its other end is killed, which is how the others learn of it, and it is several times as fast. Of a
 large item on one machine only a descriptor crosses them: the producer writes its bytes to memory without a name, which
-the consumer maps, and which the system frees with the last process that has it.
+the consumer maps, and which the system frees with the last process that has it. CUDA tensors inside items stay on their
+device (`device_items.py`).
 """
 
 from __future__ import annotations
@@ -345,18 +346,21 @@ class _BrokerClient:
         return _client_of, (self._address, self._key, hello["channel"], hello["capacity"], hello["num_producers"])
 
     def put(self, items: list[Any], timeout_s: float, weight: float) -> tuple[int, Any]:
-        packed = self._packed(items)
-        pieces = [wire.ASK_PUT.pack(timeout_s, weight), *wire.pack_items(packed)]
-        return self._ask(wire.PUT, pieces, timeout_s, wire.passed_with(packed))
-
-    def _packed(self, items: list[Any]) -> list[Any]:
-        """Pickle items; where the broker is on this machine, with as many descriptors as one message passes."""
-        num_left = wire.MAX_PASSED if hasattr(os, "memfd_create") and self._is_near() else 0
         packed: list[Any] = []
+        try:
+            self._pack(items, packed)
+            pieces = [wire.ASK_PUT.pack(timeout_s, weight), *wire.pack_items(packed)]
+            return self._ask(wire.PUT, pieces, timeout_s, wire.passed_with(packed))
+        finally:
+            packed.clear()  # or an error would keep this frame, and with it descriptors
+
+    def _pack(self, items: list[Any], packed: list[Any]) -> None:
+        """Append items, pickled; where the broker is on this machine, with as many descriptors as a message passes."""
+        num_left = wire.MAX_PASSED if hasattr(os, "memfd_create") and self._is_near() else 0
+        channel, who = self._hello["channel"], _who()
         for item in items:
-            packed.append(device_items.pack(item, self._hello["channel"], _who(), num_left))
+            packed.append(device_items.pack(item, channel, who, num_left))
             num_left -= len(wire.passed_with(packed[-1:]))
-        return packed
 
     def get(self, most: int, at_least: int, timeout_s: float, weight: float = 0.0) -> tuple[int, Any]:
         return self._ask(
@@ -395,7 +399,7 @@ class _BrokerClient:
         if answer in (wire.CLOSED, wire.FAILED):
             self.hang_up()
         if answer == wire.ITEMS:
-            return answer, [device_items.unpack(item) for item in wire.unpack_items(payload, descriptors)]
+            return answer, device_items.unpack_all(wire.unpack_items(payload, descriptors))
         if answer == wire.FAILED:
             return answer, bytes(payload).decode()
         if answer == wire.LATE:

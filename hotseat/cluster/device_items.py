@@ -36,7 +36,7 @@ import sys
 import threading
 from collections import ChainMap, Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hotseat.cluster import _broker as wire
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Devices", "move_to_host", "num_kept", "pack", "unpack", "use"]
+__all__ = ["Devices", "move_to_host", "num_kept", "pack", "unpack_all", "use"]
 
 MIN_IN_MEMORY = 1 << 18  # bytes of a packed item from which on it is in memory of its own
 MIN_ON_DEVICE = 1 << 20  # bytes of an item's tensors from which on they stay on the device
@@ -184,11 +184,15 @@ def pack(item: Any, channel: str, who: str, max_passed: int) -> wire.Packed | wi
         if staged is not None:
             blocks, handles = staged
             exported = tuple(
-                _Block(block.uuid, block.num_bytes, handle)
-                for block, handle in zip(manifest.blocks, handles, strict=True)
+                replace(block, handle=handle) for block, handle in zip(manifest.blocks, handles, strict=True)
             )
-            head = _head(_Manifest(manifest.name, who, exported, places), body)
-            return wire.Kept(_in_memory(head, 1), _keeper.keep(manifest.name, channel, sizes, blocks))
+            try:
+                head = _in_memory(_head(replace(manifest, blocks=exported), body), 1)
+                return wire.Kept(head, _keeper.keep(manifest.name, channel, sizes, blocks))
+            except BaseException:
+                blocks.clear()
+                _keeper.free(sizes)
+                raise
     return _through_host(_head(manifest, body), manifest, tensors, max_passed)
 
 
@@ -264,9 +268,9 @@ def _staged(
     """
     if not _keeper.reserve(devices, sizes):
         return None
+    blocks: list[Tensor] = []
     is_staged = False
     try:
-        blocks = []
         for device, num_bytes in sizes.items():
             block = devices.allocate(device, num_bytes)
             if block is None:
@@ -281,6 +285,7 @@ def _staged(
         return (blocks, handles) if is_staged else None
     finally:
         if not is_staged:
+            blocks.clear()
             _keeper.free(sizes)
 
 
@@ -412,12 +417,12 @@ class _Keeper:
             return
         try:
             memory = _host_copy(item.blocks)
-            answer, descriptors = b"host", [memory.descriptor]
-        except Exception as error:  # it belongs to whoever takes the item
-            answer, descriptors = f"{type(error).__name__}: {error}".encode()[:4000], []
-        with contextlib.suppress(OSError):  # nobody has the token any more
-            socket.send_fds(item.token, [answer], descriptors)
-        self._end(item)
+            socket.send_fds(item.token, [b"host"], [memory.descriptor])
+        except Exception as error:  # it belongs to whoever takes the item, unless nobody does
+            with contextlib.suppress(OSError):
+                item.token.send(f"{type(error).__name__}: {error}".encode()[:4000])
+        finally:
+            self._end(item)
 
     def _end(self, item: _KeptItem) -> None:
         item.blocks.clear()
@@ -481,6 +486,14 @@ def _arrived_storage(number: int, dtype: torch.dtype | None) -> Any:
     return untyped if dtype is None else TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
+def unpack_all(packed: list[wire.Packed | wire.Kept]) -> list[Any]:
+    """Return the items. Where one cannot be unpacked, the others are dropped with all that they came in."""
+    try:
+        return [unpack(each) for each in packed]
+    finally:
+        packed.clear()
+
+
 def unpack(packed: wire.Packed | wire.Kept) -> Any:
     """Return the item, its tensors on this process's device, and let go of the memory that it came in."""
     if not isinstance(packed, wire.Kept):
@@ -506,7 +519,9 @@ def _unpack(data: wire.Packed, token: socket.socket | None) -> Any:
         return _from_sender(manifest, body, token)
     start = end + -end % _HEAD_ALIGNMENT
     if len(view) - start < manifest.num_bytes:  # the broker asked the sender for them
-        raise _gone(manifest.who)
+        raise WorkerError(
+            f"{manifest.who} did not send the tensors of its item: it ended, or could not copy them to host memory"
+        )
     return _load(manifest, body, manifest.split(_bytes_in(view[start : start + manifest.num_bytes])))
 
 
@@ -515,8 +530,10 @@ def _from_sender(manifest: _Manifest, body: memoryview, token: socket.socket) ->
     if not _has_news(token):
         blocks = _mapped(manifest)
         if blocks is not None:
-            item = _load(manifest, body, blocks)
-            del blocks  # unmapped before the token is closed
+            try:
+                item = _load(manifest, body, blocks)
+            finally:
+                blocks.clear()  # unmapped before the token is closed, also where an error keeps this frame
             if not _has_news(token):
                 return item
             del item  # the sender may have freed the memory before it was copied
@@ -564,11 +581,7 @@ def _ask_for_host(manifest: _Manifest, token: socket.socket) -> wire.Memory:
         raise WorkerError(
             f"{manifest.who} could not copy its tensors to host memory: {answer.decode(errors='replace')}"
         )
-    raise _gone(manifest.who)
-
-
-def _gone(who: str) -> WorkerError:
-    return WorkerError(f"{who} ended before the tensors of its item were copied from its device")
+    raise WorkerError(f"{manifest.who} ended before the tensors of its item were copied from its device")
 
 
 def _load(manifest: _Manifest, body: memoryview, blocks: Sequence[Tensor]) -> Any:
@@ -594,8 +607,8 @@ def _load(manifest: _Manifest, body: memoryview, blocks: Sequence[Tensor]) -> An
             del _arriving.tensors
         else:
             _arriving.tensors = before
-    for target in set(targets):
-        devices.synchronize(target)
+        for target in set(targets):
+            devices.synchronize(target)
     return item
 
 

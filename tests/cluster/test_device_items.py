@@ -321,15 +321,32 @@ def test_memory_is_freed_when_the_broker_dies(devices, tmp_path):
 
 
 def test_memory_is_freed_when_an_item_cannot_be_unpickled(devices, channel):
-    channel.put([numbers(4), Unloadable()])
-    with pytest.raises(ValueError, match="not today"):
-        channel.get()
+    channel.put_many([[numbers(4), Unloadable()], numbers(4)])
+    with pytest.raises(ValueError, match="not today") as raised:
+        channel.get_many(2, at_least=2)
     wait_until(lambda: in_use(devices) == device_items.num_kept() == 0)
+    del raised  # which kept the frames
+
+
+def test_memory_is_freed_when_an_item_cannot_be_put(devices, channel, monkeypatch):
+    with pytest.raises(ValueError, match="nor now") as raised:
+        channel.put_many([numbers(4), Unpicklable()])
+    wait_until(lambda: in_use(devices) == device_items.num_kept() == 0)
+    monkeypatch.setattr("socket.socketpair", lambda family: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as raised:
+        channel.put(numbers(4))
+    assert in_use(devices) == device_items.num_kept() == 0
+    del raised
 
 
 class Unloadable:
     def __reduce__(self):
         return refuse, ()
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("nor now")
 
 
 def refuse():
@@ -357,7 +374,8 @@ def test_a_sender_that_was_killed_is_named(devices, channel, peer, broker, where
     assert other.ask("close") == "None"  # or its death would fail the channel
     other.end()
     taking = far(broker, channel) if where == "far" else channel
-    with pytest.raises(WorkerError, match=rf"driver \(pid {other.process.pid}\) ended before the tensors of its item"):
+    what = "ended before" if where == "here" else "did not send"
+    with pytest.raises(WorkerError, match=rf"driver \(pid {other.process.pid}\) {what} the tensors of its item"):
         taking.get(timeout_s=60)
 
 
