@@ -1,17 +1,18 @@
 """Tensors on devices inside items of channels: they stay on the device, and handles travel.
 
-`pack` copies an item's CUDA tensors into device memory of their own, so that the item is what it was when it was put,
-waits for that copy, and sends handles of it beside the pickle of the rest. `unpack` maps that memory where this process
-has the same device (by UUID), copies it into tensors of its own, waits for the copy, and unmaps it. Where it has not,
-the bytes come through host memory. A tensor arrives on the same device if the receiver sees it, else on the receiver's
-current CUDA device, else on the CPU; contiguous, unless it was dense in another order of dimensions, which it keeps.
+`pack_all` copies an item's CUDA tensors into device memory of their own, so that the item is what it was when it was
+put, waits for that copy, and sends handles of it beside the pickle of the rest. `unpack_all` maps that memory where this
+process has the same device (by UUID), copies it into tensors of its own, waits for the copy, and unmaps it. Where it has
+not, the bytes come through host memory. A tensor arrives on the same device if the receiver sees it, else on the
+receiver's current CUDA device, else on the CPU; contiguous, unless it was dense in another order of dimensions, which it
+keeps.
 
 With such an item goes a token: one end of a pair of sockets, whose other end the sender has. It is a descriptor, so the
 system itself keeps count of it: as long as the broker or the receiver has it, the sender keeps the memory, and the
 moment that nobody has it any more - copied, dropped, or killed - the sender hears the end of the stream and frees the
 memory. The token also says what became of the sender. Asked through it, the sender answers with the bytes in host
 memory, and it does so unasked before it leaves the channel or exits. If it is killed, the stream ends without them, and
-`unpack` raises `WorkerError`, also where that happens during the copy.
+`unpack_all` raises `WorkerError`, also where that happens during the copy.
 
 Items of less than 1 MiB on devices go through host memory, where they are faster, and so do items that would have this
 process keep more than a 16th of a device's memory, or more than 256 of them.
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Devices", "move_to_host", "num_kept", "pack", "unpack_all", "use"]
+__all__ = ["Devices", "move_to_host", "num_kept", "pack_all", "unpack_all", "use"]
 
 MIN_IN_MEMORY = 1 << 18  # bytes of a packed item from which on it is in memory of its own
 MIN_ON_DEVICE = 1 << 20  # bytes of an item's tensors from which on they stay on the device
@@ -163,14 +164,22 @@ def _devices_in_use() -> Devices | None:
 # --- packing ----------------------------------------------------------------------------------------------------------
 
 
-def pack(item: Any, channel: str, who: str, max_passed: int) -> wire.Packed | wire.Kept:
-    """Pickle an item. With at most `max_passed` descriptors: in memory of its own if it is large, and with a token.
+def pack_all(items: Sequence[Any], packed: list[Any], channel: str, who: str, max_passed: int) -> None:
+    """Append items, pickled, to `packed`. With at most `max_passed` descriptors: large ones in memory of their own.
 
-    channel: by which `move_to_host` finds the item. who: this process, in errors at the receiver.
+    channel: by which `move_to_host` finds the items. who: this process, in errors at the receiver.
     """
     devices = _devices_in_use()
-    if devices is None:
-        return _in_memory(_dumps(item), max_passed)
+    for item in items:
+        if devices is None:
+            packed.append(_in_memory(_dumps(item), max_passed))
+        else:
+            packed.append(_pack(item, devices, channel, who, max_passed))
+        if isinstance(packed[-1], wire.PASSED):
+            max_passed -= len(wire.passed_with(packed[-1:]))
+
+
+def _pack(item: Any, devices: Devices, channel: str, who: str, max_passed: int) -> wire.Packed | wire.Kept:
     tensors: list[Tensor] = []
     body = _dumps(item, _dispatch(devices, tensors))
     if not tensors:
@@ -503,11 +512,11 @@ def unpack(packed: wire.Packed | wire.Kept) -> Any:
 
 
 def _unpack(data: wire.Packed, token: socket.socket | None) -> Any:
-    # Private, so that torch does not warn of memory that cannot be written.
-    buffer: Any = (
-        mmap.mmap(data.descriptor, data.size, access=mmap.ACCESS_COPY) if isinstance(data, wire.Memory) else data
-    )
-    if bytes(buffer[: len(_MARK)]) != _MARK:
+    buffer: Any = data
+    if isinstance(data, wire.Memory):
+        # Private, so that torch does not warn of memory that cannot be written.
+        buffer = mmap.mmap(data.descriptor, data.size, access=mmap.ACCESS_COPY)
+    if buffer[0] != _MARK[0]:
         return pickle.loads(buffer)
     view = memoryview(buffer)
     _, num_described, num_body = _HEAD.unpack_from(view)
