@@ -1,10 +1,14 @@
 """Items per second through a channel between two Ray processes, against `ray.util.queue.Queue` in the same run.
 
     python bench/channel_throughput.py [--seconds 4]
+    python bench/channel_throughput.py --cuda
 
 Each row moves items from a producer process to a consumer process and counts what arrives in the given time, after
 the first item. "one" is put and get of single items, "batches" is put_many and get_many of up to 64. The queue's rows
 do the same with its put and get, and its put_nowait_batch and get_nowait_batch.
+
+With --cuda it measures nothing of that, but CUDA tensors between two processes on one device: the seconds from `put` to
+the end of `get`, by CUDA IPC and through host memory.
 """
 
 from __future__ import annotations
@@ -78,7 +82,12 @@ class End:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=4.0)
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--cuda", action="store_true")
+    args = parser.parse_args()
+    if args.cuda:
+        compare_on_cuda()
+        return
+    seconds = args.seconds
     with Cluster(num_devices=0, object_store_bytes=1 << 30) as cluster:
         from ray.util.queue import Queue
 
@@ -123,6 +132,73 @@ def put_and_get(num_bytes: int) -> float:
             seconds.append(time.perf_counter() - started_s)
         broker.close()
     return min(seconds)
+
+
+def take_tensors(there: Channel, back: Channel) -> None:
+    """Get tensors until the stream ends; answer each with its sum, if that is asked for, or None."""
+    import torch
+
+    torch.zeros(1, device="cuda")
+    back.put(None)
+    for tensor, is_summed in there:
+        back.put(tensor.sum(dtype=torch.int64).item() if is_summed else None)
+        del tensor
+        if is_summed:
+            torch.cuda.empty_cache()
+
+
+def compare_on_cuda() -> None:
+    """Print how fast tensors cross by the device's memory and through the host's."""
+    import multiprocessing
+
+    import torch
+
+    from hotseat.cluster import device_items
+    from hotseat.cluster._cuda_devices import CudaDevices
+
+    class HostOnly(CudaDevices):
+        def allocate(self, device: torch.device, num_bytes: int) -> None:
+            return None
+
+    device_items.MIN_ON_DEVICE = 0
+    with tempfile.TemporaryDirectory() as folder:
+        broker = Broker(folder)
+        there, back = (Channel(name, object, 4, broker=(broker.address, broker.key)) for name in ("there", "back"))
+        taking = multiprocessing.get_context("spawn").Process(target=take_tensors, args=(there, back), daemon=True)
+        taking.start()
+        back.get(timeout_s=120)
+        torch.zeros(1, device="cuda")
+        before = torch.cuda.mem_get_info()[0]
+        print(f"{'tensor':>10}  {'IPC ms':>8}  {'IPC GB/s':>9}  {'host ms':>8}  {'host GB/s':>9}", flush=True)
+        for num_kib in (16, 256, 1024, 4096, 1 << 14, 1 << 16, 1 << 18, 1 << 20):
+            tensor = torch.randint(256, (num_kib << 10,), dtype=torch.uint8, device="cuda")
+            total = tensor.sum(dtype=torch.int64).item()
+            row = []
+            for devices in (None, HostOnly()):
+                device_items.use(devices)
+                best_s = min(crossing_s(there, back, tensor) for _ in range(NUM_TURNS if num_kib <= 1 << 16 else 4))
+                there.put((tensor, True))
+                assert back.get(timeout_s=120) == total, "other values arrived"
+                row += [f"{best_s * 1e3:8.2f}", f"{tensor.nbytes / best_s / 1e9:9.2f}"]
+            size = f"{num_kib} KiB" if num_kib < 1024 else f"{num_kib >> 10} MiB"
+            print(f"{size:>10}  {'  '.join(row)}", flush=True)
+        del tensor
+        until_s = time.monotonic() + 5
+        while (num_kept := device_items.num_kept()) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        torch.cuda.empty_cache()
+        after = torch.cuda.mem_get_info()[0]
+        print(f"device memory in use since the first: {(before - after) >> 20:+} MiB, items kept: {num_kept}")
+        there.close()
+        taking.join(60)
+        broker.close()
+
+
+def crossing_s(there: Channel, back: Channel, tensor: Any) -> float:
+    started_s = time.perf_counter()
+    there.put((tensor, False))
+    back.get(timeout_s=120)
+    return time.perf_counter() - started_s
 
 
 if __name__ == "__main__":

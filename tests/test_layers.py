@@ -18,7 +18,20 @@ LAYERS = (
     ("rollout", "train", "weights", "cluster"),
     ("agents", "envs", "rewards", "data", "observe"),
     ("algorithms", "placement"),
-    ("config", "types", "errors", "failed", "faults", "openmp", "determinism", "clock", "words", "caches", "vision"),
+    (
+        "config",
+        "types",
+        "errors",
+        "failed",
+        "faults",
+        "openmp",
+        "determinism",
+        "clock",
+        "words",
+        "caches",
+        "vision",
+        "cuda_ipc",
+    ),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
 
@@ -52,7 +65,8 @@ ROWS_OF = {
         ("group",),
         ("pending",),
         ("_worker_process", "channel", "devices", "session"),
-        ("_broker", "_guard", "activity", "environment", "lease", "ports", "process", "refs"),
+        ("device_items",),
+        ("_broker", "_cuda_devices", "_guard", "activity", "environment", "lease", "ports", "process", "refs"),
     ),
     "cluster/_ray": (
         ("__init__",),

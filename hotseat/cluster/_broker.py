@@ -9,7 +9,9 @@ second.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import hashlib
 import heapq
 import hmac
@@ -36,6 +38,7 @@ ASK_GET = struct.Struct("!dIId")  # timeout, most, at least, weight of the batch
 
 MAX_COUNT = (1 << 32) - 1
 IN_MEMORY = 1 << 63  # added to the length of an item whose bytes are not in the message, but in memory that it passes
+KEPT = 1 << 62  # added to the length of an item with a token, which the message passes
 MAX_PASSED = 64  # descriptors in one message; the system takes 253
 
 HELLO, PUT, GET, CLOSE, FAIL, SIZE, BYE = range(1, 8)  # asked
@@ -61,6 +64,13 @@ class Memory:
         self.size = size
 
     @classmethod
+    def empty(cls, size: int) -> Memory:
+        """Make new memory."""
+        memory = cls(os.memfd_create("hotseat-item"), size)
+        os.ftruncate(memory.descriptor, size)
+        return memory
+
+    @classmethod
     def of(cls, data: bytes) -> Memory:
         """Write an item to new memory."""
         memory = cls(os.memfd_create("hotseat-item"), len(data))
@@ -84,33 +94,68 @@ class Memory:
 Packed = bytes | memoryview | Memory
 
 
+class Kept:
+    """An item whose tensors are in device memory, which its producer keeps as long as any process has the token.
+
+    The token is a descriptor of a socket. Asked through it by any byte, the producer answers with memory that has the
+    tensors' bytes; its end of the socket is closed when it ends.
+    """
+
+    def __init__(self, data: Packed, token: int):
+        self.data = data
+        self.token = token
+
+    def detach_token(self) -> int:
+        """Return the token, which the caller now has to close."""
+        token, self.token = self.token, -1
+        return token
+
+    def __del__(self) -> None:
+        if self.token >= 0:
+            os.close(self.token)
+
+
+PASSED = (Memory, Kept)  # what has descriptors
+
+
 def pack_items(items: list[Any]) -> list[bytes]:
     """Return the pieces of a payload: the number of items, then each item after its length.
 
     Of an item in `Memory` the payload has the length alone.
     """
-    pieces = [COUNT.pack(len(items))]
+    pieces: list[Any] = [COUNT.pack(len(items))]
     for item in items:
-        if isinstance(item, Memory):
-            pieces.append(LENGTH.pack(item.size | IN_MEMORY))
-        else:
+        if not isinstance(item, PASSED):
             pieces += (LENGTH.pack(len(item)), item)
+            continue
+        flags, data = (KEPT, item.data) if isinstance(item, Kept) else (0, item)
+        if isinstance(data, Memory):
+            pieces.append(LENGTH.pack(data.size | IN_MEMORY | flags))
+        else:
+            pieces += (LENGTH.pack(len(data) | flags), data)
     return pieces
 
 
-def unpack_items(payload: memoryview, passed: deque[int]) -> list[Packed]:
+def unpack_items(payload: memoryview, passed: deque[int]) -> list[Packed | Kept]:
     """Return the items of a payload. passed: descriptors that came with it, of which it takes its own."""
     (count,) = COUNT.unpack_from(payload)
-    items: list[Packed] = []
+    items: list[Packed | Kept] = []
     at = COUNT.size
     for _ in range(count):
         (length,) = LENGTH.unpack_from(payload, at)
         at += LENGTH.size
-        if length & IN_MEMORY:
-            items.append(Memory(passed.popleft(), length ^ IN_MEMORY))
+        if length < KEPT:
+            items.append(payload[at : at + length])
+            at += length
             continue
-        items.append(payload[at : at + length])
-        at += length
+        size = length & ~(IN_MEMORY | KEPT)
+        data: Packed
+        if length & IN_MEMORY:
+            data = Memory(passed.popleft(), size)
+        else:
+            data = payload[at : at + size]
+            at += size
+        items.append(Kept(data, passed.popleft()) if length & KEPT else data)
     return items
 
 
@@ -128,7 +173,14 @@ def receive_with(connection: socket.socket, size: int) -> tuple[bytes, list[int]
 
 def passed_with(items: list[Any]) -> list[int]:
     """Return the descriptors to be passed with these items."""
-    return [item.descriptor for item in items if isinstance(item, Memory)]
+    descriptors = []
+    for item in items:
+        data = item.data if isinstance(item, Kept) else item
+        if isinstance(data, Memory):
+            descriptors.append(data.descriptor)
+        if isinstance(item, Kept):
+            descriptors.append(item.token)
+    return descriptors
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------
@@ -278,6 +330,12 @@ class Timer:
     def __init__(self, call: Callable[[], None]):
         self.call: Callable[[], None] | None = call
 
+    def run(self) -> None:
+        """Make the call, and forget it with all that it refers to."""
+        call, self.call = self.call, None
+        if call is not None:
+            call()
+
 
 class _Served:
     """A queue and the connections to it."""
@@ -308,7 +366,7 @@ class _Connection:
         self._received = bytearray()
         self._passed: deque[int] = deque()  # descriptors that came, and belong to no item yet
         self._unsent = bytearray()
-        self._to_pass: list[Memory] = []  # goes with the first byte that is sent next
+        self._to_pass: list[Memory | Kept] = []  # goes with the first byte that is sent next
         self._served: _Served | None = None
         self.client = self.who = ""  # one process, and what it is called
         self.is_producer = self.is_consumer = False
@@ -468,15 +526,43 @@ class _Connection:
         self._waiter = self._timer = None
 
     def _give(self, items: list[Any]) -> None:
-        """Answer with items. Memory is passed on this machine, as far as one message takes it, and else copied."""
-        num_passed = 0
+        """Answer with items. Memory is passed on this machine, as far as one message takes it, and else copied.
+
+        So are tokens; where one is not passed, the item is sent with the bytes of its tensors once the producer has
+        answered with them.
+        """
+        is_near = self.socket.family == socket.AF_UNIX
+        num_passed, num_asked = 0, 0
+
+        def arrived(at: int, data: bytes) -> None:
+            nonlocal num_asked
+            items[at] = data
+            num_asked -= 1
+            if num_asked == 0:
+                self._hand(items)
+
+        fetched = []
         for at, item in enumerate(items):
-            if isinstance(item, Memory):
-                num_passed += 1
-                if self.socket.family != socket.AF_UNIX or num_passed > MAX_PASSED:
-                    items[at] = item.read()
-        self._to_pass = [item for item in items if isinstance(item, Memory)]
-        self._answer(ITEMS, pack_items(items))
+            if not isinstance(item, PASSED):
+                continue
+            num_descriptors = len(passed_with([item]))
+            if is_near and num_passed + num_descriptors <= MAX_PASSED:
+                num_passed += num_descriptors
+            elif isinstance(item, Kept):
+                fetched.append((at, item))
+            else:
+                items[at] = item.read()
+        num_asked = len(fetched)
+        if not fetched:
+            self._hand(items)
+        for at, item in fetched:
+            self._server.fetch(item, functools.partial(arrived, at))
+
+    def _hand(self, items: list[Any]) -> None:
+        self._to_pass = [item for item in items if isinstance(item, PASSED)]
+        pieces = pack_items(items)
+        items.clear()  # or whoever called this later than `_give` would keep tokens open
+        self._answer(ITEMS, pieces)
 
     def _answer(self, kind: int, pieces: list[bytes]) -> None:
         self._write(b"".join([HEAD.pack(kind, sum(map(len, pieces))), *pieces]))
@@ -514,7 +600,7 @@ class Server:
             self.port = listener.getsockname()[1]
             self._listen(listener)
         self._queues: dict[str, _Served] = {}
-        self._memory: weakref.WeakSet[Memory] = weakref.WeakSet()
+        self._memory: weakref.WeakSet[Memory | Kept] = weakref.WeakSet()
         self._max_memory = 0
         if hasattr(os, "memfd_create"):  # otherwise nobody passes any
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -540,9 +626,7 @@ class Server:
                 else:
                     key.data()
             while self._timers and self._timers[0][0] <= time.monotonic():
-                call = heapq.heappop(self._timers)[2].call
-                if call is not None:
-                    call()
+                heapq.heappop(self._timers)[2].run()
 
     def later(self, seconds: float, call: Callable[[], None]) -> Timer:
         timer = Timer(call)
@@ -550,15 +634,45 @@ class Server:
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._num_timers, timer))
         return timer
 
-    def held(self, items: list[Packed]) -> list[Any]:
+    def held(self, items: list[Packed | Kept]) -> list[Any]:
         """Return items as queues hold them: where too many are in memory of their own, copied out of it."""
         for at, item in enumerate(items):
-            if isinstance(item, Memory):
+            if isinstance(item, Kept):  # of which a process has not many
+                self._memory.add(item)
+                if isinstance(item.data, Memory):
+                    self._memory.add(item.data)
+            elif isinstance(item, Memory):
                 if len(self._memory) >= self._max_memory:
                     items[at] = item.read()
                 else:
                     self._memory.add(item)
         return items
+
+    def fetch(self, item: Kept, answer: Callable[[bytes], None]) -> None:
+        """Ask the producer of an item for the bytes of its tensors, and answer with both.
+
+        If the producer has ended, the answer lacks the bytes, which the receiver notices.
+        """
+        token = socket.socket(fileno=item.detach_token())
+        token.setblocking(False)
+
+        def on_readable() -> None:
+            try:
+                _, descriptors = receive_with(token, 4096)
+            except BlockingIOError:
+                return
+            except OSError:
+                descriptors = []
+            self._selector.unregister(token)
+            token.close()
+            data = item.data.read() if isinstance(item.data, Memory) else bytes(item.data)
+            for descriptor in descriptors:
+                data += Memory(descriptor, os.fstat(descriptor).st_size).read()
+            answer(data)
+
+        with contextlib.suppress(OSError):  # it may have sent them, and ended
+            token.send(b"host")
+        self._selector.register(token, selectors.EVENT_READ, on_readable)
 
     def served(self, channel: str, capacity: int, num_producers: int) -> _Served:
         if channel not in self._queues:

@@ -8,7 +8,8 @@ it. Every wait has a deadline.
 Between processes an item crosses two sockets, by way of a broker (`_broker.py`). Sockets, not actor calls: one closes
 when the process at its other end is killed, which is how the others learn of it, and it is several times as fast. Of a
 large item on one machine only a descriptor crosses them: the producer writes its bytes to memory without a name, which
-the consumer maps, and which the system frees with the last process that has it.
+the consumer maps, and which the system frees with the last process that has it. CUDA tensors inside items stay on their
+device (`device_items.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ import contextlib
 import hmac
 import json
 import math
-import mmap
 import os
-import pickle
 import secrets
 import socket
 import subprocess
@@ -31,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from hotseat.cluster import _broker as wire
+from hotseat.cluster import device_items
 from hotseat.cluster._guard import WORKER
 from hotseat.errors import DeadlineError, RunError, WorkerError
 
@@ -43,8 +43,6 @@ Address = tuple[str, str | None, int]  # socket file, host or None, port
 # The broker answers at the deadline. A client that hears nothing for this much longer takes the broker for stuck. Long,
 # because a loaded machine may hold it up that much; one that died is noticed at once, by its sockets.
 _BROKER_GRACE_S = 60.0
-
-_MIN_IN_MEMORY = 1 << 18  # bytes of a pickled item from which on it is in memory of its own
 
 
 class ChannelClosed(RunError):
@@ -348,18 +346,15 @@ class _BrokerClient:
         return _client_of, (self._address, self._key, hello["channel"], hello["capacity"], hello["num_producers"])
 
     def put(self, items: list[Any], timeout_s: float, weight: float) -> tuple[int, Any]:
-        packed = self._packed(items)
-        pieces = [wire.ASK_PUT.pack(timeout_s, weight), *wire.pack_items(packed)]
-        return self._ask(wire.PUT, pieces, timeout_s, wire.passed_with(packed))
-
-    def _packed(self, items: list[Any]) -> list[Any]:
-        """Pickle items; where the broker is on this machine, large ones into memory of their own."""
-        packed: list[Any] = [_dumps(item) for item in items]
-        if hasattr(os, "memfd_create") and self._is_near():
-            large = [at for at, data in enumerate(packed) if len(data) >= _MIN_IN_MEMORY]
-            for at in large[: wire.MAX_PASSED]:
-                packed[at] = wire.Memory.of(packed[at])
-        return packed
+        packed: list[Any] = []
+        try:
+            # As many descriptors as a message passes, where the broker is on this machine.
+            max_passed = wire.MAX_PASSED if hasattr(os, "memfd_create") and self._is_near() else 0
+            device_items.pack_all(items, packed, self._hello["channel"], _who(), max_passed)
+            pieces = [wire.ASK_PUT.pack(timeout_s, weight), *wire.pack_items(packed)]
+            return self._ask(wire.PUT, pieces, timeout_s, wire.passed_with(packed))
+        finally:
+            packed.clear()  # or an error would keep this frame, and with it descriptors
 
     def get(self, most: int, at_least: int, timeout_s: float, weight: float = 0.0) -> tuple[int, Any]:
         return self._ask(
@@ -368,7 +363,7 @@ class _BrokerClient:
 
     def close(self) -> None:
         self._ask(wire.CLOSE, [], 0.0)
-        self.leave()
+        self.hang_up()
 
     def fail(self, reason: str) -> None:
         self._ask(wire.FAIL, [reason.encode()], 0.0)
@@ -396,9 +391,9 @@ class _BrokerClient:
         with self._lock:
             self._idle.append(connection)
         if answer in (wire.CLOSED, wire.FAILED):
-            self.leave()
+            self.hang_up()
         if answer == wire.ITEMS:
-            return answer, [_loads(item) for item in wire.unpack_items(payload, descriptors)]
+            return answer, device_items.unpack_all(wire.unpack_items(payload, descriptors))
         if answer == wire.FAILED:
             return answer, bytes(payload).decode()
         if answer == wire.LATE:
@@ -406,6 +401,11 @@ class _BrokerClient:
         return answer, payload
 
     def leave(self) -> None:
+        """Leave the channel in good order: what this process put in stays there when it ends."""
+        device_items.move_to_host(self._hello["channel"])
+        self.hang_up()
+
+    def hang_up(self) -> None:
         """Give up the idle connections, in good order."""
         with self._lock:
             idle, self._idle = self._idle, []
@@ -473,26 +473,13 @@ def forget_clients(path: str) -> None:
         channels = [channel for channel, client in _clients.items() if client.path == path]
         clients = [_clients.pop(channel) for channel in channels]
     for client in clients:
-        client.leave()
+        client.hang_up()
 
 
 def _who() -> str:
     """Describe this process: the worker's group and rank, or the driver."""
     _, group, rank, *_ = [*os.environ.get(WORKER, "").split(":"), "", "", ""][:4]
     return f"{group}[{rank}] (pid {os.getpid()})" if group else f"driver (pid {os.getpid()})"
-
-
-def _dumps(item: Any) -> bytes:
-    # A class of the script itself has no module that the other process could import, so it has to travel by value.
-    by_value = sys.modules.get("ray.cloudpickle") if type(item).__module__ == "__main__" else None
-    return (by_value or pickle).dumps(item, protocol=5)
-
-
-def _loads(item: wire.Packed) -> Any:
-    if not isinstance(item, wire.Memory):
-        return pickle.loads(item)
-    with mmap.mmap(item.descriptor, item.size, prot=mmap.PROT_READ) as mapped:
-        return pickle.loads(mapped)
 
 
 def _send(connection: socket.socket, kind: int, pieces: list[bytes], passed: Sequence[int] = ()) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -72,8 +74,25 @@ class Lane:
                 self._tasks = queue.SimpleQueue()
                 threading.Thread(target=_work, args=(self._tasks,), daemon=True).start()
         future: Future[Any] = Future()
-        self._tasks.put((operation, future))
+        self._tasks.put((_on_callers_streams(operation), future))
         return AsyncWork(future)
+
+
+def _on_callers_streams(operation: Callable[[], Any]) -> Callable[[], Any]:
+    """Have the operation run on the CUDA device and streams of the calling thread: each thread has its own."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return operation
+    streams = [cuda.current_stream(device) for device in range(cuda.device_count())]
+    current = cuda.current_stream()
+
+    def run() -> Any:
+        with contextlib.ExitStack() as entered:
+            for stream in (*streams, current):  # the last one's device is the current one then
+                entered.enter_context(cuda.stream(stream))
+            return operation()
+
+    return run
 
 
 def _work(tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:

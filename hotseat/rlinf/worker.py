@@ -145,7 +145,10 @@ class Worker(metaclass=WorkerMeta):
         options: Any = None,
         piggyback_payload: Any = None,
     ) -> Any:
-        """Send an object to a worker of a group. Returns when it waits there, whether or not it was received."""
+        """Send an object to a worker of a group. Returns when it waits there, whether or not it was received.
+
+        CUDA tensors in it stay on the device for a receiver on the same one; see docs/rlinf.md.
+        """
         name = _mail(self._group_name, self._rank, dst_group_name, _one_rank("dst_rank", dst_rank))
         return self._post.put(self._post.queue(name), (object, piggyback_payload), is_async=async_op)
 

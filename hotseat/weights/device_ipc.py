@@ -14,11 +14,11 @@ import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from hotseat.cuda_ipc import Exported, device_uuid, export, map_exported
 from hotseat.errors import WeightError
 from hotseat.weights.bucket import Bucket
 
@@ -31,7 +31,7 @@ class Handle:
     """The handle by which a process maps one block of a sender."""
 
     block: str
-    storage: tuple[Any, ...]  # what `_new_shared_cuda` takes after the number of the device
+    exported: Exported
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ class Exporter:
     def shared(self, number: int, block: Tensor, num_bytes: int) -> SharedData:
         known = self._known.get(number)
         if known is None or known[0] is not block:
-            # The first value is the number that this process has for the device.
-            handle = Handle(f"{self._name}/{number}", tuple(block.untyped_storage()._share_cuda_()[1:]))
+            handle = Handle(f"{self._name}/{number}", export(block))
             self._known[number] = known = block, handle
             _own[handle.block] = block
         return SharedData(num_bytes, {device_uuid(block.device.index): known[1]})
@@ -78,10 +77,6 @@ def merge(buckets: Sequence[Bucket]) -> Bucket:
     return replace(first, data=SharedData(first.data.num_bytes, handles))
 
 
-def device_uuid(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
-
-
 def _map(handle: Handle) -> Tensor:
     """Map a block into this process: [size of the block] uint8."""
     if handle.block in _own:
@@ -90,8 +85,6 @@ def _map(handle: Handle) -> Tensor:
     if known is not None and known[0] == handle:
         return known[1]
     _mapped.pop(handle.block, None)
-    device = torch.device("cuda", torch.cuda.current_device())
-    storage = torch.UntypedStorage._new_shared_cuda(device.index, *handle.storage)
-    block = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    block = map_exported(handle.exported, torch.device("cuda", torch.cuda.current_device()))
     _mapped[handle.block] = handle, block
     return block

@@ -7,9 +7,10 @@ import torch
 from transport_cases import engines, push, weights
 
 from hotseat.algorithms.digest import named_digests
+from hotseat.cuda_ipc import device_uuid
 from hotseat.errors import WeightError
 from hotseat.weights import BroadcastGroup, Sender
-from hotseat.weights.device_ipc import SharedData, device_uuid
+from hotseat.weights.device_ipc import SharedData
 
 pytestmark = [
     pytest.mark.gpu,
