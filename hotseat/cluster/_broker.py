@@ -115,6 +115,9 @@ class Kept:
             os.close(self.token)
 
 
+PASSED = (Memory, Kept)  # what has descriptors
+
+
 def pack_items(items: list[Any]) -> list[bytes]:
     """Return the pieces of a payload: the number of items, then each item after its length.
 
@@ -122,8 +125,10 @@ def pack_items(items: list[Any]) -> list[bytes]:
     """
     pieces: list[Any] = [COUNT.pack(len(items))]
     for item in items:
-        flags = KEPT if isinstance(item, Kept) else 0
-        data = item.data if isinstance(item, Kept) else item
+        if not isinstance(item, PASSED):
+            pieces += (LENGTH.pack(len(item)), item)
+            continue
+        flags, data = (KEPT, item.data) if isinstance(item, Kept) else (0, item)
         if isinstance(data, Memory):
             pieces.append(LENGTH.pack(data.size | IN_MEMORY | flags))
         else:
@@ -139,6 +144,10 @@ def unpack_items(payload: memoryview, passed: deque[int]) -> list[Packed | Kept]
     for _ in range(count):
         (length,) = LENGTH.unpack_from(payload, at)
         at += LENGTH.size
+        if length < KEPT:
+            items.append(payload[at : at + length])
+            at += length
+            continue
         size = length & ~(IN_MEMORY | KEPT)
         data: Packed
         if length & IN_MEMORY:
@@ -534,12 +543,14 @@ class _Connection:
 
         fetched = []
         for at, item in enumerate(items):
+            if not isinstance(item, PASSED):
+                continue
             num_descriptors = len(passed_with([item]))
             if is_near and num_passed + num_descriptors <= MAX_PASSED:
                 num_passed += num_descriptors
             elif isinstance(item, Kept):
                 fetched.append((at, item))
-            elif isinstance(item, Memory):
+            else:
                 items[at] = item.read()
         num_asked = len(fetched)
         if not fetched:
@@ -548,7 +559,7 @@ class _Connection:
             self._server.fetch(item, functools.partial(arrived, at))
 
     def _hand(self, items: list[Any]) -> None:
-        self._to_pass = [item for item in items if isinstance(item, Memory | Kept)]
+        self._to_pass = [item for item in items if isinstance(item, PASSED)]
         pieces = pack_items(items)
         items.clear()  # or whoever called this later than `_give` would keep tokens open
         self._answer(ITEMS, pieces)

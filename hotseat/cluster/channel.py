@@ -348,19 +348,13 @@ class _BrokerClient:
     def put(self, items: list[Any], timeout_s: float, weight: float) -> tuple[int, Any]:
         packed: list[Any] = []
         try:
-            self._pack(items, packed)
+            # As many descriptors as a message passes, where the broker is on this machine.
+            max_passed = wire.MAX_PASSED if hasattr(os, "memfd_create") and self._is_near() else 0
+            device_items.pack_all(items, packed, self._hello["channel"], _who(), max_passed)
             pieces = [wire.ASK_PUT.pack(timeout_s, weight), *wire.pack_items(packed)]
             return self._ask(wire.PUT, pieces, timeout_s, wire.passed_with(packed))
         finally:
             packed.clear()  # or an error would keep this frame, and with it descriptors
-
-    def _pack(self, items: list[Any], packed: list[Any]) -> None:
-        """Append items, pickled; where the broker is on this machine, with as many descriptors as a message passes."""
-        num_left = wire.MAX_PASSED if hasattr(os, "memfd_create") and self._is_near() else 0
-        channel, who = self._hello["channel"], _who()
-        for item in items:
-            packed.append(device_items.pack(item, channel, who, num_left))
-            num_left -= len(wire.passed_with(packed[-1:]))
 
     def get(self, most: int, at_least: int, timeout_s: float, weight: float = 0.0) -> tuple[int, Any]:
         return self._ask(

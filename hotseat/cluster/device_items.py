@@ -1,17 +1,18 @@
 """Tensors on devices inside items of channels: they stay on the device, and handles travel.
 
-`pack` copies an item's CUDA tensors into device memory of their own, so that the item is what it was when it was put,
-waits for that copy, and sends handles of it beside the pickle of the rest. `unpack` maps that memory where this process
-has the same device (by UUID), copies it into tensors of its own, waits for the copy, and unmaps it. Where it has not,
-the bytes come through host memory. A tensor arrives on the same device if the receiver sees it, else on the receiver's
-current CUDA device, else on the CPU; contiguous, unless it was dense in another order of dimensions, which it keeps.
+`pack_all` copies an item's CUDA tensors into device memory of their own, so that the item is what it was when it was
+put, waits for that copy, and sends handles of it beside the pickle of the rest. `unpack_all` maps that memory where
+this process has the same device (by UUID), copies it into tensors of its own, waits for the copy, and unmaps it. Where
+it has not, the bytes come through host memory. A tensor arrives on the same device if the receiver sees it, else on the
+receiver's current CUDA device, else on the CPU; contiguous, unless it was dense in another order of dimensions, which
+it keeps.
 
 With such an item goes a token: one end of a pair of sockets, whose other end the sender has. It is a descriptor, so the
 system itself keeps count of it: as long as the broker or the receiver has it, the sender keeps the memory, and the
 moment that nobody has it any more - copied, dropped, or killed - the sender hears the end of the stream and frees the
 memory. The token also says what became of the sender. Asked through it, the sender answers with the bytes in host
 memory, and it does so unasked before it leaves the channel or exits. If it is killed, the stream ends without them, and
-`unpack` raises `WorkerError`, also where that happens during the copy.
+`unpack_all` raises `WorkerError`, also where that happens during the copy.
 
 Items of less than 1 MiB on devices go through host memory, where they are faster, and so do items that would have this
 process keep more than a 16th of a device's memory, or more than 256 of them.
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Devices", "move_to_host", "num_kept", "pack", "unpack_all", "use"]
+__all__ = ["Devices", "move_to_host", "num_kept", "pack_all", "unpack_all", "use"]
 
 MIN_IN_MEMORY = 1 << 18  # bytes of a packed item from which on it is in memory of its own
 MIN_ON_DEVICE = 1 << 20  # bytes of an item's tensors from which on they stay on the device
@@ -58,7 +59,7 @@ _ANSWER_S = 60.0  # how long a sender may take to copy its tensors to host memor
 # An item with tensors begins with this and not with a pickle. The sizes of the manifest and of the pickle follow, then
 # both, padded; and the bytes of all blocks, unless the item has a token.
 _HEAD = struct.Struct("!8sQQ")
-_MARK = b"\0tensors"
+_MARK = b"\0tensors"  # pickles begin with another byte
 _HEAD_ALIGNMENT = 64
 
 
@@ -163,18 +164,27 @@ def _devices_in_use() -> Devices | None:
 # --- packing ----------------------------------------------------------------------------------------------------------
 
 
-def pack(item: Any, channel: str, who: str, max_passed: int) -> wire.Packed | wire.Kept:
-    """Pickle an item. With at most `max_passed` descriptors: in memory of its own if it is large, and with a token.
+def pack_all(items: Sequence[Any], packed: list[Any], channel: str, who: str, max_passed: int) -> None:
+    """Append items, pickled, to `packed`. With at most `max_passed` descriptors: large ones in memory of their own.
 
-    channel: by which `move_to_host` finds the item. who: this process, in errors at the receiver.
+    channel: by which `move_to_host` finds the items. who: this process, in errors at the receiver.
     """
     devices = _devices_in_use()
-    if devices is None:
-        return _in_memory(_dumps(item), max_passed)
+    for item in items:
+        entry: Any = _dumps(item) if devices is None else _pack(item, devices, channel, who, max_passed)
+        if max_passed and type(entry) is bytes and len(entry) >= MIN_IN_MEMORY:
+            entry = wire.Memory.of(entry)
+        packed.append(entry)
+        if isinstance(entry, wire.PASSED):
+            max_passed -= len(wire.passed_with([entry]))
+        del entry  # or an error of the next item would keep this one's token open
+
+
+def _pack(item: Any, devices: Devices, channel: str, who: str, max_passed: int) -> wire.Packed | wire.Kept:
     tensors: list[Tensor] = []
     body = _dumps(item, _dispatch(devices, tensors))
     if not tensors:
-        return _in_memory(body, max_passed)
+        return body
     places, sizes = _arrange(tensors)
     manifest = _Manifest(
         secrets.token_hex(8), who, tuple(_Block(devices.uuid(device), size) for device, size in sizes.items()), places
@@ -187,17 +197,14 @@ def pack(item: Any, channel: str, who: str, max_passed: int) -> wire.Packed | wi
                 replace(block, handle=handle) for block, handle in zip(manifest.blocks, handles, strict=True)
             )
             try:
-                head = _in_memory(_head(replace(manifest, blocks=exported), body), 1)
-                return wire.Kept(head, _keeper.keep(manifest.name, channel, sizes, blocks))
+                head = _head(replace(manifest, blocks=exported), body)
+                data = wire.Memory.of(head) if len(head) >= MIN_IN_MEMORY else head
+                return wire.Kept(data, _keeper.keep(manifest.name, channel, sizes, blocks))
             except BaseException:
                 blocks.clear()
                 _keeper.free(sizes)
                 raise
     return _through_host(_head(manifest, body), manifest, tensors, max_passed)
-
-
-def _in_memory(data: bytes, max_passed: int) -> wire.Packed:
-    return wire.Memory.of(data) if max_passed and len(data) >= MIN_IN_MEMORY else data
 
 
 def _dumps(item: Any, dispatch: dict[type, Callable[[Any], Any]] | None = None) -> bytes:
@@ -487,27 +494,29 @@ def _arrived_storage(number: int, dtype: torch.dtype | None) -> Any:
 
 
 def unpack_all(packed: list[wire.Packed | wire.Kept]) -> list[Any]:
-    """Return the items. Where one cannot be unpacked, the others are dropped with all that they came in."""
+    """Return the items, their tensors on this process's devices, and let go of the memory that they came in.
+
+    Where one cannot be unpacked, the others are dropped.
+    """
     try:
-        return [unpack(each) for each in packed]
+        return [pickle.loads(each) if type(each) is memoryview and each[0] else _unpack(each) for each in packed]
     finally:
         packed.clear()
 
 
-def unpack(packed: wire.Packed | wire.Kept) -> Any:
-    """Return the item, its tensors on this process's device, and let go of the memory that it came in."""
+def _unpack(packed: wire.Packed | wire.Kept) -> Any:
     if not isinstance(packed, wire.Kept):
-        return _unpack(packed, None)
+        return _unpack_with(packed, None)
     with socket.socket(fileno=packed.detach_token()) as token:  # closed when the tensors are copied, or cannot be
-        return _unpack(packed.data, token)
+        return _unpack_with(packed.data, token)
 
 
-def _unpack(data: wire.Packed, token: socket.socket | None) -> Any:
-    # Private, so that torch does not warn of memory that cannot be written.
-    buffer: Any = (
-        mmap.mmap(data.descriptor, data.size, access=mmap.ACCESS_COPY) if isinstance(data, wire.Memory) else data
-    )
-    if bytes(buffer[: len(_MARK)]) != _MARK:
+def _unpack_with(data: wire.Packed, token: socket.socket | None) -> Any:
+    buffer: Any = data
+    if isinstance(data, wire.Memory):
+        # Private, so that torch does not warn of memory that cannot be written.
+        buffer = mmap.mmap(data.descriptor, data.size, access=mmap.ACCESS_COPY)
+    if buffer[0] != _MARK[0]:
         return pickle.loads(buffer)
     view = memoryview(buffer)
     _, num_described, num_body = _HEAD.unpack_from(view)
