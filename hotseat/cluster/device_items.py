@@ -35,6 +35,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections import ChainMap, Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ MIN_ON_DEVICE = 1 << 20  # bytes of an item's tensors from which on they stay on
 MAX_KEPT = 256  # items of this process that wait on devices: each takes two descriptors
 
 _ALIGNMENT = 512  # of tensors in a block
+_EXIT_S = 10.0  # how long the end of this process waits for a copy to host memory that is under way
 _ANSWER_S = 60.0  # how long a sender may take to copy its tensors to host memory
 
 # An item with tensors begins with this and not with a pickle. The sizes of the manifest and of the pickle follow, then
@@ -363,13 +365,12 @@ class _Keeper:
         ours.setblocking(False)
         item = _KeptItem(name, channel, sizes, blocks, ours)
         with self._lock:
-            self._items[name] = item
             if self._selector is None:
-                self._selector = selectors.DefaultSelector()
-                self._selector.register(ours, selectors.EVENT_READ, item)
-                threading.Thread(target=self._serve, args=(self._selector,), name="device items", daemon=True).start()
-            else:
-                self._selector.register(ours, selectors.EVENT_READ, item)
+                selector = selectors.DefaultSelector()
+                threading.Thread(target=self._serve, args=(selector,), name="device items", daemon=True).start()
+                self._selector = selector
+            self._selector.register(ours, selectors.EVENT_READ, item)
+            self._items[name] = item
         return theirs.detach()
 
     def blocks_of(self, name: str) -> list[Tensor] | None:
@@ -464,10 +465,17 @@ def num_kept() -> int:
     return _keeper.num_kept()
 
 
-@atexit.register
 def move_to_host(channel: str | None = None) -> None:
     """Move what this process put into a channel, or into any, to host memory, where it outlasts the process."""
     _keeper.move_to_host(channel)
+
+
+@atexit.register
+def _at_exit() -> None:
+    move_to_host()
+    until_s = time.monotonic() + _EXIT_S
+    while num_kept() and time.monotonic() < until_s:  # the keeper's thread, which ends with the process, copies one
+        time.sleep(0.01)
 
 
 # --- unpacking --------------------------------------------------------------------------------------------------------
