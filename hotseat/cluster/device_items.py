@@ -1,11 +1,11 @@
 """Tensors on devices inside items of channels: they stay on the device, and handles travel.
 
 `pack_all` copies an item's CUDA tensors into device memory of their own, so that the item is what it was when it was
-put, waits for that copy, and sends handles of it beside the pickle of the rest. `unpack_all` maps that memory where this
-process has the same device (by UUID), copies it into tensors of its own, waits for the copy, and unmaps it. Where it has
-not, the bytes come through host memory. A tensor arrives on the same device if the receiver sees it, else on the
-receiver's current CUDA device, else on the CPU; contiguous, unless it was dense in another order of dimensions, which it
-keeps.
+put, waits for that copy, and sends handles of it beside the pickle of the rest. `unpack_all` maps that memory where
+this process has the same device (by UUID), copies it into tensors of its own, waits for the copy, and unmaps it. Where
+it has not, the bytes come through host memory. A tensor arrives on the same device if the receiver sees it, else on the
+receiver's current CUDA device, else on the CPU; contiguous, unless it was dense in another order of dimensions, which
+it keeps.
 
 With such an item goes a token: one end of a pair of sockets, whose other end the sender has. It is a descriptor, so the
 system itself keeps count of it: as long as the broker or the receiver has it, the sender keeps the memory, and the
@@ -35,6 +35,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections import ChainMap, Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -54,12 +55,13 @@ MIN_ON_DEVICE = 1 << 20  # bytes of an item's tensors from which on they stay on
 MAX_KEPT = 256  # items of this process that wait on devices: each takes two descriptors
 
 _ALIGNMENT = 512  # of tensors in a block
+_EXIT_S = 10.0  # how long the end of this process waits for a copy to host memory that is under way
 _ANSWER_S = 60.0  # how long a sender may take to copy its tensors to host memory
 
 # An item with tensors begins with this and not with a pickle. The sizes of the manifest and of the pickle follow, then
 # both, padded; and the bytes of all blocks, unless the item has a token.
 _HEAD = struct.Struct("!8sQQ")
-_MARK = b"\0tensors"
+_MARK = b"\0tensors"  # pickles begin with another byte
 _HEAD_ALIGNMENT = 64
 
 
@@ -171,19 +173,20 @@ def pack_all(items: Sequence[Any], packed: list[Any], channel: str, who: str, ma
     """
     devices = _devices_in_use()
     for item in items:
-        if devices is None:
-            packed.append(_in_memory(_dumps(item), max_passed))
-        else:
-            packed.append(_pack(item, devices, channel, who, max_passed))
-        if isinstance(packed[-1], wire.PASSED):
-            max_passed -= len(wire.passed_with(packed[-1:]))
+        entry: Any = _dumps(item) if devices is None else _pack(item, devices, channel, who, max_passed)
+        if max_passed and type(entry) is bytes and len(entry) >= MIN_IN_MEMORY:
+            entry = wire.Memory.of(entry)
+        packed.append(entry)
+        if isinstance(entry, wire.PASSED):
+            max_passed -= len(wire.passed_with([entry]))
+        del entry  # or an error of the next item would keep this one's token open
 
 
 def _pack(item: Any, devices: Devices, channel: str, who: str, max_passed: int) -> wire.Packed | wire.Kept:
     tensors: list[Tensor] = []
     body = _dumps(item, _dispatch(devices, tensors))
     if not tensors:
-        return _in_memory(body, max_passed)
+        return body
     places, sizes = _arrange(tensors)
     manifest = _Manifest(
         secrets.token_hex(8), who, tuple(_Block(devices.uuid(device), size) for device, size in sizes.items()), places
@@ -196,17 +199,14 @@ def _pack(item: Any, devices: Devices, channel: str, who: str, max_passed: int) 
                 replace(block, handle=handle) for block, handle in zip(manifest.blocks, handles, strict=True)
             )
             try:
-                head = _in_memory(_head(replace(manifest, blocks=exported), body), 1)
-                return wire.Kept(head, _keeper.keep(manifest.name, channel, sizes, blocks))
+                head = _head(replace(manifest, blocks=exported), body)
+                data = wire.Memory.of(head) if len(head) >= MIN_IN_MEMORY else head
+                return wire.Kept(data, _keeper.keep(manifest.name, channel, sizes, blocks))
             except BaseException:
                 blocks.clear()
                 _keeper.free(sizes)
                 raise
     return _through_host(_head(manifest, body), manifest, tensors, max_passed)
-
-
-def _in_memory(data: bytes, max_passed: int) -> wire.Packed:
-    return wire.Memory.of(data) if max_passed and len(data) >= MIN_IN_MEMORY else data
 
 
 def _dumps(item: Any, dispatch: dict[type, Callable[[Any], Any]] | None = None) -> bytes:
@@ -365,13 +365,12 @@ class _Keeper:
         ours.setblocking(False)
         item = _KeptItem(name, channel, sizes, blocks, ours)
         with self._lock:
-            self._items[name] = item
             if self._selector is None:
-                self._selector = selectors.DefaultSelector()
-                self._selector.register(ours, selectors.EVENT_READ, item)
-                threading.Thread(target=self._serve, args=(self._selector,), name="device items", daemon=True).start()
-            else:
-                self._selector.register(ours, selectors.EVENT_READ, item)
+                selector = selectors.DefaultSelector()
+                threading.Thread(target=self._serve, args=(selector,), name="device items", daemon=True).start()
+                self._selector = selector
+            self._selector.register(ours, selectors.EVENT_READ, item)
+            self._items[name] = item
         return theirs.detach()
 
     def blocks_of(self, name: str) -> list[Tensor] | None:
@@ -466,10 +465,17 @@ def num_kept() -> int:
     return _keeper.num_kept()
 
 
-@atexit.register
 def move_to_host(channel: str | None = None) -> None:
     """Move what this process put into a channel, or into any, to host memory, where it outlasts the process."""
     _keeper.move_to_host(channel)
+
+
+@atexit.register
+def _at_exit() -> None:
+    move_to_host()
+    until_s = time.monotonic() + _EXIT_S
+    while num_kept() and time.monotonic() < until_s:  # the keeper's thread, which ends with the process, copies one
+        time.sleep(0.01)
 
 
 # --- unpacking --------------------------------------------------------------------------------------------------------
@@ -496,22 +502,24 @@ def _arrived_storage(number: int, dtype: torch.dtype | None) -> Any:
 
 
 def unpack_all(packed: list[wire.Packed | wire.Kept]) -> list[Any]:
-    """Return the items. Where one cannot be unpacked, the others are dropped with all that they came in."""
+    """Return the items, their tensors on this process's devices, and let go of the memory that they came in.
+
+    Where one cannot be unpacked, the others are dropped.
+    """
     try:
-        return [unpack(each) for each in packed]
+        return [pickle.loads(each) if type(each) is memoryview and each[0] else _unpack(each) for each in packed]
     finally:
         packed.clear()
 
 
-def unpack(packed: wire.Packed | wire.Kept) -> Any:
-    """Return the item, its tensors on this process's device, and let go of the memory that it came in."""
+def _unpack(packed: wire.Packed | wire.Kept) -> Any:
     if not isinstance(packed, wire.Kept):
-        return _unpack(packed, None)
+        return _unpack_with(packed, None)
     with socket.socket(fileno=packed.detach_token()) as token:  # closed when the tensors are copied, or cannot be
-        return _unpack(packed.data, token)
+        return _unpack_with(packed.data, token)
 
 
-def _unpack(data: wire.Packed, token: socket.socket | None) -> Any:
+def _unpack_with(data: wire.Packed, token: socket.socket | None) -> Any:
     buffer: Any = data
     if isinstance(data, wire.Memory):
         # Private, so that torch does not warn of memory that cannot be written.

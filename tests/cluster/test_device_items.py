@@ -288,6 +288,24 @@ def test_channels_of_rlinf_carry_them_too(devices, broker, is_async):
     wait_until(lambda: in_use(devices) == device_items.num_kept() == 0)
 
 
+@pytest.mark.slow
+def test_tensors_in_an_object_of_the_script_itself_arrive(devices, channel, monkeypatch):
+    import ray.cloudpickle
+
+    class OfScript:
+        def __init__(self, tensor):
+            self.tensor, self.other = tensor, torch.arange(3)
+
+    monkeypatch.setattr(OfScript, "__module__", "__main__")
+    sent = numbers(4)
+    channel.put(OfScript(sent))
+    assert device_items.num_kept() == 1
+    arrived = channel.get()
+    assert torch.equal(arrived.tensor, sent)
+    assert torch.equal(arrived.other, torch.arange(3))
+    assert torch.Tensor not in ray.cloudpickle.CloudPickler.dispatch_table
+
+
 def test_items_of_empty_tensors_arrive(devices, channel):
     channel.put(numbers(0, 3))
     assert channel.get().shape == (0, 3)
@@ -437,7 +455,7 @@ def test_a_sender_that_cannot_copy_says_why(devices, channel, peer):
     assert other.ask("put 2") == "put"
     with pytest.raises(WorkerError, match="could not copy its tensors to host memory: ZeroDivisionError: division by"):
         channel.get(timeout_s=60)
-    assert other.ask("num kept") == "0"
+    wait_until(lambda: other.ask("num kept") == "0")
 
 
 @pytest.mark.slow
