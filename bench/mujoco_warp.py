@@ -188,7 +188,7 @@ def config(arguments: argparse.Namespace, folder: Path, name: str, model: Path, 
         "seed": str(arguments.seed),
         "cluster": cluster(arguments, hosts),
         "actor": (
-            f"{{model: {model}, optimizer: {{learning_rate: {arguments.learning_rate}, schedule: constant,"
+            f"{{model: {model}, optimizer: {{learning_rate: {arguments.learning_rate}, schedule: {arguments.schedule},"
             " warmup_ratio: 0.0}}"
         ),
         "data": f"{{max_length: {MAX_LENGTH}}}",
@@ -435,7 +435,9 @@ def main() -> None:
     parser.add_argument("--sft-batch", type=int, default=512)
     parser.add_argument("--sft-s", type=float, default=180.0, help="of imitating the script, at most")
     parser.add_argument("--estimator", choices=("gae", "group_norm"), default="group_norm", help="PPO or GRPO")
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--learning-rate", type=float, default=7e-4)
+    parser.add_argument("--schedule", default="linear", help="of the rate, over --steps")
+    parser.add_argument("--steps", type=int, default=80, help="of learning, unless the target is reached before")
     parser.add_argument("--critic-learning-rate", type=float, default=1e-3)
     parser.add_argument("--gae-lambda", type=float, default=0.95)
     parser.add_argument("--temperature", type=float, default=1.0, help="of rollouts; evaluation has 1")
@@ -469,9 +471,10 @@ def main() -> None:
 
         arguments.runtime = "ray" if torch.cuda.is_available() else "local"
     num_envs = arguments.num_envs or (32 if arguments.tiny else 512)
+    num_prompts = num_envs // episodes_of_a_seed(arguments)  # of a step
     arguments.sizes = {
         "num_envs": num_envs,
-        "num_seeds": 32 if arguments.tiny else 65536,
+        "num_seeds": -(-num_prompts * (2 if arguments.tiny else arguments.steps) // len(arguments.tasks)),
         "eval_seeds": 2 if arguments.tiny else 64,
         "views": 8 if arguments.tiny else 512,  # worlds that the imitation plays in, 128 views of each
     }

@@ -17,6 +17,7 @@ from typing import Literal
 
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, num_checkpointed, token_budget
+from hotseat.config.roles import has_simulator
 from hotseat.errors import BudgetError, PlacementError, RunError
 from hotseat.placement import GIB, ModelShape, Plan
 
@@ -121,11 +122,16 @@ def choose_on_cpu(config: Config, token_bytes: float | None) -> ChosenBudgets:
 
 
 def choose(
-    config: Config, num_ranks: int, plan_with: Callable[[Config], Plan], model: ModelShape | None = None
+    config: Config,
+    num_ranks: int,
+    plan_with: Callable[[Config], Plan],
+    model: ModelShape | None = None,
+    assumed: str = "",
 ) -> ChosenBudgets:
     """Choose budgets for the devices of `plan_with`, which plans a config with all budgets chosen.
 
-    num_ranks: data-parallel ranks. model: the trained model with most layers, if its shape is known.
+    num_ranks: data-parallel ranks. model: the trained model with most layers, if its shape is known. assumed: what
+    `plan_with` takes for granted, for the note.
     """
     least = least_tokens(config)
     open_uses = [use for use in uses(config) if getattr(config, use).chosen_tokens_per_device is None]
@@ -158,7 +164,7 @@ def choose(
             return is_no_worse(with_budget(before, use, tokens))
 
         made = with_budget(made, use, _largest(least, _most(config, use, num_ranks, least), fits))
-    why = "the largest that fits and still gains speed"
+    why = f"the largest that fits and still gains speed{assumed}"
     if lowest.verdict == "does_not_fit":
         why = "the plan does not fit, and larger ones would make it worse"
     return ChosenBudgets(made, _notes(config, made, why))
@@ -170,6 +176,10 @@ def _most(config: Config, use: Use, num_ranks: int, least: int) -> int:
     group = config.rollout.samples_per_prompt if is_rl else 1
     samples = config.rollout.batch_size * group if use == "rollout" else config.train.batch_size
     share = samples if num_ranks == 1 else -(-samples // num_ranks) + group  # whole groups, so not quite even
+    if has_simulator(config):  # every decision of an episode is a sequence
+        if config.env.max_steps is None:
+            return max(least, MAX_TOKENS)
+        share *= -(-config.env.max_steps // config.env.chunk)
     return max(least, min(MAX_TOKENS, share * least))
 
 

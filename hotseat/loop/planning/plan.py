@@ -15,7 +15,7 @@ from hotseat.config.batches import num_checkpointed, token_budget, tokens_per_mi
 from hotseat.config.images import has_images
 from hotseat.config.maths import judge_length, overlap_queue, prompt_max_length
 from hotseat.config.precision import dtype_of, with_dtype
-from hotseat.config.roles import has_agent, has_judge_engine
+from hotseat.config.roles import has_agent, has_judge_engine, has_simulator
 from hotseat.config.schema import JudgeEngineConfig, NodePoolConfig, RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu
@@ -61,6 +61,7 @@ MAX_ASSUMED_NODES = 4096
 _QWEN_VALUES = 6  # numbers of a pixel in a patch: three colours, twice, since a still image is a film of two
 DEFAULT_ENGINE_SHARE = 0.9  # of a device's memory, for vLLM
 KEPT_PROMPTS = 8  # of full length, which a transformers engine keeps beside its slots for requests that begin alike
+UNMEASURED_GIB = 4.0  # of a process of the role env, for the size of micro-batches, until a run has measured it
 VLLM_SLOTS = 512  # sequences that one vLLM engine decodes at a time: the most that its CUDA graphs take
 
 _MODELS = frozenset({"actor", "critic", "reference", "reward", "inference"})  # roles behind a training backend
@@ -92,7 +93,18 @@ def with_budgets(
     num_ranks = num_data_parallel(config, _make_plan(config, inventory, False))
     trained = [spec.model for spec in role_specs(config) if isinstance(spec.memory, TrainMemory) and spec.model]
     model = max(trained, key=lambda shape: shape.num_layers, default=None)
-    return choose(config, num_ranks, lambda made: _make_plan(made, inventory, False), model)
+
+    def plan_with(made: Config) -> Plan:
+        return _make_plan(made, inventory, False)
+
+    if has_simulator(config) and _simulator_memory(config) is None:
+        # A constant would be far too small for most policies; what turns out not to fit is cut smaller in the run.
+        env = config.env.model_copy(update={"memory_gib": UNMEASURED_GIB})
+        note = f", if each process of simulators takes {UNMEASURED_GIB:g} GiB, which env.memory_gib does not say"
+        assumed = choose(config.model_copy(update={"env": env}), num_ranks, plan_with, model, note)
+        if assumed.is_priced and plan_with(assumed.config).verdict != "does_not_fit":
+            return replace(assumed, config=assumed.config.model_copy(update={"env": config.env}))
+    return choose(config, num_ranks, plan_with, model)
 
 
 def on_all_devices(config: Config, inventory: str | Inventory | None = None) -> Config:
