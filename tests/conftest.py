@@ -4,8 +4,11 @@ hypothesis makes may take their time, because others work on the same cores, and
 from __future__ import annotations
 
 import atexit
+import compileall
+import contextlib
 import gc
 import itertools
+import multiprocessing
 import os
 import re
 import shlex
@@ -13,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import preloaded
@@ -137,13 +141,43 @@ def may_be_chosen(source: str, expression: str) -> bool:
     return any(fits.evaluate(marks.__contains__) for marks in possible)
 
 
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """Fork the workers off one process, which imports torch and transformers for all of them."""
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the workers off one process, which imports torch and transformers for all of them.
+
+    While it does, another process writes the bytecode of the test files, which all workers would make at the same time.
+    """
+    if not sys.dont_write_bytecode:
+        multiprocessing.get_context("fork").Process(target=compile_files, args=(config,), daemon=True).start()
     if preloaded.has_devices():
         return
     os.environ[preloaded.ADDRESS] = preloaded.start_server()
     for spec in specs:
         spec.python = shlex.join([sys.executable, preloaded.__file__])
+
+
+class NotRun(Exception):
+    pass
+
+
+class Unrun:
+    """A module that pytest compiles, with its assertions rewritten, and then cannot run: that takes its `__dict__`."""
+
+    def __init__(self, path: Path):
+        self.__name__ = path.stem
+        self.__spec__ = SimpleNamespace(origin=str(path))
+
+    @property
+    def __dict__(self) -> dict[str, Any]:
+        raise NotRun
+
+
+def compile_files(config: pytest.Config) -> None:
+    """Have the bytecode of this project and of all tests that `-m` may choose written."""
+    compileall.compile_dir(Path(__file__).parents[1] / "hotseat", quiet=2)
+    for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+        if not pytest_ignore_collect(path, config):
+            with contextlib.suppress(NotRun, SyntaxError):  # workers report what cannot be compiled
+                config.pluginmanager.rewrite_hook.exec_module(Unrun(path))
 
 
 @pytest.hookimpl(wrapper=True)
