@@ -24,6 +24,8 @@ import pytest
 from _pytest.mark.expression import Expression
 from environments import RAY_PRIORITY
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from hotseat.openmp import wait_passively
 
@@ -58,6 +60,7 @@ LARGE = (
     "loop/test_preferences.py",
     "train/test_train_compile.py",
     "rollout/test_transformers_engine.py",
+    "envs/test_seeing_runs.py",
     "cluster/test_cluster_endings.py",
     "loop/test_replay.py",
     "images/test_image_runs.py",
@@ -71,6 +74,7 @@ LARGE = (
     "reliability/test_whole_runs.py",
     "train/test_train_equality.py",
     "cluster/test_rlinf_ray.py",
+    "families/test_families.py",
     "test_example_rlhf.py",
     "loop/test_reward_models.py",
     "loop/test_supervised.py",
@@ -85,6 +89,15 @@ LARGE = (
     "test_api.py",
     "cli/test_new.py",
     "loop/test_micro_batches.py",
+)
+
+# Files that load vLLM, which takes a worker ten seconds: one worker runs them all.
+OF_VLLM = (
+    "images/test_image_vllm.py",
+    "rollout/test_vllm_adapters.py",
+    "rollout/test_vllm_engine.py",
+    "rollout/test_vllm_fp8.py",
+    "rollout/test_vllm_models.py",
 )
 
 MARK = re.compile(r"pytest\.mark\.(slow|long|ray|gpu)\b")
@@ -153,6 +166,18 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     os.environ[preloaded.ADDRESS] = preloaded.start_server()
     for spec in specs:
         spec.python = shlex.join([sys.executable, preloaded.__file__])
+
+
+class FilesOfVllmTogether(LoadFileScheduling):
+    """Gives a worker a file at a time, or all that load vLLM."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "vllm" if file.endswith(OF_VLLM) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    return FilesOfVllmTogether(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 class NotRun(Exception):
