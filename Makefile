@@ -66,7 +66,7 @@ test-long: setup agent-envs browser sandbox
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 bench: setup
 	for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done

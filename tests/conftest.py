@@ -4,8 +4,11 @@ hypothesis makes may take their time, because others work on the same cores, and
 from __future__ import annotations
 
 import atexit
+import compileall
+import contextlib
 import gc
 import itertools
+import multiprocessing
 import os
 import re
 import shlex
@@ -13,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import preloaded
@@ -20,6 +24,8 @@ import pytest
 from _pytest.mark.expression import Expression
 from environments import RAY_PRIORITY
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from hotseat.openmp import wait_passively
 
@@ -54,6 +60,7 @@ LARGE = (
     "loop/test_preferences.py",
     "train/test_train_compile.py",
     "rollout/test_transformers_engine.py",
+    "envs/test_seeing_runs.py",
     "cluster/test_cluster_endings.py",
     "loop/test_replay.py",
     "images/test_image_runs.py",
@@ -67,6 +74,7 @@ LARGE = (
     "reliability/test_whole_runs.py",
     "train/test_train_equality.py",
     "cluster/test_rlinf_ray.py",
+    "families/test_families.py",
     "test_example_rlhf.py",
     "loop/test_reward_models.py",
     "loop/test_supervised.py",
@@ -81,6 +89,15 @@ LARGE = (
     "test_api.py",
     "cli/test_new.py",
     "loop/test_micro_batches.py",
+)
+
+# Files that load vLLM, which takes a worker ten seconds: one worker runs them all.
+OF_VLLM = (
+    "images/test_image_vllm.py",
+    "rollout/test_vllm_adapters.py",
+    "rollout/test_vllm_engine.py",
+    "rollout/test_vllm_fp8.py",
+    "rollout/test_vllm_models.py",
 )
 
 MARK = re.compile(r"pytest\.mark\.(slow|long|ray|gpu)\b")
@@ -137,13 +154,55 @@ def may_be_chosen(source: str, expression: str) -> bool:
     return any(fits.evaluate(marks.__contains__) for marks in possible)
 
 
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """Fork the workers off one process, which imports torch and transformers for all of them."""
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the workers off one process, which imports torch and transformers for all of them.
+
+    While it does, another process writes the bytecode of the test files, which all workers would make at the same time.
+    """
+    if not sys.dont_write_bytecode:
+        multiprocessing.get_context("fork").Process(target=compile_files, args=(config,), daemon=True).start()
     if preloaded.has_devices():
         return
     os.environ[preloaded.ADDRESS] = preloaded.start_server()
     for spec in specs:
         spec.python = shlex.join([sys.executable, preloaded.__file__])
+
+
+class FilesOfVllmTogether(LoadFileScheduling):
+    """Gives a worker a file at a time, or all that load vLLM."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "vllm" if file.endswith(OF_VLLM) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    return FilesOfVllmTogether(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+class NotRun(Exception):
+    pass
+
+
+class Unrun:
+    """A module that pytest compiles, with its assertions rewritten, and then cannot run: that takes its `__dict__`."""
+
+    def __init__(self, path: Path):
+        self.__name__ = path.stem
+        self.__spec__ = SimpleNamespace(origin=str(path))
+
+    @property
+    def __dict__(self) -> dict[str, Any]:
+        raise NotRun
+
+
+def compile_files(config: pytest.Config) -> None:
+    """Have the bytecode of this project and of all tests that `-m` may choose written."""
+    compileall.compile_dir(Path(__file__).parents[1] / "hotseat", quiet=2)
+    for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+        if not pytest_ignore_collect(path, config):
+            with contextlib.suppress(NotRun, SyntaxError):  # workers report what cannot be compiled
+                config.pluginmanager.rewrite_hook.exec_module(Unrun(path))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -52,6 +52,9 @@ FOR_WORKERS = (
     "torch.utils.flop_counter",
     "accelerate",
     "aiohttp",  # datasets itself brings a library that starts a thread
+    "hypothesis",
+    "networkx",
+    "openai",
     "peft",
     "pydantic.main",
     "rich.live",
@@ -288,6 +291,9 @@ def _serve(address: str) -> dict[str, Any]:
     folder: whoever started it may have been killed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the tests end in order, and this with them
+    # One to the whole group ends the tests, and this with them. Blocked rather than ignored: a forked process gets it
+    # even if it comes before the process is ready for it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -378,6 +384,7 @@ def _become(request: dict[str, Any], path: list[str]) -> None:
     os.chdir(request["cwd"])
     numpy.random.seed()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in its background ignores it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     if "OMP_NUM_THREADS" in env:  # libraries have read it when they were loaded
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     sys.path[:] = ["", *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *path]

@@ -69,7 +69,8 @@ def test_the_process_that_forks_survives_who_hangs_up_and_leaves_no_folder(tmp_p
         assert server.stdin is not None
         assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
-        server.send_signal(signal.SIGINT)  # of the terminal, for the tests
+        for number in (signal.SIGINT, signal.SIGTERM):  # of the terminal, and of who ends the whole group
+            server.send_signal(number)
         for sent in (b"", b"\0\0", b"\0" * 7 + b"\x09" + b"half"):
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(str(address))

@@ -6,7 +6,6 @@ import base64
 import sys
 from dataclasses import replace
 
-import anthropic
 import image_cases
 import openai
 import pytest
@@ -162,6 +161,8 @@ def play(function, prompt, sight=SIGHT):
 
 
 def test_clients_of_three_protocols_show_images_in_every_turn(prompt):
+    import anthropic  # takes seconds, which a worker without this test is spared
+
     async def program(prompt, client):
         assert client.content == [
             {"type": "image_url", "image_url": {"url": "hotseat:image/0"}},

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
 from chat_templates import STOPS, tokenizer_of
@@ -96,6 +95,8 @@ async def responses(client: Any):
 
 
 async def messages(client: Any):
+    import anthropic  # takes seconds, which a worker without this test is spared
+
     async with (
         anthropic.AsyncAnthropic(base_url=client.root_url, api_key=client.api_key, max_retries=0) as anthropic_client,
         anthropic_client.messages.stream(model="x", messages=QUESTION, max_tokens=50) as stream,
@@ -105,7 +106,7 @@ async def messages(client: Any):
         assert (await stream.get_final_message()).content[0].text == ANSWER
 
 
-@pytest.mark.parametrize("read", [chat, completions, responses, messages])
+@pytest.mark.parametrize("read", [chat, completions, responses, pytest.param(messages, marks=pytest.mark.slow)])
 def test_a_client_reads_tokens_as_they_are_sampled_and_they_are_learned(read):
     engine = Engine()
 

@@ -166,6 +166,7 @@ def test_a_model_of_another_kind_is_not_replaced(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny_model"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_grpo_learns_as_it_is_written(folder, monkeypatch):
     monkeypatch.chdir(folder)
@@ -180,6 +181,7 @@ def test_grpo_learns_as_it_is_written(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "short", "metric"),
     [
+        ("rl", ["train.num_episodes=2"], "eval/accuracy"),  # it learns in the long test above
         ("ppo", ["train.num_episodes=2"], "value_loss"),
         ("sft", ["train.max_epochs=1"], "eval/loss"),
         ("rm", ["train.max_epochs=1"], "eval/accuracy"),

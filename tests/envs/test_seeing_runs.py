@@ -16,6 +16,7 @@ from hotseat.cli.main import main
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "embodied"))
 pytestmark = pytest.mark.slow
 TASK = "BabyAI-GoToRedBallGrey-v0"
+PPO = "{estimator: gae, time_step: chunk, gamma: 0.9, gae_lambda: 0.9}"
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +53,15 @@ def run(folder: Path, name: str, rollout: str, algorithm: str, **changes: str) -
     return folder / "runs" / name
 
 
-def test_a_policy_that_sees_learns_by_ppo_in_any_number_of_stages(folder):
+@pytest.fixture(scope="module")
+def one(folder):
+    """A run in one stage, with which others are compared."""
+    return run(folder, "ppo-1", "pipeline_stage_num: 1", PPO)
+
+
+def test_a_policy_that_sees_learns_by_ppo_in_any_number_of_stages(folder, one):
     """A critic that sees, chunks of two actions as steps of time, and images in forwards with different company."""
-    algorithm = "{estimator: gae, time_step: chunk, gamma: 0.9, gae_lambda: 0.9}"
-    one, four = (run(folder, f"ppo-{n}", f"pipeline_stage_num: {n}", algorithm) for n in (1, 4))
+    four = run(folder, "ppo-4", "pipeline_stage_num: 4", PPO)
     weights = [hashlib.sha256((done / "model" / "model.safetensors").read_bytes()).digest() for done in (one, four)]
     assert weights[0] == weights[1]
     lines = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
@@ -78,18 +84,16 @@ class Refusing:
 
 
 @pytest.mark.ray
-def test_on_ray_frames_never_come_to_the_driver(folder, monkeypatch):
+def test_on_ray_frames_never_come_to_the_driver(folder, one, monkeypatch):
     """They go from simulators through env processes to engines and trainers; unpickled here, one would fail the run."""
-    algorithm = "{estimator: gae, time_step: chunk, gamma: 0.9, gae_lambda: 0.9}"
-    here = run(folder, "here", "pipeline_stage_num: 2", algorithm)
     cluster = "{runtime: ray, component_placement: {actor: 0, env: 1, rollout: 2}}"
 
     monkeypatch.setattr(vision, "_unpickled", Refusing())
     with pytest.raises(AssertionError, match="came to the driver"):
         pickle.loads(pickle.dumps(vision.pack_pixels({"pixel_values": torch.zeros(1)})))
-    on_ray = run(folder, "on-ray", "pipeline_stage_num: 2", algorithm, cluster=cluster)
-    one, other = ((done / "model" / "model.safetensors").read_bytes() for done in (here, on_ray))
-    assert one == other
+    on_ray = run(folder, "on-ray", "pipeline_stage_num: 2", PPO, cluster=cluster)
+    here, there = ((done / "model" / "model.safetensors").read_bytes() for done in (one, on_ray))
+    assert here == there
 
 
 def test_images_and_the_sight_of_the_model_go_together(folder, capsys):

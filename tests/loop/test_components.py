@@ -140,16 +140,24 @@ def test_groups_that_a_component_drops_are_replaced_and_recorded(task):
 
 
 @pytest.mark.slow
-@pytest.mark.ray
-def test_on_ray_every_process_of_a_component_gets_whole_groups_and_no_bit_changes(task):
+@pytest.mark.parametrize(
+    ("runtime", "ranks"),
+    [
+        ("runtime: local, inventory: 1x2", (None, None)),  # which are threads, without variables of their own
+        pytest.param("runtime: ray", (0, 1), marks=[pytest.mark.ray, pytest.mark.long]),
+    ],
+    ids=("local", "ray"),
+)
+def test_every_process_of_a_component_gets_whole_groups_and_no_bit_changes(task, runtime, ranks):
     changes = {"reward": f"{{function: {task}/nothing.py}}", "components": f"{{sevens: {component(task)}}}"}
     run(task, "here", **changes)
     (task / "log").unlink()
     placement = "{actor: 0, rollout: 1, sevens: 0-1}"
-    run(task, "on-ray", cluster=f"{{runtime: ray, component_placement: {placement}}}", **changes)
-    assert same(weights(task, "on-ray"), weights(task, "here"))
-    notes = (task / "log").read_text().splitlines()
-    assert {"0 run 2", "1 run 2"} <= set(notes)
+    run(task, "in-two", cluster=f"{{{runtime}, component_placement: {placement}}}", **changes)
+    assert same(weights(task, "in-two"), weights(task, "here"))
+    notes = [line for line in (task / "log").read_text().splitlines() if " run " in line]
+    num_steps = 2  # of four groups
+    assert sorted(notes) == sorted(f"{rank} run 2" for rank in ranks for _ in range(num_steps))
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,7 @@ def token_colours(page):
     )
 
 
-def test_every_section_shows_something(open_report):
-    page = open_report("one")
+def every_section_shows_something(page):
     assert page.title() == "carry – Hotseat report"
     for section in SECTIONS:
         page.locator(f"#{section}").scroll_into_view_if_needed()
@@ -182,8 +181,7 @@ def test_changes_of_a_resumed_run_are_marked_in_curves_and_listed(open_report):
     assert plain.locator("#setup table.changes").count() == 0
 
 
-def test_smoothing_changes_the_curve(open_report):
-    page = open_report("one")
+def smoothing_changes_the_curve(page):
     card = '[data-metric="reward"]'
     before = drawing(page, card)
     page.locator("#smoothing").fill("0.95")
@@ -194,15 +192,13 @@ def test_smoothing_changes_the_curve(open_report):
     assert drawing(page, card) not in (before, smoothed)
 
 
-def test_the_axis_can_be_time(open_report):
-    page = open_report("one")
+def the_axis_can_be_time(page):
     before = drawing(page, '[data-metric="reward"]')
     page.get_by_role("button", name="Time").click()
     assert drawing(page, '[data-metric="reward"]') != before
 
 
-def test_any_metric_can_be_found_and_shown(open_report):
-    page = open_report("one")
+def any_metric_can_be_found_and_shown(page):
     assert page.locator('article[data-metric="extra/format"]').count() == 0
     page.get_by_label("Find a metric").fill("form")
     assert page.locator(".metric:visible").all_inner_texts() == ["format"]
@@ -212,8 +208,7 @@ def test_any_metric_can_be_found_and_shown(open_report):
     assert page.locator('article[data-metric="extra/format"]').count() == 0
 
 
-def test_a_chart_tells_its_values(open_report):
-    page = open_report("one")
+def a_chart_tells_its_values(page):
     page.locator('[data-metric="reward"] canvas').hover()
     tip = page.locator('[data-metric="reward"] .tip')
     tip.wait_for()
@@ -221,8 +216,7 @@ def test_a_chart_tells_its_values(open_report):
     assert "smoothed" in tip.inner_text()
 
 
-def test_the_timeline_moves_through_the_steps(open_report):
-    page = open_report("one")
+def the_timeline_moves_through_the_steps(page):
     chosen = page.locator("#timeline select")
     assert [chosen.nth(at).evaluate("select => select.selectedOptions[0].text") for at in (0, 1)] == [
         "step 58",
@@ -245,8 +239,7 @@ def test_the_timeline_moves_through_the_steps(open_report):
     assert "takes" in tip.inner_text()
 
 
-def test_filters_narrow_the_list(open_report):
-    page = open_report("one")
+def filters_narrow_the_list(page):
     total = num_samples(page)
     assert total == 13 * 6
     page.get_by_label("Lowest reward").fill("0.5")
@@ -280,8 +273,7 @@ def test_images_of_a_prompt_are_in_view_above_its_tokens(open_report):
     assert lowest <= page.locator("#samples .token").first.bounding_box()["y"]
 
 
-def test_a_sample_shows_its_tokens_and_their_facts(open_report):
-    page = open_report("one")
+def a_sample_shows_its_tokens_and_their_facts(page):
     page.locator("#samples .sample-list li").nth(3).click()
     assert "every answer of the group was worth the same" in page.locator(".pairs").inner_text()
     page.locator("#samples .sample-list li").nth(0).click()
@@ -306,7 +298,6 @@ def test_an_episode_in_a_simulator_is_shown_as_a_film(open_report):
     film.scroll_into_view_if_needed()
     assert film.evaluate("image => image.decode().then(() => [image.naturalWidth, image.naturalHeight])") == [24, 24]
     assert film.bounding_box()["height"] == 192
-    assert open_report("one").locator("#samples img.film").count() == 0
 
 
 def test_an_episode_of_an_agent_is_a_conversation_with_its_rewards_tools_branches_and_times(open_report):
@@ -337,8 +328,7 @@ def test_an_episode_of_an_agent_is_a_conversation_with_its_rewards_tools_branche
     assert "About 400" in page.evaluate("document.activeElement.innerText")
 
 
-def test_arrows_move_through_the_list(open_report):
-    page = open_report("one")
+def arrows_move_through_the_list(page):
     page.locator("#samples .sample-list").focus()
     for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
         page.keyboard.press(key)
@@ -352,8 +342,7 @@ def test_arrows_move_through_the_list(open_report):
     assert around["y"] <= item["y"] <= around["y"] + around["height"] - item["height"] + 2
 
 
-def test_tokens_are_coloured_by_the_chosen_fact(open_report):
-    page = open_report("one")
+def tokens_are_coloured_by_the_chosen_fact(page):
     seen = [token_colours(page)]
     for mode in ("Advantage", "Engine log-prob", "Weight version", "Fate"):
         page.get_by_role("button", name=mode).click()
@@ -364,8 +353,7 @@ def test_tokens_are_coloured_by_the_chosen_fact(open_report):
         seen.append(colours)
 
 
-def test_dark_and_light(open_report):
-    page = open_report("one")
+def dark_and_light(page):
     background = "getComputedStyle(document.body).backgroundColor"
     light, curve = page.evaluate(background), drawing(page, '[data-metric="reward"]')
     page.get_by_role("button", name="Switch to dark colours").click()
@@ -373,13 +361,18 @@ def test_dark_and_light(open_report):
     assert drawing(page, '[data-metric="reward"]') != curve
     page.get_by_role("button", name="Switch to light colours").click()
     assert page.evaluate(background) == light
-    fresh = open_report("examples")
-    fresh.emulate_media(color_scheme="dark")
-    fresh.wait_for_selector('html[data-theme="dark"]')
 
 
-def test_several_runs_share_curves_and_take_turns_elsewhere(open_report):
-    page = open_report("several")
+def the_colours_are_those_of_the_system(page):
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_selector('html[data-theme="dark"]')
+
+
+def episodes_without_a_film_show_none(page):
+    assert page.locator("#samples img.film").count() == 0
+
+
+def several_runs_share_curves_and_take_turns_elsewhere(page):
     assert page.locator("h1").inner_text() == "3 runs side by side"
     assert page.locator("#overview tbody tr").count() == 3
     before = drawing(page, '[data-metric="reward"]')
@@ -395,8 +388,7 @@ def test_several_runs_share_curves_and_take_turns_elsewhere(open_report):
     assert page.locator("#samples .absent").inner_text().startswith("This run recorded no samples")
 
 
-def test_a_run_of_examples_says_what_is_absent(open_report):
-    page = open_report("examples")
+def a_run_of_examples_says_what_is_absent(page):
     await_number(page, "#curves canvas", 1)
     for section in ("timeline", "phases", "memory", "distributions", "gap", "samples"):
         assert page.locator(f"#{section} .absent").count() == 1, section
@@ -421,10 +413,46 @@ def test_text_of_a_model_is_shown_and_not_run(open_report):
     assert page.evaluate("window.attacked") is None
 
 
-def test_nothing_is_wider_than_the_window(open_report):
-    page = open_report("several")
+def nothing_is_wider_than_the_window(page):
     for width in (1440, 1280, 800, 420):
         page.set_viewport_size({"width": width, "height": 720})
         page.wait_for_timeout(100)
         page.wait_for_function("width => document.documentElement.scrollWidth <= width", arg=width)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize(
+    ("name", "checks"),
+    [
+        (
+            "one",
+            (
+                every_section_shows_something,
+                smoothing_changes_the_curve,
+                the_axis_can_be_time,
+                dark_and_light,
+                any_metric_can_be_found_and_shown,
+                the_timeline_moves_through_the_steps,
+            ),
+        ),
+        (
+            "one",
+            (
+                a_chart_tells_its_values,
+                episodes_without_a_film_show_none,
+                tokens_are_coloured_by_the_chosen_fact,
+                a_sample_shows_its_tokens_and_their_facts,
+                filters_narrow_the_list,
+            ),
+        ),
+        ("one", (arrows_move_through_the_list,)),
+        ("several", (several_runs_share_curves_and_take_turns_elsewhere, nothing_is_wider_than_the_window)),
+        ("examples", (a_run_of_examples_says_what_is_absent, the_colours_are_those_of_the_system)),
+    ],
+    ids=("sections, curves and timeline", "values and samples", "arrows", "several runs", "examples"),
+)
+def test_the_page(open_report, name, checks):
+    """Check what does not depend on what was clicked before on the same page: to open a page takes seconds."""
+    page = open_report(name)
+    for check in checks:
+        check(page)

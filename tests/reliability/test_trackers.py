@@ -1,9 +1,8 @@
 """Weights & Biases that cannot be reached, is offline or is broken: the run ends as if it had never been asked for."""
 
+import json
 import os
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import preloaded
@@ -23,40 +22,30 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 KEY = "0123456789" * 4
 MARK = "TEST_TRACKERS"  # in the environment of everything that a run of these tests starts
 NOBODY = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-TOO_LATE_S = 45.0  # close waits for five seconds, twice at most; Weights & Biases on its own for a minute
+TIMEOUT_S = 860.0  # of a run, which then fails
 
-
-# `hotseat`, which gives Weights & Biases so many seconds at its end.
-PATIENT = """
-import sys
+# `hotseat`, which gives Weights & Biases other limits.
+WITH_LIMITS = """
+import json, sys
 from hotseat.cli.main import main
 from hotseat.observe.tracker_sink import TrackerSink
-TrackerSink.__init__.__kwdefaults__["close_s"] = 120.0
-sys.exit(main(sys.argv[1:]))
+TrackerSink.__init__.__kwdefaults__ |= json.loads(sys.argv[1])
+sys.exit(main(sys.argv[2:]))
 """
 
 
-@dataclass
-class Ran:
-    said: str
-    seconds: float
-    ended_s: float  # by the clock of its events
-
-
-def run_command(task: Path, name: str, *overrides: str, is_patient: bool = False, **env: str) -> Ran:
-    """`hotseat run` in a process of its own. Nothing of it may be left."""
+def run_command(task: Path, name: str, *overrides: str, limits: dict[str, float] | None = None, **env: str) -> str:
+    """Run `hotseat run` in a process of its own, of which nothing may be left, and return its output."""
     (task / f"{name}.yaml").write_text(rl_yaml(task, name=name))
     mark = f"{os.getpid()}-{name}"
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    hotseat = ["-c", PATIENT] if is_patient else ["-m", "hotseat.cli.main"]
+    hotseat = ["-c", WITH_LIMITS, json.dumps(limits)] if limits else ["-m", "hotseat.cli.main"]
     command = [sys.executable, *hotseat, "run", str(task / f"{name}.yaml"), *overrides]
-    began = time.monotonic()
-    done = preloaded.run(command, capture_output=True, text=True, timeout=860, env={**clean, **env, MARK: mark})
-    seconds, ended_s = time.monotonic() - began, time.time()
+    done = preloaded.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env={**clean, **env, MARK: mark})
     assert done.returncode == 0, done.stderr[-3000:]
     assert wait_for(lambda: not marked(MARK, [mark]), 60), marked(MARK, [mark])
     assert KEY not in done.stdout + done.stderr
-    return Ran(done.stdout + done.stderr, seconds, ended_s)
+    return done.stdout + done.stderr
 
 
 def outcome(task: Path, name: str) -> tuple[list[dict], dict]:
@@ -74,32 +63,31 @@ def warnings(said: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> tuple[Path, float]:
-    """A task, the run `plain` on it without Weights & Biases, and how long that took."""
+def task(tmp_path_factory) -> Path:
+    """A task, with the run `plain` on it without Weights & Biases."""
     task = make_task(tmp_path_factory.mktemp("task"))
-    return task, run_command(task, "plain", "checkpoint.every=1").seconds
+    run_command(task, "plain", "checkpoint.every=1")
+    return task
 
 
-def test_a_server_that_cannot_be_reached_changes_nothing(plain):
-    """Scenario 40: and scenario 46: the key is in no file of the run."""
-    task, plain_s = plain
-    alone = run_command(task, "alone", "checkpoint.every=1", **NOBODY)
+def test_a_server_that_cannot_be_reached_changes_nothing(task):
+    """Scenario 40: and scenario 46: the key is in no file of the run.
+
+    W&B may take two hours to start: a run that waited for it, at any time, would not end before it is ended.
+    """
+    said = run_command(task, "alone", "checkpoint.every=1", limits={"start_s": 7200.0}, **NOBODY)
     assert outcome(task, "alone") == outcome(task, "plain")
-    assert len(warnings(alone.said)) == 1
-    events = read_lines(task / "runs" / "alone" / "events.jsonl")
-    [all_done_s] = [event["time"] for event in events if event["text"].startswith("report: ")]
-    assert alone.ended_s - all_done_s < TOO_LATE_S
-    assert alone.seconds < plain_s + 45  # nobody waits for the minute that W&B has to start
+    assert len(warnings(said)) == 1
     for path in (task / "runs" / "alone").rglob("*"):
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
 
 
 @pytest.mark.long
-def test_offline_a_run_is_kept_for_later(plain):
+def test_offline_a_run_is_kept_for_later(task):
     """Scenario 40."""
-    task, _ = plain
-    offline = run_command(task, "offline", "log.wandb.enabled=true", is_patient=True, WANDB_MODE="offline")
-    assert warnings(offline.said) == []
+    patient = {"close_s": 120.0}
+    said = run_command(task, "offline", "log.wandb.enabled=true", limits=patient, WANDB_MODE="offline")
+    assert warnings(said) == []
     [kept] = (task / "runs" / "offline" / "wandb").glob("offline-run-*/run-*.wandb")
     assert kept.stat().st_size > 1000
     assert b"group_reward_std" in kept.read_bytes()
@@ -113,16 +101,15 @@ def test_offline_a_run_is_kept_for_later(plain):
         ("dies", "os.kill(os.getpid(), 9)"),
     ],
 )
-def test_a_broken_package_changes_nothing(plain, tmp_path, name, init):
+def test_a_broken_package_changes_nothing(task, tmp_path, name, init):
     """Scenario 40."""
-    task, _ = plain
     (tmp_path / "wandb.py").write_text(
         f"import os, time\nclass Settings:\n    def __init__(self, **given): pass\ndef init(**given): {init}\n"
     )
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    broken = run_command(task, name, "checkpoint.every=1", PYTHONPATH=path, **NOBODY)
+    said = run_command(task, name, "checkpoint.every=1", PYTHONPATH=path, **NOBODY)
     assert outcome(task, name) == outcome(task, "plain")
-    assert len(warnings(broken.said)) == 1
+    assert len(warnings(said)) == 1
 
 
 def test_a_package_that_is_not_there_is_refused_or_noted(tmp_path, monkeypatch, capsys):

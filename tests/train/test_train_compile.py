@@ -131,7 +131,7 @@ def test_other_sizes_compile_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_layers", [1, 6])
+@pytest.mark.parametrize("num_layers", [pytest.param(1, marks=pytest.mark.long), 6])
 def test_more_layers_compile_nothing(num_layers: int) -> None:
     compiler = CompileCounterWithBackend("eager")
     _, counts = train(small("Qwen2Config", num_hidden_layers=num_layers), PACKED, some_batches(5), compiler)
