@@ -4,11 +4,11 @@
 
 The simulators and the policy of `bench/simulator_stages.py`, in whole runs on Ray with two logical devices. Each device
 is a core: the processes of a role are kept on the cores of their devices, while the driver's and Ray's own run on
-either. The policy samples chunks of actions. An action has as many steps of physics as make simulators take as
-long as the policy; two short runs choose that number first. `hotseat profile` measures one placement (simulators on one
-device, the engine on the other, one stage) at four sizes. Then every placement is predicted, and some are run: the
-fastest, the slowest, and others at even distances between them. Rewards are all equal, so that nothing is learned;
-updates and pushes take their time all the same.
+either. The policy samples chunks of actions. An action has so many steps of physics that simulators take about as long
+as the policy (--substeps 0: two short runs choose the number first). `hotseat profile` measures one placement
+(simulators on one device, the engine on the other, one stage) at four sizes. Then every placement is predicted, and
+some are run: the fastest, the slowest, and others at even distances between them. Rewards are all equal, so that
+nothing is learned; updates and pushes take their time all the same.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ def balanced_substeps(model: Path, num_envs: int, chunk: int, num_turns: int, di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-envs", type=int, default=64)
-    parser.add_argument("--chunk", type=int, default=3, help="actions of a turn")
-    parser.add_argument("--turns", type=int, default=22, help="of an episode")
+    parser.add_argument("--chunk", type=int, default=8, help="actions of a turn")
+    parser.add_argument("--turns", type=int, default=18, help="of an episode")
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--substeps", type=int, help="steps of physics in an action; chosen unless set")
+    parser.add_argument("--substeps", type=int, default=10, help="steps of physics in an action; 0: chosen by two runs")
     parser.add_argument("--steps", type=int, default=3, help="of each placement; the first does not count")
     parser.add_argument("--measured", type=int, default=6, help="0: all")
     arguments = parser.parse_args()
@@ -136,7 +136,7 @@ def main() -> None:
         model = directory / "model"
         write_policy(str(model), arguments.width)
         substeps = arguments.substeps
-        if substeps is None:
+        if not substeps:
             substeps = balanced_substeps(model, arguments.num_envs, arguments.chunk, arguments.turns, directory)
         print(f"{substeps} substeps an action, {arguments.chunk} actions a turn, {arguments.turns} turns an episode")
         print(f"a fixed loop takes {loop_ms():.2f} ms", flush=True)

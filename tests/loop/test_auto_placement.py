@@ -290,6 +290,35 @@ def test_rollouts_in_simulators_are_predicted_from_turns_of_one_stage():
     assert predicted_rollout(costs, RolloutShape(64, 128, 1, 1, 1)).is_extrapolated
 
 
+def test_recorded_runs_of_a_real_simulator_and_policy_are_predicted_within_15_percent():
+    """Profile and steps as recorded in bench/results/cpu_auto_placement_pair.txt, of 64 samples of 18 turns."""
+    profiled = [  # simulators, seconds of the rollout, of a step of all simulators, of the policy's answers
+        (8, 1.96, 0.0372, 0.0708),
+        (16, 2.83, 0.0679, 0.0884),
+        (32, 4.64, 0.121, 0.135),
+        (64, 8.69, 0.247, 0.235),
+    ]
+    costs = [
+        TurnCosts(size, size, env_s, policy_s, 18.0, rollout_s / (18 * (env_s + policy_s)))
+        for size, rollout_s, env_s, policy_s in profiled
+    ]
+    training_s = 0.02 + 0.31 + 0.52
+    apart, shared, in_part = {(1, 0), (0, 1)}, {(1, 1)}, {(1, 1), (1, 0)}
+    measured = [  # env processes, engines, stages, what devices have, seconds of a step
+        (2, 2, 1, shared, 6.45),
+        (2, 2, 2, shared, 7.26),
+        (2, 1, 1, in_part, 7.47),
+        (1, 1, 1, apart, 8.88),
+        (2, 1, 4, in_part, 9.82),
+        (1, 1, 4, shared, 11.43),
+    ]
+    for num_env_ranks, num_engines, num_stages, on_devices, step_s in measured:
+        shape = RolloutShape(64, 64, num_env_ranks, num_engines, num_stages, frozenset(on_devices))
+        predicted = predicted_rollout(costs, shape)
+        assert not predicted.is_extrapolated
+        assert predicted.seconds + training_s == pytest.approx(step_s, rel=0.15)
+
+
 @pytest.mark.parametrize(
     ("placement", "on_devices", "steps_beside"),
     [
