@@ -34,6 +34,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import pickle
 import shutil
 import zlib
@@ -41,6 +42,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load, save
@@ -59,6 +61,7 @@ _RAW = "r"  # what earlier versions wrote before uncompressed pixels in base64; 
 # The first letter of compressed pixels in base64, which earlier versions wrote without a kind: zlib begins with 0x78.
 _WITHOUT_KIND = "e"
 _PROBE = 4096  # bytes by which to tell whether compression pays
+_WORTH_IT = 32 << 10  # bytes from which on it may
 _PALETTE = "palette"  # the tensor with the values of packed bytes
 _ENCODERS = ("visual", "vision_tower", "vision_model")  # what families call the visual encoder
 _LANGUAGE = ("language_model", "text_model")
@@ -182,12 +185,35 @@ def pack_pixels(pixels: Mapping[str, Tensor], palette: Tensor | None = None, dig
     palette: [channels or 1, 256] float32, the values of bytes; `pixel_values` [1, channels, H, W] are bytes then, which
     take a tenth of the time. digest: differs wherever the result does; None: it is computed.
     """
+    stored = _stored(pixels, palette)
+    return _packed(stored, digest or hashlib.blake2b(stored, digest_size=20).hexdigest())
+
+
+def head_of_bytes(shape: Sequence[int], palette: Tensor) -> bytes:
+    """Return what stands before the bytes of images of this shape, [1, channels, H, W], where they are packed.
+
+    It is the same for all of them, and takes longer to make than all else of a small image.
+    """
+    codes = torch.arange(math.prod(shape), dtype=torch.int64).to(torch.uint8).reshape(*shape)
+    stored, last = _stored({_PIXELS: codes}, palette), codes.numpy().tobytes()
+    assert stored.endswith(last), "safetensors writes bytes after wider numbers"
+    return stored[: -len(last)]
+
+
+def pack_bytes(head: bytes, codes: np.ndarray, digest: str) -> PackedImage:
+    """Return bytes, [channels, H, W] uint8, as `pack_pixels` would with a palette, given the head of their shape."""
+    return _packed(head + codes.tobytes(), digest)
+
+
+def _stored(pixels: Mapping[str, Tensor], palette: Tensor | None) -> bytes:
     tensors = dict(pixels) if palette is None else {**pixels, _PALETTE: palette}
-    stored = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    digest = digest or hashlib.blake2b(stored, digest_size=20).hexdigest()
-    # Drawn pictures become small in no time. Those of cameras take longer to compress than a policy to act.
+    return save({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+def _packed(stored: bytes, digest: str) -> PackedImage:
+    # Drawn pictures become small. Those of cameras, and small ones, take longer to compress than a policy to act.
     middle = stored[len(stored) // 2 :][:_PROBE]
-    is_small = len(zlib.compress(middle, 1)) < len(middle) // 4
+    is_small = len(stored) >= _WORTH_IT and len(zlib.compress(middle, 1)) < len(middle) // 4
     return PackedImage(f"{_PACKED}{_NAMED}{digest}", zlib.compress(stored, 1) if is_small else stored, is_small)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hotseat.data.images import OF_TOKENS
 from hotseat.errors import UserError
-from hotseat.vision import PackedImage, pack_pixels, pixels_of
+from hotseat.vision import PackedImage, head_of_bytes, pack_bytes, pack_pixels, pixels_of
 
 FILM = "data:image/webp;base64,"
 _PIXELS = "pixel_values"
@@ -47,6 +47,7 @@ class _Layout:
     names: frozenset[str]  # of the tensors that the model takes
     palette: Tensor | None  # values of bytes, where nothing else matters
     digest: str  # of shape and palette
+    head: bytes  # what stands before the bytes of a packed frame, where there is a palette
 
 
 class FramePreparer:
@@ -73,8 +74,9 @@ class FramePreparer:
             return self._kept[key]
         layout = self._layouts.get(frame.shape) or self._layout(frame)
         if layout.palette is not None:
-            pixels = {_PIXELS: torch.from_numpy(frame.transpose(2, 0, 1)[None].copy())}
-            packed = pack_pixels(pixels, layout.palette, f"{key[1].hex()}{layout.digest}")
+            planes = np.empty((3, *frame.shape[:2]), dtype=np.uint8)
+            np.copyto(planes, frame.transpose(2, 0, 1))  # a tenth of the time of `copy`, which keeps the strides
+            packed = pack_bytes(layout.head, planes, f"{key[1].hex()}{layout.digest}")
         else:
             packed = pack_pixels(self._pixels(frame, layout.names))
         prepared = Frame(packed, layout.token_ids)
@@ -96,7 +98,8 @@ class FramePreparer:
         # With a palette, frames and these two are all that packed bytes depend on.
         hashed = hashlib.blake2b(repr(frame.shape).encode(), digest_size=8)
         hashed.update(b"" if palette is None else palette.numpy().tobytes())
-        layout = _Layout(tuple(made["input_ids"][0].tolist()), names, palette, hashed.hexdigest())
+        head = b"" if palette is None else head_of_bytes((1, 3, *frame.shape[:2]), palette)
+        layout = _Layout(tuple(made["input_ids"][0].tolist()), names, palette, hashed.hexdigest(), head)
         self._layouts[frame.shape] = layout
         return layout
 

@@ -10,7 +10,7 @@ import torch
 
 from hotseat.envs.families import babyai
 from hotseat.errors import UserError
-from hotseat.vision import pack_pixels, pixels_of
+from hotseat.vision import head_of_bytes, pack_bytes, pack_pixels, pixels_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "embodied"))
 
@@ -149,6 +149,19 @@ def test_frames_whose_bytes_are_treated_one_by_one_have_every_bit_of_the_process
         assert packed.dtype == expected.dtype
         assert np.array_equal(packed.numpy(), expected.numpy())
         assert (each._layouts[shape].palette is None) == is_asked
+
+
+@pytest.mark.parametrize("edge", [8, 200])  # small ones stay as they are, large ones of one colour are compressed
+def test_bytes_are_packed_as_tensors_are(edge):
+    palette = torch.rand(3, 256, generator=torch.Generator().manual_seed(0))
+    head = head_of_bytes((1, 3, edge, edge), palette)
+    for value in (0, 7):
+        codes = np.full((3, edge, edge), value, dtype=np.uint8)
+        packed = pack_bytes(head, codes, "digest")
+        expected = pack_pixels({"pixel_values": torch.from_numpy(codes)[None]}, palette, "digest")
+        assert (packed, packed.stored, packed.is_compressed) == (expected, expected.stored, expected.is_compressed)
+        assert packed.is_compressed == (edge == 200)
+        assert torch.equal(packed.tensors()["pixel_values"][0], torch.from_numpy(codes))
 
 
 @pytest.mark.slow
