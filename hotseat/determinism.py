@@ -24,8 +24,8 @@ def use_deterministic_kernels() -> None:
 def keep_float32() -> None:
     """Have cuDNN multiply float32 numbers as they are, as cuBLAS does. Call it in every process that runs a model.
 
-    Otherwise convolutions may round them to TF32, in one process and not in the other, as the sizes of their batches
-    or the places of their weights have it; engine and trainer then disagree on what they see.
+    Otherwise convolutions may round them to TF32 in one process and not in another, depending on the sizes of batches
+    and the addresses of weights, and engine and trainer compute different numbers from the same image.
     """
     import torch
 

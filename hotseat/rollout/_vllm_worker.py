@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms.digest import named_digests
+from hotseat.determinism import keep_float32
 from hotseat.errors import WeightError
 from hotseat.rollout import _vllm_inside as inside
 from hotseat.rollout._fused import Piece, adapter_pieces, pieces, renamed
@@ -25,6 +26,7 @@ from hotseat.rollout._vllm_images import use_prepared_images
 inside.leave_weights_in_place()
 inside.leave_classes_alone()
 use_prepared_images()
+keep_float32()
 
 
 class WorkerExtension:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hotseat.config import loads
-from hotseat.loop.setup.settings import policy_settings
+from hotseat.loop.setup.settings import policy_settings, simulation_settings
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
     flatten,
@@ -392,3 +392,18 @@ def test_tokens_that_share_a_ratio_share_what_a_teacher_adds(ratio_step):
 def test_the_ratio_has_the_step_of_time_unless_it_is_set(algorithm, steps):
     advantages = policy_settings(loads(f"env: {{path: babyai}}\nalgorithm: {algorithm}"), 1, 0.0).advantages
     assert (advantages.time_step, advantages.ratio_step) == steps
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "has_action_rewards"),
+    [
+        ("{estimator: gae}", True),
+        ("{estimator: reinforce, time_step: action}", True),
+        ("{estimator: gae, time_step: chunk}", False),
+        ("{estimator: gae, time_step: chunk, ratio_step: token}", False),
+    ],
+)
+def test_actions_are_rewarded_by_themselves_unless_the_step_of_time_is_a_chunk(algorithm, has_action_rewards):
+    made = simulation_settings(loads(f"env: {{path: babyai}}\nalgorithm: {algorithm}"))
+    assert made.has_turn_rewards
+    assert made.has_action_rewards == has_action_rewards

@@ -13,7 +13,7 @@ from hotseat.cli.main import main
 from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import load, loads, to_saved
 from hotseat.config.changes import changes_between
-from hotseat.errors import BudgetError, ConfigError, DeviceMemoryError, WorkerError
+from hotseat.errors import BudgetError, ConfigError, DeviceMemoryError, PlacementError, WorkerError
 from hotseat.faults import Fault
 from hotseat.loop.planning.budgets import (
     CPU_TOKENS,
@@ -126,6 +126,13 @@ def test_simulators_that_nobody_has_measured_are_assumed_to_take_some_memory(mon
     # Where so much does not fit, the constant stays: the simulators may be smaller.
     assert budgets(SIMULATED, "1x1x30G", many, "env.memory_gib=4")[0] == 256
     assert budgets(SIMULATED, "1x1x30G", many)[0] == UNPRICED_TOKENS
+    # It stays, too, where so much would have to be offloaded and may not be: nobody said that it is there.
+    resident = [f"{role}.enable_offload=false" for role in ("actor", "env", "rollout")]
+    resident.append("train.gradient_checkpointing=true")
+    with pytest.raises(PlacementError, match=r"its simulator \(4.0 GiB\) must leave device 0"):
+        budgets(SIMULATED, "1x1x40G", *resident, "env.memory_gib=4")
+    assert budgets(SIMULATED, "1x1x40G", *resident)[0] == UNPRICED_TOKENS
+    assert make_plan(loads(SIMULATED, resident), "1x1x40G").verdict == "unknown"
 
 
 RECOMPUTED = "train: {batch_size: 256, gradient_checkpointing: true, checkpointed_layers: auto}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import runpy
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -173,3 +174,12 @@ def test_logits_of_a_16_bit_model_are_float32_by_vllm_or_by_us() -> None:
                 assert set(seen) == {torch.float32}
         finally:
             made.end()
+
+
+def test_a_process_of_vllm_keeps_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are processes of their own import this module, and call no function of ours before they load."""
+    from hotseat.rollout import _vllm_worker  # which loads vLLM
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    runpy.run_path(_vllm_worker.__file__)
+    assert not torch.backends.cudnn.allow_tf32

@@ -79,6 +79,12 @@ def test_deterministic_kernels_are_switched_on_before_a_model_is_made(restored: 
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_a_process_that_trains_keeps_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    make_backend(tiny_model(), OPTIONS).close()
+    assert not torch.backends.cudnn.allow_tf32
+
+
 def test_vllm_is_told_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     determinism.use_batch_invariant_kernels()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -101,9 +101,10 @@ def with_budgets(
         # A constant would be far too small for most policies; what turns out not to fit is cut smaller in the run.
         env = config.env.model_copy(update={"memory_gib": UNMEASURED_GIB})
         note = f", if each process of simulators takes {UNMEASURED_GIB:g} GiB, which env.memory_gib does not say"
-        assumed = choose(config.model_copy(update={"env": env}), num_ranks, plan_with, model, note)
-        if assumed.is_priced and plan_with(assumed.config).verdict != "does_not_fit":
-            return replace(assumed, config=assumed.config.model_copy(update={"env": config.env}))
+        with suppress(PlacementError):  # so much would have to leave a device, and something may not be offloaded
+            assumed = choose(config.model_copy(update={"env": env}), num_ranks, plan_with, model, note)
+            if assumed.is_priced and plan_with(assumed.config).verdict != "does_not_fit":
+                return replace(assumed, config=assumed.config.model_copy(update={"env": config.env}))
     return choose(config, num_ranks, plan_with, model)
 
 
