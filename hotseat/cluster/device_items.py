@@ -64,6 +64,8 @@ _HEAD = struct.Struct("!8sQQ")
 _MARK = b"\0tensors"  # pickles begin with another byte
 _HEAD_ALIGNMENT = 64
 
+_Dispatch = ChainMap[Any, Any]  # how a pickler reduces objects, by their types: ours, then those of all picklers
+
 
 class Devices(Protocol):
     """What devices can do. A class of its own lets tests go through the protocol without a device."""
@@ -172,8 +174,13 @@ def pack_all(items: Sequence[Any], packed: list[Any], channel: str, who: str, ma
     channel: by which `move_to_host` finds the items. who: this process, in errors at the receiver.
     """
     devices = _devices_in_use()
+    tensors: list[Tensor] = []  # of the item that is being packed
+    dispatch = _dispatch(devices, tensors) if devices is not None else None
     for item in items:
-        entry: Any = _dumps(item) if devices is None else _pack(item, devices, channel, who, max_passed)
+        entry: Any = _dumps(item, dispatch)
+        if devices is not None and tensors:
+            entry = _pack(entry, tensors, devices, channel, who, max_passed)
+            tensors.clear()
         if max_passed and type(entry) is bytes and len(entry) >= MIN_IN_MEMORY:
             entry = wire.Memory.of(entry)
         packed.append(entry)
@@ -182,11 +189,10 @@ def pack_all(items: Sequence[Any], packed: list[Any], channel: str, who: str, ma
         del entry  # or an error of the next item would keep this one's token open
 
 
-def _pack(item: Any, devices: Devices, channel: str, who: str, max_passed: int) -> wire.Packed | wire.Kept:
-    tensors: list[Tensor] = []
-    body = _dumps(item, _dispatch(devices, tensors))
-    if not tensors:
-        return body
+def _pack(
+    body: bytes, tensors: Sequence[Tensor], devices: Devices, channel: str, who: str, max_passed: int
+) -> wire.Packed | wire.Kept:
+    """Return a pickled item with the tensors that were taken out of it."""
     places, sizes = _arrange(tensors)
     manifest = _Manifest(
         secrets.token_hex(8), who, tuple(_Block(devices.uuid(device), size) for device, size in sizes.items()), places
@@ -209,20 +215,25 @@ def _pack(item: Any, devices: Devices, channel: str, who: str, max_passed: int) 
     return _through_host(_head(manifest, body), manifest, tensors, max_passed)
 
 
-def _dumps(item: Any, dispatch: dict[type, Callable[[Any], Any]] | None = None) -> bytes:
+def _dumps(item: Any, dispatch: _Dispatch | None = None) -> bytes:
     # A class of the script itself has no module that the other process could import, so it has to travel by value.
     by_value = sys.modules.get("ray.cloudpickle") if type(item).__module__ == "__main__" else None
     if dispatch is None:
         return (by_value or pickle).dumps(item, protocol=5)
-    base = by_value.CloudPickler if by_value else pickle.Pickler
-    others: Any = base.dispatch_table if by_value else copyreg.dispatch_table
-    pickler = type("TensorPickler", (base,), {"dispatch_table": ChainMap(dispatch, others)})
     with io.BytesIO() as file:
-        pickler(file, protocol=5).dump(item)
+        pickler: Any
+        if by_value:  # whose table is one of the class, so that one of the object has no effect
+            base = by_value.CloudPickler
+            table = {"dispatch_table": ChainMap(*dispatch.maps[:1], base.dispatch_table)}
+            pickler = type("TensorPickler", (base,), table)(file, protocol=5)
+        else:
+            pickler = pickle.Pickler(file, protocol=5)
+            pickler.dispatch_table = dispatch
+        pickler.dump(item)
         return file.getvalue()
 
 
-def _dispatch(devices: Devices, tensors: list[Tensor]) -> dict[type, Callable[[Any], Any]]:
+def _dispatch(devices: Devices, tensors: list[Tensor]) -> _Dispatch:
     """Return how a pickler takes tensors and storages: those on devices are appended to `tensors`."""
     import torch
     from torch.storage import TypedStorage, UntypedStorage
@@ -242,7 +253,8 @@ def _dispatch(devices: Devices, tensors: list[Tensor]) -> dict[type, Callable[[A
         tensors.append(torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped))
         return _arrived_storage, (len(tensors) - 1, None if storage is untyped else storage.dtype)
 
-    return {torch.Tensor: of_tensor, TypedStorage: of_storage, UntypedStorage: of_storage}
+    own = {torch.Tensor: of_tensor, TypedStorage: of_storage, UntypedStorage: of_storage}
+    return ChainMap(own, copyreg.dispatch_table)
 
 
 def _arrange(tensors: Sequence[Tensor]) -> tuple[tuple[_Place, ...], dict[torch.device, int]]:
@@ -590,7 +602,7 @@ def _ask_for_host(manifest: _Manifest, token: socket.socket) -> wire.Memory:
         raise DeadlineError(
             f"{manifest.who} did not copy {manifest.num_bytes} bytes of tensors to host memory in {_ANSWER_S:.0f} s"
         ) from error
-    except OSError:
+    except ConnectionError:
         answer, descriptors = b"", []
     if descriptors:
         return wire.Memory(descriptors[0], manifest.num_bytes)
