@@ -37,7 +37,7 @@ import sys
 import threading
 import time
 from collections import ChainMap, Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -496,20 +496,20 @@ def _at_exit() -> None:
 class _Arriving(threading.local):
     """The tensors of the item that this thread unpickles."""
 
-    tensors: Callable[[int], Any]
+    tensors: Sequence[Tensor] = ()
 
 
 _arriving = _Arriving()
 
 
 def _arrived(number: int) -> Any:
-    return _arriving.tensors(number)
+    return _arriving.tensors[number]
 
 
 def _arrived_storage(number: int, dtype: torch.dtype | None) -> Any:
     from torch.storage import TypedStorage
 
-    untyped = _arriving.tensors(number).untyped_storage()
+    untyped = _arriving.tensors[number].untyped_storage()
     return untyped if dtype is None else TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
@@ -545,30 +545,31 @@ def _unpack_with(data: wire.Packed, token: socket.socket | None) -> Any:
     manifest: _Manifest = pickle.loads(view[_HEAD.size : middle])
     body = view[middle:end]
     if token is not None:
-        return _from_sender(manifest, body, token)
+        return _loads(body, _from_sender(manifest, token))
     start = end + -end % _HEAD_ALIGNMENT
     if len(view) - start < manifest.num_bytes:  # the broker asked the sender for them
         raise WorkerError(
             f"{manifest.who} did not send the tensors of its item: it ended, or could not copy them to host memory"
         )
-    return _load(manifest, body, manifest.split(_bytes_in(view[start : start + manifest.num_bytes])))
+    blocks = manifest.split(_bytes_in(view[start : start + manifest.num_bytes]))
+    return _loads(body, _copied(manifest, blocks))
 
 
-def _from_sender(manifest: _Manifest, body: memoryview, token: socket.socket) -> Any:
-    """Return an item whose sender keeps its tensors."""
+def _from_sender(manifest: _Manifest, token: socket.socket) -> list[Tensor]:
+    """Return the tensors of an item whose sender keeps them."""
     if not _has_news(token):
         blocks = _mapped(manifest)
         if blocks is not None:
             try:
-                item = _load(manifest, body, blocks)
+                tensors = _copied(manifest, blocks)
             finally:
                 blocks.clear()  # unmapped before the token is closed, also where an error keeps this frame
             if not _has_news(token):
-                return item
-            del item  # the sender may have freed the memory before it was copied
+                return tensors
+            del tensors  # the sender may have freed the memory before it was copied
     memory = _ask_for_host(manifest, token)
     mapped = mmap.mmap(memory.descriptor, memory.size, access=mmap.ACCESS_COPY)
-    return _load(manifest, body, manifest.split(_bytes_in(mapped)))
+    return _copied(manifest, manifest.split(_bytes_in(mapped)))
 
 
 def _mapped(manifest: _Manifest) -> list[Tensor] | None:
@@ -613,32 +614,33 @@ def _ask_for_host(manifest: _Manifest, token: socket.socket) -> wire.Memory:
     raise WorkerError(f"{manifest.who} ended before the tensors of its item were copied from its device")
 
 
-def _load(manifest: _Manifest, body: memoryview, blocks: Sequence[Tensor]) -> Any:
-    """Unpickle an item with copies of its tensors in these blocks, and wait for the copies."""
+def _copied(manifest: _Manifest, blocks: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of the tensors in these blocks, and wait for them."""
     import torch
 
     devices = _cuda()
     targets = [devices.arrival(block.uuid) for block in manifest.blocks]
-
-    def arrive(number: int) -> Tensor:
-        place = manifest.places[number]
-        target = targets[place.block]
-        tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=target)
-        tensor.copy_(place.view(blocks[place.block]))
-        return tensor.requires_grad_(place.requires_grad)
-
-    before = getattr(_arriving, "tensors", None)  # of an item whose unpickling gets another one
-    _arriving.tensors = arrive
+    tensors = []
     try:
-        item = pickle.loads(body)
+        for place in manifest.places:
+            target = targets[place.block]
+            tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=target)
+            tensor.copy_(place.view(blocks[place.block]))
+            tensors.append(tensor.requires_grad_(place.requires_grad))
     finally:
-        if before is None:
-            del _arriving.tensors
-        else:
-            _arriving.tensors = before
         for target in set(targets):
             devices.synchronize(target)
-    return item
+    return tensors
+
+
+def _loads(body: memoryview, tensors: list[Tensor]) -> Any:
+    """Unpickle an item with these tensors."""
+    before = _arriving.tensors  # of an item whose unpickling gets another one
+    _arriving.tensors = tensors
+    try:
+        return pickle.loads(body)
+    finally:
+        _arriving.tensors = before
 
 
 def _bytes_in(buffer: Any) -> Tensor:

@@ -449,6 +449,27 @@ def test_memory_that_the_sender_gave_up_during_the_copy_is_read_from_the_host(de
     assert devices.num_mapped == 1
 
 
+def test_an_item_is_unpickled_once_with_tensors_that_are_right(devices, channel, monkeypatch):
+    channel.put([numbers(3).fill_(5), Noted()])
+    news = iter([False, True])  # the sender gives its memory up during the copy
+    monkeypatch.setattr(device_items, "_has_news", lambda token: next(news))
+    unpickled.clear()
+    assert channel.get()[0].sum() == 15
+    assert len(unpickled) == 1
+
+
+unpickled = []
+
+
+class Noted:
+    def __reduce__(self):
+        return note, ()
+
+
+def note():
+    unpickled.append(1)
+
+
 @pytest.mark.slow
 def test_a_sender_that_cannot_copy_says_why(devices, channel, peer):
     other = peer("two")
