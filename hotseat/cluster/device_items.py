@@ -37,7 +37,7 @@ import sys
 import threading
 import time
 from collections import ChainMap, Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -63,6 +63,8 @@ _ANSWER_S = 60.0  # how long a sender may take to copy its tensors to host memor
 _HEAD = struct.Struct("!8sQQ")
 _MARK = b"\0tensors"  # pickles begin with another byte
 _HEAD_ALIGNMENT = 64
+
+_Dispatch = ChainMap[Any, Any]  # how a pickler reduces objects, by their types: ours, then those of all picklers
 
 
 class Devices(Protocol):
@@ -172,8 +174,13 @@ def pack_all(items: Sequence[Any], packed: list[Any], channel: str, who: str, ma
     channel: by which `move_to_host` finds the items. who: this process, in errors at the receiver.
     """
     devices = _devices_in_use()
+    tensors: list[Tensor] = []  # of the item that is being packed
+    dispatch = _dispatch(devices, tensors) if devices is not None else None
     for item in items:
-        entry: Any = _dumps(item) if devices is None else _pack(item, devices, channel, who, max_passed)
+        entry: Any = _dumps(item, dispatch)
+        if devices is not None and tensors:
+            entry = _pack(entry, tensors, devices, channel, who, max_passed)
+            tensors.clear()
         if max_passed and type(entry) is bytes and len(entry) >= MIN_IN_MEMORY:
             entry = wire.Memory.of(entry)
         packed.append(entry)
@@ -182,11 +189,10 @@ def pack_all(items: Sequence[Any], packed: list[Any], channel: str, who: str, ma
         del entry  # or an error of the next item would keep this one's token open
 
 
-def _pack(item: Any, devices: Devices, channel: str, who: str, max_passed: int) -> wire.Packed | wire.Kept:
-    tensors: list[Tensor] = []
-    body = _dumps(item, _dispatch(devices, tensors))
-    if not tensors:
-        return body
+def _pack(
+    body: bytes, tensors: Sequence[Tensor], devices: Devices, channel: str, who: str, max_passed: int
+) -> wire.Packed | wire.Kept:
+    """Return a pickled item with the tensors that were taken out of it."""
     places, sizes = _arrange(tensors)
     manifest = _Manifest(
         secrets.token_hex(8), who, tuple(_Block(devices.uuid(device), size) for device, size in sizes.items()), places
@@ -209,20 +215,25 @@ def _pack(item: Any, devices: Devices, channel: str, who: str, max_passed: int) 
     return _through_host(_head(manifest, body), manifest, tensors, max_passed)
 
 
-def _dumps(item: Any, dispatch: dict[type, Callable[[Any], Any]] | None = None) -> bytes:
+def _dumps(item: Any, dispatch: _Dispatch | None = None) -> bytes:
     # A class of the script itself has no module that the other process could import, so it has to travel by value.
     by_value = sys.modules.get("ray.cloudpickle") if type(item).__module__ == "__main__" else None
     if dispatch is None:
         return (by_value or pickle).dumps(item, protocol=5)
-    base = by_value.CloudPickler if by_value else pickle.Pickler
-    others: Any = base.dispatch_table if by_value else copyreg.dispatch_table
-    pickler = type("TensorPickler", (base,), {"dispatch_table": ChainMap(dispatch, others)})
     with io.BytesIO() as file:
-        pickler(file, protocol=5).dump(item)
+        pickler: Any
+        if by_value:  # whose table is one of the class, so that one of the object has no effect
+            base = by_value.CloudPickler
+            table = {"dispatch_table": ChainMap(*dispatch.maps[:1], base.dispatch_table)}
+            pickler = type("TensorPickler", (base,), table)(file, protocol=5)
+        else:
+            pickler = pickle.Pickler(file, protocol=5)
+            pickler.dispatch_table = dispatch
+        pickler.dump(item)
         return file.getvalue()
 
 
-def _dispatch(devices: Devices, tensors: list[Tensor]) -> dict[type, Callable[[Any], Any]]:
+def _dispatch(devices: Devices, tensors: list[Tensor]) -> _Dispatch:
     """Return how a pickler takes tensors and storages: those on devices are appended to `tensors`."""
     import torch
     from torch.storage import TypedStorage, UntypedStorage
@@ -242,7 +253,8 @@ def _dispatch(devices: Devices, tensors: list[Tensor]) -> dict[type, Callable[[A
         tensors.append(torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped))
         return _arrived_storage, (len(tensors) - 1, None if storage is untyped else storage.dtype)
 
-    return {torch.Tensor: of_tensor, TypedStorage: of_storage, UntypedStorage: of_storage}
+    own = {torch.Tensor: of_tensor, TypedStorage: of_storage, UntypedStorage: of_storage}
+    return ChainMap(own, copyreg.dispatch_table)
 
 
 def _arrange(tensors: Sequence[Tensor]) -> tuple[tuple[_Place, ...], dict[torch.device, int]]:
@@ -484,20 +496,20 @@ def _at_exit() -> None:
 class _Arriving(threading.local):
     """The tensors of the item that this thread unpickles."""
 
-    tensors: Callable[[int], Any]
+    tensors: Sequence[Tensor] = ()
 
 
 _arriving = _Arriving()
 
 
 def _arrived(number: int) -> Any:
-    return _arriving.tensors(number)
+    return _arriving.tensors[number]
 
 
 def _arrived_storage(number: int, dtype: torch.dtype | None) -> Any:
     from torch.storage import TypedStorage
 
-    untyped = _arriving.tensors(number).untyped_storage()
+    untyped = _arriving.tensors[number].untyped_storage()
     return untyped if dtype is None else TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
@@ -533,30 +545,31 @@ def _unpack_with(data: wire.Packed, token: socket.socket | None) -> Any:
     manifest: _Manifest = pickle.loads(view[_HEAD.size : middle])
     body = view[middle:end]
     if token is not None:
-        return _from_sender(manifest, body, token)
+        return _loads(body, _from_sender(manifest, token))
     start = end + -end % _HEAD_ALIGNMENT
     if len(view) - start < manifest.num_bytes:  # the broker asked the sender for them
         raise WorkerError(
             f"{manifest.who} did not send the tensors of its item: it ended, or could not copy them to host memory"
         )
-    return _load(manifest, body, manifest.split(_bytes_in(view[start : start + manifest.num_bytes])))
+    blocks = manifest.split(_bytes_in(view[start : start + manifest.num_bytes]))
+    return _loads(body, _copied(manifest, blocks))
 
 
-def _from_sender(manifest: _Manifest, body: memoryview, token: socket.socket) -> Any:
-    """Return an item whose sender keeps its tensors."""
+def _from_sender(manifest: _Manifest, token: socket.socket) -> list[Tensor]:
+    """Return the tensors of an item whose sender keeps them."""
     if not _has_news(token):
         blocks = _mapped(manifest)
         if blocks is not None:
             try:
-                item = _load(manifest, body, blocks)
+                tensors = _copied(manifest, blocks)
             finally:
                 blocks.clear()  # unmapped before the token is closed, also where an error keeps this frame
             if not _has_news(token):
-                return item
-            del item  # the sender may have freed the memory before it was copied
+                return tensors
+            del tensors  # the sender may have freed the memory before it was copied
     memory = _ask_for_host(manifest, token)
     mapped = mmap.mmap(memory.descriptor, memory.size, access=mmap.ACCESS_COPY)
-    return _load(manifest, body, manifest.split(_bytes_in(mapped)))
+    return _copied(manifest, manifest.split(_bytes_in(mapped)))
 
 
 def _mapped(manifest: _Manifest) -> list[Tensor] | None:
@@ -590,7 +603,7 @@ def _ask_for_host(manifest: _Manifest, token: socket.socket) -> wire.Memory:
         raise DeadlineError(
             f"{manifest.who} did not copy {manifest.num_bytes} bytes of tensors to host memory in {_ANSWER_S:.0f} s"
         ) from error
-    except OSError:
+    except ConnectionError:
         answer, descriptors = b"", []
     if descriptors:
         return wire.Memory(descriptors[0], manifest.num_bytes)
@@ -601,32 +614,33 @@ def _ask_for_host(manifest: _Manifest, token: socket.socket) -> wire.Memory:
     raise WorkerError(f"{manifest.who} ended before the tensors of its item were copied from its device")
 
 
-def _load(manifest: _Manifest, body: memoryview, blocks: Sequence[Tensor]) -> Any:
-    """Unpickle an item with copies of its tensors in these blocks, and wait for the copies."""
+def _copied(manifest: _Manifest, blocks: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of the tensors in these blocks, and wait for them."""
     import torch
 
     devices = _cuda()
     targets = [devices.arrival(block.uuid) for block in manifest.blocks]
-
-    def arrive(number: int) -> Tensor:
-        place = manifest.places[number]
-        target = targets[place.block]
-        tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=target)
-        tensor.copy_(place.view(blocks[place.block]))
-        return tensor.requires_grad_(place.requires_grad)
-
-    before = getattr(_arriving, "tensors", None)  # of an item whose unpickling gets another one
-    _arriving.tensors = arrive
+    tensors = []
     try:
-        item = pickle.loads(body)
+        for place in manifest.places:
+            target = targets[place.block]
+            tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=target)
+            tensor.copy_(place.view(blocks[place.block]))
+            tensors.append(tensor.requires_grad_(place.requires_grad))
     finally:
-        if before is None:
-            del _arriving.tensors
-        else:
-            _arriving.tensors = before
         for target in set(targets):
             devices.synchronize(target)
-    return item
+    return tensors
+
+
+def _loads(body: memoryview, tensors: list[Tensor]) -> Any:
+    """Unpickle an item with these tensors."""
+    before = _arriving.tensors  # of an item whose unpickling gets another one
+    _arriving.tensors = tensors
+    try:
+        return pickle.loads(body)
+    finally:
+        _arriving.tensors = before
 
 
 def _bytes_in(buffer: Any) -> Tensor:

@@ -7,10 +7,11 @@ much it adds to a batch of `get_batch`; it is no priority.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hotseat.cluster import Channel as Queue
@@ -18,7 +19,7 @@ from hotseat.cluster import ChannelDirectory
 from hotseat.errors import DeadlineError, PlacementError
 from hotseat.rlinf.work import AsyncWork, Lane
 
-__all__ = ["DEFAULT_KEY", "UNBOUNDED", "Channel", "Post"]
+__all__ = ["DEFAULT_KEY", "UNBOUNDED", "Channel", "Post", "opened_entry"]
 
 DEFAULT_KEY = "default_queue"
 UNBOUNDED = 1 << 31  # items
@@ -117,12 +118,11 @@ class Channel:
         """Create a channel that is found by name in a directory. items_in: where its items wait, if elsewhere."""
         if maxsize < 0:
             raise PlacementError(f"channel {name!r}: maxsize is {maxsize}; it must be 0, for no limit, or more")
-        entry = _entry(directory, name)
-        if entry.size():
-            return cls.connect_in(directory, name)
-        channel = cls(name, maxsize, items_in or directory)
-        entry.put(channel)
-        entry.leave()  # or the end of this process would end the entry, and nobody could connect any more
+        with opened_entry(directory, _entry_of(name)) as entry:
+            if entry.size():
+                return cls.connect_in(directory, name)
+            channel = cls(name, maxsize, items_in or directory)
+            entry.put(channel)
         return channel
 
     @classmethod
@@ -134,15 +134,14 @@ class Channel:
 
     @classmethod
     def connect_in(cls, directory: ChannelDirectory, name: str) -> Channel:
-        entry = _entry(directory, name)
-        try:
-            channel: Channel = entry.get(timeout_s=min(_CONNECT_S, directory.timeout_s))
-        except DeadlineError as error:
-            raise PlacementError(
-                f"there is no channel {name!r}: create it first, by Channel.create({name!r})"
-            ) from error
-        entry.put(channel)  # for the next one that connects
-        entry.leave()
+        with opened_entry(directory, _entry_of(name)) as entry:
+            try:
+                channel: Channel = entry.get(timeout_s=min(_CONNECT_S, directory.timeout_s))
+            except DeadlineError as error:
+                raise PlacementError(
+                    f"there is no channel {name!r}: create it first, by Channel.create({name!r})"
+                ) from error
+            entry.put(channel)  # for the next one that connects
         return channel
 
     # --- putting and getting --------------------------------------------------------------------------------------
@@ -208,9 +207,22 @@ class Channel:
         return f"Channel({self.name!r}, maxsize={self._maxsize})"
 
 
-def _entry(directory: ChannelDirectory, name: str) -> Queue[Any]:
-    """Return the queue that holds a channel itself from its creation on."""
-    return directory.open(f"{name} was created", UNBOUNDED)
+def _entry_of(name: str) -> str:
+    """Return the name of the queue that holds a channel itself from its creation on."""
+    return f"{name} was created"
+
+
+@contextlib.contextmanager
+def opened_entry(directory: ChannelDirectory, name: str) -> Iterator[Queue[Any]]:
+    """Open a queue that is there for others to find something in, and leave it.
+
+    Otherwise the end of this process would end the queue, and nobody could find anything there any more.
+    """
+    entry = directory.open(name, UNBOUNDED)
+    try:
+        yield entry
+    finally:
+        entry.leave()
 
 
 def _key_text(key: Any) -> str:

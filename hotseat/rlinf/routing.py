@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotseat.cluster import Channel as Queue
 from hotseat.cluster import ChannelDirectory
 from hotseat.errors import DeadlineError, PlacementError, UserError
-from hotseat.rlinf.channel import UNBOUNDED
+from hotseat.rlinf.channel import UNBOUNDED, opened_entry
 
 __all__ = ["Part", "group_size", "merge", "num_rows", "parts_to_receive", "parts_to_send", "record_size", "split"]
 
@@ -62,18 +61,21 @@ def _check_divisible(num_rows: int, num_senders: int, num_receivers: int) -> Non
 
 def num_rows(batch: Any) -> int:
     """Count the rows of a tensor, an array, a list, or of the first of those in a dict."""
+    first = next(_values_with_rows(batch), None)
+    if first is None:
+        raise UserError(
+            f"a {type(batch).__name__} has no rows: send tensors, arrays, lists or dicts of them; with anything else"
+            " set batch_size and split_fn in send_to, and merge_fn and infer_batch_size_fn in recv_from"
+        )
+    return len(first)
+
+
+def _values_with_rows(batch: Any) -> Iterator[Any]:
     if isinstance(batch, dict):
         for value in batch.values():
-            if isinstance(value, dict | list) or _has_rows(value):
-                return num_rows(value)
-    elif isinstance(batch, list):
-        return len(batch)
-    elif _has_rows(batch):
-        return int(batch.shape[0])
-    raise UserError(
-        f"a {type(batch).__name__} has no rows: send tensors, arrays, lists or dicts of them; with anything else set"
-        " batch_size and split_fn in send_to, and merge_fn and infer_batch_size_fn in recv_from"
-    )
+            yield from _values_with_rows(value)
+    elif isinstance(batch, list) or _has_rows(batch):
+        yield batch
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
@@ -81,7 +83,7 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     if isinstance(batch, dict):
         columns = {key: split(value, sizes) for key, value in batch.items()}
         return [{key: parts[at] for key, parts in columns.items()} for at in range(len(sizes))]
-    if batch is None or isinstance(batch, bool | int | float | str):
+    if batch is None or isinstance(batch, bool | int | float | str) or getattr(batch, "shape", None) == ():
         return [batch] * len(sizes)
     if num_rows(batch) != sum(sizes):
         raise UserError(f"{num_rows(batch)} rows are to be sent as {' + '.join(map(str, sizes))}: they must be as many")
@@ -135,24 +137,22 @@ def _own_memory(part: Any) -> Any:
 
 def record_size(directory: ChannelDirectory, group: str, size: int) -> None:
     """Have workers of other groups find how many workers a group has."""
-    entry = _entry(directory, group)
-    entry.put((time.time_ns(), size))
-    entry.leave()  # or the end of this process would end the entry
+    with opened_entry(directory, _entry_of(group)) as entry:
+        entry.put((time.time_ns(), size))
 
 
 def group_size(directory: ChannelDirectory, group: str) -> int:
     """Return how many workers a group has, which was launched or will be soon."""
-    entry = _entry(directory, group)
-    try:
-        records = entry.get_many(UNBOUNDED, timeout_s=min(_LOOK_UP_S, directory.timeout_s))
-    except DeadlineError as error:
-        raise PlacementError(f"there is no group {group!r} to exchange batches with: launch it first") from error
-    latest = max(records)  # groups of this name may have been closed before
-    entry.put(latest)  # for the next one that looks
-    entry.leave()
+    with opened_entry(directory, _entry_of(group)) as entry:
+        try:
+            records = entry.get_many(UNBOUNDED, timeout_s=min(_LOOK_UP_S, directory.timeout_s))
+        except DeadlineError as error:
+            raise PlacementError(f"there is no group {group!r} to exchange batches with: launch it first") from error
+        latest = max(records)  # groups of this name may have been closed before
+        entry.put(latest)  # for the next one that looks
     size: int = latest[1]
     return size
 
 
-def _entry(directory: ChannelDirectory, group: str) -> Queue[Any]:
-    return directory.open(f"size of group {group}", UNBOUNDED)
+def _entry_of(group: str) -> str:
+    return f"size of group {group}"

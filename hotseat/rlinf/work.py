@@ -74,6 +74,7 @@ class Lane:
                 self._tasks = queue.SimpleQueue()
                 threading.Thread(target=_work, args=(self._tasks,), daemon=True).start()
         future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # whoever stops waiting for the operation does not stop it
         self._tasks.put((_on_callers_streams(operation), future))
         return AsyncWork(future)
 
@@ -104,3 +105,5 @@ def _work(tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> No
             future.set_exception(error)
         else:
             future.set_result(result)
+            del result
+        del operation, future  # or this thread would keep what was put or taken until its next operation

@@ -284,7 +284,8 @@ class Worker(metaclass=WorkerMeta):
                 if received != part.num_rows:
                     raise RunError(
                         f"{group_name}[{part.rank}] sent {received} rows to {self._group_name}[{self._rank}], which"
-                        f" expects {part.num_rows} of batch_size {batch_size}: both sides have to name the same"
+                        f" expects {part.num_rows} of batch_size {batch_size}: both sides have to name the same, and"
+                        " workers that have exchanged batches with a group know the size that it had then"
                     )
             return merge(shards) if merge_fn is None else merge_fn(shards)
 

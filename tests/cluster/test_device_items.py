@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -448,6 +449,27 @@ def test_memory_that_the_sender_gave_up_during_the_copy_is_read_from_the_host(de
     assert devices.num_mapped == 1
 
 
+def test_an_item_is_unpickled_once_with_tensors_that_are_right(devices, channel, monkeypatch):
+    channel.put([numbers(3).fill_(5), Noted()])
+    news = iter([False, True])  # the sender gives its memory up during the copy
+    monkeypatch.setattr(device_items, "_has_news", lambda token: next(news))
+    unpickled.clear()
+    assert channel.get()[0].sum() == 15
+    assert len(unpickled) == 1
+
+
+unpickled = []
+
+
+class Noted:
+    def __reduce__(self):
+        return note, ()
+
+
+def note():
+    unpickled.append(1)
+
+
 @pytest.mark.slow
 def test_a_sender_that_cannot_copy_says_why(devices, channel, peer):
     other = peer("two")
@@ -456,6 +478,23 @@ def test_a_sender_that_cannot_copy_says_why(devices, channel, peer):
     with pytest.raises(WorkerError, match="could not copy its tensors to host memory: ZeroDivisionError: division by"):
         channel.get(timeout_s=60)
     wait_until(lambda: other.ask("num kept") == "0")
+
+
+def test_a_receiver_with_too_many_open_files_does_not_blame_the_sender(devices, channel, monkeypatch):
+    channel.put(numbers(4))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def has_news(token):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # no descriptor is below that and free
+        return True
+
+    monkeypatch.setattr(device_items, "_has_news", has_news)
+    device_items.move_to_host()  # so that its memory is in the token, and nobody opens a file meanwhile
+    try:
+        with pytest.raises(OSError, match="this process has too many open files to take the memory"):
+            channel.get(timeout_s=60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.slow

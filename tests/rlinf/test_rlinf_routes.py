@@ -8,9 +8,11 @@ import numpy
 import pytest
 import torch
 
+from hotseat.cluster import ChannelDirectory
 from hotseat.cluster import Cluster as HotseatCluster
+from hotseat.cluster.channel import Broker
 from hotseat.errors import PlacementError, UserError, WorkerError
-from hotseat.rlinf import Channel, Cluster, NodePlacementStrategy, Worker
+from hotseat.rlinf import Channel, Cluster, NodePlacementStrategy, Worker, routing
 from hotseat.rlinf.routing import Part, merge, num_rows, parts_to_receive, parts_to_send, split
 
 
@@ -140,21 +142,23 @@ def test_what_cannot_be_routed_is_refused(cluster):
     senders, receivers = launched(cluster, "two", 2), launched(cluster, "three", 3)
     channel = Channel.create("refused")
     refused = [
-        (senders.give_rows("three", channel, [1]), "a batch of 2 rows cannot be shared evenly among 2 senders and 3"),
-        (senders.give_rows("three", channel, [1], batch_size=6), r"1 rows are to be sent as 2 \+ 1"),
-        (senders.give_rows("three", channel, (1, 2, 3)), "a tuple has no rows: send tensors, arrays, lists"),
-        (senders.give_rows("three", None, [1, 2, 3]), "send_to needs a channel, or enable_p2p=True"),
-        (senders.give_rows("three", channel, [1], decoupled_mode=True), "send_to: decoupled_mode is not here"),
-        (senders.execute_on(1).give_one_part("two", channel), None),
-        (receivers.take("two", channel), "recv_from needs batch_size, the rows that all workers"),
-        (receivers.take("two", None, batch_size=6), "recv_from needs a channel"),
+        (senders, [channel, [1]], {}, "a batch of 2 rows cannot be shared evenly among 2 senders and 3"),
+        (senders, [channel, [1]], {"batch_size": 6}, r"1 rows are to be sent as (2 \+ 1|1 \+ 2)"),
+        (senders, [channel, (1, 2, 3)], {}, "a tuple has no rows: send tensors, arrays, lists"),
+        (senders, [None, [1, 2, 3]], {}, "send_to needs a channel, or enable_p2p=True"),
+        (senders, [channel, [1]], {"decoupled_mode": True}, "send_to: decoupled_mode is not here"),
+        (receivers, [channel], {}, "recv_from needs batch_size, the rows that all workers"),
+        (receivers, [None], {"batch_size": 6}, "recv_from needs a channel"),
     ]
-    for handle, message in refused:
-        if message is None:
-            handle.wait()  # two workers to two: one part is right
-            continue
+    for group, arguments, options, message in refused:  # one at a time: any wait raises the failure of another call
+        call = (
+            group.give_rows("three", *arguments, **options)
+            if group is senders
+            else group.take("two", *arguments, **options)
+        )
         with pytest.raises(WorkerError, match=message):
-            handle.wait()
+            call.wait()
+    senders.execute_on(1).give_one_part("two", channel).wait()  # two workers to two: one part is right
     with pytest.raises(WorkerError, match="split_fn returned 1 parts for the sizes"):
         launched(cluster, "one", 1).give_one_part("two", channel).wait()
 
@@ -167,12 +171,23 @@ def test_a_part_of_another_size_is_named(cluster):
         receivers.take("two", channel, batch_size=2).wait()
 
 
-def test_a_group_that_nobody_launches_is_named_at_the_deadline(machinery, monkeypatch):
-    monkeypatch.setenv("RLINF_TIMEOUT", "0.005")  # minutes
-    with Cluster(on=machinery) as cluster:
-        alone = launched(cluster, "alone", 1)
-        with pytest.raises((WorkerError, PlacementError), match="there is no group 'nobody' to exchange batches with"):
-            alone.give_rows("nobody", Channel.create("none"), [1]).wait()
+def test_a_group_that_nobody_launches_is_named_at_the_deadline(cluster, monkeypatch):
+    monkeypatch.setattr(routing, "_LOOK_UP_S", 0.1)  # much less than the deadline of the call
+    alone = launched(cluster, "alone", 1)
+    with pytest.raises(WorkerError, match="there is no group 'nobody' to exchange batches with"):
+        alone.give_rows("nobody", Channel.create("none"), [1]).wait()
+
+
+def test_the_end_of_a_process_that_looked_in_vain_concerns_nobody(tmp_path, monkeypatch):
+    broker = Broker(str(tmp_path))
+    directory = ChannelDirectory((broker.address, broker.key), 60.0)
+    monkeypatch.setattr(routing, "_LOOK_UP_S", 0.1)
+    monkeypatch.setattr("hotseat.rlinf.channel._CONNECT_S", 0.1)
+    for find, entry in ((routing.group_size, "size of group later"), (Channel.connect_in, "later was created")):
+        with pytest.raises(PlacementError, match="there is no (group|channel) 'later'"):
+            find(directory, "later")
+        assert directory.open(entry, 1)._link.facts()["consumers"] == []  # whose death would fail the queue
+    broker.close()
 
 
 def test_parts_of_tensors_have_memory_of_their_own():
@@ -195,7 +210,18 @@ def test_parts_that_do_not_fit_together_are_refused(parts, message):
         merge(parts)
 
 
+def test_values_without_rows_are_in_every_part():
+    batch = {"rows": [1, 2, 3], "nested": {"scalar": torch.tensor(2.0), "number": numpy.float32(4)}, "step": 7}
+    parts = split(batch, [1, 2])
+    assert [part["rows"] for part in parts] == [[1], [2, 3]]
+    assert [(part["nested"]["scalar"].item(), part["nested"]["number"], part["step"]) for part in parts] == [
+        (2, 4, 7)
+    ] * 2
+    assert merge(parts) == batch
+
+
 def test_rows_of_a_dict_are_those_of_the_first_value_that_has_some():
     assert num_rows({"step": 3, "none": None, "nested": {"rows": torch.zeros(5, 2)}}) == 5
+    assert num_rows({"info": {"step": 3}, "nothing": {}, "rows": [1, 2]}) == 2
     with pytest.raises(UserError, match="a dict has no rows"):
         num_rows({"step": 3})
