@@ -144,7 +144,7 @@ def test_groups_that_a_component_drops_are_replaced_and_recorded(task):
     ("runtime", "ranks"),
     [
         ("runtime: local, inventory: 1x2", (None, None)),  # which are threads, without variables of their own
-        pytest.param("runtime: ray", (0, 1), marks=[pytest.mark.ray, pytest.mark.long]),
+        pytest.param("runtime: ray", (0, 1), marks=pytest.mark.ray),
     ],
     ids=("local", "ray"),
 )

@@ -101,7 +101,7 @@ def test_what_stays_on_the_device_leaves_less_and_nothing_leaves_for_a_larger_mi
 
 SIMULATED = f"""
 actor: {{shape: {SHAPE}}}
-env: {{path: gym, tasks: [CartPole-v1], num_envs: 16, max_steps: 9, chunk: 2}}
+env: {{path: mujoco_warp, tasks: [push-red], num_envs: 16, max_steps: 9, chunk: 2}}
 rollout: {{batch_size: 2, samples_per_prompt: 8}}
 train: {{batch_size: 4}}
 data: {{max_length: 256}}
@@ -119,10 +119,11 @@ def test_simulators_that_nobody_has_measured_are_assumed_to_take_some_memory(mon
     many = "train.batch_size=16"
     chosen = with_budgets(loads(SIMULATED, [many]), "1x1xH200")
     assert chosen.config.env.memory_gib is None
-    assert (chosen.config.train.chosen_tokens_per_device,) == budgets(SIMULATED, "1x1xH200", many, "env.memory_gib=4")[
-        :1
-    ]
+    tokens = chosen.config.train.chosen_tokens_per_device
+    assert tokens == budgets(SIMULATED, "1x1xH200", many, "env.memory_gib=4")[0]
     assert "if each process of simulators takes 4 GiB, which env.memory_gib does not say" in chosen.notes[0]
+    on_the_host = with_budgets(loads(SIMULATED, ["env.path=gym", "env.tasks=[CartPole-v1]"]), "1x1xH200")
+    assert "if each process of simulators takes 0 GiB" in on_the_host.notes[0]
     # Where so much does not fit, the constant stays: the simulators may be smaller.
     assert budgets(SIMULATED, "1x1x30G", many, "env.memory_gib=4")[0] == 256
     assert budgets(SIMULATED, "1x1x30G", many)[0] == UNPRICED_TOKENS

@@ -64,6 +64,7 @@ KEPT_PROMPTS = 8  # of full length, which a transformers engine keeps beside its
 UNMEASURED_GIB = 4.0  # of a process of the role env, for the size of micro-batches, until a run has measured it
 VLLM_SLOTS = 512  # sequences that one vLLM engine decodes at a time: the most that its CUDA graphs take
 
+_WITHOUT_DEVICES = frozenset({"babyai", "gym"})  # families whose simulators compute on the host
 _MODELS = frozenset({"actor", "critic", "reference", "reward", "inference"})  # roles behind a training backend
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _TRAINED = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
@@ -99,8 +100,9 @@ def with_budgets(
 
     if has_simulator(config) and _simulator_memory(config) is None:
         # A constant would be far too small for most policies; what turns out not to fit is cut smaller in the run.
-        env = config.env.model_copy(update={"memory_gib": UNMEASURED_GIB})
-        note = f", if each process of simulators takes {UNMEASURED_GIB:g} GiB, which env.memory_gib does not say"
+        gib = 0.0 if config.env.path in _WITHOUT_DEVICES else UNMEASURED_GIB
+        env = config.env.model_copy(update={"memory_gib": gib})
+        note = f", if each process of simulators takes {gib:g} GiB, which env.memory_gib does not say"
         with suppress(PlacementError):  # so much would have to leave a device, and something may not be offloaded
             assumed = choose(config.model_copy(update={"env": env}), num_ranks, plan_with, model, note)
             if assumed.is_priced and plan_with(assumed.config).verdict != "does_not_fit":
