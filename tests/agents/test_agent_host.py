@@ -336,6 +336,7 @@ def test_who_asks_while_the_loop_ends_is_told_by_the_future(monkeypatch):
         future.result(0)
 
 
+@pytest.mark.slow
 def test_an_agent_that_blocks_the_loop_is_found_out():
     go_on = threading.Event()
 

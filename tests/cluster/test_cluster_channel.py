@@ -328,6 +328,7 @@ def test_a_producer_may_go_once_it_has_closed(broker, peer):
     assert list(channel) == [2]
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_named_at_the_deadline(broker, peer):
     channel = outside(broker)
     other = peer("put one and wait", channel)
@@ -338,6 +339,7 @@ def test_a_stopped_process_is_named_at_the_deadline(broker, peer):
         channel.get(timeout_s=0.3)
 
 
+@pytest.mark.slow
 def test_a_killed_broker_wakes_both_ends(tmp_path, peer):
     broker = Broker(str(tmp_path))
     channel = outside(broker)

@@ -307,6 +307,7 @@ def test_a_stop_that_comes_while_it_is_saved_needs_no_other_step(tmp_path, ranks
     assert CheckpointStore(tmp_path / "checkpoints").steps() == [1]
 
 
+@pytest.mark.slow
 def test_an_interrupt_gives_up_what_is_under_way(tmp_path, ranks):
     saver = saver_of(tmp_path)
     started_s = time.monotonic()

@@ -91,6 +91,7 @@ def test_a_package_that_another_machine_may_have_is_a_warning_on_a_cluster(here,
     assert "no_such_package" in note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["call", "load"])
 def test_a_function_that_hangs_does_not_hang_the_start(here, where):
     body = "import time; time.sleep(1000)" if where == "call" else "pass\nimport time; time.sleep(1000)"

@@ -299,6 +299,7 @@ rollout: {enable_offload: true}
     assert ("onload", ["weights"], (0,)) in groups["rollout"].taken()
 
 
+@pytest.mark.slow
 def test_what_a_holder_onloads_itself_must_be_free_after_its_death() -> None:
     used, gone = [10 << 30], set()
 
@@ -332,6 +333,7 @@ def test_a_phase_that_the_flow_does_not_have_is_named():
         pass
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_given_back_is_waited_for_and_the_holder_named():
     scheduler, _ = make_scheduler(COLOCATED, "1x1")
     scheduler._timeout_s = 0.2

@@ -163,6 +163,7 @@ def test_log_probs_in_a_graph_are_those_without(has_bias: bool, with_entropy: bo
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [None, 3])
 def test_an_embedding_that_is_not_compiled_computes_the_same(padding: int | None) -> None:
     torch.manual_seed(0)
