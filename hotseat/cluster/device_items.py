@@ -68,7 +68,7 @@ _Dispatch = ChainMap[Any, Any]  # how a pickler reduces objects, by their types:
 
 
 class Devices(Protocol):
-    """What devices can do. A class of its own lets tests go through the protocol without a device."""
+    """Operations on devices. Those of CUDA are a class of their own, so that tests need no device."""
 
     def holds(self, tensor: Any) -> bool:
         """Tell whether a tensor, or a storage, is on one of these devices."""
@@ -106,7 +106,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor is, and what it looks like."""
+    """Place of a tensor in its block, and its form."""
 
     block: int
     offset: int
@@ -124,7 +124,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """What the receiver of an item has to know of its tensors."""
+    """Description of an item's tensors for its receiver."""
 
     name: str  # of the item, in the sender
     who: str  # the sender

@@ -74,8 +74,8 @@ class FramePreparer:
             return self._kept[key]
         layout = self._layouts.get(frame.shape) or self._layout(frame)
         if layout.palette is not None:
-            planes = np.empty((3, *frame.shape[:2]), dtype=np.uint8)
-            np.copyto(planes, frame.transpose(2, 0, 1))  # a tenth of the time of `copy`, which keeps the strides
+            # Without this, `tobytes` would take ten times as long.
+            planes = np.ascontiguousarray(frame.transpose(2, 0, 1))
             packed = pack_bytes(layout.head, planes, f"{key[1].hex()}{layout.digest}")
         else:
             packed = pack_pixels(self._pixels(frame, layout.names))

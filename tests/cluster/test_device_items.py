@@ -385,26 +385,29 @@ def test_memory_is_freed_when_the_receiver_is_killed_during_its_copy(devices, ch
     wait_until(lambda: in_use(devices) == device_items.num_kept() == 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["here", "far"])
-def test_a_sender_that_was_killed_is_named(devices, channel, peer, broker, where):
+@pytest.fixture
+def sender(peer):
+    """Return a process that has put an item, and left the channel, which its death would fail otherwise."""
     other = peer()
     assert other.ask("put 1") == "put"
-    assert other.ask("close") == "None"  # or its death would fail the channel
-    other.end()
+    assert other.ask("close") == "None"
+    return other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["here", "far"])
+def test_a_sender_that_was_killed_is_named(devices, channel, sender, broker, where):
+    sender.end()
     taking = far(broker, channel) if where == "far" else channel
     what = "ended before" if where == "here" else "did not send"
-    with pytest.raises(WorkerError, match=rf"driver \(pid {other.process.pid}\) {what} the tensors of its item"):
+    with pytest.raises(WorkerError, match=rf"driver \(pid {sender.process.pid}\) {what} the tensors of its item"):
         taking.get(timeout_s=60)
 
 
 @pytest.mark.slow
-def test_a_sender_that_is_killed_during_the_copy_is_named(devices, channel, peer):
-    other = peer()
-    assert other.ask("put 1") == "put"
-    assert other.ask("close") == "None"
-    devices.at_map = other.end
-    with pytest.raises(WorkerError, match=rf"\(pid {other.process.pid}\) ended before the tensors of its item"):
+def test_a_sender_that_is_killed_during_the_copy_is_named(devices, channel, sender):
+    devices.at_map = sender.end
+    with pytest.raises(WorkerError, match=rf"\(pid {sender.process.pid}\) ended before the tensors of its item"):
         channel.get(timeout_s=60)
 
 

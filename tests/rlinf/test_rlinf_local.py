@@ -10,22 +10,8 @@ import pytest
 
 from hotseat import rlinf
 from hotseat.cluster import ChannelDirectory
-from hotseat.cluster import Cluster as HotseatCluster
 from hotseat.errors import PlacementError, RunError, WorkerError
 from hotseat.rlinf import Channel, Cluster, NodePlacementStrategy, PackedPlacementStrategy, Worker, WorkerGroup
-
-
-@pytest.fixture(scope="module")
-def machinery():
-    with HotseatCluster("local", num_devices=4) as machinery:
-        yield machinery
-
-
-@pytest.fixture
-def cluster(machinery):
-    with Cluster(on=machinery) as cluster:
-        yield cluster
-
 
 USES: list[tuple[str, str]] = []  # of a device
 

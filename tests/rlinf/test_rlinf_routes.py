@@ -9,23 +9,10 @@ import pytest
 import torch
 
 from hotseat.cluster import ChannelDirectory
-from hotseat.cluster import Cluster as HotseatCluster
 from hotseat.cluster.channel import Broker
 from hotseat.errors import PlacementError, UserError, WorkerError
-from hotseat.rlinf import Channel, Cluster, NodePlacementStrategy, Worker, routing
+from hotseat.rlinf import Channel, NodePlacementStrategy, Worker, routing
 from hotseat.rlinf.routing import Part, merge, num_rows, parts_to_receive, parts_to_send, split
-
-
-@pytest.fixture(scope="module")
-def machinery():
-    with HotseatCluster("local", num_devices=4) as machinery:
-        yield machinery
-
-
-@pytest.fixture
-def cluster(machinery):
-    with Cluster(on=machinery) as cluster:
-        yield cluster
 
 
 class Member(Worker):
