@@ -475,7 +475,7 @@ def main() -> None:
     arguments.sizes = {
         "num_envs": num_envs,
         "num_seeds": -(-num_prompts * (2 if arguments.tiny else arguments.steps) // len(arguments.tasks)),
-        "eval_seeds": 2 if arguments.tiny else 64,
+        "eval_seeds": 2 if arguments.tiny else 128,
         "views": 8 if arguments.tiny else 512,  # worlds that the imitation plays in, 128 views of each
     }
     if arguments.tiny:

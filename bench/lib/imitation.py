@@ -284,7 +284,7 @@ class ImitationSettings:
     learning_rate: float = 1e-3
     enough: float = 0.95  # success of the script's imitation, at a temperature of 0.5, that ends the first part
     # Success that the second part leads to, of tasks to reach and to push.
-    begin: tuple[tuple[float, float], tuple[float, float]] = ((0.06, 0.14), (0.07, 0.13))
+    begin: tuple[tuple[float, float], tuple[float, float]] = ((0.05, 0.11), (0.05, 0.11))
     shares: tuple[float, float] = (0.01, 0.3)  # of the script's decisions in the first mixture, to reach and to push
     max_mixtures: int = 8  # that it tries
 
