@@ -202,10 +202,11 @@ class FSDPBackend(Trainer):
     # --- residency ----------------------------------------------------------------------------------------------------
 
     def offload(self, parts: Collection[Part]) -> Moved:
-        moved = super().offload(parts)
+        self._need("offload")
         if self._masters is not None and Part.WEIGHTS in parts:
+            # Before weights leave: torch then gives back what is free, and only segments in which nothing is in use.
             self._masters.drop_copies()
-        return moved
+        return super().offload(parts)
 
     def onload(self, parts: Collection[Part]) -> Moved:
         moved = super().onload(parts)

@@ -137,6 +137,26 @@ def test_parts_leave_the_device_and_come_back(precision: Any) -> None:
     assert_identical(results[0], results[1])
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16_master"])
+def test_memory_of_parts_that_leave_goes_back_to_the_device(precision: Any) -> None:
+    """A model with weights of many sizes, which torch puts into segments together."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=8000, hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12
+    )
+    parts = ["weights", "optimizer"]
+    backend = make(MistralForCausalLM(config), replace(OPTIONS, precision=precision))
+    backend.update([some_segments()], ClippedLoss(), 1.0)
+    for _ in range(3):
+        before = torch.cuda.memory_reserved()
+        away = backend.offload(parts)
+        assert away.num_bytes > 300 << 20
+        assert before - torch.cuda.memory_reserved() >= away.num_bytes
+        backend.onload(parts)
+        backend.update([some_segments()], ClippedLoss(), 1.0)
+    backend.close()
+
+
 @contextmanager
 def device_memory_of(num_bytes: int) -> Iterator[None]:
     """Let this process take so many bytes of device memory beyond what it holds."""
