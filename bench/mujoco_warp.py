@@ -260,7 +260,7 @@ def finish(run: subprocess.Popen[bytes], limit_s: float, watch: Callable[[], boo
     """Wait for a run, and end it at the limit or when `watch` says so. Tell whether it ended well."""
     while run.poll() is None:
         if elapsed_s() > limit_s or watch():
-            os.killpg(run.pid, signal.SIGINT)
+            os.killpg(run.pid, signal.SIGTERM)  # SIGINT is ignored by what was started in the background of a script
             try:
                 run.wait(60)
             except subprocess.TimeoutExpired:
@@ -437,7 +437,7 @@ def main() -> None:
     parser.add_argument("--estimator", choices=("gae", "group_norm"), default="group_norm", help="PPO or GRPO")
     parser.add_argument("--learning-rate", type=float, default=7e-4)
     parser.add_argument("--schedule", default="linear", help="of the rate, over --steps")
-    parser.add_argument("--steps", type=int, default=80, help="of learning, unless the target is reached before")
+    parser.add_argument("--steps", type=int, default=70, help="of learning, unless the target is reached before")
     parser.add_argument("--critic-learning-rate", type=float, default=1e-3)
     parser.add_argument("--gae-lambda", type=float, default=0.95)
     parser.add_argument("--temperature", type=float, default=1.0, help="of rollouts; evaluation has 1")
