@@ -1,6 +1,6 @@
 """Entry of a run: refuses at once what cannot start, shows progress, and only then loads heavy libraries.
 
-Workers' libraries are loaded meanwhile in a process from which the workers are forked, where that is possible.
+Workers are forked from a process that has loaded their libraries, where that is possible.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from hotseat.observe import LiveView
 from hotseat.openmp import thread_env
 
 
-def start(config: Config, launched: bool = False) -> dict[str, float]:
-    """Run a config to its end, as `hotseat.loop.run.start` does."""
+def start(config: Config, launched: bool = False, is_command: bool = False) -> dict[str, float]:
+    """Run a config to its end, as `hotseat.loop.run.start` does.
+
+    is_command: this process is a command that has just begun, not a program of the user's.
+    """
     refuse_at_once(config)
     keep_compiled()
     with make_view(config, launched) as view:
@@ -37,7 +40,8 @@ def start(config: Config, launched: bool = False) -> dict[str, float]:
         view.stage("loading torch and transformers")
         has_workers = not launched and config.cluster.runtime == "ray"
         env = thread_env(config.cluster.threads_per_process)
-        with started_template(worker_modules(config), env, has_workers) as template:
+        alone = view.paused if is_command else None
+        with started_template(worker_modules(config), env, has_workers, alone) as template:
             with without_collector():
                 from hotseat.loop import run
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -86,6 +87,18 @@ class LiveView:
             self._live = Live(console=self._console, get_renderable=self._status, refresh_per_second=4, transient=True)
             self._live.start()
         return self
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Show nothing while the context lasts, and have no thread."""
+        live = self._live
+        if live is not None:
+            live.stop()
+        try:
+            yield
+        finally:
+            if live is not None:
+                live.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,7 +1,7 @@
 """The template: a process that has loaded the libraries of workers, and forks a worker when Ray asks for one.
 
-Loading torch and transformers takes seconds of a core. Here they are loaded once, while the driver reads its inputs,
-and all processes of a run share them. Run as a program:
+Loading torch and transformers takes seconds of a core. Here they are loaded once, and all processes of a run share
+them. The template is a fork of the driver (`template_fork.py`) or, where the driver is not to be forked, a program:
 
     python -P template_process.py SOCKET MODULE ... -- MODULE ...
 
@@ -101,8 +101,11 @@ class Template:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(256)
-        self._env = dict(os.environ)
+        self.env = dict(os.environ)  # in which the modules were loaded
         self._forks: dict[int, tuple[int, Request]] = {}  # by handle
+
+    def close(self) -> None:
+        self._listener.close()
 
     def serve(self) -> Request:
         """Answer requests until standard input is closed. Returns in each forked process, with its request."""
@@ -168,10 +171,10 @@ class Template:
             if set(context) - {"env_vars"} and not _is_plain(context):
                 return False
             env = {**env, **context.get("env_vars", {})}
-        if differing(self._env, env):
+        if differing(self.env, env):
             return False
         if not request.is_worker:
-            return all(env.get(name) == self._env.get(name) for name in _READ_BY_AGENTS)
+            return all(env.get(name) == self.env.get(name) for name in _READ_BY_AGENTS)
         if self._first_env is None:
             self._first_env = env
             os.environ.update({name: value for name, value in env.items() if name.startswith("RAY_")})
@@ -260,23 +263,41 @@ def _mark() -> None:
 
 def _reseed(threads: str | None) -> None:
     """Give this process a random state of its own, and its number of threads."""
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
     own = os.environ.get("OMP_NUM_THREADS")
-    if torch is not None and own != threads:  # the libraries read it when they were loaded
-        torch.set_num_threads(int(own) if own else os.cpu_count() or 1)
+    if own != threads:  # the libraries read it when they were loaded
+        set_threads(own)
+
+
+def set_threads(number: str | None) -> None:
+    """Give this process a number of threads; None: one of each core."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(number) if number else os.cpu_count() or 1)
 
 
 def load(modules: Sequence[str]) -> None:
     """Import modules. Of one that is missing, the process that needs it says so."""
+    was_enabled = gc.isenabled()
     gc.disable()  # modules stay: looking through them would take a seventh of the time
     for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.enable()
+    if was_enabled:
+        gc.enable()
+
+
+def serve(template: Template, path: Sequence[str], threads: str | None) -> NoReturn:
+    """Be a template that has loaded its modules. path: what its forks import from. threads: of OpenMP, while it loaded.
+
+    Raises `SystemExit`, in the template when its standard input is closed and in a fork when its program ends.
+    """
     gc.collect()
     gc.freeze()  # forks do not look through what they share with this process
+    atexit.register(gc.unfreeze)
+    _become(template.serve(), path, threads)
 
 
 def _main(address: str, modules: Sequence[str], for_workers: Sequence[str]) -> None:
@@ -284,8 +305,7 @@ def _main(address: str, modules: Sequence[str], for_workers: Sequence[str]) -> N
     path, threads = [each for each in sys.path if each], os.environ.get("OMP_NUM_THREADS")
     template = Template(address, for_workers)
     load(modules)
-    atexit.register(gc.unfreeze)
-    _become(template.serve(), path, threads)
+    serve(template, path, threads)
 
 
 if __name__ == "__main__":
