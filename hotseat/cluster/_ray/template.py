@@ -74,7 +74,9 @@ class Template:
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in (*self._processes, *filter(None, [self._fork]))]
+        """List the template of agents, then that of workers."""
+        pids = [process.pid for process in self._processes]
+        return pids if self._fork is None else [*pids, self._fork.pid]
 
     def _fork_here(self, env: Mapping[str, str]) -> None:
         """Fork the template of workers from this process if that is safe."""
