@@ -23,6 +23,7 @@ from hotseat.loop.setup.refusals import refuse_at_once
 from hotseat.loop.setup.reward_servers import check_reward_servers
 from hotseat.loop.setup.reward_trial import try_rewards
 from hotseat.observe import LiveView
+from hotseat.observe.noise import without_deepspeeds_greeting
 from hotseat.openmp import thread_env
 
 
@@ -41,7 +42,8 @@ def start(config: Config, launched: bool = False, is_command: bool = False) -> d
         has_workers = not launched and config.cluster.runtime == "ray"
         env = thread_env(config.cluster.threads_per_process)
         alone = view.paused if is_command else None
-        with started_template(worker_modules(config), env, has_workers, alone) as template:
+        modules = worker_modules(config)
+        with without_deepspeeds_greeting(), started_template(modules, env, has_workers, alone) as template:
             with without_collector():
                 from hotseat.loop import run
 

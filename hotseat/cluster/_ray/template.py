@@ -16,18 +16,22 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from hotseat.cluster._ray import forked, template_process
 from hotseat.cluster._ray.library import AGENT_ENV, RAY_ENV
-from hotseat.cluster._ray.template_fork import Fork, fork_template
-from hotseat.cluster.environment import environment
+from hotseat.cluster._ray.template_fork import Fork, fork_template, open_files
+from hotseat.cluster.environment import environment_of_its_own
 from hotseat.cluster.session import python_path
 
 SWITCH = "HOTSEAT_TEMPLATE"  # 0 in the environment: no template
+_ENDING_S = 2.0  # within which a thread that was stopped ends
 
 # One thread of OpenBLAS: its threads, which it starts when it is loaded, would not survive a fork.
 _ENV = {"OPENBLAS_NUM_THREADS": "1", **RAY_ENV}
@@ -52,17 +56,18 @@ class Template:
         env: Mapping[str, str],
         alone: Callable[[], AbstractContextManager[object]] | None = None,
     ):
-        """Start both. alone: makes a context in which this command has one thread; None: this is no command."""
+        """Start both. alone: makes a context in which the threads of this command end; None: this is no command."""
         self._directory = tempfile.mkdtemp(prefix="hotseat-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._fork: Fork | None = None
         try:
             self._start("agents", _FOR_AGENTS, (), AGENT_ENV)
-            if alone is not None and "torch" not in sys.modules:
-                with environment({**env, **_ENV}):
+            if alone is not None and _may_be_forked_later():
+                files = open_files()
+                with environment_of_its_own({**env, **_ENV}):
                     template_process.load(modules)
                 with alone():
-                    self._fork_here(env)
+                    self._fork_here(env, files)
                 # As it would have been. Not before the fork: torch starts a thread.
                 template_process.set_threads(os.environ.get("OMP_NUM_THREADS"))
             if self._fork is None:
@@ -78,14 +83,14 @@ class Template:
         pids = [process.pid for process in self._processes]
         return pids if self._fork is None else [*pids, self._fork.pid]
 
-    def _fork_here(self, env: Mapping[str, str]) -> None:
+    def _fork_here(self, env: Mapping[str, str], files: Sequence[int]) -> None:
         """Fork the template of workers from this process if that is safe."""
-        if not template_process.is_forkable():
+        if not _is_forkable_soon():
             return
-        own = python_path().split(os.pathsep)
-        path = list(dict.fromkeys([*own, *filter(None, sys.path)]))
+        not_of_workers = ("", sysconfig.get_path("scripts"))  # the folder of a program is first on its path
+        path = [*python_path().split(os.pathsep), *(each for each in sys.path if each not in not_of_workers)]
         self._fork = fork_template(
-            self._address("workers"), _FOR_WORKERS, path, {**env, **_ENV}, close_others=self._close_inputs
+            self._address("workers"), _FOR_WORKERS, list(dict.fromkeys(path)), {**env, **_ENV}, files
         )
 
     def _address(self, name: str) -> str:
@@ -106,11 +111,6 @@ class Template:
         )
         self._processes.append(process)
 
-    def _close_inputs(self) -> None:
-        for process in self._processes:
-            if process.stdin is not None:
-                process.stdin.close()
-
     def close(self) -> None:
         """End the template. Its forks live on: whoever started them ends them."""
         if self._fork is not None:
@@ -118,8 +118,25 @@ class Template:
         for process in self._processes:
             process.kill()
             process.wait()
-        self._close_inputs()
+            if process.stdin is not None:
+                process.stdin.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _may_be_forked_later() -> bool:
+    """Tell whether this process can be forked once it has loaded the libraries, as far as that is known before."""
+    if "torch" in sys.modules or None in (sys.stdin, sys.stdout, sys.stderr):
+        return False
+    # Threads that Python does not know are those of a library, such as OpenBLAS, and do not end.
+    return template_process.num_threads() <= threading.active_count()
+
+
+def _is_forkable_soon() -> bool:
+    """Tell whether this process can be forked. A thread that Python has seen end is still ending for the system."""
+    until_s = time.monotonic() + _ENDING_S
+    while not template_process.is_forkable() and time.monotonic() < until_s:
+        time.sleep(0.001)
+    return template_process.is_forkable()
 
 
 def can_fork() -> bool:
@@ -139,7 +156,7 @@ def started_template(
     """Start a template that loads these modules; None if it is of no use, or processes cannot be forked here.
 
     env: variables that libraries read when they are loaded, set as in the processes to be forked. alone: for a command
-    that has just begun, a context in which it has one thread. It may be forked then, once it has loaded the modules.
+    that has just begun, makes a context in which its threads end. It may be forked there, with the modules loaded.
     """
     if not is_useful or not can_fork():
         yield None

@@ -13,10 +13,12 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from hotseat.cluster._ray import template_process
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Fork:
@@ -31,32 +33,55 @@ class Fork:
         os.close(self._stdin)
 
 
+def open_files() -> list[int]:
+    """List the files that this process has open, without standard streams."""
+    numbers = sorted(map(int, os.listdir("/proc/self/fd")))
+    return [fd for fd in numbers if fd > 2 and os.path.lexists(f"/proc/self/fd/{fd}")]
+
+
 def fork_template(
     address: str,
     for_workers: Sequence[str],
     path: Sequence[str],
     env: Mapping[str, str],
-    close_others: Callable[[], object],
+    files: Sequence[int],
 ) -> Fork:
     """Fork a template from this process, which has loaded the workers' libraries.
 
     for_workers, path: see `template_process`. env: variables that libraries read when they are loaded, as they were
-    then. close_others: closes, in the fork, files that are only for the driver.
+    then. files: those that the driver had open before it loaded libraries; the fork does not keep them open.
     """
     template = template_process.Template(address, for_workers)
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
-    if pid != 0:
-        os.close(reader)
-        template.close()
-        return Fork(pid, writer)
+    # A signal to the group of the driver, such as Ctrl-C, must not interrupt the fork in the driver's code.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os.close(writer)
+            _be_template(template, reader, files, mask, path, env)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    os.close(reader)
+    template.close()
+    return Fork(pid, writer)
+
+
+def _be_template(
+    template: template_process.Template,
+    stdin: int,
+    files: Sequence[int],
+    mask: Iterable[int],
+    path: Sequence[str],
+    env: Mapping[str, str],
+) -> NoReturn:
+    """Be the template, and in its forks a worker, to the end of the process. mask: signals to block from now on."""
     code: object = 1
     try:
-        os.close(writer)
-        close_others()
-        _leave_the_driver(reader)
+        _leave_the_driver(stdin, files)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         template.env.update(env)
         os.environ.update(env)
         template_process.serve(template, path, env.get("OMP_NUM_THREADS"))
@@ -68,12 +93,14 @@ def fork_template(
         _end(code)
 
 
-def _leave_the_driver(stdin: int) -> None:
-    """Give this process a group, streams and signals of its own."""
+def _leave_the_driver(stdin: int, files: Sequence[int]) -> None:
+    """Give this process a group, streams and signals of its own, and none of the driver's files."""
     os.setpgid(0, 0)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number, fd in enumerate((stdin, nowhere, nowhere)):
         os.dup2(fd, number)
+    for fd in files:  # not closed: an object of the driver may still close this number
+        os.dup2(nowhere, fd, inheritable=False)
     os.close(stdin)
     os.close(nowhere)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
@@ -82,12 +109,15 @@ def _leave_the_driver(stdin: int) -> None:
 
 def _end(code: object) -> NoReturn:
     """End this process as the end of its program would, but not the calls of the driver that have led here."""
-    with contextlib.suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    if isinstance(code, str):
-        os.write(2, f"{code}\n".encode())
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    status = code & 255 if isinstance(code, int) else int(code is not None)
+    try:
+        if status and not isinstance(code, int):
+            print(code, file=sys.stderr)
+        with contextlib.suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    finally:
+        os._exit(status)

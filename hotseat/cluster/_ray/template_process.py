@@ -192,13 +192,18 @@ def is_forkable() -> bool:
     """Tell whether a fork of this process works, and can be marked: it has one thread, and no GPU is open."""
     if resource.getrlimit(resource.RLIMIT_RTTIME)[1] != resource.RLIM_INFINITY:
         return False  # see `_guard.py`
-    if len(os.listdir("/proc/self/task")) > 1:
+    if num_threads() > 1:
         return False
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/nvidia"):
                 return False
     return True
+
+
+def num_threads() -> int:
+    """Count the threads of this process, those of libraries included."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def _context(command: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -272,10 +277,10 @@ def _reseed(threads: str | None) -> None:
 
 
 def set_threads(number: str | None) -> None:
-    """Give this process a number of threads; None: one of each core."""
+    """Give this process a number of threads of OpenMP; None: one for each core that it may use."""
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(int(number) if number else os.cpu_count() or 1)
+        torch.set_num_threads(int(number) if number else len(os.sched_getaffinity(0)))
 
 
 def load(modules: Sequence[str]) -> None:
