@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import types
-from pathlib import Path
 
 from hotseat.cluster._ray.template import Template
 from hotseat.openmp import thread_env, wait_passively
@@ -18,26 +17,21 @@ from hotseat.openmp import thread_env, wait_passively
 MODULES = ["numpy", "xml.dom.minidom"]
 
 
-def is_program(template: Template) -> bool:
-    """Tell whether the template of workers is a program rather than a fork of this process."""
-    return b"template_process.py" in Path(f"/proc/{template.pids[1]}/cmdline").read_bytes()
-
-
 def falls_back() -> dict[str, bool]:
-    """Make templates where this process must not be forked."""
+    """Make templates where this process must not be forked, and tell of which cases they are programs."""
     programs, going_on = {}, threading.Event()
     thread = threading.Thread(target=going_on.wait)
     template = Template(MODULES, thread_env(1))
-    programs["no command"] = is_program(template)
+    programs["no command"] = template._fork is None
     template.close()
     sys.modules["torch"] = types.ModuleType("torch")
     template = Template(MODULES, thread_env(1), contextlib.nullcontext)
-    programs["torch is loaded"] = is_program(template)
+    programs["torch is loaded"] = template._fork is None
     template.close()
     del sys.modules["torch"]
     thread.start()
     template = Template(MODULES, thread_env(1), contextlib.nullcontext)
-    programs["a thread"] = is_program(template)
+    programs["a thread"] = template._fork is None
     template.close()
     going_on.set()
     thread.join()
@@ -58,7 +52,7 @@ if __name__ == "__main__":
     template = Template(MODULES, thread_env(1), contextlib.nullcontext)
     facts = {
         "programs": programs,
-        "is_fork": not is_program(template),
+        "is_fork": template._fork is not None,
         "templates": template.pids,
         "runs": [run(template, sys.argv[1], *arguments) for arguments in (("0",), ("3",), ("words",), ("raise",))],
         "group": os.getpgid(template.pids[1]),  # after a run: the template has begun

@@ -28,7 +28,8 @@ class Driver:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, MARK: self.mark},
+            # A driver with threads, as OpenBLAS has more than one of, is not forked.
+            env={**os.environ, MARK: self.mark, "OPENBLAS_NUM_THREADS": "1"},
         )
         assert self.process.stdout.readline() == "starting\n"
 
