@@ -41,7 +41,8 @@ def falls_back() -> dict[str, bool]:
 def run(template: Template, program: str, *arguments: str) -> dict[str, object]:
     """Run a program as a fork of the template."""
     command = [sys.executable, *template.for_workers, program, *arguments]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    env = {**os.environ, **thread_env(1)}
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env)
     return {"code": done.returncode, "out": done.stdout, "err": done.stderr}
 
 
@@ -49,12 +50,15 @@ if __name__ == "__main__":
     wait_passively()
     programs = falls_back()
     print("printed before the fork")  # and not written yet: standard output is a pipe
-    template = Template(MODULES, thread_env(1), contextlib.nullcontext)
+    template = Template(["torch", *MODULES], thread_env(1), contextlib.nullcontext)
+    own = sys.modules["torch"]
     facts = {
         "programs": programs,
         "is_fork": template._fork is not None,
         "templates": template.pids,
         "runs": [run(template, sys.argv[1], *arguments) for arguments in (("0",), ("3",), ("words",), ("raise",))],
+        "threads": [own.get_num_threads(), len(os.sched_getaffinity(0))],
+        "draw": float(own.rand(1)),
         "group": os.getpgid(template.pids[1]),  # after a run: the template has begun
         "env": os.environ.get("OPENBLAS_NUM_THREADS"),
     }

@@ -78,7 +78,7 @@ def test_workers_are_forks_with_an_environment_and_random_numbers_of_their_own()
 
 
 PROGRAM = """
-import json, numpy, os, random, signal, sys, threading
+import json, numpy, os, random, signal, sys, threading, torch
 
 def files():
     paths = {fd: os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
@@ -97,9 +97,10 @@ print(json.dumps({
     "argv": sys.argv,
     "path": sys.path,
     "is_loaded": "xml.dom.minidom" in sys.modules,
-    "draws": [random.random(), numpy.random.random()],
+    "draws": [random.random(), numpy.random.random(), float(torch.rand(1))],
+    "threads": torch.get_num_threads(),
     "files": files(),
-    "env": dict(os.environ),
+    "env": {name: os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "PYTHONPATH")},
     "group": [os.getpid(), os.getpgid(0)],
     "signals": [signal.getsignal(number) == each for number, each in (
         (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL))],
@@ -121,7 +122,7 @@ def test_a_command_forks_its_template_and_programs_that_are_forked_from_it_are_l
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={key: value for key, value in os.environ.items() if key != "OPENBLAS_NUM_THREADS"},
+        env={key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")},
         pass_fds=[writer],
     )
     os.close(writer)
@@ -145,9 +146,11 @@ def test_a_command_forks_its_template_and_programs_that_are_forked_from_it_are_l
         assert seen["path"][0] == str(tmp_path)
         assert os.path.dirname(sys.executable) not in seen["path"]
         assert seen["is_loaded"]
-        assert not set(seen["draws"]) & set(other["draws"])
+        assert len({*seen["draws"], *other["draws"], facts["draw"]}) == 7
+        assert seen["threads"] == 1
+        assert facts["threads"][0] == facts["threads"][1]
         assert seen["files"] == []
-        assert "OPENBLAS_NUM_THREADS" not in seen["env"]
+        assert seen["env"]["OPENBLAS_NUM_THREADS"] == "1"
         assert seen["group"][0] == seen["group"][1]
         assert seen["signals"] == [True, True]
         driver.kill()

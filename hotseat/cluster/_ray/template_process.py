@@ -268,9 +268,11 @@ def _mark() -> None:
 
 def _reseed(threads: str | None) -> None:
     """Give this process a random state of its own, and its number of threads."""
-    numpy = sys.modules.get("numpy")
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         numpy.random.seed()
+    if torch is not None:
+        torch.default_generator.seed()
     own = os.environ.get("OMP_NUM_THREADS")
     if own != threads:  # the libraries read it when they were loaded
         set_threads(own)
