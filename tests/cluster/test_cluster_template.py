@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -15,7 +16,7 @@ from cluster_workers import Plain, wait_until
 from hotseat.cluster import Cluster, Process, started_template
 from hotseat.cluster._guard import process_state
 from hotseat.cluster._ray.template import SWITCH
-from hotseat.cluster._ray.template_process import differing
+from hotseat.cluster._ray.template_process import differing, load
 from hotseat.cluster.environment import environment_of_its_own
 from hotseat.openmp import thread_env
 
@@ -160,6 +161,15 @@ def test_a_command_forks_its_template_and_programs_that_are_forked_from_it_are_l
         os.close(reader)
         driver.kill()
         driver.communicate()
+
+
+def test_a_module_that_cannot_be_loaded_is_left_to_the_process_that_needs_it(tmp_path, monkeypatch):
+    (tmp_path / "not_for_this_machine.py").write_text("raise RuntimeError('no such device')")
+    monkeypatch.syspath_prepend(tmp_path)
+    load(["not_for_this_machine", "not_installed", "xml.dom.minidom"])
+    assert "xml.dom.minidom" in sys.modules
+    with pytest.raises(RuntimeError, match="no such device"):
+        importlib.import_module("not_for_this_machine")
 
 
 def test_an_environment_of_its_own_leaves_nothing_behind(monkeypatch):

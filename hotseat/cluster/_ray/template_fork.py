@@ -25,11 +25,15 @@ class Fork:
     """The template, seen from the driver. It ends with its standard input, so at the latest with the driver."""
 
     def __init__(self, pid: int, stdin: int):
-        self.pid, self._stdin = pid, stdin
+        self.pid, self._stdin, self._handle = pid, stdin, os.pidfd_open(pid)
 
     def close(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)  # nobody has waited for it, so the number is still its own
-        os.waitpid(self.pid, 0)
+        """End the template."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # of a driver that was started with SIGCHLD ignored
+            os.waitpid(self.pid, 0)
+        os.close(self._handle)
         os.close(self._stdin)
 
 

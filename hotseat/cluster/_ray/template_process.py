@@ -286,11 +286,11 @@ def set_threads(number: str | None) -> None:
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import modules. Of one that is missing, the process that needs it says so."""
+    """Import modules. One that cannot be imported raises again in the process that needs it, which reports that."""
     was_enabled = gc.isenabled()
     gc.disable()  # modules stay: looking through them would take a seventh of the time
     for name in modules:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
     if was_enabled:
         gc.enable()
