@@ -88,10 +88,9 @@ class Template:
         if not _is_forkable_soon():
             return
         not_of_workers = ("", sysconfig.get_path("scripts"))  # the folder of a program is first on its path
-        path = [*python_path().split(os.pathsep), *(each for each in sys.path if each not in not_of_workers)]
-        self._fork = fork_template(
-            self._address("workers"), _FOR_WORKERS, list(dict.fromkeys(path)), {**env, **_ENV}, files
-        )
+        own = dict.fromkeys([*python_path().split(os.pathsep), *sys.path])
+        path = [each for each in own if each not in not_of_workers]
+        self._fork = fork_template(self._address("workers"), _FOR_WORKERS, path, {**env, **_ENV}, files)
 
     def _address(self, name: str) -> str:
         return os.path.join(self._directory, name)
