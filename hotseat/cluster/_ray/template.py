@@ -131,7 +131,7 @@ def _may_be_forked_later() -> bool:
 
 
 def _is_forkable_soon() -> bool:
-    """Tell whether this process can be forked. A thread that Python has seen end is still ending for the system."""
+    """Tell whether this process can be forked, once threads that were asked to end have ended."""
     until_s = time.monotonic() + _ENDING_S
     while not template_process.is_forkable() and time.monotonic() < until_s:
         time.sleep(0.001)

@@ -1,7 +1,7 @@
-"""The template as a fork of the driver, so that the two load their libraries together, once.
+"""The template as a fork of the driver, so that libraries are loaded once for both.
 
-It can be one while the driver is nothing but a command that has just begun: it has one thread, no state of a user's
-program, and loads the libraries itself, in the environment that workers have. Whether it is one, `Template` looks.
+The driver can be forked while it is a command that has just begun: it has one thread and no state of a user's program,
+and it has loaded the libraries itself, in the environment that workers have. `template.Template` checks that.
 """
 
 from __future__ import annotations
