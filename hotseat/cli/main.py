@@ -20,13 +20,14 @@ def entry() -> None:
     if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"], ["completion"], ["openrlhf-path"]):
         # These only print, so `| head` ends them like any such command. A run must not die of a closed pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], is_command=True))
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one subcommand and return its exit code."""
+def main(argv: Sequence[str], is_command: bool = False) -> int:
+    """Run one subcommand and return its exit code. is_command: this process does nothing else."""
     clock.begin()
     arguments = parse(argv)
+    arguments.is_command = is_command
     return reported("hotseat", lambda: int(arguments.run(arguments)))
 
 
@@ -231,7 +232,7 @@ def _run(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
     from hotseat.loop.start import start
 
-    start(config)
+    start(config, is_command=arguments.is_command)
     return OK
 
 
@@ -261,7 +262,7 @@ def _resume(arguments: argparse.Namespace) -> int:
         )
     from hotseat.loop.start import start
 
-    start(config)
+    start(config, is_command=arguments.is_command)
     return OK
 
 

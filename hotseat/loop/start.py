@@ -1,6 +1,6 @@
 """Entry of a run: refuses at once what cannot start, shows progress, and only then loads heavy libraries.
 
-Workers' libraries are loaded meanwhile in a process from which the workers are forked, where that is possible.
+Workers are forked from a process that has loaded their libraries, where that is possible.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from hotseat.loop.setup.refusals import refuse_at_once
 from hotseat.loop.setup.reward_servers import check_reward_servers
 from hotseat.loop.setup.reward_trial import try_rewards
 from hotseat.observe import LiveView
+from hotseat.observe.noise import without_deepspeeds_greeting
 from hotseat.openmp import thread_env
 
 
-def start(config: Config, launched: bool = False) -> dict[str, float]:
-    """Run a config to its end, as `hotseat.loop.run.start` does."""
+def start(config: Config, launched: bool = False, is_command: bool = False) -> dict[str, float]:
+    """Run a config to its end, as `hotseat.loop.run.start` does.
+
+    is_command: this process is a command that has just begun, not a program of the user's.
+    """
     refuse_at_once(config)
     keep_compiled()
     with make_view(config, launched) as view:
@@ -37,7 +41,9 @@ def start(config: Config, launched: bool = False) -> dict[str, float]:
         view.stage("loading torch and transformers")
         has_workers = not launched and config.cluster.runtime == "ray"
         env = thread_env(config.cluster.threads_per_process)
-        with started_template(worker_modules(config), env, has_workers) as template:
+        alone = view.paused if is_command else None
+        modules = worker_modules(config)
+        with without_deepspeeds_greeting(), started_template(modules, env, has_workers, alone) as template:
             with without_collector():
                 from hotseat.loop import run
 

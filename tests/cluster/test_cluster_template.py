@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +16,8 @@ from cluster_workers import Plain, wait_until
 from hotseat.cluster import Cluster, Process, started_template
 from hotseat.cluster._guard import process_state
 from hotseat.cluster._ray.template import SWITCH
-from hotseat.cluster._ray.template_process import differing
+from hotseat.cluster._ray.template_process import differing, load
+from hotseat.cluster.environment import environment_of_its_own
 from hotseat.openmp import thread_env
 
 
@@ -33,10 +37,6 @@ class Forked(Plain):
 
     def group(self) -> int:
         return os.getpgid(0)
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 @pytest.mark.ray
@@ -76,6 +76,111 @@ def test_workers_are_forks_with_an_environment_and_random_numbers_of_their_own()
             assert late.call(Forked.loaded) == [False]
         pids = template.pids
     assert [pid for pid in pids if process_state(pid) != "gone"] == []
+
+
+PROGRAM = """
+import json, numpy, os, random, signal, sys, threading, torch
+
+def files():
+    paths = {fd: os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+    return sorted(path for fd, path in paths.items() if int(fd) > 2 and path != "/dev/null" and "/proc/" not in path)
+
+def last():
+    threading.main_thread().join()
+    print("last", flush=True)
+
+if sys.argv[1] == "raise":
+    raise ValueError("of the program")
+if sys.argv[1] == "words":
+    sys.exit("words")
+print(json.dumps({
+    "parent": os.getppid(),
+    "argv": sys.argv,
+    "path": sys.path,
+    "is_loaded": "xml.dom.minidom" in sys.modules,
+    "draws": [random.random(), numpy.random.random(), float(torch.rand(1))],
+    "threads": torch.get_num_threads(),
+    "files": files(),
+    "env": {name: os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "PYTHONPATH")},
+    "group": [os.getpid(), os.getpgid(0)],
+    "signals": [signal.getsignal(number) == each for number, each in (
+        (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL))],
+}))
+threading.Thread(target=last).start()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_forks_its_template_and_programs_that_are_forked_from_it_are_like_others(tmp_path):
+    program = tmp_path / "main.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(Path(__file__).with_name("driver_of_forks.py")), str(program)]
+    # This one is not for the template: it would be open as long as a worker lives.
+    reader, writer = os.pipe()
+    driver = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")},
+        pass_fds=[writer],
+    )
+    os.close(writer)
+    assert driver.stdout is not None
+    try:
+        assert driver.stdout.readline() == "printed before the fork\n"
+        facts = json.loads(driver.stdout.readline())
+        assert facts["programs"] == {"no command": True, "torch is loaded": True, "a thread": True}
+        assert facts["is_fork"]
+        assert facts["group"] == facts["templates"][1]
+        assert facts["env"] is None
+        done, third, words, raised = facts["runs"]
+        assert [each["code"] for each in facts["runs"]] == [0, 3, 1, 1]
+        assert (done["err"], third["err"], words["out"], words["err"], raised["out"]) == ("", "", "", "words\n", "")
+        assert raised["err"].endswith("ValueError: of the program\n")
+        first, second = (each["out"].split("\n") for each in (done, third))
+        assert first[1:] == second[1:] == ["last", ""]
+        seen, other = json.loads(first[0]), json.loads(second[0])
+        assert seen["parent"] == facts["templates"][1]
+        assert seen["argv"] == [str(program), "0"]
+        assert seen["path"][0] == str(tmp_path)
+        assert not {"", os.path.dirname(sys.executable)} & set(seen["path"])
+        assert seen["is_loaded"]
+        assert len({*seen["draws"], *other["draws"], facts["draw"]}) == 7
+        assert seen["threads"] == 1
+        assert facts["threads"][0] == facts["threads"][1]
+        assert seen["files"] == []
+        assert seen["env"]["OPENBLAS_NUM_THREADS"] == "1"
+        assert seen["group"][0] == seen["group"][1]
+        assert seen["signals"] == [True, True]
+        driver.kill()
+        assert driver.stdout.read() == ""  # to the end, so nothing else writes there
+        wait_until(lambda: {process_state(pid) for pid in facts["templates"]} == {"gone"})
+    finally:
+        os.close(reader)
+        driver.kill()
+        driver.communicate()
+
+
+def test_a_module_that_cannot_be_loaded_is_left_to_the_process_that_needs_it(tmp_path, monkeypatch):
+    (tmp_path / "not_for_this_machine.py").write_text("raise RuntimeError('no such device')")
+    monkeypatch.syspath_prepend(tmp_path)
+    load(["not_for_this_machine", "not_installed", "xml.dom.minidom"])
+    assert "xml.dom.minidom" in sys.modules
+    with pytest.raises(RuntimeError, match="no such device"):
+        importlib.import_module("not_for_this_machine")
+
+
+def test_an_environment_of_its_own_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setenv("A", "1")
+    monkeypatch.setenv("B", "1")
+    monkeypatch.delenv("C", raising=False)
+    with environment_of_its_own({"A": "2"}):
+        assert os.environ["A"] == "2"
+        del os.environ["B"]
+        os.environ["C"] = "set by an import"
+    assert [os.environ.get(name) for name in "ABC"] == ["1", "1", None]
 
 
 def test_there_is_no_template_where_it_is_of_no_use_or_switched_off(monkeypatch):

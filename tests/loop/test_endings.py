@@ -1,12 +1,16 @@
 """A run that is ended from outside leaves nothing behind; one whose engine is killed goes on."""
 
+import fcntl
 import itertools
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from paused_runs import wait_for
 from safetensors.torch import load_file
 
 from hotseat.cluster._guard import WORKER, end_marked, marked, process_state
+from hotseat.cluster._ray.template import can_fork
 from hotseat.config import loads
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
@@ -29,6 +34,73 @@ MARK = "TEST_ENDINGS"  # in the environment of everything that a run of these te
 def hear_interrupts() -> None:
     """In the child: a shell starts what runs in its background with SIGINT ignored, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def forks_of(driver: subprocess.Popen, pids: list[int]) -> list[int]:
+    """List processes that are the driver's forks: they show its command."""
+    return [pid for pid in pids if pid != driver.pid and command_of(pid) == command_of(driver.pid)]
+
+
+def have_terminal() -> None:
+    """In the child: make standard input the terminal by which it is interrupted."""
+    hear_interrupts()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.skipif(not can_fork(), reason="no template on this machine")
+def test_a_command_on_a_terminal_forks_its_template_shows_its_status_after_that_and_ends_with_ctrl_c(tmp_path):
+    task = make_task(tmp_path)
+    placement = "{component_placement: {actor: 0, rollout: '@actor'}}"
+    (task / "run.yaml").write_text(rl_yaml(task, cluster=placement, train="{dtype: fp32, batch_size: 16}"))
+    mark, shown = f"{os.getpid()}-terminal", bytearray()
+    terminal, of_driver = pty.openpty()
+
+    def read() -> None:
+        while True:
+            try:
+                shown.extend(os.read(terminal, 4096))
+            except OSError:  # nobody has it open any more
+                return
+
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "hotseat.cli.main", "run", str(task / "run.yaml"), "train.num_episodes=10000"],
+        stdin=of_driver,
+        stdout=of_driver,
+        stderr=of_driver,
+        env={**own_environment(), MARK: mark, "TERM": "xterm", "COLUMNS": "100"},
+        start_new_session=True,
+        preexec_fn=have_terminal,
+    )
+    os.close(of_driver)
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert wait_for(lambda: forks_of(driver, marked(MARK, [mark])), 300), shown.decode()
+        # Both templates: this command has loaded torch, and no other process loads it.
+        programs = [command_of(pid) for pid in marked(MARK, [mark])]
+        assert [b"torch" in command for command in programs if b"template_process.py" in command] == [False]
+        before = len(shown)
+        assert wait_for(lambda: b"starting" in shown[before:], 300), shown.decode()  # of the status
+        os.write(terminal, b"\x03")
+        assert driver.wait(600) == 130
+        assert wait_for(lambda: not marked(MARK, [mark]), 60), marked(MARK, [mark])
+        reader.join(60)
+        text = shown.decode()
+        assert "hotseat: stopped" in text
+        assert "Traceback" not in text
+        assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # the cursor is hidden below the status
+    finally:
+        end_marked(MARK, [mark])
+        driver.wait(60)
+        reader.join(60)
+        os.close(terminal)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
@@ -50,7 +122,9 @@ def test_nothing_is_left_of_a_run_that_is(ending, tmp_path):
     try:
         metrics = task / "runs" / "run" / "metrics.jsonl"
         assert wait_for(lambda: metrics.exists() and len(read_lines(metrics)) > 3, 300)
-        assert len(marked(MARK, [mark])) > 5  # the driver, Ray's own, actor, engine, agents, the reward function
+        processes = marked(MARK, [mark])
+        assert len(processes) > 5  # the driver, Ray's own, actor, engine, agents, the reward function
+        assert not can_fork() or forks_of(driver, processes)
         driver.send_signal(ending)
         _, errors = driver.communicate(timeout=600)
         if ending is signal.SIGINT:

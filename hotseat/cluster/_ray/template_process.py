@@ -1,7 +1,7 @@
 """The template: a process that has loaded the libraries of workers, and forks a worker when Ray asks for one.
 
-Loading torch and transformers takes seconds of a core. Here they are loaded once, while the driver reads its inputs,
-and all processes of a run share them. Run as a program:
+Loading torch and transformers takes seconds of a core. Here they are loaded once, and all processes of a run share
+them. The template is a fork of the driver (`template_fork.py`) or, where the driver is not to be forked, a program:
 
     python -P template_process.py SOCKET MODULE ... -- MODULE ...
 
@@ -101,8 +101,11 @@ class Template:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(256)
-        self._env = dict(os.environ)
+        self.env = dict(os.environ)  # in which the modules were loaded
         self._forks: dict[int, tuple[int, Request]] = {}  # by handle
+
+    def close(self) -> None:
+        self._listener.close()
 
     def serve(self) -> Request:
         """Answer requests until standard input is closed. Returns in each forked process, with its request."""
@@ -168,10 +171,10 @@ class Template:
             if set(context) - {"env_vars"} and not _is_plain(context):
                 return False
             env = {**env, **context.get("env_vars", {})}
-        if differing(self._env, env):
+        if differing(self.env, env):
             return False
         if not request.is_worker:
-            return all(env.get(name) == self._env.get(name) for name in _READ_BY_AGENTS)
+            return all(env.get(name) == self.env.get(name) for name in _READ_BY_AGENTS)
         if self._first_env is None:
             self._first_env = env
             os.environ.update({name: value for name, value in env.items() if name.startswith("RAY_")})
@@ -189,13 +192,18 @@ def is_forkable() -> bool:
     """Tell whether a fork of this process works, and can be marked: it has one thread, and no GPU is open."""
     if resource.getrlimit(resource.RLIMIT_RTTIME)[1] != resource.RLIM_INFINITY:
         return False  # see `_guard.py`
-    if len(os.listdir("/proc/self/task")) > 1:
+    if num_threads() > 1:
         return False
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/nvidia"):
                 return False
     return True
+
+
+def num_threads() -> int:
+    """Count the threads of this process, those of libraries included."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def _context(command: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -263,20 +271,40 @@ def _reseed(threads: str | None) -> None:
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         numpy.random.seed()
+    if torch is not None:
+        torch.default_generator.seed()
     own = os.environ.get("OMP_NUM_THREADS")
-    if torch is not None and own != threads:  # the libraries read it when they were loaded
-        torch.set_num_threads(int(own) if own else os.cpu_count() or 1)
+    if own != threads:  # the libraries read it when they were loaded
+        set_threads(own)
+
+
+def set_threads(number: str | None) -> None:
+    """Give this process a number of threads of OpenMP; None: one for each core that it may use."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(number) if number else len(os.sched_getaffinity(0)))
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import modules. Of one that is missing, the process that needs it says so."""
+    """Import modules. One that cannot be imported raises again in the process that needs it, which reports that."""
+    was_enabled = gc.isenabled()
     gc.disable()  # modules stay: looking through them would take a seventh of the time
     for name in modules:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
-    gc.enable()
+    if was_enabled:
+        gc.enable()
+
+
+def serve(template: Template, path: Sequence[str], threads: str | None) -> NoReturn:
+    """Be a template that has loaded its modules. path: what its forks import from. threads: of OpenMP, while it loaded.
+
+    Raises `SystemExit`, in the template when its standard input is closed and in a fork when its program ends.
+    """
     gc.collect()
     gc.freeze()  # forks do not look through what they share with this process
+    atexit.register(gc.unfreeze)
+    _become(template.serve(), path, threads)
 
 
 def _main(address: str, modules: Sequence[str], for_workers: Sequence[str]) -> None:
@@ -284,8 +312,7 @@ def _main(address: str, modules: Sequence[str], for_workers: Sequence[str]) -> N
     path, threads = [each for each in sys.path if each], os.environ.get("OMP_NUM_THREADS")
     template = Template(address, for_workers)
     load(modules)
-    atexit.register(gc.unfreeze)
-    _become(template.serve(), path, threads)
+    serve(template, path, threads)
 
 
 if __name__ == "__main__":
