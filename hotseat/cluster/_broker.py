@@ -46,6 +46,7 @@ DONE, ITEMS, CLOSED, FAILED, LATE = range(32, 37)  # answered
 
 NONCE = 32
 _MAX_HELLO = 1 << 16
+_MAX_WITHDRAWN = 1000  # timers that are kept in any case
 
 
 def proof(key: bytes, nonce: bytes, side: bytes) -> bytes:
@@ -212,13 +213,19 @@ class BoundedQueue:
         self.items: deque[Any] = deque()
         self._weights: deque[float] = deque()  # one per item
         self.reason: str | None = None  # why it failed
-        self._producers_left = num_producers
+        self._num_producers = self._producers_left = num_producers
         self._putters: deque[Waiter] = deque()
         self._getters: deque[Waiter] = deque()
 
     @property
     def is_closed(self) -> bool:
         return self._producers_left <= 0
+
+    @property
+    def is_as_new(self) -> bool:
+        """Tell whether it is as it was made, so that a new one can take its place."""
+        is_idle = not (self.items or self._putters or self._getters)
+        return is_idle and self.reason is None and self._producers_left == self._num_producers
 
     def put(self, batch: list[Any], answer: Callable[[int, Any], None], weight: float = 0.0) -> Waiter:
         waiter = Waiter(answer, batch, 0, 0, weight)
@@ -340,7 +347,8 @@ class Timer:
 class _Served:
     """A queue and the connections to it."""
 
-    def __init__(self, queue: BoundedQueue):
+    def __init__(self, name: str, queue: BoundedQueue):
+        self.name = name
         self.queue = queue
         self.connections: set[_Connection] = set()
         self.done: set[str] = set()  # clients that closed: they are allowed to go
@@ -375,7 +383,7 @@ class _Connection:
         self._said_bye = False
         self._write(nonce)
         # A client that connects and never proves itself is dropped.
-        server.later(10.0, lambda: None if self._served else self.end())
+        self._greeting_timer = server.later(10.0, self.end)
 
     @property
     def is_writing(self) -> bool:
@@ -441,6 +449,7 @@ class _Connection:
     def end(self) -> None:
         """End the connection, and fail the channel if the process at its other end left without notice."""
         self._drop_passed()
+        self._server.withdraw(self._greeting_timer)
         if not self._server.forget(self) or self._served is None:
             return
         self._served.connections.discard(self)
@@ -452,6 +461,7 @@ class _Connection:
         if not self._said_bye and (is_missed_producer or self.is_consumer):
             role = "producer" if is_missed_producer else "consumer"
             self._served.queue.fail(f"its {role} {self.who} went away without closing it")
+        self._server.free(self._served)
 
     def _check_proof(self, nonce: bytes) -> bool:
         if len(self._received) < 2 * NONCE:
@@ -471,6 +481,7 @@ class _Connection:
             self.client, self.who = hello["client"], hello["who"]
             self._served = self._server.served(hello["channel"], hello["capacity"], hello["num_producers"])
             self._served.connections.add(self)
+            self._server.withdraw(self._greeting_timer)
             self._answer(DONE, [])
             return
         served = self._served
@@ -522,7 +533,7 @@ class _Connection:
     def _stop_waiting(self) -> None:
         """Forget the waiter, also in its timer, which would otherwise keep the items of a put until it runs out."""
         if self._timer is not None:
-            self._timer.call = None
+            self._server.withdraw(self._timer)
         self._waiter = self._timer = None
 
     def _give(self, items: list[Any]) -> None:
@@ -607,7 +618,8 @@ class Server:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             self._max_memory = min(most, 1 << 16) // 2  # the rest is for connections
         self._timers: list[tuple[float, int, Timer]] = []
-        self._num_timers = 0
+        self._num_timers = 0  # that were ever made
+        self._num_withdrawn = 0  # among those that are left
 
     def run(self, until_ended: int) -> None:
         """Serve until the file descriptor `until_ended` is closed at its other end."""
@@ -626,13 +638,26 @@ class Server:
                 else:
                     key.data()
             while self._timers and self._timers[0][0] <= time.monotonic():
-                heapq.heappop(self._timers)[2].run()
+                _, _, timer = heapq.heappop(self._timers)
+                self._num_withdrawn -= timer.call is None
+                timer.run()
 
     def later(self, seconds: float, call: Callable[[], None]) -> Timer:
         timer = Timer(call)
         self._num_timers += 1
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._num_timers, timer))
         return timer
+
+    def withdraw(self, timer: Timer) -> None:
+        """Have a call not be made. Deadlines may be hours away: withdrawn timers are dropped before, in bulk."""
+        if timer.call is None:
+            return
+        timer.call = None
+        self._num_withdrawn += 1
+        if self._num_withdrawn > max(_MAX_WITHDRAWN, len(self._timers) // 2):
+            self._timers = [entry for entry in self._timers if entry[2].call is not None]
+            heapq.heapify(self._timers)
+            self._num_withdrawn = 0
 
     def held(self, items: list[Packed | Kept]) -> list[Any]:
         """Return items as queues hold them: where too many are in memory of their own, copied out of it."""
@@ -676,8 +701,13 @@ class Server:
 
     def served(self, channel: str, capacity: int, num_producers: int) -> _Served:
         if channel not in self._queues:
-            self._queues[channel] = _Served(BoundedQueue(capacity, num_producers))
+            self._queues[channel] = _Served(channel, BoundedQueue(capacity, num_producers))
         return self._queues[channel]
+
+    def free(self, served: _Served) -> None:
+        """Forget a queue that nobody is connected to, if the next one that connects finds the same in a new one."""
+        if not served.connections and not served.done and served.queue.is_as_new:
+            del self._queues[served.name]
 
     def watch(self, connection: _Connection) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_writing else 0)

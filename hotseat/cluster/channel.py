@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -140,7 +141,10 @@ class Channel(Generic[Item]):
         self._link.close()
 
     def leave(self) -> None:
-        """Stop using the channel in this process, so that the end of the process is no failure of the channel."""
+        """Stop using the channel in this process, so that the end of the process is no failure of the channel.
+
+        What this process put in stays there. It may use the channel again.
+        """
         self._link.leave()
 
     def fail(self, error: BaseException | str) -> None:
@@ -191,6 +195,14 @@ class ChannelDirectory:
             return self._local.open(name, capacity, self.timeout_s)
         return Channel(name, object, capacity, timeout_s=self.timeout_s, broker=self._broker, token=self.token)
 
+    def forget(self, channel: Channel[Any]) -> None:
+        """Free what this directory itself keeps of a channel, unless something is in it.
+
+        Nobody may use the object any more then; the same name opens another.
+        """
+        if self._local is not None:
+            self._local.forget(channel)
+
 
 class _LocalChannels:
     """The channels of a directory in this process."""
@@ -204,6 +216,14 @@ class _LocalChannels:
             if name not in self._channels:
                 self._channels[name] = Channel(name, object, capacity, timeout_s=timeout_s)
             return self._channels[name]
+
+    def forget(self, channel: Channel[Any]) -> None:
+        with self._lock:
+            if isinstance(channel._link, _LocalQueue) and channel._link.is_as_new():
+                del self._channels[channel.name]
+
+    def __len__(self) -> int:
+        return len(self._channels)
 
 
 def _type_names(types: type | tuple[type, ...]) -> str:
@@ -240,6 +260,10 @@ class _LocalQueue:
     def facts(self) -> dict[str, Any]:
         with self._lock:
             return {"size": len(self._queue.items)}
+
+    def is_as_new(self) -> bool:
+        with self._lock:
+            return self._queue.is_as_new
 
     def _ask(self, ask: Any, timeout_s: float) -> tuple[int, Any]:
         answered, answers = threading.Event(), []
@@ -320,8 +344,9 @@ class Broker:
 class _BrokerClient:
     """The client of a broker. Each thread that waits has a connection to itself; idle ones are kept for the next.
 
-    There is one for each channel in a process, however often the channel is sent there, and it lasts as long as the
-    process, the stream or the broker: a worker that returns from one call and continues in the next has not left.
+    There is one for each channel in a process, however often the channel is sent there. Once it is used, it lasts as
+    long as the process, the stream or the broker, or until `leave`: a worker that returns from one call and continues
+    in the next has not left.
     """
 
     def __init__(self, address: Address, key: bytes, channel: str, capacity: int, num_producers: int):
@@ -390,8 +415,9 @@ class _BrokerClient:
             raise
         with self._lock:
             self._idle.append(connection)
+        _used_clients[self._hello["channel"]] = self
         if answer in (wire.CLOSED, wire.FAILED):
-            self.hang_up()
+            self._end_use()
         if answer == wire.ITEMS:
             return answer, device_items.unpack_all(wire.unpack_items(payload, descriptors))
         if answer == wire.FAILED:
@@ -403,6 +429,10 @@ class _BrokerClient:
     def leave(self) -> None:
         """Leave the channel in good order: what this process put in stays there when it ends."""
         device_items.move_to_host(self._hello["channel"])
+        self._end_use()
+
+    def _end_use(self) -> None:
+        _used_clients.pop(self._hello["channel"], None)  # first: a thread that uses it meanwhile enters it again
         self.hang_up()
 
     def hang_up(self) -> None:
@@ -456,23 +486,27 @@ class _BrokerClient:
         _receive(connection)
 
 
-_clients: dict[str, _BrokerClient] = {}
+_clients: weakref.WeakValueDictionary[str, _BrokerClient] = weakref.WeakValueDictionary()
+_used_clients: dict[str, _BrokerClient] = {}  # which stay when the channels that were sent here are gone
 _clients_lock = threading.Lock()
 
 
 def _client_of(address: Address, key: bytes, channel: str, capacity: int, num_producers: int) -> _BrokerClient:
     with _clients_lock:
-        if channel not in _clients:
-            _clients[channel] = _BrokerClient(address, key, channel, capacity, num_producers)
-        return _clients[channel]
+        client = _clients.get(channel)
+        if client is None:
+            client = _clients[channel] = _BrokerClient(address, key, channel, capacity, num_producers)
+        return client
 
 
 def forget_clients(path: str) -> None:
     """Close this process's connections to the broker with this socket file, which has ended."""
     with _clients_lock:
-        channels = [channel for channel, client in _clients.items() if client.path == path]
-        clients = [_clients.pop(channel) for channel in channels]
-    for client in clients:
+        clients = {channel: client for channel, client in _clients.items() if client.path == path}
+        for channel in clients:
+            del _clients[channel]
+            _used_clients.pop(channel, None)
+    for client in clients.values():
         client.hang_up()
 
 

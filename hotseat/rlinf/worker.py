@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from hotseat.cluster import Channel as Queue
 from hotseat.cluster import in_worker_process
 from hotseat.cluster.ports import free_port
 from hotseat.errors import RunError, UserError
-from hotseat.rlinf.channel import Channel, Post, post_of
+from hotseat.rlinf.channel import Box, Channel, Post, post_of
 from hotseat.rlinf.group import GroupSpec
 from hotseat.rlinf.place import WorkerPlace, set_current_place
 from hotseat.rlinf.routing import group_size, merge, num_rows, parts_to_receive, parts_to_send, split
@@ -149,21 +150,20 @@ class Worker(metaclass=WorkerMeta):
 
         CUDA tensors in it stay on the device for a receiver on the same one; see docs/rlinf.md.
         """
-        name = _mail(self._group_name, self._rank, dst_group_name, _one_rank("dst_rank", dst_rank))
-        return self._post.put(self._post.queue(name), (object, piggyback_payload), is_async=async_op)
+        mail = _mail(self._group_name, self._rank, dst_group_name, _one_rank("dst_rank", dst_rank))
+        return self._post.put(mail, (object, piggyback_payload), is_async=async_op)
 
     def recv(
         self, src_group_name: str, src_rank: int | Sequence[int], async_op: bool = False, options: Any = None
     ) -> Any:
         """Receive the next object of a worker; with a payload, the pair of both. Objects of one sender keep order."""
-        rank = _one_rank("src_rank", src_rank)
-        queue = self._post.queue(_mail(src_group_name, rank, self._group_name, self._rank))
+        mail = _mail(src_group_name, _one_rank("src_rank", src_rank), self._group_name, self._rank)
 
-        def take() -> Any:
+        def take(queue: Queue[Any]) -> Any:
             received, payload = queue.get()
             return received if payload is None else (received, payload)
 
-        return self._post.get(queue, take, is_async=async_op)
+        return self._post.get(mail, take, is_async=async_op)
 
     def send_tensor(
         self, tensor: Any, dst_group_name: str, dst_rank: int, async_op: bool = False, options: Any = None
@@ -175,8 +175,8 @@ class Worker(metaclass=WorkerMeta):
         self, tensor: Any, src_group_name: str, src_rank: int, async_op: bool = False, options: Any = None
     ) -> Any:
         """Receive a tensor into this one, which has its shape and type."""
-        queue = self._post.queue(_mail(src_group_name, src_rank, self._group_name, self._rank))
-        return self._post.get(queue, lambda: tensor.copy_(queue.get()[0]), is_async=async_op)
+        mail = _mail(src_group_name, src_rank, self._group_name, self._rank)
+        return self._post.get(mail, lambda queue: tensor.copy_(queue.get()[0]), is_async=async_op)
 
     def broadcast(
         self,
@@ -193,7 +193,7 @@ class Worker(metaclass=WorkerMeta):
         if (self._group_name, self._rank) != src:
             return self.recv(*src, async_op=async_op)
         works = [self.send(object, *member, async_op=True) for member in dict.fromkeys(members) if member != src]
-        last = self._post.put(self._post.queue(_mail(*src, *src)), (object, None), is_async=True)
+        last = self._post.put(_mail(*src, *src), (object, None), is_async=True)
         received = self.recv(*src, async_op=True)
         if async_op:
             return received
@@ -423,8 +423,9 @@ def _one_rank(name: str, rank: int | Sequence[int]) -> int:
     return rank[0]
 
 
-def _mail(src_group: str, src_rank: int, dst_group: str, dst_rank: int) -> str:
-    return f"from {src_group}[{src_rank}] to {dst_group}[{dst_rank}]"
+def _mail(src_group: str, src_rank: int, dst_group: str, dst_rank: int) -> Box:
+    """Return the queue of messages from one worker to another."""
+    return Box(f"from {src_group}[{src_rank}] to {dst_group}[{dst_rank}]", stays=True)
 
 
 def _route(src_group: str, dst_group: str, tag: str | None, route_key: Any, src_rank: int, dst_rank: int) -> Any:
