@@ -26,8 +26,8 @@ import sys
 import threading
 import traceback
 import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from hotseat.cluster import _broker as wire
@@ -180,7 +180,8 @@ class Channel(Generic[Item]):
 class ChannelDirectory:
     """Opens channels by name: in all processes of a cluster, one name is one channel. `Cluster.channels` makes it.
 
-    It can be sent to workers. Whoever opens a name first decides its capacity.
+    It can be sent to workers. Whoever opens a name first decides its capacity. It also has records, which are values by
+    name; the end of a process that wrote or read one, at whatever point, has no effect on it.
     """
 
     def __init__(self, broker: tuple[Address, bytes] | None, timeout_s: float):
@@ -203,12 +204,34 @@ class ChannelDirectory:
         if self._local is not None:
             self._local.forget(channel)
 
+    def record(self, name: str, value: Any, *, replaces: bool = True) -> Any:
+        """Have all processes find a value by this name, and return it.
+
+        replaces: in place of one that is there. Otherwise that one stays and is returned.
+        """
+        return self._records().record(name, value, replaces)
+
+    def look_up(self, name: str, *, timeout_s: float | None = None) -> Any:
+        """Return the value that was recorded by this name, or will be soon."""
+        waits = self.timeout_s if timeout_s is None else timeout_s
+        kind, values = self._records().look_up(name, waits)
+        if kind != wire.ITEMS:
+            raise DeadlineError(f"waited {waits:.1f} s for {name!r}, which nobody has recorded")
+        return values[0]
+
+    def _records(self) -> _LocalChannels | _BrokerClient:
+        if self._local is not None:
+            return self._local
+        assert self._broker is not None
+        return _client_of(*self._broker, f"records/{self.token}", 1, 1)
+
 
 class _LocalChannels:
     """The channels of a directory in this process."""
 
     def __init__(self) -> None:
         self._channels: dict[str, Channel[Any]] = {}
+        self._records: defaultdict[str, wire.Record] = defaultdict(wire.Record)
         self._lock = threading.Lock()
 
     def open(self, name: str, capacity: int, timeout_s: float) -> Channel[Any]:
@@ -222,6 +245,17 @@ class _LocalChannels:
             if isinstance(channel._link, _LocalQueue) and channel._link.is_as_new():
                 del self._channels[channel.name]
 
+    def record(self, name: str, value: Any, replaces: bool) -> Any:
+        with self._lock:
+            record = self._records[name]
+            record.write(value, replaces=replaces)
+            return record.value
+
+    def look_up(self, name: str, timeout_s: float) -> tuple[int, Any]:
+        with self._lock:
+            record = self._records[name]
+        return _answered(self._lock, record, record.read, timeout_s) or (wire.LATE, None)
+
     def __len__(self) -> int:
         return len(self._channels)
 
@@ -231,6 +265,25 @@ def _type_names(types: type | tuple[type, ...]) -> str:
 
 
 # --- within a process -------------------------------------------------------------------------------------------------
+
+
+def _answered(
+    lock: threading.Lock, source: wire.BoundedQueue | wire.Record, ask: Callable[[Any], wire.Waiter], timeout_s: float
+) -> tuple[int, Any] | None:
+    """Ask with the lock held, and wait for the answer without it; None: the request was withdrawn at the deadline."""
+    is_answered, answers = threading.Event(), []
+
+    def answer(kind: int, payload: Any) -> None:
+        answers.append((kind, payload))
+        is_answered.set()
+
+    with lock:
+        waiter = ask(answer)
+    if not is_answered.wait(timeout_s):
+        with lock:
+            if source.cancel(waiter):
+                return None
+    return answers[0]
 
 
 class _LocalQueue:
@@ -266,19 +319,7 @@ class _LocalQueue:
             return self._queue.is_as_new
 
     def _ask(self, ask: Any, timeout_s: float) -> tuple[int, Any]:
-        answered, answers = threading.Event(), []
-
-        def answer(kind: int, payload: Any) -> None:
-            answers.append((kind, payload))
-            answered.set()
-
-        with self._lock:
-            waiter = ask(answer)
-        if not answered.wait(timeout_s):
-            with self._lock:
-                if self._queue.cancel(waiter):
-                    return wire.LATE, {"size": len(self._queue.items)}
-        return answers[0]
+        return _answered(self._lock, self._queue, ask, timeout_s) or (wire.LATE, self.facts())
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -385,6 +426,16 @@ class _BrokerClient:
         return self._ask(
             wire.GET, [wire.ASK_GET.pack(timeout_s, min(most, wire.MAX_COUNT), at_least, weight)], timeout_s
         )
+
+    def record(self, name: str, value: Any, replaces: bool) -> Any:
+        packed: list[Any] = []
+        device_items.pack_all([value], packed, self._hello["channel"], _who(), 0)
+        pieces = [wire.ASK_RECORD.pack(replaces, len(name.encode())), name.encode(), *packed]
+        kind, values = self._ask(wire.RECORD, pieces, 0.0)
+        return values[0] if kind == wire.ITEMS else value
+
+    def look_up(self, name: str, timeout_s: float) -> tuple[int, Any]:
+        return self._ask(wire.LOOK_UP, [wire.ASK_LOOK_UP.pack(timeout_s), name.encode()], timeout_s)
 
     def close(self) -> None:
         self._ask(wire.CLOSE, [], 0.0)

@@ -11,10 +11,9 @@ a process left stays there, and the process may come back to it; but its end is 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from hotseat.cluster import ChannelDirectory
 from hotseat.errors import DeadlineError, PlacementError
 from hotseat.rlinf.work import AsyncWork, Lane
 
-__all__ = ["DEFAULT_KEY", "UNBOUNDED", "Box", "Channel", "Post", "opened_entry"]
+__all__ = ["DEFAULT_KEY", "UNBOUNDED", "Box", "Channel", "Post"]
 
 DEFAULT_KEY = "default_queue"
 UNBOUNDED = 1 << 31  # items
@@ -182,11 +181,7 @@ class Channel:
         """Create a channel that is found by name in a directory. items_in: where its items wait, if elsewhere."""
         if maxsize < 0:
             raise PlacementError(f"channel {name!r}: maxsize is {maxsize}; it must be 0, for no limit, or more")
-        with opened_entry(directory, _entry_of(name)) as entry:
-            if entry.size():
-                return cls.connect_in(directory, name)
-            channel = cls(name, maxsize, items_in or directory)
-            entry.put(channel)
+        channel: Channel = directory.record(_entry_of(name), cls(name, maxsize, items_in or directory), replaces=False)
         return channel
 
     @classmethod
@@ -198,14 +193,12 @@ class Channel:
 
     @classmethod
     def connect_in(cls, directory: ChannelDirectory, name: str) -> Channel:
-        with opened_entry(directory, _entry_of(name)) as entry:
-            try:
-                channel: Channel = entry.get(timeout_s=min(_CONNECT_S, directory.timeout_s))
-            except DeadlineError as error:
-                raise PlacementError(
-                    f"there is no channel {name!r}: create it first, by Channel.create({name!r})"
-                ) from error
-            entry.put(channel)  # for the next one that connects
+        try:
+            channel: Channel = directory.look_up(_entry_of(name), timeout_s=min(_CONNECT_S, directory.timeout_s))
+        except DeadlineError as error:
+            raise PlacementError(
+                f"there is no channel {name!r}: create it first, by Channel.create({name!r})"
+            ) from error
         return channel
 
     # --- putting and getting --------------------------------------------------------------------------------------
@@ -273,21 +266,8 @@ class Channel:
 
 
 def _entry_of(name: str) -> str:
-    """Return the name of the queue that holds a channel itself from its creation on."""
-    return f"{name} was created"
-
-
-@contextlib.contextmanager
-def opened_entry(directory: ChannelDirectory, name: str) -> Iterator[Queue[Any]]:
-    """Open a queue that is there for others to find something in, and leave it.
-
-    Otherwise the end of this process would end the queue, and nobody could find anything there any more.
-    """
-    entry = directory.open(name, UNBOUNDED)
-    try:
-        yield entry
-    finally:
-        entry.leave()
+    """Return the name by which a channel itself is recorded from its creation on."""
+    return f"channel {name}"
 
 
 def _key_text(key: Any) -> str:
