@@ -11,7 +11,6 @@ a process left stays there, and the process may come back to it; but its end is 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 from hotseat.cluster import Channel as Queue
 from hotseat.cluster import ChannelDirectory
 from hotseat.errors import DeadlineError, PlacementError
+from hotseat.rlinf.keys import key_text
 from hotseat.rlinf.work import AsyncWork, Lane
 
 __all__ = ["DEFAULT_KEY", "UNBOUNDED", "Box", "Channel", "Post"]
@@ -259,7 +259,7 @@ class Channel:
     def _box(self, key: Any) -> Box:
         # Queues of the default key stay open: there is one for each channel, where keys may be any number.
         is_default = isinstance(key, str) and key == DEFAULT_KEY
-        return Box(f"{self.name}:{_key_text(key)}", self._maxsize or UNBOUNDED, stays=is_default)
+        return Box(f"{self.name}:{key_text(key)}", self._maxsize or UNBOUNDED, stays=is_default)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r}, maxsize={self._maxsize})"
@@ -268,11 +268,3 @@ class Channel:
 def _entry_of(name: str) -> str:
     """Return the name by which a channel itself is recorded from its creation on."""
     return f"channel {name}"
-
-
-def _key_text(key: Any) -> str:
-    """Return a text that equal keys share in all processes, and different keys do not."""
-    simple = (str, int, float, bool, bytes, type(None))
-    if isinstance(key, simple) or (isinstance(key, tuple) and all(isinstance(part, simple) for part in key)):
-        return repr(key)
-    return pickle.dumps(key, protocol=5).hex()

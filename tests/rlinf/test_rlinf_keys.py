@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import os
 import resource
 import secrets
 import socket
+import subprocess
+import sys
 import threading
 import time
+import uuid
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
 
+import numpy
 import pytest
 
 from hotseat.cluster import ChannelDirectory, _broker
 from hotseat.cluster import channel as machinery
 from hotseat.cluster._broker import Server
+from hotseat.errors import UserError
 from hotseat.rlinf import channel as rlinf_channel
 from hotseat.rlinf.channel import Channel
+from hotseat.rlinf.keys import key_text
 
 MAX_IDLE = 4
 NUM_KEYS = 100
+
+Pair = namedtuple("Pair", "first second")
 
 
 @pytest.fixture
@@ -139,3 +152,75 @@ def test_timers_that_were_withdrawn_are_not_kept_until_they_run_out(server, monk
         server.withdraw(server.later(10_000, lambda: None))
     assert len(server._timers) <= 2 + 10 + 1
     assert [timer for _, _, timer in server._timers if timer.call is not None] == calls
+
+
+# --- their text -------------------------------------------------------------------------------------------------------
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Size(enum.StrEnum):
+    LARGE = "large"
+
+
+@dataclass
+class Request:
+    number: int
+    names: frozenset[str]
+    note: object = field(default=None, compare=False)
+
+
+class Plain:
+    """Has neither a form of its own nor equality."""
+
+
+def test_equal_keys_have_one_text_and_others_another():
+    same = [
+        [3, numpy.int64(3)],
+        ["large", Size.LARGE],
+        [1.5, numpy.float64(1.5)],
+        [("a", 1), Pair("a", 1)],
+        [Request(1, frozenset({"a"}), object()), Request(1, frozenset({"a"}))],
+        [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
+        [uuid.UUID(int=5), uuid.UUID(int=5)],
+    ]
+    others = [
+        None,
+        True,
+        "None",
+        "3",
+        b"3",
+        ["a", 1],
+        Request(2, frozenset({"a"})),
+        Color.RED,
+        Path("3"),
+        date(2020, 1, 2),
+    ]
+    texts = [{key_text(key) for key in keys} for keys in same]
+    assert [len(each) for each in texts] == [1] * len(same)
+    assert len(set().union(*texts, map(key_text, others))) == len(same) + len(others)
+
+
+def test_a_key_has_the_same_text_in_a_process_with_other_hashes():
+    key = ({"a", "b", "c", "d"}, {"x": 1, "y": (None, 2.5)}, uuid.UUID(int=5))
+    code = f"import uuid; from uuid import UUID; from hotseat.rlinf.keys import key_text; print(key_text({key!r}))"
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.rstrip()
+        for seed in ("1", "2")
+    ]
+    assert texts == [key_text(key)] * 2
+
+
+@pytest.mark.parametrize("key", [Plain(), (1, Plain()), numpy.zeros(2), print])
+def test_a_key_without_a_form_that_all_processes_share_is_refused(key):
+    channel = Channel("requests", 0, ChannelDirectory(None, 60.0))
+    with pytest.raises(UserError, match="which has no form that is the same in all processes: use text"):
+        channel.put("an item", key=key)

@@ -102,14 +102,27 @@ def test_a_batch_goes_from_two_workers_to_three_and_back_to_one(cluster, is_dire
     assert last.take("three", channel, batch_size=12, **options).wait()[0]["rows"].tolist() == list(range(12))
 
 
-def test_tags_modes_and_keys_keep_streams_apart_and_each_keeps_its_order(cluster):
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_tags_modes_and_keys_keep_streams_apart_and_each_keeps_its_order(cluster, is_direct):
     senders, receivers = launched(cluster, "two", 2), launched(cluster, "one", 1)
-    channel = Channel.create("streams")
+    channel = None if is_direct else Channel.create("streams")
     for number, options in enumerate([{}, {"tag": "a"}, {"mode": "train", "tag": "a"}, {"route_key": 3}, {}]):
-        senders.give_rows("one", channel, [number], **options).wait()
+        senders.give_rows("one", channel, [number], enable_p2p=is_direct, **options).wait()
     streams = [{"route_key": 3}, {"tag": "train_a"}, {"tag": "a"}, {}, {}]
-    received = [receivers.take("two", channel, batch_size=2, **options).wait()[0] for options in streams]
+    received = [
+        receivers.take("two", channel, batch_size=2, enable_p2p=is_direct, **options).wait()[0] for options in streams
+    ]
     assert received == [[3, 3], [2, 2], [1, 1], [0, 0], [4, 4]]
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_route_key_without_a_form_that_all_processes_share_is_refused(cluster, is_direct):
+    senders = launched(cluster, "two", 2)
+    launched(cluster, "one", 1)
+    channel = None if is_direct else Channel.create("keys")
+    sent = senders.give_rows("one", channel, [1], enable_p2p=is_direct, route_key=object())
+    with pytest.raises(WorkerError, match=r"the key <object object at 0x\w+> is a builtins.object, which has no form"):
+        sent.wait()
 
 
 def test_a_coroutine_receives_and_functions_of_ones_own_cut_and_put_together(cluster):
