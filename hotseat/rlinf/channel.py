@@ -22,7 +22,7 @@ from hotseat.errors import DeadlineError, PlacementError
 from hotseat.rlinf.keys import key_text
 from hotseat.rlinf.work import AsyncWork, Lane
 
-__all__ = ["DEFAULT_KEY", "UNBOUNDED", "Box", "Channel", "Post"]
+__all__ = ["DEFAULT_KEY", "UNBOUNDED", "Box", "Channel", "Post", "leave_all", "post_of"]
 
 DEFAULT_KEY = "default_queue"
 UNBOUNDED = 1 << 31  # items
@@ -140,6 +140,14 @@ def post_of(directory: ChannelDirectory) -> Post:
         if directory.token not in _posts:
             _posts[directory.token] = Post(directory)
         return _posts[directory.token]
+
+
+def leave_all() -> None:
+    """Stop using the queues of all directories: those whose items wait on other nodes have one of their own."""
+    with _posts_lock:
+        posts = list(_posts.values())
+    for post in posts:
+        post.leave()
 
 
 class Channel:

@@ -16,7 +16,7 @@ from hotseat.cluster import Channel as Queue
 from hotseat.cluster import in_worker_process
 from hotseat.cluster.ports import free_port
 from hotseat.errors import RunError, UserError
-from hotseat.rlinf.channel import Box, Channel, Post, post_of
+from hotseat.rlinf.channel import Box, Channel, Post, leave_all, post_of
 from hotseat.rlinf.group import GroupSpec
 from hotseat.rlinf.keys import key_text
 from hotseat.rlinf.place import WorkerPlace, set_current_place
@@ -96,7 +96,7 @@ class Worker(metaclass=WorkerMeta):
     def close(self) -> None:
         """Leave all channels. Called when the group is closed; an override has to call it."""
         if self._place_or_none is not None and in_worker_process():
-            self._post.leave()
+            leave_all()
 
     def __repr__(self) -> str:
         return f"{self._place.group}(rank={self._place.rank})"
