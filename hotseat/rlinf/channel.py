@@ -160,6 +160,8 @@ class Channel:
         self.name = name
         self._maxsize = maxsize
         self._directory = directory
+        # It stays open: there is one for each channel, where other keys may be any number.
+        self._default = Box(f"{name}:{key_text(DEFAULT_KEY)}", maxsize or UNBOUNDED, stays=True)
 
     @classmethod
     def create(
@@ -265,9 +267,9 @@ class Channel:
         return post_of(self._directory)
 
     def _box(self, key: Any) -> Box:
-        # Queues of the default key stay open: there is one for each channel, where keys may be any number.
-        is_default = isinstance(key, str) and key == DEFAULT_KEY
-        return Box(f"{self.name}:{key_text(key)}", self._maxsize or UNBOUNDED, stays=is_default)
+        if isinstance(key, str) and key == DEFAULT_KEY:
+            return self._default
+        return Box(f"{self.name}:{key_text(key)}", self._maxsize or UNBOUNDED)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r}, maxsize={self._maxsize})"
