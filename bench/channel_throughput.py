@@ -1,13 +1,17 @@
 """Items per second through a channel between two Ray processes, against `ray.util.queue.Queue` in the same run.
 
     python bench/channel_throughput.py [--seconds 4]
+    python bench/channel_throughput.py --keys 10000
     python bench/channel_throughput.py --cuda
 
 Each row moves items from a producer process to a consumer process and counts what arrives in the given time, after
 the first item. "one" is put and get of single items, "batches" is put_many and get_many of up to 64. The queue's rows
 do the same with its put and get, and its put_nowait_batch and get_nowait_batch.
 
-With --cuda it measures nothing of that, but CUDA tensors between two processes on one device: the seconds from `put` to
+With --keys it measures nothing of that, but what stays of keys of an RLinf channel that are used once: an item is put
+under each and taken, by plain and by asynchronous operations.
+
+With --cuda it measures neither, but CUDA tensors between two processes on one device: the seconds from `put` to
 the end of `get`, by CUDA IPC and through host memory.
 """
 
@@ -16,12 +20,13 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import threading
 import time
 from typing import Any
 
 import numpy as np
 
-from hotseat.cluster import Channel, ChannelClosed, Cluster
+from hotseat.cluster import Channel, ChannelClosed, ChannelDirectory, Cluster
 from hotseat.cluster.channel import Broker
 
 TARGET = 2000  # single small items per second
@@ -82,8 +87,12 @@ class End:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--keys", type=int, default=0)
     parser.add_argument("--cuda", action="store_true")
     args = parser.parse_args()
+    if args.keys:
+        use_keys_once(args.keys)
+        return
     if args.cuda:
         compare_on_cuda()
         return
@@ -132,6 +141,42 @@ def put_and_get(num_bytes: int) -> float:
             seconds.append(time.perf_counter() - started_s)
         broker.close()
     return min(seconds)
+
+
+def use_keys_once(num_keys: int) -> None:
+    """Print how fast items cross under a key each, and what is left of the keys then."""
+    from hotseat.rlinf.channel import Channel as ChannelWithKeys
+
+    print(f"{'operations':>12}  {'keys /s':>8}  {'sockets':>8}  {'threads':>8}  {'here MiB':>9}  {'broker MiB':>10}")
+    for is_async in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            broker = Broker(folder)
+            channel = ChannelWithKeys("keys", 0, ChannelDirectory((broker.address, broker.key), 600.0))
+            channel.put(0, key="first")
+            channel.get(key="first")
+            before = resident_mib("self"), resident_mib(broker.pid)
+            started_s = time.perf_counter()
+            for key in range(num_keys):
+                put = channel.put(key, key=key, async_op=is_async)
+                got = channel.get(key=key, async_op=is_async)
+                if is_async:
+                    put.wait()
+                    got = got.wait()
+                assert got == key
+            seconds = time.perf_counter() - started_s
+            grown = resident_mib("self") - before[0], resident_mib(broker.pid) - before[1]
+            print(
+                f"{'asynchronous' if is_async else 'plain':>12}  {num_keys / seconds:>8,.0f}"
+                f"  {len(os.listdir(f'/proc/{broker.pid}/fd')):>8,}  {threading.active_count():>8,}"
+                f"  {grown[0]:>+9.1f}  {grown[1]:>+10.1f}",
+                flush=True,
+            )
+            broker.close()
+
+
+def resident_mib(pid: int | str) -> float:
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 def take_tensors(there: Channel, back: Channel) -> None:

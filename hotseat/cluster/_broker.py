@@ -24,7 +24,7 @@ import socket
 import struct
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -35,17 +35,20 @@ COUNT = struct.Struct("!I")
 LENGTH = struct.Struct("!Q")
 ASK_PUT = struct.Struct("!dd")  # timeout, weight of each item; then the items
 ASK_GET = struct.Struct("!dIId")  # timeout, most, at least, weight of the batch (0: it has no limit)
+ASK_RECORD = struct.Struct("!?I")  # whether it replaces one that is there, length of the name; then name and value
+ASK_LOOK_UP = struct.Struct("!d")  # timeout; then the name
 
 MAX_COUNT = (1 << 32) - 1
 IN_MEMORY = 1 << 63  # added to the length of an item whose bytes are not in the message, but in memory that it passes
 KEPT = 1 << 62  # added to the length of an item with a token, which the message passes
 MAX_PASSED = 64  # descriptors in one message; the system takes 253
 
-HELLO, PUT, GET, CLOSE, FAIL, SIZE, BYE = range(1, 8)  # asked
+HELLO, PUT, GET, CLOSE, FAIL, SIZE, BYE, RECORD, LOOK_UP = range(1, 10)  # asked
 DONE, ITEMS, CLOSED, FAILED, LATE = range(32, 37)  # answered
 
 NONCE = 32
 _MAX_HELLO = 1 << 16
+_MAX_WITHDRAWN = 1000  # timers that are kept in any case
 
 
 def proof(key: bytes, nonce: bytes, side: bytes) -> bytes:
@@ -212,13 +215,19 @@ class BoundedQueue:
         self.items: deque[Any] = deque()
         self._weights: deque[float] = deque()  # one per item
         self.reason: str | None = None  # why it failed
-        self._producers_left = num_producers
+        self._num_producers = self._producers_left = num_producers
         self._putters: deque[Waiter] = deque()
         self._getters: deque[Waiter] = deque()
 
     @property
     def is_closed(self) -> bool:
         return self._producers_left <= 0
+
+    @property
+    def is_as_new(self) -> bool:
+        """Tell whether it is as it was made, so that a new one can take its place."""
+        is_idle = not (self.items or self._putters or self._getters)
+        return is_idle and self.reason is None and self._producers_left == self._num_producers
 
     def put(self, batch: list[Any], answer: Callable[[int, Any], None], weight: float = 0.0) -> Waiter:
         waiter = Waiter(answer, batch, 0, 0, weight)
@@ -319,6 +328,42 @@ class BoundedQueue:
             waiters.popleft().answer(kind, payload)
 
 
+class Record:
+    """A value that stays, for any number of processes to read; who asks before it is there waits.
+
+    The end of a process that wrote or read it has no effect. Answers: (ITEMS, [value]).
+    """
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self._waiters: list[Waiter] = []
+
+    def write(self, value: Any, *, replaces: bool) -> bool:
+        """Set the value; unless it replaces one, only if there is none. Tell whether it was set."""
+        if self.value is not None and not replaces:
+            return False
+        self.value = value
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.answer(ITEMS, [value])
+        return True
+
+    def read(self, answer: Callable[[int, Any], None]) -> Waiter:
+        waiter = Waiter(answer, [], 1, 1)
+        if self.value is None:
+            self._waiters.append(waiter)
+        else:
+            answer(ITEMS, [self.value])
+        return waiter
+
+    def cancel(self, waiter: Waiter) -> bool:
+        """Withdraw a request; False if it has been answered."""
+        if waiter not in self._waiters:
+            return False
+        self._waiters.remove(waiter)
+        return True
+
+
 # --- the broker -------------------------------------------------------------------------------------------------------
 
 
@@ -338,10 +383,12 @@ class Timer:
 
 
 class _Served:
-    """A queue and the connections to it."""
+    """A queue, records beside it, and the connections to both."""
 
-    def __init__(self, queue: BoundedQueue):
+    def __init__(self, name: str, queue: BoundedQueue):
+        self.name = name
         self.queue = queue
+        self.records: defaultdict[str, Record] = defaultdict(Record)
         self.connections: set[_Connection] = set()
         self.done: set[str] = set()  # clients that closed: they are allowed to go
 
@@ -371,11 +418,12 @@ class _Connection:
         self.client = self.who = ""  # one process, and what it is called
         self.is_producer = self.is_consumer = False
         self._waiter: Waiter | None = None
+        self._waits_for: BoundedQueue | Record | None = None
         self._timer: Timer | None = None  # of the waiter
         self._said_bye = False
         self._write(nonce)
         # A client that connects and never proves itself is dropped.
-        server.later(10.0, lambda: None if self._served else self.end())
+        self._greeting_timer = server.later(10.0, self.end)
 
     @property
     def is_writing(self) -> bool:
@@ -441,17 +489,19 @@ class _Connection:
     def end(self) -> None:
         """End the connection, and fail the channel if the process at its other end left without notice."""
         self._drop_passed()
+        self._server.withdraw(self._greeting_timer)
         if not self._server.forget(self) or self._served is None:
             return
         self._served.connections.discard(self)
         self._to_pass = []
-        if self._waiter:
-            self._served.queue.cancel(self._waiter)
+        if self._waiter and self._waits_for:
+            self._waits_for.cancel(self._waiter)
             self._stop_waiting()
         is_missed_producer = self.is_producer and self.client not in self._served.done
         if not self._said_bye and (is_missed_producer or self.is_consumer):
             role = "producer" if is_missed_producer else "consumer"
             self._served.queue.fail(f"its {role} {self.who} went away without closing it")
+        self._server.free(self._served)
 
     def _check_proof(self, nonce: bytes) -> bool:
         if len(self._received) < 2 * NONCE:
@@ -471,6 +521,7 @@ class _Connection:
             self.client, self.who = hello["client"], hello["who"]
             self._served = self._server.served(hello["channel"], hello["capacity"], hello["num_producers"])
             self._served.connections.add(self)
+            self._server.withdraw(self._greeting_timer)
             self._answer(DONE, [])
             return
         served = self._served
@@ -479,11 +530,11 @@ class _Connection:
             self.is_producer = True
             timeout_s, weight = ASK_PUT.unpack_from(payload)
             batch = self._server.held(unpack_items(memoryview(payload)[ASK_PUT.size :], self._passed))
-            self._wait(served, timeout_s, lambda answer: served.queue.put(batch, answer, weight))
+            self._wait(served.queue, timeout_s, lambda answer: served.queue.put(batch, answer, weight))
         elif kind == GET:
             self.is_consumer = True
             timeout_s, most, at_least, weight = ASK_GET.unpack(payload)
-            self._wait(served, timeout_s, lambda answer: served.queue.get(most, at_least, answer, weight))
+            self._wait(served.queue, timeout_s, lambda answer: served.queue.get(most, at_least, answer, weight))
         elif kind == CLOSE:
             served.done.add(self.client)
             served.queue.close()
@@ -493,11 +544,23 @@ class _Connection:
             self._answer(DONE, [])
         elif kind == SIZE:
             self._answer(DONE, [served.facts()])
+        elif kind == RECORD:
+            replaces, length = ASK_RECORD.unpack_from(payload)
+            name, value = payload[ASK_RECORD.size :][:length], payload[ASK_RECORD.size + length :]
+            record = served.records[name.decode()]
+            is_written = record.write(value, replaces=replaces)
+            self._answer(DONE, []) if is_written else self._give([record.value])
+        elif kind == LOOK_UP:
+            (timeout_s,) = ASK_LOOK_UP.unpack_from(payload)
+            record = served.records[payload[ASK_LOOK_UP.size :].decode()]
+            self._wait(record, timeout_s, record.read)
         else:
             self._said_bye = True
             self.end()
 
-    def _wait(self, served: _Served, timeout_s: float, ask: Callable[[Callable[[int, Any], None]], Waiter]) -> None:
+    def _wait(
+        self, source: BoundedQueue | Record, timeout_s: float, ask: Callable[[Callable[[int, Any], None]], Waiter]
+    ) -> None:
         is_answered = False
 
         def answer(kind: int, payload: Any) -> None:
@@ -510,20 +573,21 @@ class _Connection:
                 self._answer(kind, [payload.encode()] if payload else [])
 
         def late() -> None:
-            if not is_answered and served.queue.cancel(waiter):
+            if not is_answered and source.cancel(waiter):
                 self._stop_waiting()
-                self._answer(LATE, [served.facts()])
+                assert self._served is not None
+                self._answer(LATE, [self._served.facts()])
 
         waiter = ask(answer)
         if not is_answered:
-            self._waiter = waiter
+            self._waiter, self._waits_for = waiter, source
             self._timer = self._server.later(timeout_s, late)
 
     def _stop_waiting(self) -> None:
         """Forget the waiter, also in its timer, which would otherwise keep the items of a put until it runs out."""
         if self._timer is not None:
-            self._timer.call = None
-        self._waiter = self._timer = None
+            self._server.withdraw(self._timer)
+        self._waiter = self._waits_for = self._timer = None
 
     def _give(self, items: list[Any]) -> None:
         """Answer with items. Memory is passed on this machine, as far as one message takes it, and else copied.
@@ -607,7 +671,8 @@ class Server:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             self._max_memory = min(most, 1 << 16) // 2  # the rest is for connections
         self._timers: list[tuple[float, int, Timer]] = []
-        self._num_timers = 0
+        self._num_timers = 0  # that were ever made
+        self._num_withdrawn = 0  # among those that are left
 
     def run(self, until_ended: int) -> None:
         """Serve until the file descriptor `until_ended` is closed at its other end."""
@@ -626,13 +691,26 @@ class Server:
                 else:
                     key.data()
             while self._timers and self._timers[0][0] <= time.monotonic():
-                heapq.heappop(self._timers)[2].run()
+                _, _, timer = heapq.heappop(self._timers)
+                self._num_withdrawn -= timer.call is None
+                timer.run()
 
     def later(self, seconds: float, call: Callable[[], None]) -> Timer:
         timer = Timer(call)
         self._num_timers += 1
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._num_timers, timer))
         return timer
+
+    def withdraw(self, timer: Timer) -> None:
+        """Have a call not be made. Deadlines may be hours away: withdrawn timers are dropped before, in bulk."""
+        if timer.call is None:
+            return
+        timer.call = None
+        self._num_withdrawn += 1
+        if self._num_withdrawn > max(_MAX_WITHDRAWN, len(self._timers) // 2):
+            self._timers = [entry for entry in self._timers if entry[2].call is not None]
+            heapq.heapify(self._timers)
+            self._num_withdrawn = 0
 
     def held(self, items: list[Packed | Kept]) -> list[Any]:
         """Return items as queues hold them: where too many are in memory of their own, copied out of it."""
@@ -676,8 +754,13 @@ class Server:
 
     def served(self, channel: str, capacity: int, num_producers: int) -> _Served:
         if channel not in self._queues:
-            self._queues[channel] = _Served(BoundedQueue(capacity, num_producers))
+            self._queues[channel] = _Served(channel, BoundedQueue(capacity, num_producers))
         return self._queues[channel]
+
+    def free(self, served: _Served) -> None:
+        """Forget a queue that nobody is connected to, if the next one that connects finds the same in a new one."""
+        if not (served.connections or served.done or served.records) and served.queue.is_as_new:
+            del self._queues[served.name]
 
     def watch(self, connection: _Connection) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_writing else 0)

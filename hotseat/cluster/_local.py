@@ -111,7 +111,7 @@ class LocalGroup(WorkerGroup[W_co]):
     def restart(self, rank: int, *, timeout_s: float | None = None) -> None:
         self._construct(rank)
 
-    def close(self, *, grace_s: float = 5.0) -> None:
+    def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
         if self.is_closed:
             return
         self.is_closed = True

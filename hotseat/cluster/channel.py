@@ -25,8 +25,9 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections import deque
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from hotseat.cluster import _broker as wire
@@ -140,7 +141,10 @@ class Channel(Generic[Item]):
         self._link.close()
 
     def leave(self) -> None:
-        """Stop using the channel in this process, so that the end of the process is no failure of the channel."""
+        """Stop using the channel in this process, so that the end of the process is no failure of the channel.
+
+        What this process put in stays there. It may use the channel again.
+        """
         self._link.leave()
 
     def fail(self, error: BaseException | str) -> None:
@@ -176,7 +180,8 @@ class Channel(Generic[Item]):
 class ChannelDirectory:
     """Opens channels by name: in all processes of a cluster, one name is one channel. `Cluster.channels` makes it.
 
-    It can be sent to workers. Whoever opens a name first decides its capacity.
+    It can be sent to workers. Whoever opens a name first decides its capacity. It also has records, which are values by
+    name; the end of a process that wrote or read one, at whatever point, has no effect on it.
     """
 
     def __init__(self, broker: tuple[Address, bytes] | None, timeout_s: float):
@@ -191,12 +196,42 @@ class ChannelDirectory:
             return self._local.open(name, capacity, self.timeout_s)
         return Channel(name, object, capacity, timeout_s=self.timeout_s, broker=self._broker, token=self.token)
 
+    def forget(self, channel: Channel[Any]) -> None:
+        """Free what this directory itself keeps of a channel, unless something is in it.
+
+        Nobody may use the object any more then; the same name opens another.
+        """
+        if self._local is not None:
+            self._local.forget(channel)
+
+    def record(self, name: str, value: Any, *, replaces: bool = True) -> Any:
+        """Have all processes find a value by this name, and return it.
+
+        replaces: in place of one that is there. Otherwise that one stays and is returned.
+        """
+        return self._records().record(name, value, replaces)
+
+    def look_up(self, name: str, *, timeout_s: float | None = None) -> Any:
+        """Return the value that was recorded by this name, or will be soon."""
+        waits = self.timeout_s if timeout_s is None else timeout_s
+        kind, values = self._records().look_up(name, waits)
+        if kind != wire.ITEMS:
+            raise DeadlineError(f"waited {waits:.1f} s for {name!r}, which nobody has recorded")
+        return values[0]
+
+    def _records(self) -> _LocalChannels | _BrokerClient:
+        if self._local is not None:
+            return self._local
+        assert self._broker is not None
+        return _client_of(*self._broker, f"records/{self.token}", 1, 1)
+
 
 class _LocalChannels:
     """The channels of a directory in this process."""
 
     def __init__(self) -> None:
         self._channels: dict[str, Channel[Any]] = {}
+        self._records: defaultdict[str, wire.Record] = defaultdict(wire.Record)
         self._lock = threading.Lock()
 
     def open(self, name: str, capacity: int, timeout_s: float) -> Channel[Any]:
@@ -205,12 +240,50 @@ class _LocalChannels:
                 self._channels[name] = Channel(name, object, capacity, timeout_s=timeout_s)
             return self._channels[name]
 
+    def forget(self, channel: Channel[Any]) -> None:
+        with self._lock:
+            if isinstance(channel._link, _LocalQueue) and channel._link.is_as_new():
+                del self._channels[channel.name]
+
+    def record(self, name: str, value: Any, replaces: bool) -> Any:
+        with self._lock:
+            record = self._records[name]
+            record.write(value, replaces=replaces)
+            return record.value
+
+    def look_up(self, name: str, timeout_s: float) -> tuple[int, Any]:
+        with self._lock:
+            record = self._records[name]
+        return _answered(self._lock, record, record.read, timeout_s) or (wire.LATE, None)
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
 
 def _type_names(types: type | tuple[type, ...]) -> str:
     return " or ".join(kind.__qualname__ for kind in (types if isinstance(types, tuple) else (types,)))
 
 
 # --- within a process -------------------------------------------------------------------------------------------------
+
+
+def _answered(
+    lock: threading.Lock, source: wire.BoundedQueue | wire.Record, ask: Callable[[Any], wire.Waiter], timeout_s: float
+) -> tuple[int, Any] | None:
+    """Ask with the lock held, and wait for the answer without it; None: the request was withdrawn at the deadline."""
+    is_answered, answers = threading.Event(), []
+
+    def answer(kind: int, payload: Any) -> None:
+        answers.append((kind, payload))
+        is_answered.set()
+
+    with lock:
+        waiter = ask(answer)
+    if not is_answered.wait(timeout_s):
+        with lock:
+            if source.cancel(waiter):
+                return None
+    return answers[0]
 
 
 class _LocalQueue:
@@ -241,20 +314,12 @@ class _LocalQueue:
         with self._lock:
             return {"size": len(self._queue.items)}
 
-    def _ask(self, ask: Any, timeout_s: float) -> tuple[int, Any]:
-        answered, answers = threading.Event(), []
-
-        def answer(kind: int, payload: Any) -> None:
-            answers.append((kind, payload))
-            answered.set()
-
+    def is_as_new(self) -> bool:
         with self._lock:
-            waiter = ask(answer)
-        if not answered.wait(timeout_s):
-            with self._lock:
-                if self._queue.cancel(waiter):
-                    return wire.LATE, {"size": len(self._queue.items)}
-        return answers[0]
+            return self._queue.is_as_new
+
+    def _ask(self, ask: Any, timeout_s: float) -> tuple[int, Any]:
+        return _answered(self._lock, self._queue, ask, timeout_s) or (wire.LATE, self.facts())
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -320,8 +385,9 @@ class Broker:
 class _BrokerClient:
     """The client of a broker. Each thread that waits has a connection to itself; idle ones are kept for the next.
 
-    There is one for each channel in a process, however often the channel is sent there, and it lasts as long as the
-    process, the stream or the broker: a worker that returns from one call and continues in the next has not left.
+    There is one for each channel in a process, however often the channel is sent there. Once it is used, it lasts as
+    long as the process, the stream or the broker, or until `leave`: a worker that returns from one call and continues
+    in the next has not left.
     """
 
     def __init__(self, address: Address, key: bytes, channel: str, capacity: int, num_producers: int):
@@ -361,6 +427,16 @@ class _BrokerClient:
             wire.GET, [wire.ASK_GET.pack(timeout_s, min(most, wire.MAX_COUNT), at_least, weight)], timeout_s
         )
 
+    def record(self, name: str, value: Any, replaces: bool) -> Any:
+        packed: list[Any] = []
+        device_items.pack_all([value], packed, self._hello["channel"], _who(), 0)
+        pieces = [wire.ASK_RECORD.pack(replaces, len(name.encode())), name.encode(), *packed]
+        kind, values = self._ask(wire.RECORD, pieces, 0.0)
+        return values[0] if kind == wire.ITEMS else value
+
+    def look_up(self, name: str, timeout_s: float) -> tuple[int, Any]:
+        return self._ask(wire.LOOK_UP, [wire.ASK_LOOK_UP.pack(timeout_s), name.encode()], timeout_s)
+
     def close(self) -> None:
         self._ask(wire.CLOSE, [], 0.0)
         self.hang_up()
@@ -390,8 +466,9 @@ class _BrokerClient:
             raise
         with self._lock:
             self._idle.append(connection)
+        _used_clients[self._hello["channel"]] = self
         if answer in (wire.CLOSED, wire.FAILED):
-            self.hang_up()
+            self._end_use()
         if answer == wire.ITEMS:
             return answer, device_items.unpack_all(wire.unpack_items(payload, descriptors))
         if answer == wire.FAILED:
@@ -403,6 +480,10 @@ class _BrokerClient:
     def leave(self) -> None:
         """Leave the channel in good order: what this process put in stays there when it ends."""
         device_items.move_to_host(self._hello["channel"])
+        self._end_use()
+
+    def _end_use(self) -> None:
+        _used_clients.pop(self._hello["channel"], None)  # first: a thread that uses it meanwhile enters it again
         self.hang_up()
 
     def hang_up(self) -> None:
@@ -456,23 +537,27 @@ class _BrokerClient:
         _receive(connection)
 
 
-_clients: dict[str, _BrokerClient] = {}
+_clients: weakref.WeakValueDictionary[str, _BrokerClient] = weakref.WeakValueDictionary()
+_used_clients: dict[str, _BrokerClient] = {}  # which stay when the channels that were sent here are gone
 _clients_lock = threading.Lock()
 
 
 def _client_of(address: Address, key: bytes, channel: str, capacity: int, num_producers: int) -> _BrokerClient:
     with _clients_lock:
-        if channel not in _clients:
-            _clients[channel] = _BrokerClient(address, key, channel, capacity, num_producers)
-        return _clients[channel]
+        client = _clients.get(channel)
+        if client is None:
+            client = _clients[channel] = _BrokerClient(address, key, channel, capacity, num_producers)
+        return client
 
 
 def forget_clients(path: str) -> None:
     """Close this process's connections to the broker with this socket file, which has ended."""
     with _clients_lock:
-        channels = [channel for channel, client in _clients.items() if client.path == path]
-        clients = [_clients.pop(channel) for channel in channels]
-    for client in clients:
+        clients = {channel: client for channel, client in _clients.items() if client.path == path}
+        for channel in clients:
+            del _clients[channel]
+            _used_clients.pop(channel, None)
+    for client in clients.values():
         client.hang_up()
 
 

@@ -198,8 +198,11 @@ class WorkerGroup(Calling[W_co]):
         """End what is left of this rank and its children, and make the object anew in a new process there."""
 
     @abstractmethod
-    def close(self, *, grace_s: float = 5.0) -> None:
-        """End all processes. An object with a `close` method is asked first and has `grace_s` for it."""
+    def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
+        """End all processes. An object with a `close` method is asked first and has `grace_s` for it.
+
+        idle_grace_s: where it is longer, the grace of objects that no call is under way in: their `close` runs at once.
+        """
 
     # --- what a runtime provides ----------------------------------------------------------------------------------
 

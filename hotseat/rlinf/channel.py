@@ -2,28 +2,51 @@
 
 Every key of a channel is a queue of its own in the broker. `maxsize` bounds each of them. An item's weight says how
 much it adds to a batch of `get_batch`; it is no priority.
+
+A program may use a new key for every item. So a process leaves queues of keys that it has not used for long, beyond
+`MAX_IDLE` of them, and the broker frees a queue that is empty once every process has left it. What is in a queue that
+a process left stays there, and the process may come back to it; but its end is no failure of that queue any more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import pickle
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hotseat.cluster import Channel as Queue
 from hotseat.cluster import ChannelDirectory
 from hotseat.errors import DeadlineError, PlacementError
+from hotseat.rlinf.keys import key_text
 from hotseat.rlinf.work import AsyncWork, Lane
 
-__all__ = ["DEFAULT_KEY", "UNBOUNDED", "Channel", "Post", "opened_entry"]
+__all__ = ["DEFAULT_KEY", "UNBOUNDED", "Box", "Channel", "Post", "leave_all", "post_of"]
 
 DEFAULT_KEY = "default_queue"
 UNBOUNDED = 1 << 31  # items
+MAX_IDLE = 256  # queues of keys that a process stays connected to while it does not use them
 _CONNECT_S = 60.0  # how long `connect` waits for a channel to be created
+
+
+@dataclass(eq=False)
+class _OpenQueue:
+    """A queue that this process has opened, with one lane for puts and one for gets."""
+
+    queue: Queue[Any]
+    puts: Lane = field(default_factory=Lane)
+    gets: Lane = field(default_factory=Lane)
+    num_uses: int = 0  # operations that have not ended; without meaning if it stays
+    stays: bool = False
+
+
+class Box(NamedTuple):
+    """Names a queue. stays: this process keeps it open, so that the end of the process is a failure of the queue."""
+
+    name: str
+    capacity: int = UNBOUNDED
+    stays: bool = False
 
 
 class Post:
@@ -35,36 +58,76 @@ class Post:
     def __init__(self, directory: ChannelDirectory):
         self.directory = directory
         self._lock = threading.Lock()
-        self._queues: dict[str, Queue[Any]] = {}
-        self._puts: dict[str, Lane] = defaultdict(Lane)
-        self._gets: dict[str, Lane] = defaultdict(Lane)
+        self._open: dict[str, _OpenQueue] = {}
+        self._idle: dict[str, None] = {}  # the names of queues to leave, the one that was not used for longest first
 
     def queue(self, name: str, capacity: int = UNBOUNDED) -> Queue[Any]:
-        with self._lock:
-            if name not in self._queues:
-                self._queues[name] = self.directory.open(name, capacity)
-            return self._queues[name]
+        """Open a queue that stays open."""
+        return self._begin(Box(name, capacity, stays=True)).queue
 
-    def put(self, queue: Queue[Any], item: Any, weight: float = 0.0, *, is_async: bool) -> AsyncWork | None:
-        with self._lock:
-            lane = self._puts[queue.name]
-        return _do(lane, lambda: queue.put(item, weight=weight), is_async)
+    def put(self, box: Box, item: Any, weight: float = 0.0, *, is_async: bool) -> AsyncWork | None:
+        """Put an item into a queue, after what this process has put there before."""
+        opened = self._begin(box)
+        work: AsyncWork | None = self._run(opened, opened.puts, lambda queue: queue.put(item, weight=weight), is_async)
+        return work
 
-    def get(self, queue: Queue[Any], take: Callable[[], Any], *, is_async: bool) -> Any:
-        with self._lock:
-            lane = self._gets[queue.name]
-        return _do(lane, take, is_async)
+    def get(self, box: Box, take: Callable[[Queue[Any]], Any], *, is_async: bool) -> Any:
+        """Take something out of a queue, after what this process has asked of it before."""
+        opened = self._begin(box)
+        return self._run(opened, opened.gets, take, is_async)
+
+    def use(self, box: Box, operation: Callable[[Queue[Any]], Any]) -> Any:
+        """Run an operation on a queue at once, whatever else this process has asked of it."""
+        opened = self._begin(box)
+        try:
+            return operation(opened.queue)
+        finally:
+            if not opened.stays:
+                self._end(opened)
 
     def leave(self) -> None:
         """Stop using all queues, so that the end of this process is no failure of theirs."""
         with self._lock:
-            queues = list(self._queues.values())
+            queues = [opened.queue for opened in self._open.values()]
         for queue in queues:
             queue.leave()
 
+    def _run(self, opened: _OpenQueue, lane: Lane, operation: Callable[[Queue[Any]], Any], is_async: bool) -> Any:
+        def run() -> Any:
+            try:
+                return operation(opened.queue)
+            finally:
+                if not opened.stays:
+                    self._end(opened)
 
-def _do(lane: Lane, operation: Callable[[], Any], is_async: bool) -> Any:
-    return lane.start(operation) if is_async else lane.run(operation)
+        return lane.start(run) if is_async else lane.run(run)
+
+    def _begin(self, box: Box) -> _OpenQueue:
+        with self._lock:
+            opened = self._open.get(box.name)
+            if opened is None:
+                opened = self._open[box.name] = _OpenQueue(self.directory.open(box.name, box.capacity))
+            if not opened.stays:
+                opened.stays = box.stays
+                opened.num_uses += 1
+                self._idle.pop(box.name, None)
+            return opened
+
+    def _end(self, opened: _OpenQueue) -> None:
+        left = None
+        with self._lock:
+            opened.num_uses -= 1
+            if opened.num_uses == 0 and not opened.stays:
+                self._idle[opened.queue.name] = None
+            if len(self._idle) > MAX_IDLE:
+                oldest = next(iter(self._idle))
+                del self._idle[oldest]
+                left = self._open.pop(oldest)
+                self.directory.forget(left.queue)  # with the lock, so that nobody opens it meanwhile
+        if left is not None:
+            left.puts.end()
+            left.gets.end()
+            left.queue.leave()
 
 
 _posts: dict[str, Post] = {}
@@ -79,6 +142,14 @@ def post_of(directory: ChannelDirectory) -> Post:
         return _posts[directory.token]
 
 
+def leave_all() -> None:
+    """Stop using the queues of all directories: those whose items wait on other nodes have one of their own."""
+    with _posts_lock:
+        posts = list(_posts.values())
+    for post in posts:
+        post.leave()
+
+
 class Channel:
     """First-in, first-out queues, one for each key, for all workers and the driver. `Channel.create` makes it.
 
@@ -89,6 +160,8 @@ class Channel:
         self.name = name
         self._maxsize = maxsize
         self._directory = directory
+        # It stays open: there is one for each channel, where other keys may be any number.
+        self._default = Box(f"{name}:{key_text(DEFAULT_KEY)}", maxsize or UNBOUNDED, stays=True)
 
     @classmethod
     def create(
@@ -118,11 +191,7 @@ class Channel:
         """Create a channel that is found by name in a directory. items_in: where its items wait, if elsewhere."""
         if maxsize < 0:
             raise PlacementError(f"channel {name!r}: maxsize is {maxsize}; it must be 0, for no limit, or more")
-        with opened_entry(directory, _entry_of(name)) as entry:
-            if entry.size():
-                return cls.connect_in(directory, name)
-            channel = cls(name, maxsize, items_in or directory)
-            entry.put(channel)
+        channel: Channel = directory.record(_entry_of(name), cls(name, maxsize, items_in or directory), replaces=False)
         return channel
 
     @classmethod
@@ -134,14 +203,12 @@ class Channel:
 
     @classmethod
     def connect_in(cls, directory: ChannelDirectory, name: str) -> Channel:
-        with opened_entry(directory, _entry_of(name)) as entry:
-            try:
-                channel: Channel = entry.get(timeout_s=min(_CONNECT_S, directory.timeout_s))
-            except DeadlineError as error:
-                raise PlacementError(
-                    f"there is no channel {name!r}: create it first, by Channel.create({name!r})"
-                ) from error
-            entry.put(channel)  # for the next one that connects
+        try:
+            channel: Channel = directory.look_up(_entry_of(name), timeout_s=min(_CONNECT_S, directory.timeout_s))
+        except DeadlineError as error:
+            raise PlacementError(
+                f"there is no channel {name!r}: create it first, by Channel.create({name!r})"
+            ) from error
         return channel
 
     # --- putting and getting --------------------------------------------------------------------------------------
@@ -150,24 +217,23 @@ class Channel:
         self, item: Any, weight: float = 0, key: Any = DEFAULT_KEY, async_op: bool = False, channel_rank: Any = None
     ) -> AsyncWork | None:
         """Wait for room and put the item in; with `async_op` return at once."""
-        return self._post.put(self._queue(key), item, weight, is_async=async_op)
+        return self._post.put(self._box(key), item, weight, is_async=async_op)
 
     def put_nowait(self, item: Any, weight: float = 0, key: Any = DEFAULT_KEY) -> None:
         """Put the item in if there is room; raise `asyncio.QueueFull` otherwise."""
         try:
-            self._queue(key).put(item, weight=weight, timeout_s=0.0)
+            self._post.use(self._box(key), lambda queue: queue.put(item, weight=weight, timeout_s=0.0))
         except DeadlineError as error:
             raise asyncio.QueueFull(f"channel {self.name!r}, key {key!r}: {self._maxsize} items wait") from error
 
     def get(self, key: Any = DEFAULT_KEY, async_op: bool = False, channel_rank: Any = None) -> Any:
         """Wait for an item of this key and take it out; with `async_op` return an `AsyncWork`."""
-        queue = self._queue(key)
-        return self._post.get(queue, queue.get, is_async=async_op)
+        return self._post.get(self._box(key), Queue.get, is_async=async_op)
 
     def get_nowait(self, key: Any = DEFAULT_KEY) -> Any:
         """Take an item of this key out; raise `asyncio.QueueEmpty` if there is none."""
         try:
-            return self._queue(key).get(timeout_s=0.0)
+            return self._post.use(self._box(key), lambda queue: queue.get(timeout_s=0.0))
         except DeadlineError as error:
             raise asyncio.QueueEmpty(f"channel {self.name!r} has no item with key {key!r}") from error
 
@@ -176,16 +242,16 @@ class Channel:
 
         An item that is heavier than that comes alone. 0: one item.
         """
-        queue = self._queue(key)
 
-        def take() -> list[Any]:
+        def take(queue: Queue[Any]) -> list[Any]:
             return [queue.get()] if target_weight == 0 else queue.get_weight(target_weight)
 
-        return self._post.get(queue, take, is_async=async_op)
+        return self._post.get(self._box(key), take, is_async=async_op)
 
     def qsize(self, key: Any = DEFAULT_KEY) -> int:
         """Return how many items of this key wait."""
-        return self._queue(key).size()
+        size: int = self._post.use(self._box(key), Queue.size)
+        return size
 
     def empty(self, key: Any = DEFAULT_KEY) -> bool:
         return self.qsize(key) == 0
@@ -200,34 +266,15 @@ class Channel:
     def _post(self) -> Post:
         return post_of(self._directory)
 
-    def _queue(self, key: Any) -> Queue[Any]:
-        return self._post.queue(f"{self.name}:{_key_text(key)}", self._maxsize or UNBOUNDED)
+    def _box(self, key: Any) -> Box:
+        if isinstance(key, str) and key == DEFAULT_KEY:
+            return self._default
+        return Box(f"{self.name}:{key_text(key)}", self._maxsize or UNBOUNDED)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r}, maxsize={self._maxsize})"
 
 
 def _entry_of(name: str) -> str:
-    """Return the name of the queue that holds a channel itself from its creation on."""
-    return f"{name} was created"
-
-
-@contextlib.contextmanager
-def opened_entry(directory: ChannelDirectory, name: str) -> Iterator[Queue[Any]]:
-    """Open a queue that is there for others to find something in, and leave it.
-
-    Otherwise the end of this process would end the queue, and nobody could find anything there any more.
-    """
-    entry = directory.open(name, UNBOUNDED)
-    try:
-        yield entry
-    finally:
-        entry.leave()
-
-
-def _key_text(key: Any) -> str:
-    """Return a text that equal keys share in all processes, and different keys do not."""
-    simple = (str, int, float, bool, bytes, type(None))
-    if isinstance(key, simple) or (isinstance(key, tuple) and all(isinstance(part, simple) for part in key)):
-        return repr(key)
-    return pickle.dumps(key, protocol=5).hex()
+    """Return the name by which a channel itself is recorded from its creation on."""
+    return f"channel {name}"

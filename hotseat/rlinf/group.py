@@ -20,6 +20,8 @@ from hotseat.rlinf.routing import record_size
 
 __all__ = ["GroupSpec", "WorkerGroup", "WorkerGroupFuncResult"]
 
+_IDLE_GRACE_S = 60.0  # gigabytes cross from a device to the host in it
+
 T = TypeVar("T")
 
 
@@ -121,8 +123,13 @@ class WorkerGroup(Generic[T]):
         return WorkerGroup(self._cls, self._group, self._cluster, self._group.checked_ranks(ranks))
 
     def close(self, grace_s: float = 1.0) -> None:
-        """End the group's processes. Each worker's `close` is called first and has `grace_s` for it."""
-        self._group.close(grace_s=grace_s)
+        """End the group's processes. Each worker's `close` is called first.
+
+        A worker without a call under way has a minute for it, in which it moves what it has sent and nobody has taken
+        from its device to host memory. One with a call under way has `grace_s`; if it does not return by then, whoever
+        takes what it has sent gets an error that names it.
+        """
+        self._group.close(grace_s=grace_s, idle_grace_s=_IDLE_GRACE_S)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> WorkerGroupFuncResult:
         """Call a method by its name."""

@@ -7,14 +7,12 @@ a sender's rows go to one receiver or to several neighbours, and the pairs depen
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hotseat.cluster import ChannelDirectory
 from hotseat.errors import DeadlineError, PlacementError, UserError
-from hotseat.rlinf.channel import UNBOUNDED, opened_entry
 
 __all__ = ["Part", "group_size", "merge", "num_rows", "parts_to_receive", "parts_to_send", "record_size", "split"]
 
@@ -137,20 +135,15 @@ def _own_memory(part: Any) -> Any:
 
 def record_size(directory: ChannelDirectory, group: str, size: int) -> None:
     """Have workers of other groups find how many workers a group has."""
-    with opened_entry(directory, _entry_of(group)) as entry:
-        entry.put((time.time_ns(), size))
+    directory.record(_entry_of(group), size)  # in place of a group of this name that was closed before
 
 
 def group_size(directory: ChannelDirectory, group: str) -> int:
     """Return how many workers a group has, which was launched or will be soon."""
-    with opened_entry(directory, _entry_of(group)) as entry:
-        try:
-            records = entry.get_many(UNBOUNDED, timeout_s=min(_LOOK_UP_S, directory.timeout_s))
-        except DeadlineError as error:
-            raise PlacementError(f"there is no group {group!r} to exchange batches with: launch it first") from error
-        latest = max(records)  # groups of this name may have been closed before
-        entry.put(latest)  # for the next one that looks
-    size: int = latest[1]
+    try:
+        size: int = directory.look_up(_entry_of(group), timeout_s=min(_LOOK_UP_S, directory.timeout_s))
+    except DeadlineError as error:
+        raise PlacementError(f"there is no group {group!r} to exchange batches with: launch it first") from error
     return size
 
 

@@ -51,17 +51,20 @@ class AsyncRouteWork:
         return all(work.done() for work in self._works)
 
 
+_Tasks = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]  # None: there are no more
+
+
 class Lane:
     """Runs operations one after another.
 
     Until the first one that is not waited for, they run in the thread of the caller; from then on in a thread of the
     lane, so that a later operation never overtakes an earlier one. That thread takes operations from a queue, sets
-    their futures, and ends with the process.
+    their futures, and ends with the process or by `end`.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
+        self._tasks: _Tasks | None = None
 
     def run(self, operation: Callable[[], Any]) -> Any:
         """Run the operation after those before it, and return its result."""
@@ -77,6 +80,12 @@ class Lane:
         future.set_running_or_notify_cancel()  # whoever stops waiting for the operation does not stop it
         self._tasks.put((_on_callers_streams(operation), future))
         return AsyncWork(future)
+
+    def end(self) -> None:
+        """End the lane's thread after the operations under way. No other can be run then."""
+        with self._lock:
+            if self._tasks is not None:
+                self._tasks.put(None)
 
 
 def _on_callers_streams(operation: Callable[[], Any]) -> Callable[[], Any]:
@@ -96,9 +105,10 @@ def _on_callers_streams(operation: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def _work(tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
-    while True:
-        operation, future = tasks.get()
+def _work(tasks: _Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        operation, future = task
+        del task
         try:
             result = operation()
         except BaseException as error:  # it belongs to whoever waits for the operation

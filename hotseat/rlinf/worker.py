@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from hotseat.cluster import Channel as Queue
 from hotseat.cluster import in_worker_process
 from hotseat.cluster.ports import free_port
 from hotseat.errors import RunError, UserError
-from hotseat.rlinf.channel import Channel, Post, post_of
+from hotseat.rlinf.channel import Box, Channel, Post, leave_all, post_of
 from hotseat.rlinf.group import GroupSpec
+from hotseat.rlinf.keys import key_text
 from hotseat.rlinf.place import WorkerPlace, set_current_place
 from hotseat.rlinf.routing import group_size, merge, num_rows, parts_to_receive, parts_to_send, split
 from hotseat.rlinf.work import AsyncRouteWork
@@ -94,7 +96,7 @@ class Worker(metaclass=WorkerMeta):
     def close(self) -> None:
         """Leave all channels. Called when the group is closed; an override has to call it."""
         if self._place_or_none is not None and in_worker_process():
-            self._post.leave()
+            leave_all()
 
     def __repr__(self) -> str:
         return f"{self._place.group}(rank={self._place.rank})"
@@ -149,21 +151,23 @@ class Worker(metaclass=WorkerMeta):
 
         CUDA tensors in it stay on the device for a receiver on the same one; see docs/rlinf.md.
         """
-        name = _mail(self._group_name, self._rank, dst_group_name, _one_rank("dst_rank", dst_rank))
-        return self._post.put(self._post.queue(name), (object, piggyback_payload), is_async=async_op)
+        mail = _mail(self._group_name, self._rank, dst_group_name, _one_rank("dst_rank", dst_rank))
+        return self._post.put(mail, (object, piggyback_payload), is_async=async_op)
 
     def recv(
         self, src_group_name: str, src_rank: int | Sequence[int], async_op: bool = False, options: Any = None
     ) -> Any:
         """Receive the next object of a worker; with a payload, the pair of both. Objects of one sender keep order."""
-        rank = _one_rank("src_rank", src_rank)
-        queue = self._post.queue(_mail(src_group_name, rank, self._group_name, self._rank))
+        return self._receive(
+            _mail(src_group_name, _one_rank("src_rank", src_rank), self._group_name, self._rank), async_op
+        )
 
-        def take() -> Any:
+    def _receive(self, mail: Box, is_async: bool) -> Any:
+        def take(queue: Queue[Any]) -> Any:
             received, payload = queue.get()
             return received if payload is None else (received, payload)
 
-        return self._post.get(queue, take, is_async=async_op)
+        return self._post.get(mail, take, is_async=is_async)
 
     def send_tensor(
         self, tensor: Any, dst_group_name: str, dst_rank: int, async_op: bool = False, options: Any = None
@@ -175,8 +179,8 @@ class Worker(metaclass=WorkerMeta):
         self, tensor: Any, src_group_name: str, src_rank: int, async_op: bool = False, options: Any = None
     ) -> Any:
         """Receive a tensor into this one, which has its shape and type."""
-        queue = self._post.queue(_mail(src_group_name, src_rank, self._group_name, self._rank))
-        return self._post.get(queue, lambda: tensor.copy_(queue.get()[0]), is_async=async_op)
+        mail = _mail(src_group_name, src_rank, self._group_name, self._rank)
+        return self._post.get(mail, lambda queue: tensor.copy_(queue.get()[0]), is_async=async_op)
 
     def broadcast(
         self,
@@ -193,7 +197,7 @@ class Worker(metaclass=WorkerMeta):
         if (self._group_name, self._rank) != src:
             return self.recv(*src, async_op=async_op)
         works = [self.send(object, *member, async_op=True) for member in dict.fromkeys(members) if member != src]
-        last = self._post.put(self._post.queue(_mail(*src, *src)), (object, None), is_async=True)
+        last = self._post.put(_mail(*src, *src), (object, None), is_async=True)
         received = self.recv(*src, async_op=True)
         if async_op:
             return received
@@ -225,7 +229,8 @@ class Worker(metaclass=WorkerMeta):
 
         All workers of this group call it, and all of the other `recv_from`. data: a tensor, an array, a list or a dict
         of them. batch_size: rows of all senders together; by default this worker's times their number. tag, route_key:
-        keep streams in one channel apart; with `mode` the tag is MODE_TAG. enable_p2p: by messages, without a channel.
+        keep streams apart, and are the same in `recv_from`; with `mode` the tag is MODE_TAG. enable_p2p: by messages,
+        without a channel; those without tag and route_key come in turn with those of `send`.
         """
         self._check_route("send_to", channel, enable_p2p, decoupled_mode)
         total = num_rows(data) * self._world_size if batch_size is None else batch_size
@@ -235,10 +240,11 @@ class Worker(metaclass=WorkerMeta):
         if len(shards) != len(parts):
             raise UserError(f"split_fn returned {len(shards)} parts for the sizes {sizes}")
         tag = tag if mode is None else f"{mode}_{tag}"
-        works = []
+        works: list[Any] = []
         for part, shard in zip(parts, shards, strict=True):
             if enable_p2p:
-                works.append(self.send(shard, group_name, part.rank, async_op))
+                mail = _mail(self._group_name, self._rank, group_name, part.rank, tag, route_key)
+                works.append(self._post.put(mail, (shard, None), is_async=async_op))
             else:
                 assert channel is not None
                 key = _route(self._group_name, group_name, tag, route_key, self._rank, part.rank)
@@ -273,7 +279,7 @@ class Worker(metaclass=WorkerMeta):
 
         def take(rank: int) -> Any:
             if enable_p2p:
-                return self.recv(group_name, rank, async_op)
+                return self._receive(_mail(group_name, rank, self._group_name, self._rank, tag, route_key), async_op)
             assert channel is not None
             key = _route(group_name, self._group_name, tag, route_key, rank, self._rank)
             return channel.get(key=key, async_op=async_op)
@@ -423,13 +429,19 @@ def _one_rank(name: str, rank: int | Sequence[int]) -> int:
     return rank[0]
 
 
-def _mail(src_group: str, src_rank: int, dst_group: str, dst_rank: int) -> str:
-    return f"from {src_group}[{src_rank}] to {dst_group}[{dst_rank}]"
+def _mail(
+    src_group: str, src_rank: int, dst_group: str, dst_rank: int, tag: str | None = None, route_key: Any = None
+) -> Box:
+    """Return the queue of messages from one worker to another; those with a tag or a key have one of their own."""
+    name = f"from {src_group}[{src_rank}] to {dst_group}[{dst_rank}]"
+    if tag is None and route_key is None:
+        return Box(name, stays=True)
+    return Box(f"{name}, tag {key_text(tag)}, route_key {key_text(route_key)}")
 
 
 def _route(src_group: str, dst_group: str, tag: str | None, route_key: Any, src_rank: int, dst_rank: int) -> Any:
     """Return the key of a channel under which rows travel from one worker to another."""
-    return "route", src_group, dst_group, tag, repr(route_key), src_rank, dst_rank
+    return "route", src_group, dst_group, tag, route_key, src_rank, dst_rank
 
 
 def _logger(name: str) -> logging.Logger:

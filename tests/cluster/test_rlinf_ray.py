@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,48 @@ def test_a_batch_of_two_processes_is_shared_among_three(cluster):
     runs = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert receivers.take("senders", channel).wait() == [(run, 3, run) for run in runs]
     given.wait()
+
+
+class DeviceSender(Worker):
+    def send_from_device(self, channel, folder):
+        """Put a tensor that waits on a device whose copies to the host are slow."""
+        from pathlib import Path
+
+        import torch
+        from file_devices import FileDevices
+
+        from hotseat.cluster import device_items
+
+        device_items.use(FileDevices(Path(folder)))
+        device_items.MIN_ON_DEVICE = 0
+        copy = device_items._host_copy
+        device_items._host_copy = lambda blocks: (time.sleep(0.3), copy(blocks))[1]
+        channel.put(torch.full((5,), 2.0, dtype=torch.float64))
+        return device_items.num_kept()
+
+    def send_and_hang(self, channel):
+        channel.put("taken")
+        channel.put("not taken")
+        time.sleep(600)
+
+
+def test_what_an_idle_worker_sent_from_its_device_is_there_after_its_group_was_closed(cluster, tmp_path):
+    channel = Channel.create("from a device")
+    senders = DeviceSender.create_group().launch(cluster, name="senders", placement_strategy=NodePlacementStrategy([0]))
+    assert senders.send_from_device(channel, str(tmp_path)).wait() == [1]
+    senders.close(grace_s=0.01)  # much less than the copy takes
+    assert list(tmp_path.iterdir()) == []
+    assert channel.get().tolist() == [2.0] * 5
+
+
+def test_what_a_busy_worker_sent_is_an_error_of_the_receiver_after_its_group_was_closed(cluster):
+    channel = Channel.create("from a busy one")
+    senders = DeviceSender.create_group().launch(cluster, name="senders", placement_strategy=NodePlacementStrategy([0]))
+    senders.send_and_hang(channel)
+    assert channel.get() == "taken"
+    senders.close(grace_s=0.01)
+    with pytest.raises(WorkerError, match=r"from a busy one.*its producer senders\[0\].*went away"):
+        assert [channel.get(), channel.get()] == []  # an error instead of a wait without end
 
 
 class Careless(Worker):

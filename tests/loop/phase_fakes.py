@@ -102,7 +102,7 @@ class FakeGroup(WorkerGroup[Any]):
     def holders(self) -> tuple[Holder, ...]:
         return tuple(Holder(self.name, rank, None) for rank in self.ranks)
 
-    def close(self, *, grace_s: float = 5.0) -> None:
+    def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
         self.is_closed = True
 
     def describe(self, rank: int) -> str:

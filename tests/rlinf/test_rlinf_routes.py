@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
 import torch
 
 from hotseat.cluster import ChannelDirectory
+from hotseat.cluster import channel as machinery
 from hotseat.cluster.channel import Broker
-from hotseat.errors import PlacementError, UserError, WorkerError
+from hotseat.errors import DeadlineError, PlacementError, UserError, WorkerError
 from hotseat.rlinf import Channel, NodePlacementStrategy, Worker, routing
 from hotseat.rlinf.routing import Part, merge, num_rows, parts_to_receive, parts_to_send, split
 
@@ -97,14 +102,27 @@ def test_a_batch_goes_from_two_workers_to_three_and_back_to_one(cluster, is_dire
     assert last.take("three", channel, batch_size=12, **options).wait()[0]["rows"].tolist() == list(range(12))
 
 
-def test_tags_modes_and_keys_keep_streams_apart_and_each_keeps_its_order(cluster):
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_tags_modes_and_keys_keep_streams_apart_and_each_keeps_its_order(cluster, is_direct):
     senders, receivers = launched(cluster, "two", 2), launched(cluster, "one", 1)
-    channel = Channel.create("streams")
+    channel = None if is_direct else Channel.create("streams")
     for number, options in enumerate([{}, {"tag": "a"}, {"mode": "train", "tag": "a"}, {"route_key": 3}, {}]):
-        senders.give_rows("one", channel, [number], **options).wait()
+        senders.give_rows("one", channel, [number], enable_p2p=is_direct, **options).wait()
     streams = [{"route_key": 3}, {"tag": "train_a"}, {"tag": "a"}, {}, {}]
-    received = [receivers.take("two", channel, batch_size=2, **options).wait()[0] for options in streams]
+    received = [
+        receivers.take("two", channel, batch_size=2, enable_p2p=is_direct, **options).wait()[0] for options in streams
+    ]
     assert received == [[3, 3], [2, 2], [1, 1], [0, 0], [4, 4]]
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_route_key_without_a_form_that_all_processes_share_is_refused(cluster, is_direct):
+    senders = launched(cluster, "two", 2)
+    launched(cluster, "one", 1)
+    channel = None if is_direct else Channel.create("keys")
+    sent = senders.give_rows("one", channel, [1], enable_p2p=is_direct, route_key=object())
+    with pytest.raises(WorkerError, match=r"the key <object object at 0x\w+> is a builtins.object, which has no form"):
+        sent.wait()
 
 
 def test_a_coroutine_receives_and_functions_of_ones_own_cut_and_put_together(cluster):
@@ -165,16 +183,83 @@ def test_a_group_that_nobody_launches_is_named_at_the_deadline(cluster, monkeypa
         alone.give_rows("nobody", Channel.create("none"), [1]).wait()
 
 
-def test_the_end_of_a_process_that_looked_in_vain_concerns_nobody(tmp_path, monkeypatch):
+def killed_at_its_answer(number, is_before, call) -> None:
+    """Run the call in a fork that is killed before or after it receives this answer of the broker, counted from 1."""
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        return
+    try:
+        receive, answers = machinery._receive, itertools.count(1)
+
+        def receive_and_die(connection):
+            is_last = next(answers) == number
+            if is_last and is_before:
+                os.kill(os.getpid(), signal.SIGKILL)
+            received = receive(connection)
+            if is_last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return received
+
+        machinery._receive = receive_and_die
+        call()
+    finally:
+        os._exit(1)
+
+
+@pytest.fixture
+def directory(tmp_path):
     broker = Broker(str(tmp_path))
-    directory = ChannelDirectory((broker.address, broker.key), 60.0)
+    yield ChannelDirectory((broker.address, broker.key), 60.0)
+    broker.close()
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before the answer", "after the answer"])
+def test_the_end_of_a_process_that_looks_something_up_concerns_nobody(directory, is_before):
+    Channel.create_in(directory, "known", maxsize=3)
+    routing.record_size(directory, "group", 2)
+    for look_up in (
+        lambda: Channel.connect_in(directory, "known"),
+        lambda: Channel.create_in(directory, "known"),
+        lambda: routing.group_size(directory, "group"),
+    ):
+        killed_at_its_answer(2, is_before, look_up)  # the first is to its greeting
+        assert Channel.connect_in(directory, "known").maxsize() == 3
+        assert routing.group_size(directory, "group") == 2
+
+
+def test_the_end_of_a_process_that_waits_for_what_is_not_there_concerns_nobody(directory):
+    killed_at_its_answer(2, True, lambda: Channel.connect_in(directory, "later"))
+    killed_at_its_answer(2, True, lambda: routing.group_size(directory, "later"))
+    killed_at_its_answer(2, False, lambda: Channel.create_in(directory, "later", maxsize=3))
+    routing.record_size(directory, "later", 2)
+    assert Channel.connect_in(directory, "later").maxsize() == 3
+    assert routing.group_size(directory, "later") == 2
+
+
+def test_a_group_that_is_launched_again_has_its_new_size(directory):
+    routing.record_size(directory, "group", 2)
+    routing.record_size(directory, "group", 1)
+    assert [routing.group_size(directory, "group") for _ in range(2)] == [1, 1]
+
+
+def test_what_is_looked_up_before_it_is_there_is_waited_for(directory):
+    for where in (directory, ChannelDirectory(None, 60.0)):
+        with ThreadPoolExecutor(2) as threads:
+            looking = [threads.submit(routing.group_size, where, "group") for _ in range(2)]
+            routing.record_size(where, "group", 5)
+            assert [each.result(60) for each in looking] == [5, 5]
+
+
+def test_what_nobody_records_is_named_at_the_deadline(directory, monkeypatch):
     monkeypatch.setattr(routing, "_LOOK_UP_S", 0.1)
     monkeypatch.setattr("hotseat.rlinf.channel._CONNECT_S", 0.1)
-    for find, entry in ((routing.group_size, "size of group later"), (Channel.connect_in, "later was created")):
-        with pytest.raises(PlacementError, match="there is no (group|channel) 'later'"):
-            find(directory, "later")
-        assert directory.open(entry, 1)._link.facts()["consumers"] == []  # whose death would fail the queue
-    broker.close()
+    for where in (directory, ChannelDirectory(None, 60.0)):
+        for find in (routing.group_size, Channel.connect_in):
+            with pytest.raises(PlacementError, match="there is no (group|channel) 'later'"):
+                find(where, "later")
+        with pytest.raises(DeadlineError, match=r"waited 0\.1 s for 'later', which nobody has recorded"):
+            where.look_up("later", timeout_s=0.1)
 
 
 def test_parts_of_tensors_have_memory_of_their_own():

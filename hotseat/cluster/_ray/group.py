@@ -207,22 +207,26 @@ class RayGroup(WorkerGroup[W_co]):
                         self.processes[rank].identity = self.open(rank, "__init__", future)
             self._starting = None
 
-    def close(self, *, grace_s: float = 5.0) -> None:
+    def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
         owner = self._owner_for("close")
         if self.is_closed:
             return
-        self.ask_to_close(grace_s)
+        self.ask_to_close(grace_s, idle_grace_s)
         self.is_closed = True
         owner.end_processes(self.processes)
         self.wake_waiters()
         owner.forget(self)
 
-    def ask_to_close(self, grace_s: float) -> None:
-        """Call `close` of the objects, where they have one, and wait for it at most `grace_s`."""
+    def ask_to_close(self, grace_s: float, idle_grace_s: float = 0.0) -> None:
+        """Call `close` of the objects, where they have one, and wait for it at most `grace_s`, for idle ones longer."""
         if self._has_close and self._starting is None and not self.is_closed and grace_s > 0:
+            calls: list[Any] = [future for future in list(self._pending) if not future.done()]
+            busy = {call.process.place.rank for call in calls}
             with contextlib.suppress(RunError):  # the process ends in any case
-                pending = self._start("close", dict.fromkeys(self.ranks, ((), {})), grace_s)
-                concurrent.futures.wait(pending.futures.values(), timeout=grace_s)
+                futures = self._start("close", dict.fromkeys(self.ranks, ((), {})), max(grace_s, idle_grace_s)).futures
+                concurrent.futures.wait(futures.values(), timeout=grace_s)
+                idle = [future for rank, future in futures.items() if rank not in busy]
+                concurrent.futures.wait(idle, timeout=max(0.0, idle_grace_s - grace_s))
 
     def wake_waiters(self) -> None:
         """Fail calls that are still waited for in a group that was closed."""

@@ -127,7 +127,7 @@ class NoWorkers(WorkerGroup[W_co]):
     def restart(self, rank: int, *, timeout_s: float | None = None) -> NoReturn:
         raise RunError(f"{self.name} has no rank {rank}")
 
-    def close(self, *, grace_s: float = 5.0) -> None:
+    def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
         self.is_closed = True
 
     def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: bool = False) -> Pending[Any]:
