@@ -10,8 +10,9 @@ import dataclasses
 import datetime
 import decimal
 import enum
-import numbers
+import fractions
 import pathlib
+import sys
 import uuid
 from typing import Any
 
@@ -20,7 +21,15 @@ from hotseat.errors import UserError
 __all__ = ["key_text"]
 
 # Of each, the constructor's own `repr` says all.
-_WITH_TEXT = (uuid.UUID, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)
+_WITH_TEXT = (
+    uuid.UUID,
+    pathlib.PurePath,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    decimal.Decimal,
+    fractions.Fraction,
+)
 
 
 def key_text(key: Any) -> str:
@@ -30,14 +39,14 @@ def key_text(key: Any) -> str:
             return kind.__repr__(key)  # also of subclasses, whose objects are equal to plain ones
     if key is None:
         return "None"
-    if isinstance(key, numbers.Integral):  # numpy's
-        return repr(int(key))
+    if _is_numpys_scalar(key):
+        return key_text(key.item())
     if isinstance(key, tuple):
         return f"({', '.join(map(key_text, key))})"
     if isinstance(key, list):
         return f"[{', '.join(map(key_text, key))}]"
     if isinstance(key, set | frozenset):
-        return f"{{{', '.join(sorted(map(key_text, key)))}}}"
+        return f"set({', '.join(sorted(map(key_text, key)))})"
     if isinstance(key, dict):
         return f"{{{', '.join(sorted(f'{key_text(name)}: {key_text(value)}' for name, value in key.items()))}}}"
     if isinstance(key, enum.Enum):
@@ -51,6 +60,12 @@ def key_text(key: Any) -> str:
         f"the key {key!r} is a {_name_of(type(key))}, which has no form that is the same in all processes: use text,"
         " numbers, bytes, an Enum, a UUID, a path, a date, or tuples, lists, sets, dicts and dataclasses of those"
     )
+
+
+def _is_numpys_scalar(key: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # who has a scalar has loaded it
+    # Some, such as long doubles, are no number of Python's.
+    return numpy is not None and isinstance(key, numpy.generic) and not isinstance(key.item(), numpy.generic)
 
 
 def _name_of(kind: type) -> str:

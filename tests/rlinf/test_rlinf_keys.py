@@ -17,6 +17,7 @@ from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
+from fractions import Fraction
 from pathlib import Path
 
 import numpy
@@ -193,7 +194,9 @@ def test_equal_keys_have_one_text_and_others_another():
     same = [
         [3, numpy.int64(3)],
         ["large", Size.LARGE],
-        [1.5, numpy.float64(1.5)],
+        [1.5, numpy.float64(1.5), numpy.float32(1.5)],
+        [True, numpy.bool_(True)],
+        [{"a", "b"}, frozenset({"b", "a"})],
         [("a", 1), Pair("a", 1)],
         [Request(1, frozenset({"a"}), object()), Request(1, frozenset({"a"}))],
         [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
@@ -201,11 +204,14 @@ def test_equal_keys_have_one_text_and_others_another():
     ]
     others = [
         None,
-        True,
+        False,
         "None",
         "3",
         b"3",
         ["a", 1],
+        set(),
+        {},
+        Fraction(1, 3),
         Request(2, frozenset({"a"})),
         Color.RED,
         Path("3"),
@@ -224,7 +230,7 @@ def test_a_key_has_the_same_text_in_a_process_with_other_hashes():
     assert run.stdout.rstrip() == key_text(key)
 
 
-@pytest.mark.parametrize("key", [Plain(), (1, Plain()), numpy.zeros(2), print])
+@pytest.mark.parametrize("key", [Plain(), (1, Plain()), numpy.zeros(2), numpy.longdouble(1), print])
 def test_a_key_without_a_form_that_all_processes_share_is_refused(key):
     channel = Channel("requests", 0, ChannelDirectory(None, 60.0))
     with pytest.raises(UserError, match="which has no form that is the same in all processes: use text"):
