@@ -36,6 +36,10 @@ def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+HIDE_CURSOR, SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"  # when a status begins and ends
+STARTING = re.compile(rb"starting (Ray|processes)")
+
+
 def command_of(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -82,12 +86,14 @@ def test_a_command_on_a_terminal_forks_its_template_shows_its_status_after_that_
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        assert wait_for(lambda: forks_of(driver, marked(MARK, [mark])), 300), shown.decode()
-        # Both templates: this command has loaded torch, and no other process loads it.
-        programs = [command_of(pid) for pid in marked(MARK, [mark])]
-        assert [b"torch" in command for command in programs if b"template_process.py" in command] == [False]
-        before = len(shown)
-        assert wait_for(lambda: b"starting" in shown[before:], 300), shown.decode()  # of the status
+        # The second status, which is shown once the template was forked, up to a point after all imports.
+        assert wait_for(lambda: STARTING.search(shown.split(HIDE_CURSOR)[-1]), 300), shown.decode()
+        assert shown.count(HIDE_CURSOR) == 2
+        processes = marked(MARK, [mark])
+        assert forks_of(driver, processes)
+        # This command has loaded torch, and no other process loads it: the template of agents, and its forks, do not.
+        programs = [command_of(pid) for pid in processes]
+        assert {b"torch" in command for command in programs if b"template_process.py" in command} == {False}
         os.write(terminal, b"\x03")
         assert driver.wait(600) == 130
         assert wait_for(lambda: not marked(MARK, [mark]), 60), marked(MARK, [mark])
@@ -95,7 +101,7 @@ def test_a_command_on_a_terminal_forks_its_template_shows_its_status_after_that_
         text = shown.decode()
         assert "hotseat: stopped" in text
         assert "Traceback" not in text
-        assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # the cursor is hidden below the status
+        assert shown.count(HIDE_CURSOR) == shown.count(SHOW_CURSOR) == 2
     finally:
         end_marked(MARK, [mark])
         driver.wait(60)
