@@ -75,11 +75,12 @@ def test_a_pause_ends_the_thread_of_the_status_and_its_hold_on_streams_and_logs(
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
     logger = logging.getLogger("of a library that is loaded below a status")
+    before = set(threading.enumerate())  # among them perhaps a thread of an earlier status, which is about to end
     with LiveView("rl", console=Console(width=100, force_terminal=True)) as view:
         logger.addHandler(handler := logging.StreamHandler())
         through_console = handler.stream
         assert through_console is sys.stderr is not err
-        (status,) = (each for each in threading.enumerate() if type(each).__module__ == "rich.live")
+        (status,) = (each for each in {*threading.enumerate()} - before if type(each).__module__ == "rich.live")
         with view.paused():
             status.join(60)
             assert not status.is_alive()
