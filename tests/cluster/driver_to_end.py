@@ -51,7 +51,7 @@ if __name__ == "__main__":
             started_template(["numpy"], thread_env(1), alone=alone) as template,
             Cluster(num_devices=2, template=template) as cluster,
         ):
-            assert (template._fork is None) == (alone is None)
+            assert template is None or (template._fork is None) == (alone is None)  # None: on machines with GPUs
             work(cluster)
     elif sys.argv[1] == "without":
         work(Cluster(num_devices=2))
