@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from environments import hear_interrupts
 
 from hotseat.cluster._guard import SESSION, end_marked, marked, process_state, start_time
 
@@ -29,6 +30,7 @@ class Driver:
             stderr=subprocess.DEVNULL,
             text=True,
             env={**os.environ, MARK: self.mark},
+            preexec_fn=hear_interrupts,
         )
         assert self.process.stdout.readline() == "starting\n"
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from environments import own_environment
+from environments import hear_interrupts, own_environment
 from loop_cases import make_task, rl_yaml
 from paused_runs import wait_for
 from safetensors.torch import load_file
@@ -24,11 +24,6 @@ from hotseat.observe import read_lines
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MARK = "TEST_ENDINGS"  # in the environment of everything that a run of these tests starts
-
-
-def hear_interrupts() -> None:
-    """In the child: a shell starts what runs in its background with SIGINT ignored, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
