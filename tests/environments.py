@@ -1,8 +1,9 @@
-"""The environment of processes that tests start."""
+"""What processes that tests start inherit: their environment, and whether they hear SIGINT."""
 
 from __future__ import annotations
 
 import os
+import signal
 
 # Ray's workers otherwise run at niceness 15: beside other tests they would hardly run at all.
 RAY_PRIORITY = {"RAY_worker_niceness": "0"}
@@ -12,3 +13,8 @@ def own_environment(*prefixes: str) -> dict[str, str]:
     """Return this process's environment without what another test's Ray may have left there, nor these prefixes."""
     left_out = ("RAY_", "HOTSEAT_", *prefixes)
     return {key: value for key, value in os.environ.items() if not key.startswith(left_out)} | RAY_PRIORITY
+
+
+def hear_interrupts() -> None:
+    """In the child: a shell starts what runs in its background with SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from environments import hear_interrupts
 
 from hotseat.cluster._guard import SESSION, end_marked, marked, process_state, start_time
 
@@ -30,6 +31,7 @@ class Driver:
             text=True,
             # A driver with threads, as OpenBLAS has more than one of, is not forked.
             env={**os.environ, MARK: self.mark, "OPENBLAS_NUM_THREADS": "1"},
+            preexec_fn=hear_interrupts,
         )
         assert self.process.stdout.readline() == "starting\n"
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from environments import own_environment
+from environments import hear_interrupts, own_environment
 from loop_cases import make_task, rl_yaml
 from paused_runs import wait_for
 from safetensors.torch import load_file
@@ -29,11 +29,6 @@ from hotseat.observe import read_lines
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MARK = "TEST_ENDINGS"  # in the environment of everything that a run of these tests starts
-
-
-def hear_interrupts() -> None:
-    """In the child: a shell starts what runs in its background with SIGINT ignored, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 HIDE_CURSOR, SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"  # when a status begins and ends
