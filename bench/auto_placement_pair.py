@@ -159,7 +159,8 @@ def main() -> None:
                 print(f"measured {took_s:.2f} s: {candidate}; a fixed loop takes {slowest_ms:.2f} ms", flush=True)
                 if slowest_ms <= SLOWER * usual_ms:
                     break
-                print("the cores were slower than at first: measured again" if attempt + 1 < ATTEMPTS else "counted")
+                then = "measured again" if attempt + 1 < ATTEMPTS else "it counts nevertheless"
+                print(f"the cores were slower than at first: {then}")
             rows.append(Row(candidate, prediction, took_s))
     print_rows(Result(rows, len(made), sum(isinstance(each, Refused) for each in made)))
 

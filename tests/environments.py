@@ -1,4 +1,4 @@
-"""What processes that tests start inherit: their environment, and whether they hear SIGINT."""
+"""Environment and signals of processes that tests start."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def own_environment(*prefixes: str) -> dict[str, str]:
 
 
 def hear_interrupts() -> None:
-    """In the child: a shell starts what runs in its background with SIGINT ignored, and children inherit that."""
+    """Hear SIGINT in a child: a shell starts what runs in its background with it ignored, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

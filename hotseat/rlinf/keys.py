@@ -1,4 +1,4 @@
-"""Keys of channels and routes as text: the same in all processes for equal keys, and different for others.
+"""Keys of channels and routes as text: the same in all processes for equal keys of a type, and different for others.
 
 Neither `repr` nor a pickle is that: the first may have an address in it, the second depends on which of its parts are
 one object, and on the order of sets.

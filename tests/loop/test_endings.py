@@ -48,7 +48,7 @@ def forks_of(driver: subprocess.Popen, pids: list[int]) -> list[int]:
 
 
 def have_terminal() -> None:
-    """In the child: make standard input the terminal by which it is interrupted."""
+    """Make standard input the terminal by which a child is interrupted."""
     hear_interrupts()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 

@@ -91,7 +91,7 @@ def _be_template(
         template_process.serve(template, path, env.get("OMP_NUM_THREADS"))
     except SystemExit as ended:
         code = ended.code
-    except BaseException:
+    except BaseException:  # as the interpreter would: it ends this process, which has nobody above it
         traceback.print_exc()
     finally:
         _end(code)
@@ -117,8 +117,8 @@ def _end(code: object) -> NoReturn:
     try:
         if status and not isinstance(code, int):
             print(code, file=sys.stderr)
-        with contextlib.suppress(BaseException):
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does
+        with contextlib.suppress(BaseException):  # an interrupt ends the wait, as it does the interpreter's
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
