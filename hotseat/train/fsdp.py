@@ -203,15 +203,16 @@ class FSDPBackend(Trainer):
 
     def offload(self, parts: Collection[Part]) -> Moved:
         self._need("offload")
+        num_bytes = 0
         if self._masters is not None and Part.WEIGHTS in parts:
             # Before weights leave: torch then gives back what is free, and only segments in which nothing is in use.
-            self._masters.drop_copies()
-        return super().offload(parts)
+            num_bytes = self._masters.drop_copies()
+        return super().offload(parts) + Moved(num_bytes, 0, 0.0)
 
     def onload(self, parts: Collection[Part]) -> Moved:
         moved = super().onload(parts)
         if self._masters is not None and Part.WEIGHTS in parts:
-            self._masters.make_copies()
+            moved += Moved(self._masters.make_copies(), 0, 0.0)
         return moved
 
     def _tensors(self, part: Part) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hotseat.placement.memory import COPIED_PARAMETERS
+from hotseat.train.offload import reserve
 
 COPIED_BYTES = COPIED_PARAMETERS * 2
 _PENDING_BYTES = 64 << 20  # of 16-bit gradients, before they are added to the sums together
@@ -80,13 +81,21 @@ class Masters:
         """Make the copies equal to the weights, rounded. To be called whenever weights have changed."""
         torch._foreach_copy_([copy.data for copy in self._copies.values()], list(self.weights.values()))
 
-    def drop_copies(self) -> None:
-        """Free the memory of the copies."""
-        for copy in self._copies.values():
-            copy.untyped_storage().resize_(0)
+    def drop_copies(self) -> int:
+        """Free the memory of the copies, and return its bytes."""
+        storages = [copy.untyped_storage() for copy in self._copies.values()]
+        num_bytes = sum(storage.nbytes() for storage in storages)
+        for storage in storages:
+            storage.resize_(0)
+        return num_bytes
 
-    def make_copies(self) -> None:
-        """Make copies again that were dropped."""
-        for copy in self._copies.values():
-            copy.untyped_storage().resize_(copy.numel() * copy.element_size())
+    def make_copies(self) -> int:
+        """Make copies again that were dropped, and return the bytes that they take."""
+        dropped = [copy for copy in self._copies.values() if copy.untyped_storage().nbytes() == 0]
+        sizes = [copy.numel() * copy.element_size() for copy in dropped]
+        if dropped:
+            reserve(dropped[0].device, sizes)
+        for copy, num_bytes in zip(dropped, sizes, strict=True):
+            copy.untyped_storage().resize_(num_bytes)
         self.update_copies()
+        return sum(sizes)

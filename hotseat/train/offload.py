@@ -52,7 +52,7 @@ class HostBuffer:
     def onload(self) -> Moved:
         """Give the tensors device memory again, and copy back what they held."""
         start = _now(self._device)
-        self._reserve()
+        reserve(self._device, (num_bytes for _, num_bytes in self._stored))
         for storage, num_bytes in self._stored:
             storage.resize_(num_bytes)
         for piece, host in self._pieces():
@@ -60,14 +60,6 @@ class HostBuffer:
         moved = self._moved(start)
         self._stored = []
         return moved
-
-    def _reserve(self) -> None:
-        """Allocate device memory for all tensors in one piece: hundreds of pieces take as long to get as to fill."""
-        if self._device.type == "cuda":
-            large = [num_bytes for _, num_bytes in self._stored if num_bytes > _SMALL]
-            size = sum(-(-num_bytes // _ROUND) * _ROUND for num_bytes in large)
-            # Given back at once to torch's allocator, which cuts it up for the storages.
-            torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _moved(self, start: float) -> Moved:
         num_bytes = sum(num_bytes for _, num_bytes in self._stored)
@@ -122,6 +114,16 @@ class PartResidency:
     def release(self) -> None:
         """Give the host memory back. Parts that are offloaded are lost."""
         self._buffers.clear()
+
+
+def reserve(device: torch.device, sizes: Iterable[int]) -> None:
+    """Allocate memory for tensors of these sizes, in bytes, in one piece, which torch then cuts up for them.
+
+    Hundreds of pieces take as long to get as to fill.
+    """
+    if device.type == "cuda":
+        size = sum(-(-num_bytes // _ROUND) * _ROUND for num_bytes in sizes if num_bytes > _SMALL)
+        torch.empty(size, dtype=torch.uint8, device=device)  # given back at once, to torch's allocator
 
 
 def _now(device: torch.device) -> float:

@@ -1,6 +1,7 @@
 """Leases on devices: which parts are offloaded and onloaded, and who holds the lease."""
 
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -34,7 +35,7 @@ class FakePending:
 
     def __init__(self, process: FakeProcess, method, args):
         self.process, self.method, self.args = process, method, args
-        process.group.started.append((method.__name__, process.rank))
+        process.group.begin(process.rank, method.__name__)
 
     def result(self):
         return self.process.call(self.method, *self.args)
@@ -53,6 +54,9 @@ class FakeGroup:
 
     def on(self, rank):
         return FakeProcess(self, rank)
+
+    def begin(self, rank, method):
+        self.started.append((method, rank))
 
     def answer(self, rank, method, *args):
         self.calls.append((method, *args, (rank,)))
@@ -171,35 +175,52 @@ rollout: {engine: vllm, memory_share: 0.4, enable_offload: true}
 
 
 class Ordered(FakeGroup):
-    """Notes when it moves, among others."""
+    """Notes when it moves, among others: moves that were begun before the first of them had ended, together."""
 
-    order: list[str]
+    order: list[list[str]]
+    open: list[str]  # moves that have not ended
+
+    def begin(self, rank, method):
+        if not self.open:
+            self.order.append([])
+        self.order[-1].append(f"{self.name} {method}")
+        self.open.append(method)
 
     def answer(self, rank, method, *args):
         if method != "release_cache":
-            self.order.append(f"{self.name} {method}")
+            self.open.remove(method)
         return super().answer(rank, method, *args)
 
 
-def order_of_moves(text: str, used_gib: float, *phases: tuple[str, str]) -> list[str]:
+def order_of_moves(text: str, used_gib: float, *phases: tuple[str, str]) -> list[list[str]]:
     """Return the order of moves in the last of these phases, with so much in use on an H200."""
     memory = DeviceMemory(int(used_gib * 2**30), 139 << 30)
     scheduler, groups = make_scheduler(text, "1x1xH200", measure=lambda device: memory)
-    order: list[str] = []
+    order: list[list[str]] = []
+    begun: list[str] = []
     for name, group in list(groups.items()):
         groups[name] = Ordered(name, group.size)
-        groups[name].order = order
+        groups[name].order, groups[name].open = order, begun
     for phase, role in phases:
         order.clear()
         with scheduler.lease(phase, role):
             pass
-    return list(dict.fromkeys(order))
+    return [list(dict.fromkeys(names)) for names in order]
 
 
-def test_parts_come_before_others_leave_where_there_is_room_for_both() -> None:
+def test_parts_come_while_others_leave_where_there_is_room_for_both() -> None:
     phases = ("rollout", "rollout"), ("update", "actor")
-    assert order_of_moves(SMALL, 60, *phases) == ["actor onload", "rollout offload"]
-    assert order_of_moves(SMALL, 125, *phases) == ["rollout offload", "actor onload"]
+    assert order_of_moves(SMALL, 60, *phases) == [["actor onload", "rollout offload"]]
+    assert order_of_moves(SMALL, 125, *phases) == [["rollout offload"], ["actor onload"]]
+
+
+def test_a_component_does_not_come_while_others_leave() -> None:
+    """What it takes is known only to its author, and must not count as memory that others did not free."""
+    text = SMALL.replace('rollout: "@actor"', 'rollout: "@actor", checker: "@actor"') + (
+        "components: {checker: {path: 'checker.py:Checker', memory_gib: 4, enable_offload: true}}\n"
+    )
+    phases = ("rollout", "rollout"), ("prepare", "checker")
+    assert order_of_moves(text, 60, *phases)[-1] == ["checker onload"]
 
 
 def test_the_room_that_engines_of_one_device_need_is_counted_once() -> None:
@@ -208,8 +229,8 @@ def test_the_room_that_engines_of_one_device_need_is_counted_once() -> None:
         "memory_share: 0.4", "memory_share: 0.2, num_engines: 2"
     )
     phases = ("rollout", "rollout"), ("update", "actor"), ("sync", "actor")
-    assert order_of_moves(text, 129, *phases) == ["rollout onload", "actor offload"]
-    assert order_of_moves(text, 131, *phases) == ["actor offload", "rollout onload"]
+    assert order_of_moves(text, 129, *phases) == [["rollout onload", "actor offload"]]
+    assert order_of_moves(text, 131, *phases) == [["actor offload"], ["rollout onload"]]
 
 
 def test_a_holder_that_dies_while_parts_come_early_does_not_stop_the_next_phase() -> None:
@@ -382,6 +403,29 @@ def test_memory_that_did_not_leave_names_its_holder() -> None:
         ),
         scheduler.lease("update", "actor"),
     ):
+        pass
+
+
+@pytest.mark.parametrize("held_gib", [0, 3])
+def test_memory_that_came_meanwhile_is_not_held_against_who_left(held_gib: int) -> None:
+    """The actor brings 9 GiB while the engine frees 50, or 3 GiB less than it says."""
+    used = [70 << 30]
+
+    class Moving(FakeGroup):
+        def answer(self, rank, method, *args):
+            size = (9 if self.name == "actor" else 50) << 30
+            used[0] += size if method == "onload" else (held_gib << 30) - size
+            return Moved(size, 0, 1.0)
+
+    scheduler, groups = make_scheduler(SMALL, "1x1xH200", measure=lambda device: DeviceMemory(used[0], 139 << 30))
+    with scheduler.lease("rollout", "rollout"):
+        pass
+    groups |= {name: Moving(name, 1) for name in ("actor", "rollout")}
+    if held_gib:
+        expected = pytest.raises(RunError, match=r"rollout rank 0 .* account 50.00 GiB, but .* fell by 47.50 GiB")
+    else:
+        expected = nullcontext()
+    with expected, scheduler.lease("update", "actor"):
         pass
 
 

@@ -2,9 +2,9 @@
 
 A lease is for a step of the plan. Before it is granted, parts that must not be on its devices are offloaded, and the
 holders of the previous lease report how much they freed; then the parts that the step needs are onloaded. Where the
-devices have room for both, parts come before others leave: memory that another process has just freed is cleared by the
-driver while it is filled again, which halves the speed of the copy. All processes move at once. The end of a lease
-moves nothing: what has to move is known only when the next lease is requested.
+devices have room for both, parts come while others leave: that is faster, and memory that another process has just
+freed would be cleared by the driver while it is filled again, which halves the speed of the copy. All processes move at
+once. The end of a lease moves nothing: what has to move is known only when the next lease is requested.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
 from hotseat.errors import PlacementError, RunError
 from hotseat.loop.devices.memory import MeasuresMemory
 from hotseat.observe import Timeline
-from hotseat.placement import GIB, Holding, Part, PhaseStep, Plan
+from hotseat.placement import GIB, ROLES, Holding, Part, PhaseStep, Plan
 from hotseat.types import Moved
 
 ALLOWANCE_BYTES = 1 << 29  # memory that a process may still hold of the parts that it has offloaded
-ROOM_BYTES = 2 << 30  # memory that stays free on a device where parts come before others leave
+ROOM_BYTES = 2 << 30  # memory that stays free on a device where parts come while others leave
 ROOM_FACTOR = 1.1  # parts may take so many times what the plan says
 
 Process = tuple[str, int]  # role and rank
@@ -46,12 +46,17 @@ class PartMove:
 
 @dataclass
 class _Batch:
-    """Moves that happen at once: the parts of each process, and those whose weights are dropped, not kept."""
+    """Moves that happen at once: the parts of each process, and those whose weights are dropped, not kept.
+
+    moved: what each process has moved, but for those that are gone.
+    """
 
     how: Literal["offload", "onload"]
     step: str
     parts: dict[Process, list[Part]] = field(default_factory=dict)
     dropping: set[Process] = field(default_factory=set)
+    moved: dict[Process, Moved] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 class Movable(MeasuresMemory, Protocol):
@@ -114,19 +119,14 @@ class DeviceScheduler:
         step = self._step(phase, role)
         started_s = time.monotonic()
         leaving = self._leaving(step)
-        if leaving:
-            for key, moved in self._onload(step, self._with_room(step)).items():
-                devices = self._processes[key].devices
-                more = moved.num_bytes // len(devices) + ALLOWANCE_BYTES  # the allocator's own included
-                self._leases.expect_use(dict.fromkeys(devices, more))
-        self._hand_over(leaving, step.name)
+        self._hand_over(leaving, step.name, self._with_room(step) if leaving else {})
         holders = self._holders(step)
         if holders:
             remaining_s = max(1.0, self._timeout_s - (time.monotonic() - started_s))
             self._lease = self._leases.acquire(step.name, holders, timeout_s=remaining_s)
             self._since_s = time.time()
         self._make_room(step)
-        self._onload(step, self._coming(step))
+        self._move(self._onload(step.name, self._coming(step)))
         yield
 
     def spent(self) -> dict[str, float]:
@@ -172,7 +172,7 @@ class DeviceScheduler:
 
     def close(self) -> None:
         """End the last lease."""
-        self._hand_over({}, "end")
+        self._hand_over({}, "end", {})
 
     def log(self) -> tuple[object, ...]:
         """Return every hand-over of a device so far."""
@@ -223,9 +223,9 @@ class DeviceScheduler:
     def _with_room(self, step: PhaseStep) -> dict[Process, list[Part]]:
         """Return the parts that a step needs and that fit on their devices before anything leaves.
 
-        Simulators do not come early: what they take is not known well enough.
+        Not those of simulators and of the user's own components: what they take is not known well enough.
         """
-        coming = {key: parts for key, parts in self._coming(step).items() if Part.SIMULATOR not in parts}
+        coming = {key: parts for key, parts in self._coming(step).items() if key[0] in ROLES and key[0] != "env"}
         holders = self._lease.holders if self._lease is not None else {}
         if not coming or any(self._is_gone(holder) for holder in holders):
             return {}
@@ -244,7 +244,10 @@ class DeviceScheduler:
                 return {}
         return coming
 
-    def _hand_over(self, leaving: Mapping[Process, Mapping[Part, bool]], step: str) -> None:
+    def _hand_over(
+        self, leaving: Mapping[Process, Mapping[Part, bool]], step: str, coming: Mapping[Process, list[Part]]
+    ) -> None:
+        """Have the last holders give up what the next ones do not need. coming: parts that need not wait for it."""
         freed_bytes: dict[Process, int] = {}
         # What simulators take is measured as they leave: nothing else moves meanwhile.
         simulators = [key for key, parts in leaving.items() if list(parts) == [Part.SIMULATOR]]
@@ -253,8 +256,13 @@ class DeviceScheduler:
             dropping = {key for key in keys if not leaving[key].get(Part.WEIGHTS, True)}
             for _ in keys:
                 faults.reach("offload")
-            moved = self._move(_Batch("offload", step, parts, dropping))
-            freed_bytes |= {key: each.num_bytes for key, each in moved.items()}
+            offload, onload = _Batch("offload", step, parts, dropping), self._onload(step, coming)
+            try:
+                self._move(offload, onload)
+            finally:
+                self._leases.expect_use(self._came(onload))
+            coming = {}
+            freed_bytes |= {key: each.num_bytes for key, each in offload.moved.items()}
         if self._lease is not None:
             self._draw_lease(self._lease)
             for holder, devices in self._lease.holders.items():
@@ -280,50 +288,39 @@ class DeviceScheduler:
                             with self._unless_gone((role, rank)):
                                 self._groups[role].on(rank).within(self._timeout_s).call(Movable.release_cache)
 
-    def _onload(self, step: PhaseStep, coming: Mapping[Process, list[Part]]) -> dict[Process, Moved]:
+    def _onload(self, step: str, coming: Mapping[Process, list[Part]]) -> _Batch:
         for _ in coming:
             faults.reach("onload")
-        return self._move(_Batch("onload", step.name, dict(coming)))
+        return _Batch("onload", step, dict(coming))
 
-    def _move(self, batch: _Batch) -> dict[Process, Moved]:
-        """Have processes move their parts, all at once. Processes that are gone are not in the result."""
-        started_s = time.time()
-        devices = sorted({device for key in batch.parts for device in self._processes[key].devices})
+    def _move(self, *batches: _Batch) -> None:
+        """Have processes move their parts, all at once. Time in which two batches move is counted as the first's."""
+        started_s = ended_s = time.time()
+        keys = [key for batch in batches for key in batch.parts]
+        devices = sorted({device for key in keys for device in self._processes[key].devices})
         before = {device: self._measure(device) for device in devices}
-        pending: dict[Process, Pending[Moved]] = {}
-        moved: dict[Process, Moved] = {}
+        pending: list[tuple[_Batch, Process, Pending[Moved]]] = []
         failures: list[RunError] = []
-        for key in batch.parts:
+        for batch in reversed(batches):  # onloads before offloads, to get memory that nobody has just freed
+            for key in batch.parts:
+                with self._unless_gone(key, failures):
+                    pending.append((batch, key, self._start(batch, key)))
+        for batch, key, call in sorted(pending, key=lambda started: batches.index(started[0])):
             with self._unless_gone(key, failures):
-                pending[key] = self._start(batch, key)
-        for key, call in pending.items():
-            with self._unless_gone(key, failures):
-                [moved[key]] = call.result()
-                self._draw_move(batch, key, moved[key], started_s)
-        self._record(batch, moved)
+                [batch.moved[key]] = call.result()
+                self._draw_move(batch, key, batch.moved[key], started_s)
+            now_s = time.time()
+            batch.seconds += now_s - ended_s
+            ended_s = now_s
+        for batch in batches:
+            self._record(batch)
         if failures:
             raise failures[0]
-        if batch.how == "offload":
-            for device in devices:
-                self._check_freed(batch, moved, device, before[device])
-            for key, parts in batch.parts.items():
-                if parts == [Part.SIMULATOR] and key in moved:
-                    freed = self._measured_freed(self._processes[key].devices, before)
-                    moved[key] = replace(moved[key], num_bytes=freed or moved[key].num_bytes)
-        if moved:
-            facts = {
-                f"{batch.how}_s": time.time() - started_s,
-                "gib": sum(each.num_bytes for each in moved.values()) / GIB,
-                "gib_copied": sum(each.num_bytes_copied for each in moved.values()) / GIB,
-            }
-            for name, value in facts.items():
-                self._spent[name] = self._spent.get(name, 0.0) + value
-        for (role, rank), each in moved.items():
-            names = [str(part) for part in batch.parts[role, rank]]
-            self.moves += [
-                PartMove(batch.step, role, name, batch.how == "offload", each.num_bytes, each.ms) for name in names
-            ]
-        return moved
+        for batch in batches:
+            if batch.how == "offload":
+                self._check_freed(batch, before, [other for other in batches if other.how == "onload"])
+            if batch.moved:
+                self._count(batch)
 
     def _start(self, batch: _Batch, key: Process) -> Pending[Moved]:
         (role, rank), names = key, [str(part) for part in batch.parts[key]]
@@ -332,10 +329,10 @@ class DeviceScheduler:
             return process.start(Movable.offload, names, key not in batch.dropping)
         return process.start(Movable.onload, names)
 
-    def _record(self, batch: _Batch, moved: Mapping[Process, Moved]) -> None:
+    def _record(self, batch: _Batch) -> None:
         """Record which parts are where now. A process that is gone has none on its devices, and none comes back."""
         for key, parts in batch.parts.items():
-            if key not in moved and not self._has_gone(key):
+            if key not in batch.moved and not self._has_gone(key):
                 continue
             if batch.how == "onload":
                 self._offloaded[key] -= set(parts)
@@ -343,6 +340,21 @@ class DeviceScheduler:
                 self._offloaded[key] |= set(parts)
             if key in batch.dropping:
                 self._without_weights.add(key[0])
+
+    def _count(self, batch: _Batch) -> None:
+        """Add what was moved to what `spent` and `moves` tell."""
+        facts = {
+            f"{batch.how}_s": batch.seconds,
+            "gib": sum(each.num_bytes for each in batch.moved.values()) / GIB,
+            "gib_copied": sum(each.num_bytes_copied for each in batch.moved.values()) / GIB,
+        }
+        for name, value in facts.items():
+            self._spent[name] = self._spent.get(name, 0.0) + value
+        for (role, rank), each in batch.moved.items():
+            names = [str(part) for part in batch.parts[role, rank]]
+            self.moves += [
+                PartMove(batch.step, role, name, batch.how == "offload", each.num_bytes, each.ms) for name in names
+            ]
 
     def _has_gone(self, key: Process) -> bool:
         role, rank = key
@@ -371,32 +383,35 @@ class DeviceScheduler:
         for device in self._processes[key].devices:
             self._timeline.span("devices", f"device {device}", what, started_s, time.time(), **about)
 
-    def _check_freed(
-        self, batch: _Batch, moved: Mapping[Process, Moved], device: int, before: DeviceMemory | None
-    ) -> None:
-        """Raise unless a device has gained as much free memory as the processes report to have freed there."""
-        now = self._measure(device)
-        if before is None or now is None:
-            return
-        shares = {
-            key: each.num_bytes // len(self._processes[key].devices)
-            for key, each in moved.items()
-            if device in self._processes[key].devices
-        }
-        if not shares:
-            return  # the processes are gone; what they had is seen free before the lease passes on
-        claimed, freed = sum(shares.values()), before.used - now.used
-        if claimed - freed > ALLOWANCE_BYTES * len(shares):
-            who = "; ".join(
-                f"{role} rank {rank} offloaded its {' and '.join(map(str, batch.parts[role, rank]))}"
-                for role, rank in shares
-            )
-            raise RunError(
-                f"{who} on device {device}, by {'its' if len(shares) == 1 else 'their'} own account"
-                f" {claimed / GIB:.2f} GiB, but the memory in use there fell by {freed / GIB:.2f} GiB:"
-                f" {'it still holds' if len(shares) == 1 else 'they still hold'} the rest"
-                f" ({ALLOWANCE_BYTES * len(shares) / GIB:.2f} GiB are allowed)"
-            )
+    def _check_freed(self, batch: _Batch, before: Mapping[int, DeviceMemory | None], onloads: Sequence[_Batch]) -> None:
+        """Raise unless each device has gained as much free memory as the processes report to have freed there.
+
+        onloads: what came meanwhile. What simulators freed is known from the device alone.
+        """
+        came = self._came(*onloads)
+        for device, then in before.items():
+            now = self._measure(device)
+            keys = [key for key in batch.moved if device in self._processes[key].devices]
+            if then is None or now is None or not keys:
+                continue  # processes that are gone have freed what they had before the lease passes on
+            claimed = sum(batch.moved[key].num_bytes // len(self._processes[key].devices) for key in keys)
+            freed = then.used + came.get(device, 0) - now.used
+            if claimed - freed > ALLOWANCE_BYTES * len(keys):
+                raise RunError(_not_freed(batch, keys, device, claimed, freed))
+        for key, parts in batch.parts.items():
+            if parts == [Part.SIMULATOR] and key in batch.moved:
+                freed = self._measured_freed(self._processes[key].devices, before)
+                batch.moved[key] = replace(batch.moved[key], num_bytes=freed or batch.moved[key].num_bytes)
+
+    def _came(self, *onloads: _Batch) -> dict[int, int]:
+        """Return the bytes that were onloaded to each device, with an allowance for each process."""
+        total: dict[int, int] = {}
+        for batch in onloads:
+            for key, moved in batch.moved.items():
+                devices = self._processes[key].devices
+                for device in devices:
+                    total[device] = total.get(device, 0) + moved.num_bytes // len(devices) + ALLOWANCE_BYTES
+        return total
 
     def _measured_freed(self, devices: Sequence[int], before: Mapping[int, DeviceMemory | None]) -> int:
         """Return by how much the memory in use on devices fell, as far as it can be measured, and report it."""
@@ -427,3 +442,15 @@ class DeviceScheduler:
                     if process is not None:
                         holders[holder] = process.devices
         return holders
+
+
+def _not_freed(batch: _Batch, keys: Sequence[Process], device: int, claimed: int, freed: int) -> str:
+    """Return the message that processes freed less than they report."""
+    who = "; ".join(
+        f"{role} rank {rank} offloaded its {' and '.join(map(str, batch.parts[role, rank]))}" for role, rank in keys
+    )
+    its, holds = ("its", "it still holds") if len(keys) == 1 else ("their", "they still hold")
+    return (
+        f"{who} on device {device}, by {its} own account {claimed / GIB:.2f} GiB, but the memory in use there fell by"
+        f" {freed / GIB:.2f} GiB: {holds} the rest ({ALLOWANCE_BYTES * len(keys) / GIB:.2f} GiB are allowed)"
+    )
