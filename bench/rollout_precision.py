@@ -231,8 +231,8 @@ def main() -> None:
                     gaps = gaps_in_words(scores, references[model])
                     print(f"{label} gap of scores to {next(iter(args.engines))}'s samples: {gaps}", flush=True)
                     own = ask(pipe, ("score", result["sequences"]), end - time.monotonic())
-                    gaps = gaps_in_words(own, result)
-                    print(f"{label} gap of scores to its own samples: {gaps}", flush=True)
+                    if "error" not in own:
+                        print(f"{label} gap of scores to its own samples: {gaps_in_words(own, result)}", flush=True)
                 pipe.send(None)
             process.join(20 if "error" not in result else 1)
             if process.is_alive():
