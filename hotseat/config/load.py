@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from hotseat.config import checks
 from hotseat.config.component_names import as_written, with_roles
-from hotseat.config.schema import Config, EvaluationConfig, FunctionPath
+from hotseat.config.schema import FORMS, Config, EvaluationConfig, FunctionPath
 from hotseat.config.yaml_lines import Document, KeyPath, dotted, dump, parse_value, read_yaml
 from hotseat.errors import ConfigError, Problem
 
@@ -70,6 +70,7 @@ def check(document: Document) -> tuple[Config, list[Problem]]:
 def validate(document: Document) -> tuple[Config, list[Problem]]:
     """Check types, ranges and unknown keys. Invalid entries are left out, so that the rest can still be checked."""
     values, problems = with_roles(document.values), list(document.problems)
+    left_out: set[KeyPath] = set()  # invalid: that they are missing then is no problem of its own
     while True:
         try:
             return Config.model_validate(values), problems
@@ -80,8 +81,10 @@ def validate(document: Document) -> tuple[Config, list[Problem]]:
                 messages.setdefault(path, _explain(path, detail))
             # A value that may be a scalar or a section fails as both: keep the messages about the section's own keys.
             paths = [path for path in messages if not any(other[: len(path)] == path != other for other in messages)]
-            problems += [document.problem(as_written(document.values, path), messages[path]) for path in paths]
+            new = [path for path in paths if path not in left_out]
+            problems += [document.problem(as_written(document.values, path), messages[path]) for path in new]
             values = _without(values, paths)
+            left_out.update(paths)
 
 
 def to_yaml(config: Config) -> str:
@@ -280,7 +283,7 @@ def _explain(path: KeyPath, detail: Mapping[str, Any]) -> str:
         return f"{shown}, must be {word} {context[name]}"
     if kind in ("too_long", "too_short"):
         return f"{shown}, must have {context.get('max_length', context.get('min_length'))} values"
-    expected = _EXPECTED.get(kind.split("_")[0])
+    expected = FORMS[context["pattern"]] if kind == "string_pattern_mismatch" else _EXPECTED.get(kind.split("_")[0])
     words = [f" or {word}" for word in _literals_at(path)]
     return f"{shown}, must be {expected}{''.join(words)}" if expected else f"{shown}: {detail['msg']}"
 

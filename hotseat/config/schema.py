@@ -17,7 +17,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Amount = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
-FunctionPath = Annotated[str, Field(pattern=r"^.+\.py:\w+$")]
+_FUNCTION, _CLASS = r"^.+\.py:\w+$", r"^.+:\w+$"
+FORMS = {_FUNCTION: "FILE.py:FUNCTION", _CLASS: "FILE.py:CLASS or package.module:CLASS"}  # of patterns, for messages
+FunctionPath = Annotated[str, Field(pattern=_FUNCTION)]
 
 RoleName = Literal["actor", "critic", "reference", "reward", "judge", "rollout", "env", "inference"]
 
@@ -230,7 +232,7 @@ class EnvConfig(Section):
 
 
 class ComponentConfig(Section):
-    path: Annotated[str, Field(pattern=r"^.+:\w+$")]
+    path: Annotated[str, Field(pattern=_CLASS)]
     """Class of one's own: `FILE.py:CLASS` or `package.module:CLASS`."""
     kwargs: dict[str, Any] = {}
     """Arguments of its constructor."""

@@ -355,3 +355,8 @@ def test_an_unquoted_comma_in_an_override_is_named():
     text = "task: sft\nactor: {model: m}\ndata: {path: a.jsonl, output_key: output}\n"
     with pytest.raises(ConfigError, match=r"cluster.component_placement\[4\]: given 4, must be text"):
         loads(text, ["cluster.component_placement={env: 0,4}"])
+
+
+def test_a_class_without_its_name_is_named_once_with_the_form_that_fits():
+    [problem] = problems_of("components: {filter: {path: filter.py}}")
+    assert problem.endswith("components.filter.path: given 'filter.py', must be FILE.py:CLASS or package.module:CLASS")

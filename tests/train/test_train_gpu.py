@@ -142,7 +142,12 @@ def test_memory_of_parts_that_leave_goes_back_to_the_device(precision: Any) -> N
     """A model with weights of many sizes, which torch puts into segments together."""
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=8000, hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12
+        vocab_size=8000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=12,
+        num_key_value_heads=4,
     )
     parts = ["weights", "optimizer"]
     backend = make(MistralForCausalLM(config), replace(OPTIONS, precision=precision))
