@@ -199,13 +199,13 @@ def compare_on_cuda() -> None:
     import torch
 
     from hotseat.cluster import device_items
-    from hotseat.cluster._cuda_devices import CudaDevices
+    from hotseat.cluster.device_items.cuda import CudaDevices
 
     class HostOnly(CudaDevices):
         def allocate(self, device: torch.device, num_bytes: int) -> None:
             return None
 
-    device_items.MIN_ON_DEVICE = 0
+    device_items.packing.MIN_ON_DEVICE = 0
     with tempfile.TemporaryDirectory() as folder:
         broker = Broker(folder)
         there, back = (Channel(name, object, 4, broker=(broker.address, broker.key)) for name in ("there", "back"))

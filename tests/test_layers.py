@@ -65,8 +65,16 @@ ROWS_OF = {
         ("group",),
         ("pending",),
         ("_worker_process", "channel", "devices", "session"),
-        ("device_items",),
-        ("_broker", "_cuda_devices", "_guard", "activity", "environment", "lease", "ports", "process", "refs"),
+        ("@device_items",),
+        ("_broker", "_guard", "activity", "environment", "lease", "ports", "process", "refs"),
+    ),
+    "cluster/device_items": (
+        ("__init__",),
+        ("packing",),
+        ("unpacking",),
+        ("keeper",),
+        ("devices", "form"),
+        ("cuda",),
     ),
     "cluster/_ray": (
         ("__init__",),

@@ -9,7 +9,7 @@ Between processes an item crosses two sockets, by way of a broker (`_broker.py`)
 when the process at its other end is killed, which is how the others learn of it, and it is several times as fast. Of a
 large item on one machine only a descriptor crosses them: the producer writes its bytes to memory without a name, which
 the consumer maps, and which the system frees with the last process that has it. CUDA tensors inside items stay on their
-device (`device_items.py`).
+device (`device_items/`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hotseat.cluster import device_items
 folder, uuid, path, orders = sys.argv[1:5]
 devices = FileDevices(Path(folder), uuid)
 device_items.use(devices)
-device_items.MIN_ON_DEVICE = 0
+device_items.packing.MIN_ON_DEVICE = 0
 channel = pickle.loads(Path(path).read_bytes())
 
 
@@ -43,7 +43,7 @@ def obey(order: str) -> object:
             os._exit(0)
         return child
     if order == "copying fails":
-        device_items._host_copy = lambda blocks: 1 / 0
+        device_items.keeper._host_copy = lambda blocks: 1 / 0
         return "so be it"
     if order == "num kept":
         return device_items.num_kept()

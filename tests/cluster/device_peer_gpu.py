@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hotseat.cluster import device_items
-from hotseat.cluster._cuda_devices import CudaDevices
+from hotseat.cluster.device_items.cuda import CudaDevices
 
 
 class Counting(CudaDevices):

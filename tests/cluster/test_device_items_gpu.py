@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from hotseat.cluster import Channel, device_items
-from hotseat.cluster._cuda_devices import CudaDevices
 from hotseat.cluster.channel import Broker
+from hotseat.cluster.device_items.cuda import CudaDevices
 from hotseat.errors import WorkerError
 from hotseat.rlinf.work import Lane
 

@@ -111,9 +111,9 @@ class DeviceSender(Worker):
         from hotseat.cluster import device_items
 
         device_items.use(FileDevices(Path(folder)))
-        device_items.MIN_ON_DEVICE = 0
-        copy = device_items._host_copy
-        device_items._host_copy = lambda blocks: (time.sleep(0.3), copy(blocks))[1]
+        device_items.packing.MIN_ON_DEVICE = 0
+        copy = device_items.keeper._host_copy
+        device_items.keeper._host_copy = lambda blocks: (time.sleep(0.3), copy(blocks))[1]
         channel.put(torch.full((5,), 2.0, dtype=torch.float64))
         return device_items.num_kept()
 

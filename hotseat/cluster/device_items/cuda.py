@@ -1,4 +1,4 @@
-"""The few calls to CUDA that items of channels need. Everything else about them is in `device_items.py`."""
+"""The few calls to CUDA that items of channels need."""
 
 from __future__ import annotations
 
