@@ -745,6 +745,29 @@ def test_peaks_are_of_the_work_and_without_what_allocators_hold_unused(monkeypat
     assert metrics == {"memory/update/actor": 6.0, "memory/update/device 0": 8.0}
 
 
+def test_the_memory_of_a_phase_is_that_of_its_highest_turn_in_this_step(monkeypatch):
+    for module in (memory, meter):
+        monkeypatch.setattr(module, "has_gpu", lambda: True)
+    case, held = Case(), [Held(0, 0)]
+
+    class Holding:
+        def __init__(self, rank: int):
+            pass
+
+        def held(self) -> Held:
+            return held[0]
+
+    groups = {"actor": FakeGroup("actor", Holding, 1, case.log)}
+    measured = make_meter(case, groups, DeviceWatch([], lambda device: None))
+    for turns, highest in (((3, 7, 5), 7.0), ((4, 2), 4.0)):
+        measured.begin_step()
+        for gib in turns:
+            held[0] = Held(gib << 30, 0)
+            with measured.lease("prepare", "actor"):
+                pass
+        assert measured.metrics()["memory/prepare/actor"] == highest
+
+
 # --- state ------------------------------------------------------------------------------------------------------------
 
 

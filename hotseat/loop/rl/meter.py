@@ -32,6 +32,7 @@ class PhaseMeter:
         """Start measuring a step: an evaluation and a save since the last step are no part of it."""
         self._started_s, self._process_started_s = time.monotonic(), time.process_time()
         self._phase_s.clear()
+        self._memory.clear()
         self._scheduler.spent()
 
     def turns(self, phase: str, roles: Sequence[str]) -> list[tuple[str, ...]]:
@@ -66,13 +67,16 @@ class PhaseMeter:
             memory_by_role(self._groups)
 
     def _record_peaks(self, phase: str, roles: Sequence[str]) -> None:
-        """Record peak memory per role and per device, excluding unused allocator cache."""
+        """Record peak memory per role and per device, excluding unused allocator cache. The highest turn counts."""
         peaks = self._devices.peaks_gib()
+        measured: dict[str, float] = {}
         for name, memory in memory_by_role(self._groups).items():
             if name in roles or not has_gpu():
-                self._memory[f"memory/{phase}/{name}"] = sum(held for held, _ in memory)
+                measured[f"memory/{phase}/{name}"] = sum(held for held, _ in memory)
             for process, (_, unused) in zip(self._plan.role(name).processes, memory, strict=False):
                 # A process that spans several devices has several caches, so none can be subtracted from one device.
                 if len(process.devices) == 1 and process.devices[0] in peaks:
                     peaks[process.devices[0]] -= unused
-        self._memory |= {f"memory/{phase}/device {device}": gib for device, gib in peaks.items()}
+        measured |= {f"memory/{phase}/device {device}": gib for device, gib in peaks.items()}
+        for name, gib in measured.items():
+            self._memory[name] = max(gib, self._memory.get(name, 0.0))
