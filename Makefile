@@ -15,7 +15,7 @@ EXTRAS_libraries := agent-libraries
 REQUIREMENTS := import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(line for name in sys.argv[1:] for line in extras[name]), sep="\n")
 
-.PHONY: agent-envs setup browser sandbox demo test test-fast test-long lint bench clean
+.PHONY: agent-envs setup browser sandbox demo test test-fast test-gpu test-long lint bench clean
 
 setup: $(READY)
 
@@ -50,7 +50,7 @@ demo: setup
 	$(BIN)/hotseat demo
 
 # Tests may keep the bytecode of our files, of which each of their processes would compile a hundred.
-test test-fast test-long: export PYTHONDONTWRITEBYTECODE =
+test test-fast test-gpu test-long: export PYTHONDONTWRITEBYTECODE =
 
 # Slow tests wait for processes and devices for much of their time: on two cores a third worker fills it. All tests in one
 # run, since every worker imports everything first.
@@ -62,6 +62,10 @@ test-fast: setup
 
 test-long: setup agent-envs browser sandbox
 	$(BIN)/python -m pytest -m "not gpu"
+
+# File by file: a process can start only one vLLM engine that sleeps. After `make setup VLLM=vllm`.
+test-gpu:
+	for file in $$(grep -rl --include='*_gpu.py' mark.gpu tests); do $(BIN)/python -m pytest -m gpu $$file || exit 1; done
 
 lint: setup
 	$(BIN)/ruff check .

@@ -18,7 +18,10 @@ from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch, Request, Sampling
 from hotseat.vision import Vision, encoder_of, policy_class, tokens_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 PROMPTS = 4
 OPTIONS = TrainOptions(optimizer=AdamW(), schedule=Schedule(kind="constant", peak=1e-3), precision="bf16_master")
