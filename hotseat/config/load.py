@@ -70,7 +70,7 @@ def check(document: Document) -> tuple[Config, list[Problem]]:
 def validate(document: Document) -> tuple[Config, list[Problem]]:
     """Check types, ranges and unknown keys. Invalid entries are left out, so that the rest can still be checked."""
     values, problems = with_roles(document.values), list(document.problems)
-    left_out: set[KeyPath] = set()  # invalid: that they are missing then is no problem of its own
+    left_out: set[KeyPath] = set()  # invalid entries, which are missing when the rest is checked
     while True:
         try:
             return Config.model_validate(values), problems

@@ -18,7 +18,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Amount = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 _FUNCTION, _CLASS = r"^.+\.py:\w+$", r"^.+:\w+$"
-FORMS = {_FUNCTION: "FILE.py:FUNCTION", _CLASS: "FILE.py:CLASS or package.module:CLASS"}  # of patterns, for messages
+FORMS = {_FUNCTION: "FILE.py:FUNCTION", _CLASS: "FILE.py:CLASS or package.module:CLASS"}  # patterns in words
 FunctionPath = Annotated[str, Field(pattern=_FUNCTION)]
 
 RoleName = Literal["actor", "critic", "reference", "reward", "judge", "rollout", "env", "inference"]

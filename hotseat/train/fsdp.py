@@ -28,7 +28,7 @@ from hotseat.placement.roles import Part
 from hotseat.train.adamw import make_adamw, set_learning_rate, start_state
 from hotseat.train.attention import has_flash
 from hotseat.train.average import MovingAverage
-from hotseat.train.backend import AdamW, Muon, TrainOptions
+from hotseat.train.backend import AdamW, Muon, TrainOptions, check_parts
 from hotseat.train.fragments import local
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
@@ -203,6 +203,7 @@ class FSDPBackend(Trainer):
 
     def offload(self, parts: Collection[Part]) -> Moved:
         self._need("offload")
+        check_parts(parts)
         num_bytes = 0
         if self._masters is not None and Part.WEIGHTS in parts:
             # Before weights leave: torch then gives back what is free, and only segments in which nothing is in use.

@@ -175,7 +175,7 @@ rollout: {engine: vllm, memory_share: 0.4, enable_offload: true}
 
 
 class Ordered(FakeGroup):
-    """Notes when it moves, among others: moves that were begun before the first of them had ended, together."""
+    """Records the order of moves, among other groups: those that were begun before one had ended are in one list."""
 
     order: list[list[str]]
     open: list[str]  # moves that have not ended
@@ -264,6 +264,43 @@ def test_a_holder_that_dies_while_parts_come_early_does_not_stop_the_next_phase(
     with scheduler.lease("update", "actor"):
         pass
     assert scheduler.log()[-1].died == ("rollout[0] (pid 100)",)
+
+
+@pytest.mark.parametrize("failing", ["actor", "rollout"])
+def test_what_came_or_left_is_kept_where_the_other_failed(failing: str) -> None:
+    """The actor comes while the engine leaves. When the phase is tried again, only what failed moves."""
+
+    class Failing(FakeGroup):
+        def answer(self, rank, method, *args):
+            raise RunError(f"{self.name} has no memory")
+
+    memory = DeviceMemory(60 << 30, 139 << 30)
+    scheduler, groups = make_scheduler(SMALL, "1x1xH200", measure=lambda device: memory)
+    with scheduler.lease("rollout", "rollout"):
+        pass
+    groups["actor"].taken()
+    working = groups[failing]
+    groups[failing] = Failing(failing, 1)
+    with pytest.raises(RunError, match="has no memory"), scheduler.lease("update", "actor"):
+        pass
+    groups[failing] = working
+    with scheduler.lease("update", "actor"):
+        pass
+    moves = [(name, call[0]) for name in groups for call in groups[name].calls if call[0] != "release_cache"]
+    assert moves == [("actor", "onload"), ("rollout", "offload")]
+    assert not scheduler.has_weights("rollout")
+    assert scheduler.log()[-1].to_phase == "update"
+
+
+def test_a_process_whose_parts_leave_and_come_in_one_hand_over_is_asked_for_both() -> None:
+    """A flow of one's own may need other parts of a role in each phase."""
+    text = SMALL + (
+        "flow: [{name: rollout, run: [rollout]}, {name: prepare, run: {actor: [optimizer]}},"
+        " {name: update, train: [actor]}, {name: sync, push: [rollout]}]\n"
+    )
+    phases = ("rollout", "rollout"), ("prepare", "actor"), ("sync", "actor")
+    assert order_of_moves(text, 60, *phases) == [["actor onload", "rollout onload", "actor offload"]]
+    assert order_of_moves(text, 137, *phases) == [["actor offload"], ["actor onload", "rollout onload"]]
 
 
 def test_a_gone_process_is_not_held_to_what_it_would_have_freed() -> None:
@@ -422,7 +459,11 @@ def test_memory_that_came_meanwhile_is_not_held_against_who_left(held_gib: int) 
         pass
     groups |= {name: Moving(name, 1) for name in ("actor", "rollout")}
     if held_gib:
-        expected = pytest.raises(RunError, match=r"rollout rank 0 .* account 50.00 GiB, but .* fell by 47.50 GiB")
+        expected = pytest.raises(
+            RunError,
+            match=r"rollout rank 0 .* account 50.00 GiB, but the memory in use there fell by 38.00 GiB while 9.00 GiB"
+            r" were onloaded: it still holds the rest \(1.00 GiB are allowed\)",
+        )
     else:
         expected = nullcontext()
     with expected, scheduler.lease("update", "actor"):
@@ -496,6 +537,32 @@ def test_others_make_way_for_an_engine_that_starts_anew() -> None:
     with scheduler.lease("sync", "actor"):
         pass
     assert ("onload", ["weights"], (0,)) in groups["actor"].taken()
+
+
+def test_what_simulators_took_is_measured_alone_where_others_make_way_too() -> None:
+    text = """
+cluster: {component_placement: {actor: 0, env: "@actor", rollout: "@actor"}}
+env: {path: gym, tasks: [CartPole-v1], enable_offload: true}
+actor: {enable_offload: true}
+"""
+    used = [20 << 30]
+    measured = []
+
+    class Leaving(FakeGroup):
+        def answer(self, rank, method, *args):
+            size = (3 if self.name == "env" else 9) << 30
+            used[0] -= size
+            return Moved(0 if self.name == "env" else size, 0, 1.0)
+
+    scheduler, groups = make_scheduler(
+        text,
+        "1x1xA100-80G",
+        measure=lambda device: DeviceMemory(used[0]),
+        when_measured=lambda device, num_bytes: measured.append((device, num_bytes)),
+    )
+    groups |= {name: Leaving(name, 1) for name in ("actor", "env")}
+    scheduler.make_way("rollout", 0)
+    assert measured == [(0, 3 << 30)]
 
 
 def test_what_simulators_took_is_measured_as_they_leave_and_counted_by_later_plans(tmp_path, monkeypatch) -> None:

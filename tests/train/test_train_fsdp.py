@@ -236,9 +236,14 @@ def test_copies_to_compute_with_are_dropped_before_the_weights_leave_and_made_ag
         return leaves(*arguments)
 
     monkeypatch.setattr(PartResidency, "offload", leave)
-    backend.offload([Part.WEIGHTS])
-    assert sizes == [0]  # when weights leave, and free memory goes back to the device, copies are gone
-    backend.onload([Part.WEIGHTS])
+    with pytest.raises(UserError, match="no part is called .bogus."):
+        backend.offload([Part.WEIGHTS, "bogus"])
+    assert sizes == []
+    torch.testing.assert_close(backend.log_probs([some_segments(1)], 1.0), before, rtol=0, atol=0)
+    left = [backend.offload([Part.WEIGHTS]).num_bytes for _ in range(2)]
+    assert sizes == [0, 0]  # when weights leave, and free memory goes back to the device, copies are gone
+    came = [backend.onload([Part.WEIGHTS]).num_bytes for _ in range(2)]
+    assert left == came == [2 * sum(weight.numel() for weight in model.parameters()), 0]
     torch.testing.assert_close(backend.log_probs([some_segments(1)], 1.0), before, rtol=0, atol=0)
     backend.close()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -48,7 +48,7 @@ class PartMove:
 class _Batch:
     """Moves that happen at once: the parts of each process, and those whose weights are dropped, not kept.
 
-    moved: what each process has moved, but for those that are gone.
+    moved: what each process has moved, but for those that are gone. seconds: how long they were waited for.
     """
 
     how: Literal["offload", "onload"]
@@ -151,14 +151,15 @@ class DeviceScheduler:
     def make_way(self, role: str, rank: int) -> None:
         """Offload other roles from the devices of a process that is about to start and measures free memory there."""
         devices = set(self._processes[role, rank].devices) if (role, rank) in self._processes else set()
-        batch = _Batch("offload", "restart")
+        leaving: dict[Process, list[Part]] = {}
         for (other, number), process in self._processes.items():
             if other == role or other not in self._groups or not devices & set(process.devices):
                 continue
             parts = sorted(self._parts(other) - self._offloaded[other, number])
             if parts:
-                batch.parts[other, number] = parts
-        self._move(batch)
+                leaving[other, number] = parts
+        for keys in _at_once(leaving):
+            self._move(_Batch("offload", "restart", {key: leaving[key] for key in keys}))
 
     def _parts(self, role: str) -> set[Part]:
         """Return the parts that a role can offload, as far as the plan knows."""
@@ -223,7 +224,7 @@ class DeviceScheduler:
     def _with_room(self, step: PhaseStep) -> dict[Process, list[Part]]:
         """Return the parts that a step needs and that fit on their devices before anything leaves.
 
-        Not those of simulators and of the user's own components: what they take is not known well enough.
+        Simulators and components of the user's own are left out: what they take is not known well enough.
         """
         coming = {key: parts for key, parts in self._coming(step).items() if key[0] in ROLES and key[0] != "env"}
         holders = self._lease.holders if self._lease is not None else {}
@@ -249,9 +250,7 @@ class DeviceScheduler:
     ) -> None:
         """Have the last holders give up what the next ones do not need. coming: parts that need not wait for it."""
         freed_bytes: dict[Process, int] = {}
-        # What simulators take is measured as they leave: nothing else moves meanwhile.
-        simulators = [key for key, parts in leaving.items() if list(parts) == [Part.SIMULATOR]]
-        for keys in ([key for key in leaving if key not in simulators], *([key] for key in simulators)):
+        for keys in _at_once(leaving):
             parts = {key: list(leaving[key]) for key in keys}
             dropping = {key for key in keys if not leaving[key].get(Part.WEIGHTS, True)}
             for _ in keys:
@@ -260,7 +259,10 @@ class DeviceScheduler:
             try:
                 self._move(offload, onload)
             finally:
-                self._leases.expect_use(self._came(onload))
+                came = {device: self._shares(onload, device) for device in self._devices(onload)}
+                self._leases.expect_use(
+                    {device: sum(shares) + ALLOWANCE_BYTES * len(shares) for device, shares in came.items()}
+                )
             coming = {}
             freed_bytes |= {key: each.num_bytes for key, each in offload.moved.items()}
         if self._lease is not None:
@@ -296,9 +298,7 @@ class DeviceScheduler:
     def _move(self, *batches: _Batch) -> None:
         """Have processes move their parts, all at once. Time in which two batches move is counted as the first's."""
         started_s = ended_s = time.time()
-        keys = [key for batch in batches for key in batch.parts]
-        devices = sorted({device for key in keys for device in self._processes[key].devices})
-        before = {device: self._measure(device) for device in devices}
+        before = {device: self._measure(device) for device in self._devices(*batches)}
         pending: list[tuple[_Batch, Process, Pending[Moved]]] = []
         failures: list[RunError] = []
         for batch in reversed(batches):  # onloads before offloads, to get memory that nobody has just freed
@@ -318,7 +318,7 @@ class DeviceScheduler:
             raise failures[0]
         for batch in batches:
             if batch.how == "offload":
-                self._check_freed(batch, before, [other for other in batches if other.how == "onload"])
+                self._check_freed(batch, [other for other in batches if other.how == "onload"], before)
             if batch.moved:
                 self._count(batch)
 
@@ -383,35 +383,48 @@ class DeviceScheduler:
         for device in self._processes[key].devices:
             self._timeline.span("devices", f"device {device}", what, started_s, time.time(), **about)
 
-    def _check_freed(self, batch: _Batch, before: Mapping[int, DeviceMemory | None], onloads: Sequence[_Batch]) -> None:
+    def _check_freed(self, batch: _Batch, onloads: Sequence[_Batch], before: Mapping[int, DeviceMemory | None]) -> None:
         """Raise unless each device has gained as much free memory as the processes report to have freed there.
 
         onloads: what came meanwhile. What simulators freed is known from the device alone.
         """
-        came = self._came(*onloads)
-        for device, then in before.items():
-            now = self._measure(device)
-            keys = [key for key in batch.moved if device in self._processes[key].devices]
-            if then is None or now is None or not keys:
+        for device in self._devices(batch):
+            claims = self._shares(batch, device)
+            if not claims:
                 continue  # processes that are gone have freed what they had before the lease passes on
-            claimed = sum(batch.moved[key].num_bytes // len(self._processes[key].devices) for key in keys)
-            freed = then.used + came.get(device, 0) - now.used
-            if claimed - freed > ALLOWANCE_BYTES * len(keys):
-                raise RunError(_not_freed(batch, keys, device, claimed, freed))
+            then, now = before[device], self._measure(device)
+            if then is None or now is None:
+                continue
+            came = [share for onload in onloads for share in self._shares(onload, device)]
+            freed, allowed = then.used - now.used, ALLOWANCE_BYTES * (len(claims) + len(came))
+            if sum(claims) - freed - sum(came) > allowed:
+                raise RunError(self._not_freed(batch, device, freed, sum(came), allowed))
         for key, parts in batch.parts.items():
             if parts == [Part.SIMULATOR] and key in batch.moved:
                 freed = self._measured_freed(self._processes[key].devices, before)
                 batch.moved[key] = replace(batch.moved[key], num_bytes=freed or batch.moved[key].num_bytes)
 
-    def _came(self, *onloads: _Batch) -> dict[int, int]:
-        """Return the bytes that were onloaded to each device, with an allowance for each process."""
-        total: dict[int, int] = {}
-        for batch in onloads:
-            for key, moved in batch.moved.items():
-                devices = self._processes[key].devices
-                for device in devices:
-                    total[device] = total.get(device, 0) + moved.num_bytes // len(devices) + ALLOWANCE_BYTES
-        return total
+    def _not_freed(self, batch: _Batch, device: int, freed: int, came: int, allowed: int) -> str:
+        """Return the message that processes freed less than they report."""
+        keys = [key for key in batch.moved if device in self._processes[key].devices]
+        who = "; ".join(
+            f"{role} rank {rank} offloaded its {' and '.join(map(str, batch.parts[role, rank]))}" for role, rank in keys
+        )
+        its, holds = ("its", "it still holds") if len(keys) == 1 else ("their", "they still hold")
+        meanwhile = f" while {came / GIB:.2f} GiB were onloaded" if came else ""
+        return (
+            f"{who} on device {device}, by {its} own account {sum(self._shares(batch, device)) / GIB:.2f} GiB, but the"
+            f" memory in use there fell by {freed / GIB:.2f} GiB{meanwhile}: {holds} the rest"
+            f" ({allowed / GIB:.2f} GiB are allowed)"
+        )
+
+    def _devices(self, *batches: _Batch) -> list[int]:
+        return sorted({device for batch in batches for key in batch.parts for device in self._processes[key].devices})
+
+    def _shares(self, batch: _Batch, device: int) -> list[int]:
+        """Return the bytes that each process moved on a device; one that spans several moves as much on each."""
+        spans = {key: self._processes[key].devices for key in batch.moved}
+        return [batch.moved[key].num_bytes // len(devices) for key, devices in spans.items() if device in devices]
 
     def _measured_freed(self, devices: Sequence[int], before: Mapping[int, DeviceMemory | None]) -> int:
         """Return by how much the memory in use on devices fell, as far as it can be measured, and report it."""
@@ -444,13 +457,10 @@ class DeviceScheduler:
         return holders
 
 
-def _not_freed(batch: _Batch, keys: Sequence[Process], device: int, claimed: int, freed: int) -> str:
-    """Return the message that processes freed less than they report."""
-    who = "; ".join(
-        f"{role} rank {rank} offloaded its {' and '.join(map(str, batch.parts[role, rank]))}" for role, rank in keys
-    )
-    its, holds = ("its", "it still holds") if len(keys) == 1 else ("their", "they still hold")
-    return (
-        f"{who} on device {device}, by {its} own account {claimed / GIB:.2f} GiB, but the memory in use there fell by"
-        f" {freed / GIB:.2f} GiB: {holds} the rest ({ALLOWANCE_BYTES * len(keys) / GIB:.2f} GiB are allowed)"
-    )
+def _at_once(leaving: Mapping[Process, Collection[Part]]) -> list[list[Process]]:
+    """Return the processes that leave at once: all but simulators, and then each of these alone.
+
+    What simulators take is measured as they leave: nothing else moves meanwhile.
+    """
+    simulators = [key for key, parts in leaving.items() if list(parts) == [Part.SIMULATOR]]
+    return [[key for key in leaving if key not in simulators], *([key] for key in simulators)]
