@@ -2,7 +2,7 @@
 
     python bench/action_chunk.py                        # a CUDA device: policies of Qwen2-7B's and Llama-2-7B's shape
     python bench/action_chunk.py --shapes qwen2-7b --profile
-    python bench/action_chunk.py --tiny                 # anywhere, in seconds: that it works
+    python bench/action_chunk.py --tiny                 # anywhere, in seconds: that it works; so without a device
 
 Weights are random, bf16, made on the device. A prompt is an image of 256 tokens, from SigLIP-so400m's shape, and words.
 Every round has new frames. The bound is (forward of the prompts' tokens at matmul peak + a read of the language model's
@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
     parser.add_argument("--tiny", action="store_true", help="a tiny policy, for a CPU")
     arguments = parser.parse_args()
-    if arguments.tiny:
+    if arguments.tiny or not torch.cuda.is_available():
         arguments.shapes, arguments.envs = ["tiny"], min(arguments.envs, 20)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     limits = device_limits(device)

@@ -4,8 +4,8 @@
 The third row plays the four turns as a program does, by an OpenAI client and the gateway, where an answer may also end
 early. Prefix caching is on; actor and engine take turns on one device.
 
-    python bench/agent_turns.py --model DIRECTORY                       a pretrained model with a chat template, vLLM
-    python bench/agent_turns.py --model DIRECTORY --engine transformers --prompts 2 --steps 3    on a CPU
+    python bench/agent_turns.py                        SmolLM2; with a GPU by vLLM, else 2 prompts by transformers
+    python bench/agent_turns.py --model DIRECTORY      another pretrained model with a chat template
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lib.checkpoint import SMOLLM2, existing
+from lib.devices import has_gpu
 from rich.console import Console
 from rich.table import Table
 
@@ -113,12 +115,13 @@ def run(directory: Path, name: str, arguments: argparse.Namespace) -> list[dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--model", type=Path, default=SMOLLM2)
+    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm" if has_gpu() else "transformers")
+    parser.add_argument("--prompts", type=int, default=64 if has_gpu() else 2)
+    parser.add_argument("--steps", type=int, default=6 if has_gpu() else 3)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     arguments = parser.parse_args()
+    arguments.model = existing(arguments.model)
     table = Table(
         title=f"{arguments.prompts} x {GROUP_SIZE} samples, medians after {NUM_WARM_UP} of {arguments.steps} steps"
     )

@@ -7,7 +7,7 @@ over all steps after the first ones, and what was trained per step.
 
     python bench/carry_over.py                          every case, one after another, each in its own process
     python bench/carry_over.py --only 0 1               some; results stay in --directory, and all of them are printed
-    python bench/carry_over.py --model tiny --steps 4   on a CPU, with the transformers engine
+    python bench/carry_over.py --model tiny --steps 4   a tiny shape, the default without a GPU: transformers engine
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import argparse
 import json
 import math
 import random
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from lib.devices import has_gpu
 from lib.shapes import VOCAB_SIZES, make_weights, shape
 from lib.words import save_prompts, save_tokenizer
 
@@ -70,16 +70,12 @@ class Answers(Agent):
 """
 
 
-def on_gpu() -> bool:
-    return shutil.which("nvidia-smi") is not None
-
-
 def write_model(directory: Path, model: str) -> None:
     path, vocab_size = directory / model, VOCAB_SIZES[model]
     words = [*(f"w{index}" for index in range(vocab_size)), "<eos>"]  # the end lies outside of the vocabulary
     save_tokenizer(path, words)
-    weights = make_weights(shape(model, eos_token_id=vocab_size), "cuda" if on_gpu() else "cpu")
-    (weights if on_gpu() else weights.float()).save_pretrained(path)
+    weights = make_weights(shape(model, eos_token_id=vocab_size), "cuda" if has_gpu() else "cpu")
+    (weights if has_gpu() else weights.float()).save_pretrained(path)
     rng = random.Random(0)
     num_rows = 40 * NUM_PROMPTS
     save_prompts(
@@ -102,9 +98,9 @@ def run(directory: Path, model: str, staleness: int, num_steps: int) -> dict[str
         model=model,
         staleness=staleness,
         number=number,
-        engine="vllm" if on_gpu() else "transformers",
-        share="memory_share: 0.4" if on_gpu() else "num_slots: 256",
-        precision="dtype: bf16, fp32_master: false" if on_gpu() else "dtype: fp32",
+        engine="vllm" if has_gpu() else "transformers",
+        share="memory_share: 0.4" if has_gpu() else "num_slots: 256",
+        precision="dtype: bf16, fp32_master: false" if has_gpu() else "dtype: fp32",
         num_rows=num_steps * NUM_PROMPTS,
         overlap=overlap,
     )
@@ -145,9 +141,9 @@ def show(results: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=VOCAB_SIZES, default="1.5B")
+    parser.add_argument("--model", choices=VOCAB_SIZES, default="1.5B" if has_gpu() else "tiny")
     parser.add_argument("--only", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=14 if has_gpu() else 4)
     parser.add_argument("--directory", type=Path, default=Path("bench-carry-over"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -5,9 +5,9 @@ to 447, 32 pairs an optimizer step, no checkpointing. TRL's best number of pairs
 those of the data: prompts and answers of both sides, without padding. Hotseat's memory beside the plan's is what its
 allocator had in use at the most, and 1 GiB for the device's context; cache that it kept besides is told apart.
 
-    python bench/dpo_vs_trl.py                      on a GPU: every case, one after another, each in its own process
+    python bench/dpo_vs_trl.py                      every case, one after another, each in its own process
     python bench/dpo_vs_trl.py --only hotseat trl-8 some; results stay in --directory, and all of them are printed
-    python bench/dpo_vs_trl.py --model tiny         on a CPU, in fp32
+    python bench/dpo_vs_trl.py --model tiny         a tiny shape in fp32, the default without a GPU
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lib.devices import has_gpu
 from lib.shapes import VOCAB_SIZES, make_weights, shape
 from lib.trl_side import timed_steps
 from lib.words import save_tokenizer
@@ -44,17 +44,13 @@ train: {{{precision}, batch_size: 32, micro_batch_size: 16}}
 """
 
 
-def on_gpu() -> bool:
-    return shutil.which("nvidia-smi") is not None
-
-
 def write_model(directory: Path, model: str, num_steps: int) -> None:
     """Weights, a tokenizer with one word per token, and pairs for `num_steps` steps."""
     path, vocab_size = directory / model, VOCAB_SIZES[model]
     words = [*(f"w{index}" for index in range(vocab_size - 1)), "<eos>"]
     save_tokenizer(path, words)
-    weights = make_weights(shape(model, eos_token_id=vocab_size - 1), "cuda" if on_gpu() else "cpu")
-    (weights if on_gpu() else weights.float()).save_pretrained(path)
+    weights = make_weights(shape(model, eos_token_id=vocab_size - 1), "cuda" if has_gpu() else "cpu")
+    (weights if has_gpu() else weights.float()).save_pretrained(path)
     rng = random.Random(0)
 
     def text(length: int) -> str:
@@ -76,7 +72,7 @@ def run_hotseat(directory: Path, model: str) -> dict[str, Any]:
     from hotseat.loop.run import start
     from hotseat.observe import read_lines
 
-    precision = "dtype: bf16, fp32_master: false" if on_gpu() else "dtype: fp32"
+    precision = "dtype: bf16, fp32_master: false" if has_gpu() else "dtype: fp32"
     number = int(time.time())
     start(loads(CONFIG.format(directory=directory, model=model, precision=precision, number=number)))
     run_dir = directory / "runs" / f"hotseat-{number}"
@@ -84,8 +80,8 @@ def run_hotseat(directory: Path, model: str) -> dict[str, Any]:
     plan = json.loads((run_dir / "plan.json").read_text())
     return {
         "seconds": [record["step_s"] for record in records],
-        "peak_gib": 1.0 + max(record["memory/update/actor"] for record in records) if on_gpu() else None,
-        "cached_gib": max(record["memory/update/unused"] for record in records) if on_gpu() else None,
+        "peak_gib": 1.0 + max(record["memory/update/actor"] for record in records) if has_gpu() else None,
+        "cached_gib": max(record["memory/update/unused"] for record in records) if has_gpu() else None,
         "planned_gib": max(step["used_gib"] or 0.0 for step in plan["groups"][0]["steps"]),
     }
 
@@ -108,9 +104,9 @@ def run_trl(directory: Path, model: str, pairs: int) -> dict[str, Any]:
             per_device_train_batch_size=pairs,
             gradient_accumulation_steps=PAIRS_PER_STEP // pairs,
             max_length=512,
-            bf16=on_gpu(),
-            use_cpu=not on_gpu(),
-            model_init_kwargs={"dtype": "bfloat16" if on_gpu() else "float32"},
+            bf16=has_gpu(),
+            use_cpu=not has_gpu(),
+            model_init_kwargs={"dtype": "bfloat16" if has_gpu() else "float32"},
             gradient_checkpointing=False,
             save_strategy="no",
             report_to=[],
@@ -121,7 +117,7 @@ def run_trl(directory: Path, model: str, pairs: int) -> dict[str, Any]:
         processing_class=AutoTokenizer.from_pretrained(path),
     )
     seconds = timed_steps(trainer)
-    return {"seconds": seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu() else None}
+    return {"seconds": seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if has_gpu() else None}
 
 
 def show(directory: Path, model: str) -> None:
@@ -163,7 +159,7 @@ def show(directory: Path, model: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=VOCAB_SIZES, default="1.5B")
+    parser.add_argument("--model", choices=VOCAB_SIZES, default="1.5B" if has_gpu() else "tiny")
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--directory", type=Path, default=Path("bench-dpo"))

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lib.devices import need_gpu
 from lib.shapes import VOCAB_SIZES, make_weights, shape
 from lib.trl_side import time_grpo
 from lib.words import save_prompts, save_tokenizer
@@ -521,11 +522,7 @@ def main() -> None:
             found = run_trl(directory, name) if name in TRL else run_hotseat(directory, name)
         (directory / f"{name}.json").write_text(json.dumps(found))
         return
-    import torch
-
-    if not torch.cuda.is_available():
-        print("no GPU here: nothing measured")
-        return
+    need_gpu()
     for name in arguments.only if arguments.only is not None else ("limits", "engine", "updates", *CASES, *TRL):
         began = time.time()
         given = [sys.executable, __file__, "--one", name, "--directory", str(directory)]

@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from lib.devices import need_gpu
 from lib.trl_side import time_grpo
 from lib.words import save_prompts, save_tokenizer
 
@@ -127,11 +128,9 @@ def main() -> None:
         found = {"seconds": statistics.median(seconds[NUM_WARM_UP:]), "medians": medians}
         (arguments.directory / f"{arguments.side}.json").write_text(json.dumps(found))
         return
+    need_gpu()
     import torch
 
-    if not torch.cuda.is_available():
-        print("no GPU here: nothing measured")
-        return
     results = {}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

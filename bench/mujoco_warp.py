@@ -33,6 +33,7 @@ import numpy as np
 sys.path.remove(str(Path(__file__).parent))  # where this file would be the package of its name
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.lib.devices import has_gpu
 from bench.lib.imitation import ImitationSettings, imitate
 from bench.lib.tabletop import write_policy
 from hotseat.envs.loading import SimulatorSettings
@@ -428,7 +429,7 @@ def run_parts(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[part for part in PARTS if part != "imitate"])
-    parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, as without a GPU")
     parser.add_argument("--limit-s", type=float, default=1500.0, help="of the whole call")
     parser.add_argument("--pause-s", type=float, default=5.0, help="between offloading and coming back")
     parser.add_argument("--tasks", nargs="+", default=["reach-red", "reach-blue", "push-red", "push-blue"])
@@ -458,6 +459,7 @@ def main() -> None:
     parser.add_argument("--start", type=Path, help="FOLDER/model of `--parts imitate --folder FOLDER`, to begin with")
     parser.add_argument("--folder", type=Path, help="kept; a temporary one if not set")
     arguments = parser.parse_args()
+    arguments.tiny = arguments.tiny or not has_gpu()
     if "imitate" in arguments.parts and arguments.folder is None:
         parser.error("the part imitate writes a policy for other calls: set --folder to where it is to stay")
     is_made_first = len(arguments.parts) > 1 and "imitate" in arguments.parts

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from backends import LENGTH, VOCAB_SIZES, make_batch, make_model
+from lib.devices import need_gpu
 
 CASES = {f"zero{stage}-{precision}": (stage, precision) for precision in ("bf16", "bf16_master") for stage in (1, 2, 3)}
 NUM_ROUNDS = 4
@@ -79,12 +80,10 @@ def main() -> None:
         name, way = sys.argv[1:]
         print(json.dumps(measure(*CASES[name], way == "deepspeed")))
         return
-    import torch
     from rich.console import Console
     from rich.table import Table
 
-    if not torch.cuda.is_available():
-        sys.exit("nothing is offloaded without a GPU")
+    need_gpu()
     table = Table(title="offloaded and onloaded, 1.5B")
     for column in ("case", "moved by", "GiB moved", "GiB left", "away s", "back s", "to Hotseat's"):
         table.add_column(column, justify="left" if column in ("case", "moved by") else "right")

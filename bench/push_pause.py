@@ -6,7 +6,7 @@ push. With `in_flight: recompute` the keys and values of every open request are 
 costs is stated apart, as the time in which the tokens lost after the standstill would have been sampled.
 
     python bench/push_pause.py                                 Qwen2.5-1.5B's shape, vLLM, 256 requests
-    python bench/push_pause.py --model tiny --requests 16      on a CPU, with the transformers engine
+    python bench/push_pause.py --model tiny --requests 16      the default without a GPU: transformers engine
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-import shutil
 import statistics
 import tempfile
 import threading
@@ -22,6 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from lib.devices import has_gpu
 from lib.shapes import VOCAB_SIZES, make_weights, shape
 from lib.words import save_tokenizer
 from rich.console import Console
@@ -91,9 +91,8 @@ def measure(points: list[Point], begun_s: float, push_s: float) -> Pause:
 
 
 def run(directory: Path, model: str, num_requests: int, num_pushes: int, keeps_cache: bool) -> list[Pause]:
-    on_gpu = shutil.which("nvidia-smi") is not None
-    dtype = "bfloat16" if on_gpu else "float32"
-    vllm = VllmSettings(1, 0.4, True, False, str(directory / "logs")) if on_gpu else None
+    dtype = "bfloat16" if has_gpu() else "float32"
+    vllm = VllmSettings(1, 0.4, True, False, str(directory / "logs")) if has_gpu() else None
     settings = EngineSettings(
         str(directory / model), MAX_LENGTH, num_requests, (), dtype, 1, keeps_cache=keeps_cache, vllm=vllm
     )
@@ -108,12 +107,12 @@ def run(directory: Path, model: str, num_requests: int, num_pushes: int, keeps_c
     ]
     canary = Canary(tuple(words(PROMPT_LENGTH + 128) for _ in range(4)), (PROMPT_LENGTH,) * 4, 1.0)
     pauses = []
-    with Cluster(num_devices=None if on_gpu else 1) as cluster:
+    with Cluster(num_devices=None if has_gpu() else 1) as cluster:
         place = [Process(0, devices=(0,))]
         engine = cluster.launch("rollout", WatchedEngine, args=(settings,), processes=place)
-        options = TrainOptions(precision="bf16" if on_gpu else "fp32")
+        options = TrainOptions(precision="bf16" if has_gpu() else "fp32")
         actor = cluster.launch("actor", ActorWorker, args=(str(directory / model), options, dtype), processes=place)
-        transports = choose_transports([[0]], [[0]], is_cuda=on_gpu)
+        transports = choose_transports([[0]], [[0]], is_cuda=has_gpu())
         push_weights(actor, engine, 0, canary, transports)  # the first one allocates, and compiles what is compiled
         engine.call(EngineWorker.submit, "bench", requests)
         for version in range(1, num_pushes + 1):
@@ -133,8 +132,8 @@ def run(directory: Path, model: str, num_requests: int, num_pushes: int, keeps_c
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=VOCAB_SIZES, default="1.5B")
-    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--model", choices=VOCAB_SIZES, default="1.5B" if has_gpu() else "tiny")
+    parser.add_argument("--requests", type=int, default=256 if has_gpu() else 16)
     parser.add_argument("--pushes", type=int, default=4)
     arguments = parser.parse_args()
     table = Table(title=f"{arguments.requests} open requests, {arguments.model}, medians of {arguments.pushes} pushes")
@@ -144,9 +143,8 @@ def main() -> None:
         directory = Path(name)
         vocab_size = VOCAB_SIZES[arguments.model]
         save_tokenizer(directory / arguments.model, [*(f"w{index}" for index in range(vocab_size)), "<eos>"])
-        on_gpu = shutil.which("nvidia-smi") is not None
-        weights = make_weights(shape(arguments.model, eos_token_id=vocab_size), "cuda" if on_gpu else "cpu")
-        (weights if on_gpu else weights.float()).save_pretrained(directory / arguments.model)
+        weights = make_weights(shape(arguments.model, eos_token_id=vocab_size), "cuda" if has_gpu() else "cpu")
+        (weights if has_gpu() else weights.float()).save_pretrained(directory / arguments.model)
         del weights
         for in_flight in ("keep", "recompute"):
             pauses = run(directory, arguments.model, arguments.requests, arguments.pushes, in_flight == "keep")

@@ -30,6 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lib.devices import need_gpu
 from lib.shapes import VOCAB_SIZES, make_weights, shape
 
 PROMPT_LENGTH = 64
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=240.0, help="all in all; what is not done by then is left out")
     args = parser.parse_args()
+    need_gpu()
     end = time.monotonic() + args.seconds
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:

@@ -40,7 +40,7 @@ FIRST_STEP = 20  # from which lengths are compared
 def main() -> None:
     """Measure and print."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("what", choices=["learning", "lengths"])
+    arguments.add_argument("what", nargs="?", choices=["learning", "lengths"], default="lengths")
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--staleness", type=int, nargs="+")
     arguments.add_argument("--prompts", type=int, default=5_120)
