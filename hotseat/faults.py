@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ VARIABLE = "HOTSEAT_FAULTS"
 POINTS = {
     "start-up": "driver: processes are starting",
     "generation.before": "driver: before a rollout",
-    "generation.during": "engine: between two tokens",
+    "generation.during": "engine: between two tokens of a rollout",
     "group.first": "agents: the first group of a rollout is complete and scored",
     "scoring.during": "agents: a group was given to the reward function",
     "evaluation.during": "agents: the first group of an evaluation is complete and scored",
@@ -54,6 +55,7 @@ MEMORY_POINTS = {
 
 _directory = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
 _seen: dict[str, int] = {}  # file name of a fault to how often this process reached its point
+_ignored: set[str] = set()  # points that this process does not reach now
 _me = "driver"
 
 
@@ -96,9 +98,19 @@ def is_armed(point: str) -> bool:
     return any(Fault(**json.loads(path.read_text())).point == point for path in paths)
 
 
+@contextlib.contextmanager
+def ignoring(point: str) -> Iterator[None]:
+    """Have this process reach a point no more meanwhile: what it does there is not what the point stands for."""
+    _ignored.add(point)
+    try:
+        yield
+    finally:
+        _ignored.discard(point)
+
+
 def reach(point: str) -> None:
     """Inject the faults that are armed at a point, which this process has reached."""
-    if _directory is not None:
+    if _directory is not None and point not in _ignored:
         _reach(_directory, point)
 
 

@@ -119,7 +119,8 @@ class Leases:
     """Grants leases on devices to phases. Thread-safe; lives in the driver, which asks for each phase.
 
     `measure(device)` returns the memory in use there, or None where it cannot be measured. `is_gone(holder)` tells
-    whether its process no longer exists; it is called only for holders that have not reported, while a phase waits.
+    whether its process no longer exists; it is called only for holders that have not reported, while a phase waits, and
+    for those that ask for a device again.
     """
 
     def __init__(
@@ -200,13 +201,14 @@ class Leases:
     # --- granting -------------------------------------------------------------------------------------------------
 
     def _refuse_twice(self, lease: Lease) -> None:
+        """Raise if a holder has a device of this lease already, unless it is gone: nobody can report for it."""
         for other in [*self._queue, *{id(s.lease): s.lease for s in self._devices.values() if s.lease}.values()]:
             for holder in lease.holders:
                 shared = [
                     device
                     for device in lease.holders[holder]
                     if device in other.holders.get(holder, ())
-                    and (other in self._queue or holder in self._waited_for(device))
+                    and (other in self._queue or (holder in self._waited_for(device) and not self._is_gone(holder)))
                 ]
                 if shared:
                     doing = "already waits for" if other in self._queue else "already holds"

@@ -155,6 +155,15 @@ def test_memory_that_a_dead_holder_left_behind_is_named():
     assert f"but {60 * GIB} bytes are in use; {GIB} were when it began" in text
 
 
+def test_a_dead_holder_that_asks_again_gets_the_device_so_that_the_next_call_to_it_reports_the_death():
+    gone: set[Holder] = set()
+    leases, _ = make(is_gone=gone.__contains__)
+    leases.acquire("update", {ACTOR: [0]}, timeout_s=5)
+    gone.add(ACTOR)
+    leases.acquire("sync", {ACTOR: [0], ENGINE: [0]}, timeout_s=5)
+    assert leases.log()[-1].died == ("actor[0] (pid 11)",)
+
+
 def test_without_a_measurement_a_dead_holder_is_released_when_its_process_is_gone():
     gone: set[Holder] = set()
     leases, fake = make(is_gone=gone.__contains__)

@@ -8,13 +8,15 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from cluster_workers import Plain, wait_until
 
 from hotseat.cluster import Cluster, Process, started_template
-from hotseat.cluster._guard import process_state
+from hotseat.cluster._guard import end_marked, marked, process_state
+from hotseat.cluster._ray import forked, template_process
 from hotseat.cluster._ray.template import SWITCH
 from hotseat.cluster._ray.template_process import differing, load
 from hotseat.cluster.environment import environment_of_its_own
@@ -162,6 +164,48 @@ def test_a_command_forks_its_template_and_programs_that_are_forked_from_it_are_l
         os.close(reader)
         driver.kill()
         driver.communicate()
+
+
+LATE_MODULE = """
+import pathlib, time
+
+folder = pathlib.Path(__file__).parent
+(folder / "loading").touch()
+while not (folder / "go").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_a_fork_that_comes_after_the_end_of_the_driver_ends_with_the_template(tmp_path):
+    """The guard has ended the processes of the session by then: it does not see this one."""
+    (tmp_path / "late_module.py").write_text(LATE_MODULE)
+    (tmp_path / "program.py").write_text("import time; time.sleep(3600)")
+    address, mark = str(tmp_path / "socket"), f"{os.getpid()}-{time.monotonic_ns()}"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "TEST_TEMPLATE": mark}
+    command = [sys.executable, "-P", template_process.__file__, address, "--", "late_module"]
+    template = subprocess.Popen(command, stdin=subprocess.PIPE, env=env)
+    try:
+        wait_until(lambda: os.path.exists(address))
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            forked.__file__,
+            address,
+            "setup_worker.py",
+            str(tmp_path / "program.py"),
+        ]
+        asker = subprocess.Popen(command, env=env)
+        wait_until((tmp_path / "loading").exists)
+        asker.kill()
+        asker.wait()
+        template.stdin.close()
+        (tmp_path / "go").touch()
+        assert template.wait(60) == 0
+        wait_until(lambda: not marked("TEST_TEMPLATE", [mark]))
+    finally:
+        end_marked("TEST_TEMPLATE", [mark])
+        template.wait(60)
 
 
 def test_a_module_that_cannot_be_loaded_is_left_to_the_process_that_needs_it(tmp_path, monkeypatch):

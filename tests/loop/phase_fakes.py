@@ -479,6 +479,7 @@ class Case:
             push=lambda ranks: self.sync.push_again(ranks),
             rejoin=lambda ranks: self.log.append(f"rejoin {ranks}"),
             say=self.said.append,
+            rejoins_in_lease=True,
         )
         to_engines = transport or TransportPlan(("host",) * engines, first_ranks=(0,) * engines)
         to_inference = TransportPlan(("host",) * inference, first_ranks=(0,) * inference) if inference else None
@@ -486,7 +487,7 @@ class Case:
         self.sync = SyncPhase(
             self.groups, routes, self.state, self.guard, self.meter, self.scheduler, self.recovery, self.said.append
         )
-        answering = Answering(self.groups, self.settings, self.meter, self.guard, self.sync)
+        answering = Answering(self.groups, self.settings, self.meter, self.guard, self.sync, self.recovery)
         self.rollout = RolloutPhase(
             answering,
             self.groups,

@@ -648,7 +648,9 @@ def test_an_engine_that_dies_in_the_rollout_gets_the_version_that_is_served():
     assert loads_by_rank == [{0: 0, 1: 0}, {0: 1, 1: 1}, {1: 1}]
     log = case.taken()
     last_push = len(log) - 1 - log[::-1].index("lease sync/actor")
-    assert log.index("restart rollout 1") < last_push < log.index("rejoin [1]")
+    last_lease = len(log) - 1 - log[::-1].index("lease rollout/rollout")
+    assert log.index("restart rollout 1") < last_push < last_lease < log.index("rejoin [1]")
+    assert log.index("rejoin [1]") < len(log) - 1 - log[::-1].index("agents.collect")
     assert not any(entry.startswith("reconnect") for entry in log)
 
 

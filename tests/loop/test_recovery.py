@@ -22,7 +22,7 @@ class Engines:
         self.log.append(f"replaced {role} {rank}")
 
 
-def recovery_of(engines: Engines, push=None, hosts=None) -> Recovery:
+def recovery_of(engines: Engines, push=None, hosts=None, rejoins_in_lease=False) -> Recovery:
     return Recovery(
         engines,
         hosts or Engines(size=1),
@@ -31,6 +31,7 @@ def recovery_of(engines: Engines, push=None, hosts=None) -> Recovery:
         push=push or (lambda ranks: engines.log.append(f"push {ranks}")),
         rejoin=lambda ranks: engines.log.append(f"rejoin {ranks}"),
         say=lambda text: None,
+        rejoins_in_lease=rejoins_in_lease,
     )
 
 
@@ -65,6 +66,18 @@ def test_a_push_is_repeated_as_a_whole_and_the_new_engine_rejoins_after_it():
 
     assert recovery_of(engines).during(push, is_push=True) == "done"
     assert engines.log == ["restart 1", "replaced rollout 1", "pushed", "rejoin [1]"]
+
+
+@pytest.mark.parametrize("is_push", [False, True])
+def test_where_new_engines_wait_for_a_lease_they_rejoin_when_the_work_says_so(is_push):
+    """A push leaves an engine without its KV cache, so it would refuse the requests that wait at hosts."""
+    engines = Engines()
+    mine = recovery_of(engines, rejoins_in_lease=True)
+    assert mine.during(dies(engines, 1), is_push=is_push) == "done"
+    assert not any(entry.startswith("rejoin") for entry in engines.log)
+    mine.use_new_engines()
+    mine.use_new_engines()
+    assert [entry for entry in engines.log if entry.startswith("rejoin")] == ["rejoin [1]"]
 
 
 def test_an_engine_that_dies_while_it_gets_its_weights_is_replaced_too():

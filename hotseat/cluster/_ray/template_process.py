@@ -11,7 +11,8 @@ loaded: they are loaded for the first worker, in its environment, and serve work
 A request (`forked.py`) waits until the first modules are loaded. A forked process has the environment, folder and
 streams of the process that asked. It is refused, and then starts as an ordinary process, if its environment differs in
 a variable that a library may have read while it was loaded, or if this process cannot be forked safely: it has
-threads, or has opened a GPU. The template ends when its standard input is closed, so at the latest with its driver.
+threads, or has opened a GPU. The template ends when its standard input is closed, so at the latest with its driver, and
+its forks with it: one that it makes when the driver is gone already may come too late for the guard (`_guard.py`).
 Module `template` starts it.
 """
 
@@ -114,6 +115,7 @@ class Template:
             listener = self._listener.fileno()
             ready, _, _ = select.select([0, listener, *self._forks, *askers], [], [])
             if 0 in ready and not os.read(0, 1):
+                self._end_forks()
                 sys.exit()
             for handle in list(self._forks):
                 self._watch(handle, ready)
@@ -123,6 +125,11 @@ class Template:
                     request.refuse()
                 elif self._fork(request):
                     return request
+
+    def _end_forks(self) -> None:
+        for handle in self._forks:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def _watch(self, handle: int, ready: Sequence[int]) -> None:
         """Report the end of a fork, or end it if the process that asked for it was killed."""

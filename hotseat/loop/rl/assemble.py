@@ -156,6 +156,7 @@ def _connect(
         push=lambda ranks: sync.push_again(ranks),
         rejoin=lambda ranks: groups.hosts.rejoin(groups.engines, ranks),
         say=partial(journal.say, kind="fault"),
+        rejoins_in_lease=config.overlap.staleness == 0 or shares_devices(plan),
         measures_its_device=groups.measures_its_device,
         is_env="env" in groups.by_role,
         judge=groups.judge,
@@ -166,7 +167,9 @@ def _connect(
     is_shared = config.overlap.staleness > 0 and shares_devices(plan)
     evaluating = [name for name, each in config.components.items() if each.evaluates]
     components = Components(groups.components, groups.hosts, meter, evaluating) if groups.components else None
-    answering = Answering(groups, phase_settings, meter, guard, sync, carries_over=is_shared, components=components)
+    answering = Answering(
+        groups, phase_settings, meter, guard, sync, recovery, carries_over=is_shared, components=components
+    )
     ledger = Ledger(run_dir)
     samples = SampleLog(groups, ledger, _alarms(config, journal), state, journal, config.log)
     rollout = RolloutPhase(answering, groups, phase_settings, state, recovery, samples, prompts, inputs.eval_prompts)

@@ -3,7 +3,8 @@
 Neither holds state of its own: an engine's weights are the trainer's, and a sample that is requested again from the
 same weights comes out the same. So a synchronous run continues bit for bit as if nothing had happened, unless processes
 die faster than rollouts finish. A host sends the requests of a dead engine to the others, and to its replacement after
-that has proved that it holds the weights. What a dead host had open begins again, with the weights of that moment.
+that has proved that it holds the weights, and not before it has a lease if it shares devices: a push leaves it without
+its KV cache. What a dead host had open begins again, with the weights of that moment.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Recovery:
 
     reconnect: connects hosts of these ranks, which are new, to the engines' current processes. push: sends the current
     weights to engines of these ranks, and proves that they arrived. rejoin: has hosts send requests to them.
+    rejoins_in_lease: new engines rejoin when `use_new_engines` is called, which is in a lease of the rollout; otherwise
+    as soon as they have the weights.
     measures_its_device: a starting engine takes a share of the free memory that it measures, so other roles offload.
     is_env: hosts are the role env, which has devices.
     reconnect_judge: connects all hosts to the current processes of `judge`.
@@ -43,6 +46,7 @@ class Recovery:
         push: Callable[[Sequence[int]], object],
         rejoin: Callable[[Sequence[int]], object],
         say: Callable[[str], object],
+        rejoins_in_lease: bool = False,
         measures_its_device: bool = False,
         is_env: bool = False,
         judge: WorkerGroup[Any] | None = None,
@@ -56,6 +60,7 @@ class Recovery:
         self._rejoin = rejoin
         self._new_engines: set[int] = set()  # replaced, and not in use yet
         self._say = say
+        self._rejoins_in_lease = rejoins_in_lease
         self._measures_its_device = measures_its_device
         self._is_env = is_env
         self._judge = judge
@@ -73,14 +78,16 @@ class Recovery:
         while True:
             try:
                 result = work()
-                self._use_new_engines()
+                if not self._rejoins_in_lease:
+                    self.use_new_engines()
                 return result
             except ClusterError:
                 raise  # without a cluster nothing can be replaced
             except RunError as error:
                 self._replace_dead(error, needs_push=not is_push)
 
-    def _use_new_engines(self) -> None:
+    def use_new_engines(self) -> None:
+        """Have hosts send requests to engines that were replaced and have the weights."""
         if self._new_engines:
             self._rejoin(sorted(self._new_engines))
             self._new_engines.clear()
@@ -126,7 +133,8 @@ class Recovery:
                     self._reconnect(dead_hosts)
                 if needs_push and self._new_engines:
                     self._push(sorted(self._new_engines))
-                    self._use_new_engines()
+                    if not self._rejoins_in_lease:
+                        self.use_new_engines()
                 return
             except ClusterError:
                 raise

@@ -44,6 +44,7 @@ class Answering:
         meter: PhaseMeter,
         guard: CanaryGuard,
         sync: SyncPhase,
+        recovery: Recovery,
         *,
         carries_over: bool = False,
         components: Components | None = None,
@@ -57,6 +58,7 @@ class Answering:
         self._meter = meter
         self._guard = guard
         self._sync = sync
+        self._recovery = recovery
         self._components = components
 
     def answer(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
@@ -97,11 +99,13 @@ class Answering:
     def sampling(self) -> Iterator[None]:
         """Lease the devices to the engines. A save or an export since the last push may have dropped their weights.
 
-        Where requests stay open between two leases, engines go on with them at the beginning and pause at the end.
+        Engines that were replaced get requests from here on, where hosts may have some that wait for an engine. Where
+        requests stay open between two leases, engines go on with them at the beginning and pause at the end.
         """
         self._sync.restore_dropped_weights()
         self._guard.ask()
         with self._meter.lease("rollout", "rollout"):
+            self._recovery.use_new_engines()
             if self._carries_over:
                 self._engines.call(EngineWorker.resume)
             yield
