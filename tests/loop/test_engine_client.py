@@ -355,6 +355,27 @@ def test_a_request_that_an_engine_refuses_does_not_fail_those_submitted_with_it(
         engine.close()
 
 
+@pytest.mark.timeout(120)
+def test_a_canary_is_answered_while_the_engine_pauses(tmp_path):
+    from loop_cases import make_task
+
+    from hotseat.loop.workers.engine_worker import EngineWorker
+    from hotseat.loop.workers.engines import EngineSettings
+
+    make_task(tmp_path)
+    engine = EngineWorker(EngineSettings(str(tmp_path / "model"), 16, 2, (1,), "float32", 1))
+    with closing(engine):
+        engine.pause()
+        engine.submit("host", [request("held")])
+        [answer] = engine.answer([Request("canary", (3, 4), Sampling(5, ignore_eos=True), 0)])
+        assert len(answer) == 5
+        assert engine.health().is_paused
+        assert engine.fetch("host", 0.0) == []  # it has not begun
+        engine.resume()
+        [held] = fetch_all(engine, "host", 1)
+        assert held.request_id == "held"
+
+
 def fetch_all(engine, client: str, count: int) -> list:
     """Return so many outcomes; each fetch waits for the first of those that are left."""
     outcomes: list = []

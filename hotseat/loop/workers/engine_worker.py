@@ -175,9 +175,19 @@ class EngineWorker:
         return canary.sampled(self._engine.score(canary.sequences, canary.temperature, canary.images))
 
     def answer(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
-        """Return the tokens sampled for each request, when all are done. These are the canary's, not a rollout's."""
-        with faults.ignoring("generation.during"):
-            return [completion.token_ids for completion in self._engine.generate(requests)]
+        """Return the tokens sampled for each request, when all are done. These are the canary's, not a rollout's.
+
+        An engine that pauses goes on meanwhile, with the requests that it has open.
+        """
+        is_paused = self._engine.health().is_paused
+        if is_paused:
+            self._engine.resume()
+        try:
+            with faults.ignoring("generation.during"):
+                return [completion.token_ids for completion in self._engine.generate(requests)]
+        finally:
+            if is_paused:
+                self._engine.pause()
 
     def held(self) -> Held:
         """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
