@@ -63,8 +63,9 @@ test-fast: setup
 test-long: setup agent-envs browser sandbox
 	$(BIN)/python -m pytest -m "not gpu"
 
-# File by file: a process can start only one vLLM engine that sleeps. After `make setup VLLM=vllm`.
-test-gpu:
+# File by file: a process can start only one vLLM engine that sleeps.
+test-gpu: VLLM = vllm
+test-gpu: setup
 	for file in $$(grep -rl --include='*_gpu.py' mark.gpu tests); do $(BIN)/python -m pytest -m gpu $$file || exit 1; done
 
 lint: setup

@@ -25,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.lib.devices import has_gpu
 from bench.lib.tabletop import IMAGE, make_processor
 from hotseat.data.frames import FramePreparer
 from hotseat.rollout import SlotOptions, TransformersEngine
@@ -237,7 +238,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
     parser.add_argument("--tiny", action="store_true", help="a tiny policy, for a CPU")
     arguments = parser.parse_args()
-    if arguments.tiny or not torch.cuda.is_available():
+    if arguments.tiny or not has_gpu():
         arguments.shapes, arguments.envs = ["tiny"], min(arguments.envs, 20)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     limits = device_limits(device)

@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -65,8 +64,6 @@ CASES = {
     "masters": Case("fp32 masters, everything stays", steps=7, fp32_master=True),
     "bf16-2": Case("pure bf16, two engines", steps=7, num_engines=2, memory_share=0.2),
     "masters-2": Case("fp32 masters, two engines", steps=7, fp32_master=True, num_engines=2, memory_share=0.2),
-    "bf16-3": Case("pure bf16, three engines", steps=7, num_engines=3, memory_share=0.13),
-    "masters-3": Case("fp32 masters, three engines", steps=7, fp32_master=True, num_engines=3, memory_share=0.13),
     "reference": Case("pure bf16, reference model and KL in the loss", steps=4, kl=True),
     "ppo": Case("PPO: actor, critic, reference, reward model, pure bf16", steps=10, kl=True, ppo=True),
     "8B": Case(
@@ -543,7 +540,8 @@ def main() -> None:
         print(f"{name}: {seconds:.2f} s/step")
     for name in CASES:
         if name in results and results["limits"]:
-            beside = [seconds for peer, seconds in times.items() if TRL[peer].beside == re.sub(r"-\d$", "", name)]
+            alike = name.removesuffix("-2")  # with another number of engines
+            beside = [seconds for peer, seconds in times.items() if TRL[peer].beside == alike]
             print_case(name, results[name], results["limits"], min(beside, default=None))
 
 

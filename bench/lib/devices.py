@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
+import torch
 
 
 def has_gpu() -> bool:
-    """Tell whether this machine has an NVIDIA device, without loading torch."""
-    return shutil.which("nvidia-smi") is not None
+    """Tell whether torch sees a CUDA device."""
+    return torch.cuda.is_available()
 
 
 def need_gpu() -> None:

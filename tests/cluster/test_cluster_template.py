@@ -176,6 +176,12 @@ while not (folder / "go").exists():
 """
 
 
+def is_listening(address: str) -> bool:
+    """Tell whether a process listens there: its file is there a moment earlier."""
+    sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return any(fields[-1] == address and fields[3] == "00010000" for fields in sockets)
+
+
 def test_a_fork_that_comes_after_the_end_of_the_driver_ends_with_the_template(tmp_path):
     """The guard has ended the processes of the session by then: it does not see this one."""
     (tmp_path / "late_module.py").write_text(LATE_MODULE)
@@ -185,17 +191,9 @@ def test_a_fork_that_comes_after_the_end_of_the_driver_ends_with_the_template(tm
     command = [sys.executable, "-P", template_process.__file__, address, "--", "late_module"]
     template = subprocess.Popen(command, stdin=subprocess.PIPE, env=env)
     try:
-        wait_until(lambda: os.path.exists(address))
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            forked.__file__,
-            address,
-            "setup_worker.py",
-            str(tmp_path / "program.py"),
-        ]
-        asker = subprocess.Popen(command, env=env)
+        wait_until(lambda: is_listening(address))
+        program = ["setup_worker.py", str(tmp_path / "program.py")]
+        asker = subprocess.Popen([sys.executable, "-I", "-S", forked.__file__, address, *program], env=env)
         wait_until((tmp_path / "loading").exists)
         asker.kill()
         asker.wait()

@@ -50,6 +50,7 @@ def use(devices: Devices | None) -> None:
 
 
 def devices_here() -> Devices:
+    """Return the devices that items of this process use."""
     if _devices is not None:
         return _devices
     from hotseat.cluster.device_items.cuda import CudaDevices

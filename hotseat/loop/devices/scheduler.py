@@ -305,7 +305,7 @@ class DeviceScheduler:
             for key in batch.parts:
                 with self._unless_gone(key, failures):
                     pending.append((batch, key, self._start(batch, key)))
-        for batch, key, call in sorted(pending, key=lambda started: batches.index(started[0])):
+        for batch, key, call in sorted(pending, key=lambda started: started[0] is not batches[0]):
             with self._unless_gone(key, failures):
                 [batch.moved[key]] = call.result()
                 self._draw_move(batch, key, batch.moved[key], started_s)
@@ -419,6 +419,7 @@ class DeviceScheduler:
         )
 
     def _devices(self, *batches: _Batch) -> list[int]:
+        """Return the devices of the processes whose parts move."""
         return sorted({device for batch in batches for key in batch.parts for device in self._processes[key].devices})
 
     def _shares(self, batch: _Batch, device: int) -> list[int]:
