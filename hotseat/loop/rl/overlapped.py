@@ -153,12 +153,14 @@ class OverlappedStream:
         """Have groups sampled until there is a batch."""
         while True:
             with self._sampling() if self._sampling is not None else nullcontext():
-                self._exchange(wait_s=None)
+                # Before asking what is awaited: the group that was dropped may have been the last in flight.
+                self._begin()
                 while not self._is_scoring_due:
                     num_awaited = self._tickets.num_awaited
                     if num_awaited == 0:
                         return
-                    self._await(num_awaited)
+                    self._fetch(num_awaited)
+                    self._begin()
             self._score()
 
     @contextmanager
@@ -172,25 +174,21 @@ class OverlappedStream:
 
     def _drain(self) -> None:
         """Wait until nothing is in flight, and nothing more may begin: dropped groups are replaced first."""
-        self._exchange(wait_s=None)
+        self._begin()
         while self._tickets.pacer.in_flight:
             if self._is_scoring_due:
                 self._score()
             else:
-                self._await(len(self._tickets.pacer.in_flight))
-            self._exchange(wait_s=None)
-
-    def _await(self, num_groups: int) -> None:
-        """Wait for so many groups. Where some are dropped, each may free a place, which is not to stay empty."""
-        self._exchange(FETCH_WAIT_S, 1 if self._tickets.is_filtered else max(1, num_groups - self._num_unscored))
+                self._fetch(len(self._tickets.pacer.in_flight))
+            self._begin()
 
     def _begin_ahead(self) -> None:
         """Begin what may begin while the loop does something else. On shared devices that waits for their lease."""
         if self._sampling is None:
-            self._recovery.during(lambda: self._exchange(wait_s=None))
+            self._recovery.during(self._begin)
 
-    def _exchange(self, wait_s: float | None, at_least: int = 1) -> None:
-        """Begin everything that may begin; with `wait_s`, wait that long for so many groups to finish."""
+    def _begin(self) -> None:
+        """Begin everything that may begin."""
         num_restarts = self._recovery.num_restarts + self._recovery.num_host_restarts
         if num_restarts != self._num_restarts:  # a host that was replaced has lost what was open
             self._tickets.begin_again()
@@ -198,11 +196,13 @@ class OverlappedStream:
         jobs = [self._job(key) for key in self._tickets.admit()]
         for taken, sampled in self._hosts.begin(jobs, self._asking.sampling):
             self._tickets.begin(taken, sampled)
-        if wait_s is None:
-            return
+
+    def _fetch(self, num_groups: int) -> None:
+        """Wait for so many groups. Where some are dropped, each may free a place, which is not to stay empty."""
+        at_least = 1 if self._tickets.is_filtered else max(1, num_groups - self._num_unscored)
         self._num_unscored = self._num_sent_again = 0
         # On shared devices an engine is replaced between two leases, in which the others pause.
-        for fetched in self._hosts.fetch(wait_s, at_least, reports_deaths=self._sampling is None):
+        for fetched in self._hosts.fetch(FETCH_WAIT_S, at_least, reports_deaths=self._sampling is None):
             self._num_unscored += fetched.num_unscored
             self._num_sent_again += fetched.num_sent_again
             self._tickets.arrive(fetched.facts)
