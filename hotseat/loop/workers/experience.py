@@ -289,15 +289,31 @@ def bootstrap_values(groups: Sequence[PromptGroup], batch: MicroBatch, values: T
     return torch.where(torch.tensor(has_bootstrap), values[last], 0.0)
 
 
+def with_bootstraps(groups: Sequence[PromptGroup], batch: MicroBatch) -> MicroBatch:
+    """Return the batch with a mask that also has the tokens at which `bootstrap_values` reads values.
+
+    A model computes values under the mask alone, and nothing was sampled in a segment that is there for the critic.
+    """
+    is_bootstrap = torch.tensor(_bootstraps(groups), dtype=torch.bool)
+    mask = batch.mask.clone()
+    mask[batch.offsets[1:][is_bootstrap] - 1] = True
+    return replace(batch, mask=mask)
+
+
 def without_bootstraps(groups: Sequence[PromptGroup], batch: MicroBatch) -> MicroBatch:
     """Return the batch without segments that were there for the critic alone."""
-    kept = [
-        not (sample.episode.has_bootstrap and at == len(sample.episode.segments) - 1)
+    is_bootstrap = _bootstraps(groups)
+    return take(batch, [index for index, is_one in enumerate(is_bootstrap) if not is_one]) if any(is_bootstrap) else batch
+
+
+def _bootstraps(groups: Sequence[PromptGroup]) -> list[bool]:
+    """Tell of each segment, in flat order, whether it is there for the critic alone."""
+    return [
+        sample.episode.has_bootstrap and at == len(sample.episode.segments) - 1
         for group in groups
         for sample in group.samples
         for at in range(len(sample.episode.segments))
     ]
-    return batch if all(kept) else take(batch, [index for index, is_kept in enumerate(kept) if is_kept])
 
 
 def with_advantages(

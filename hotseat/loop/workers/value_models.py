@@ -17,6 +17,7 @@ from hotseat.loop.workers.experience import (
     starts_of_steps,
     steps_of,
     weighted,
+    with_bootstraps,
     with_fields,
 )
 from hotseat.loop.workers.losses import OLD_VALUES, RETURNS, ValueObjective
@@ -47,10 +48,14 @@ class CriticWorker(ModelWorker):
         self._sample_steps: dict[str, int] = {}
 
     def values(self, shares: Sequence[Share], settings: CriticSettings) -> BySample:
-        """Return a value for each token of each segment of each sample, by sample id. Collective."""
+        """Return values of all tokens by sample id: of sampled ones, and after episodes that were cut off. Collective.
+
+        They are 0 elsewhere.
+        """
         groups = groups_of(shares)
         batch = flatten(groups)
-        pieces, scores = self._cutter.run("rollout", settings.score, lambda cut: cut.cut(batch), self._backend.values)
+        valued = with_bootstraps(groups, batch)
+        pieces, scores = self._cutter.run("rollout", settings.score, lambda cut: cut.cut(valued), self._backend.values)
         values = by_sample(pieces, scores)
         self._batch = replace(batch, fields={OLD_VALUES: in_order(batch, [values])})
         self._starts = starts_of_steps(groups, batch, settings.time_step)
