@@ -215,6 +215,17 @@ def test_rewards_of_turns_count_alike_on_any_number_of_ranks(estimator):
         assert one_rank == [1.0, 0.0, 0.0, -1.0, 0.0, 0.0] + [1.0] * 3 + [-1.0] * 3 + [0.5, 0.5, -0.5, -0.5]
 
 
+def test_turns_that_share_a_chunk_share_its_advantage():
+    """Nothing is inserted between the two turns: their tokens are one chunk, with one ratio and so one advantage."""
+    groups = [with_turns(make_group(0, [3.0, 1.0], sampled=3), (1, 2), (2.0, 1.0), (0.0, 1.0))]
+    for credit in ("own", "to_go"):
+        used = settings(turn_credit=credit, time_step="chunk")
+        batch = with_advantages(groups, flatten(groups), used, alone)
+        assert batch.fields[ADVANTAGES][batch.mask].tolist() == [1.0] * 3 + [-1.0] * 3
+    batch = with_advantages(groups, flatten(groups), settings(turn_credit="own"), alone)
+    assert batch.fields[ADVANTAGES][batch.mask].tolist() == [1.0, 0.0, 0.0, -1.0, 0.0, 0.0]
+
+
 def groups_with_equal_rewards(draw: random.Random, num_groups: int):
     """Groups of four answers with one reward for all, divided among one to four turns in a random way."""
     groups = []
