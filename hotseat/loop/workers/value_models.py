@@ -93,7 +93,7 @@ class RewardWorker(ModelWorker):
         """Return the reward at the last token of each segment, by sample id; one segment per sample. Collective."""
 
         def cut(score: BatchSettings) -> list[MicroBatch]:
-            return [with_ends(piece) for batch in batches for piece in _cut(batch, score)]
+            return [with_ends(piece) for batch in batches for piece in score.cut(batch)]
 
         by_id: dict[str, float] = {}
         for piece, values in zip(*self._cutter.run("rollout", settings.score, cut, self._backend.values), strict=True):
@@ -102,11 +102,3 @@ class RewardWorker(ModelWorker):
                 rewards = normalise_rewards(rewards, *settings.scale)
             by_id |= zip(piece.sample_ids, rewards.tolist(), strict=True)
         return by_id
-
-
-def _cut(batch: MicroBatch, settings: BatchSettings) -> list[MicroBatch]:
-    """Cut a batch, raising a budget meant for the actor's tokens to the longest text, which retokenizing lengthened."""
-    if settings.max_tokens is not None and not settings.is_chosen and batch.num_segments:
-        longest = int((batch.offsets[1:] - batch.offsets[:-1]).max())
-        settings = replace(settings, max_tokens=max(longest, settings.max_tokens))
-    return settings.cut(batch)
