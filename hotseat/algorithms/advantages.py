@@ -12,20 +12,24 @@ inserted are no time steps: nothing is discounted across them. (OpenRLHF discoun
     dr_grpo              r − mean                                           Dr. GRPO, Liu et al. 2025
     rloo                 r − mean of the others                             RLOO, Ahmadian et al. 2024
 
-The first three are then normalised over all tokens of the batch. `ESTIMATORS` holds these properties, and
-`compute_advantages` does the whole computation.
+The first three are then normalised over all tokens of the batch. Where turns have rewards, the last four compare what
+each turn is credited with: see `compute_advantages`, which does the whole computation. `ESTIMATORS` holds the
+properties of each.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hotseat.algorithms._tokens import floating, sampled_only
 from hotseat.algorithms.shaping import clip_rewards
@@ -112,6 +116,19 @@ class _Groups:
 # ------------------------------------------------------------------------------------------------- rewards on tokens
 
 
+def _ends_of_steps(layout: TokenLayout, turns: Tensor, starts: Tensor | None) -> Tensor:
+    """Leave out the turns that end inside a step of time, which its tokens share with the next turn."""
+    if starts is None:
+        return turns
+    sampled, episode = _time_steps(layout)
+    after = torch.searchsorted(sampled, turns) + 1
+    following = after.clamp(max=len(sampled) - 1)
+    is_inside = (
+        (after < len(sampled)) & (episode[following] == layout.token_episode[turns]) & ~starts[sampled[following]]
+    )
+    return turns[~is_inside]
+
+
 def turn_ends(layout: TokenLayout) -> Tensor:
     """[num_turns] int64, ascending: the last token of each unbroken run of sampled tokens in a segment."""
     mask = layout.mask
@@ -196,6 +213,94 @@ def within_turns(layout: TokenLayout, returns: Tensor, turns: Tensor) -> Tensor:
     )
     later = torch.where(is_followed, returns[following], torch.zeros_like(returns[following]))
     return returns.index_add(0, sampled, -later)
+
+
+class _TurnTable:
+    """Rewards of turns and sums of them, [num_episodes, most turns + 1] in float64.
+
+    A row has the turns of an episode in order, 0 for turns that it did not have, and in the last column the part of its
+    reward that belongs to no turn. A window is a range of columns, which a turn's tokens are credited with.
+    """
+
+    def __init__(self, layout: TokenLayout, rewards: Tensor, totals: Tensor, turn_rewards: Tensor, turns: Tensor):
+        """`rewards` are without those of turns, `totals` with them: whole rows are not added up again."""
+        episode = layout.token_episode[turns]
+        self.num_turns = torch.bincount(episode, minlength=layout.num_episodes)  # [num_episodes]
+        first_turn = self.num_turns.cumsum(0) - self.num_turns
+        by_turn = rewards.new_zeros(layout.num_episodes, int(self.num_turns.max()) if len(turns) else 0).double()
+        by_turn[episode, torch.arange(len(turns), device=turns.device) - first_turn[episode]] = turn_rewards.double()
+        self.columns = torch.cat([by_turn, rewards.double().unsqueeze(1)], dim=1)
+        self.totals = totals.double().unsqueeze(1)
+        self.sampled, self.episode = _time_steps(layout)  # [num_sampled] each
+        self._turn = torch.searchsorted(turns, self.sampled) - first_turn[self.episode]  # [num_sampled]
+
+    def windows(self, credit: TurnCredit, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the first and last column of each sampled token's window: [num_sampled] each.
+
+        Tokens of one step of time have one window, with all turns of the step. The window of an episode's last turn
+        extends to the last column: what siblings got in later turns is compared with the nothing that it got.
+        """
+        first = last = self._turn
+        if starts is not None and len(first):
+            step = starts[self.sampled].to(torch.int64).cumsum(0) - 1
+            first, last = (
+                torch.zeros_like(step).scatter_reduce(0, step, self._turn, how, include_self=False)[step]
+                for how in ("amin", "amax")
+            )
+        end = self.columns.shape[1] - 1
+        if credit == "to_go":
+            return first, torch.full_like(last, end)
+        final = torch.zeros_like(self.num_turns).scatter_reduce(0, self.episode, last, "amax")
+        return first, torch.where(last == final[self.episode], end, last)
+
+    def credits(
+        self,
+        compare: Callable[[Tensor], Tensor],
+        clip: Callable[[Tensor], Tensor],
+        *,
+        clips_sums: bool,
+        credit: TurnCredit,
+        starts: Tensor | None,
+    ) -> Tensor:
+        """[num_sampled]: the sum over each token's window, compared with the same window of its siblings.
+
+        `compare` takes [num_episodes, columns] and subtracts the baseline of each column. It gets sums, not their
+        parts: equal sums have a credit of exactly 0, and a deviation is that of what it divides. `clip` is applied to
+        the sums less their baselines, or to the rewards of turns less theirs (not `clips_sums`).
+        """
+        first, last = self.windows(credit, starts)
+        width = self.columns.shape[1]
+        windows, window = torch.unique(first * width + last, return_inverse=True)
+        first, last = windows // width, windows % width
+        is_whole = (first == 0) & (last == width - 1)
+        sums = torch.where(is_whole, self.totals, _window_sums(self.columns, first, last))
+        credits = compare(sums)  # [num_episodes, num_windows]
+        if clips_sums:
+            credits = clip(credits)
+        else:
+            credits = credits + _window_sums(self._excess(compare, clip), first, last).to(credits.dtype)
+        return credits[self.episode, window]
+
+    def _excess(self, compare: Callable[[Tensor], Tensor], clip: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what clipping adds to each column, 0 where it changes nothing.
+
+        The turns that an episode did not have are clipped together with what belongs to no turn.
+        """
+        turn, num_turns = torch.arange(self.columns.shape[1], device=self.columns.device), self.num_turns.unsqueeze(1)
+        parts = torch.where(turn < num_turns, compare(self.columns), 0.0)
+        parts[:, -1:] = compare(_to_go(self.columns)).gather(1, num_turns)
+        return (clip(parts) - parts).double()
+
+
+def _to_go(columns: Tensor) -> Tensor:
+    """Return each column added to all after it."""
+    return columns.flip(1).cumsum(1).flip(1)
+
+
+def _window_sums(columns: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """Add up the columns from `first` to `last`, [num_windows] each: [rows, num_windows]."""
+    to_go = functional.pad(_to_go(columns), (0, 1))
+    return torch.where(first == last, columns[:, first], to_go[:, first] - to_go[:, last + 1])
 
 
 # --------------------------------------------------------------------------------------------- returns and advantages
@@ -385,14 +490,16 @@ class Advantages:
 
 @torch.no_grad()
 def compute_advantages(
-    estimator: str | Callable[[Tensor, Tensor], Tensor],
+    estimator: str | Callable[..., Tensor],
     layout: TokenLayout,
     rewards: Tensor,
     *,
     groups: Tensor | None = None,
     values: Tensor | None = None,
+    log_probs: Tensor | None = None,
     turn_rewards: Tensor | None = None,
     turns: Tensor | None = None,
+    totals: Tensor | None = None,
     turn_credit: TurnCredit = "to_go",
     kl: Tensor | None = None,
     kl_coefficient: float = 0.0,
@@ -418,55 +525,67 @@ def compute_advantages(
 
     An episode without a sampled token counts in no baseline: nothing that the policy did is compared with it.
 
-    With turn rewards, a group's baseline is computed turn by turn: the k-th turn's reward is compared with the k-th of
-    its siblings. A missing turn of an episode that ended earlier counts as reward 0, and the difference is placed on
-    that episode's last token. So equal episodes have advantage 0 on every token, and the first token's advantage is
-    that of the sum of all rewards. The std of group_norm is the std of these sums.
+    Turn rewards are added to `rewards`. With r_ik the k-th turn reward of episode i, 0 if it ended earlier, and q_i its
+    `rewards`, the rewards to go from that turn are R_ik = Σ_{j≥k} r_ij + q_i. `turn_credit` says what the k-th turn is
+    credited with, and an estimator that compares groups compares it with the same of all siblings:
 
-    `turn_credit` says what a turn's tokens are credited with: `to_go`, the rewards of their turn and of all later ones;
-    `own`, that of their turn alone; `sum`, the sum of all turns, as if there were no turn rewards. What belongs to the
-    episode as a whole is credited with its last turn. `own` is for estimators that compare groups and do not discount.
+        to_go   R_ik, also for gae and reinforce
+        own     r_ik, and R_ik for the last turn of an episode; not for estimators that discount
+        sum     R_i1, as if there were no turn rewards
 
-    A function gets rewards and groups, [num_episodes], as `group_normalised` does, and returns what takes the place of
-    the rewards less their baseline. It compares whole episodes: their turn rewards are part of their rewards.
+    For x_i, any one of these, dr_grpo and reinforce_baseline have x_i − mean(x), rloo (x_i − mean(x)) · n / (n − 1),
+    group_norm (x_i − mean(x)) / (std(x) + eps). The deviation is that of what is divided, so group_norm is never beyond
+    ±(n − 1) / √n. Equal x have advantages of exactly 0. With longer steps of time (`starts`), `own` credits a step with
+    all turns that it has tokens of. `totals` are R_i1, added up here if they are not given.
+
+    `reward_clip` bounds each turn reward less its baseline, and for group_norm what is credited.
+
+    A function takes the place of the baseline: see `call_estimator`. It compares whole episodes, by their totals.
     """
     own = None if isinstance(estimator, str) else estimator
     facts = Estimator(baseline=None, normalisation=None) if own else _estimator(str(estimator), gamma, lam)
     rewards = floating(rewards).to(layout.mask.device)
     alive = layout.sampled_per_episode > 0
     _refuse_failed("episode", torch.where(alive, rewards, 0.0))
-    if turn_rewards is not None:
-        turn_rewards = floating(turn_rewards).to(rewards)
-        turns = _turns(layout, turn_rewards, turns)
-        _refuse_failed("turn", turn_rewards)
-        if turn_credit == "sum":
-            rewards = rewards.index_add(0, layout.token_episode[turns], turn_rewards)
-            turn_rewards = turns = None
     if turn_credit == "own" and not allows_own_turns(estimator):
         shown = "of your own" if own else estimator
         raise UserError(
             f"estimator {shown!r} cannot credit turns with their own rewards alone: use"
             f" {', '.join(name for name in ESTIMATORS if allows_own_turns(name))}, or turn_credit to_go"
         )
+    if turn_rewards is not None:
+        turn_rewards = turn_rewards.to(layout.mask.device)
+        turns = _turns(layout, turn_rewards, turns)
+        _refuse_failed("turn", turn_rewards)
+        if totals is None:
+            totals = rewards.double().index_add(0, layout.token_episode[turns], turn_rewards.double())
+        totals = totals.to(rewards)
+        if turn_credit == "sum" or own is not None:
+            rewards, turn_rewards = totals, None
+    if own is not None:
+        assert groups is not None
+        rewards = _own_advantages(own, layout, rewards, groups.to(rewards.device), log_probs)
+    clip = partial(clip_rewards, low=reward_clip[0], high=reward_clip[1]) if reward_clip else floating
+    credits = None  # [num_sampled]
     if facts.needs_group:
         if groups is None:
             raise UserError(f"estimator {estimator!r} compares an episode with its group: pass groups")
         std_eps = eps if facts.normalisation == "group" and divide_by_std else None
-        groups = groups.to(layout.mask.device)
-        rewards, turn_rewards = _baselined(
-            facts.baseline, layout, rewards, groups, alive, turn_rewards, turns, std_eps=std_eps
-        )
-    if own is not None:
-        assert groups is not None
-        if turn_rewards is not None and turns is not None:
-            rewards = rewards.index_add(0, layout.token_episode[turns], turn_rewards)
-            turn_rewards = turns = None
-        rewards = _own_advantages(own, rewards, groups.to(layout.mask.device), alive)
-    if reward_clip is not None:
-        rewards = clip_rewards(rewards, *reward_clip)
-        turn_rewards = None if turn_rewards is None else clip_rewards(turn_rewards, *reward_clip)
+        compare = _Comparison(facts.baseline, std_eps, groups.to(rewards.device), alive, rewards.dtype)
+        if turn_rewards is None or turns is None:
+            rewards = compare(rewards.unsqueeze(1)).squeeze(1)
+        else:
+            assert totals is not None
+            table = _TurnTable(layout, rewards, totals, turn_rewards, turns)
+            credits = table.credits(compare, clip, clips_sums=std_eps is not None, credit=turn_credit, starts=starts)
+            rewards, turn_rewards = torch.zeros_like(rewards), None
     token_rewards = place_rewards(
-        layout, rewards, turn_rewards=turn_rewards, turns=turns, kl=kl, kl_coefficient=kl_coefficient
+        layout,
+        clip(rewards),
+        turn_rewards=None if turn_rewards is None else clip(turn_rewards),
+        turns=turns,
+        kl=kl,
+        kl_coefficient=kl_coefficient,
     )
     if facts.needs_critic:
         if values is None:
@@ -475,28 +594,59 @@ def compute_advantages(
             layout, token_rewards, values, gamma=gamma, lam=lam, starts=starts, bootstrap=bootstrap
         )
     else:
-        advantages = returns = discounted_returns(layout, token_rewards, gamma=gamma, starts=starts)
-        if turn_credit == "own" and turns is not None:
-            advantages = returns = within_turns(layout, returns, turns)
+        advantages = discounted_returns(layout, token_rewards, gamma=gamma, starts=starts)
+        if credits is not None:
+            if turn_credit == "own":
+                advantages = within_turns(layout, advantages, _ends_of_steps(layout, turns, starts))
+            advantages = advantages.index_add(0, table.sampled, credits)
+        returns = advantages
     if facts.normalisation == "batch":
         batch = add_up(moments(advantages, layout.mask))
         advantages = normalise_by(advantages, layout.mask, batch, with_std=divide_by_std)
     return Advantages(advantages, returns)
 
 
-def allows_own_turns(estimator: str | Callable[[Tensor, Tensor], Tensor]) -> bool:
+def allows_own_turns(estimator: str | Callable[..., Tensor]) -> bool:
     """Tell whether an estimator can credit each turn with its own reward alone: it compares groups, undiscounted."""
     facts = ESTIMATORS.get(estimator) if isinstance(estimator, str) else None
     return facts is not None and facts.needs_group and not facts.uses_gamma
 
 
+def call_estimator(
+    function: Callable[..., Tensor], rewards: Tensor, groups: Tensor, lengths: Tensor, log_probs: Tensor | None
+) -> Tensor:
+    """Call a user's estimator: [num_episodes] in and out. What it returns takes the place of rewards less a baseline.
+
+    It gets `rewards` and `groups` by position, and by keyword those of the following that its parameters name:
+
+        lengths     [num_episodes] int64: how many tokens the policy sampled in each episode
+        log_probs   [sum of lengths]: the engine's log-prob of each of them, episode after episode
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # a function that is not written in Python may have no signature
+        parameters = []
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    names = {each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY}
+    further = {"lengths": lengths, "log_probs": log_probs}
+    named = {name: value for name, value in further.items() if takes_all or name in names}
+    if "log_probs" in names and log_probs is None:
+        raise UserError("the estimator takes log_probs, and there are none: pass those of the engine")
+    return function(rewards, groups, **named)
+
+
 def _own_advantages(
-    function: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, groups: Tensor, alive: Tensor
+    function: Callable[..., Tensor], layout: TokenLayout, rewards: Tensor, groups: Tensor, log_probs: Tensor | None
 ) -> Tensor:
     """Return what a user's function makes of the rewards of episodes with sampled tokens; 0 for other episodes."""
+    lengths = layout.sampled_per_episode
+    alive = lengths > 0
     if not alive.any():
         return torch.zeros_like(rewards)
-    compared = function(rewards[alive], groups[alive])
+    if log_probs is not None:
+        sampled, episode = _time_steps(layout)
+        log_probs = floating(log_probs)[sampled[episode.argsort(stable=True)]]
+    compared = call_estimator(function, rewards[alive], groups[alive], lengths[alive], log_probs)
     if compared.shape != rewards[alive].shape or not compared.isfinite().all():
         raise UserError(
             f"the estimator returned the shape {list(compared.shape)}, {int(compared.isfinite().sum())} numbers finite,"
@@ -529,37 +679,24 @@ def _refuse_failed(whose: str, rewards: Tensor) -> None:
         )
 
 
-def _baselined(
-    baseline: Literal["mean", "leave_one_out"] | None,
-    layout: TokenLayout,
-    rewards: Tensor,
-    groups: Tensor,
-    alive: Tensor,
-    turn_rewards: Tensor | None,
-    turns: Tensor | None,
-    *,
-    std_eps: float | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Subtract from the rewards of episodes and turns the baseline of their siblings."""
-    table = rewards.unsqueeze(1)  # [num_episodes, most turns of an episode + 1]: turns in order, the episode's own last
-    if turn_rewards is not None and turns is not None:
-        turn_episode = layout.token_episode[turns]
-        num_turns = torch.bincount(turn_episode, minlength=layout.num_episodes)
-        first_turn = num_turns.cumsum(0) - num_turns
-        turn_index = torch.arange(len(turns), device=turns.device) - first_turn[turn_episode]
-        by_turn = rewards.new_zeros(layout.num_episodes, int(num_turns.max()) if len(turns) else 0)
-        by_turn[turn_episode, turn_index] = turn_rewards
-        table = torch.cat([by_turn, table], dim=1)
+@dataclass(frozen=True)
+class _Comparison:
+    """Subtracts from each column of a table, [num_episodes, columns], the baseline of the group; 0 for empty episodes.
 
-    grouped = _Groups(groups[alive])
-    shaped = torch.zeros_like(table)
-    table = table[alive]
-    compared = grouped.minus_siblings(table) if baseline == "leave_one_out" else grouped.centred(table)
-    if std_eps is not None:
-        compared = (compared / (grouped.std(table.to(torch.float64).sum(1, keepdim=True)) + std_eps)).to(table.dtype)
-    shaped[alive] = compared
-    if turn_rewards is None or turns is None:
-        return shaped[:, 0], None
-    shaped_turns = shaped[turn_episode, turn_index]
-    had_turn = torch.arange(shaped.shape[1], device=shaped.device) < num_turns.unsqueeze(1)
-    return torch.where(had_turn, 0.0, shaped).sum(1), shaped_turns
+    std_eps: the differences are also divided by the column's deviation in the group, plus this; None: they are not.
+    """
+
+    baseline: Literal["mean", "leave_one_out"] | None
+    std_eps: float | None
+    groups: Tensor  # [num_episodes]
+    alive: Tensor  # [num_episodes] bool: has a sampled token
+    dtype: torch.dtype  # of rewards: sums are rounded to it, so that sums in another order are equal
+
+    def __call__(self, table: Tensor) -> Tensor:
+        grouped, alive = _Groups(self.groups[self.alive]), table.to(self.dtype)[self.alive]
+        compared = grouped.minus_siblings(alive) if self.baseline == "leave_one_out" else grouped.centred(alive)
+        if self.std_eps is not None:
+            compared = (compared / (grouped.std(alive) + self.std_eps)).to(self.dtype)
+        result = torch.zeros_like(table, dtype=self.dtype)
+        result[self.alive] = compared
+        return result

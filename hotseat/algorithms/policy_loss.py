@@ -6,7 +6,8 @@ With ρ = exp(log π − log π_old) and the advantage A (Schulman et al., "Prox
 
 ε_low ≠ ε_high is DAPO's clip-higher. Dual clip (Ye et al., "Mastering Complex Control in MOBA Games", 2020) bounds the
 loss where A < 0: loss = min(loss, −c·A), c > 1. GSPO (Zheng et al., 2025) uses one ratio per episode, the geometric
-mean of its tokens' ratios. The log-ratio is clamped to ±20 before it is exponentiated, as in OpenRLHF.
+mean of its tokens' ratios; where the tokens of an episode have different advantages it is GSPO-token. The log-ratio is
+clamped to ±20 before it is exponentiated, as in OpenRLHF.
 
 CISPO (MiniMax, "MiniMax-M1", 2025, equations 4 and 5) bounds the importance weight instead of the update: with sg for
 a constant without gradient,
@@ -85,6 +86,16 @@ def gspo_loss(
     Zheng et al. divide by the policy that sampled, and propose the engine's likelihoods for it, because likelihoods of
     whole sequences tolerate the gap; additional weights per token would bring back the noise that they argue against.
 
+    Where the tokens of an episode have different advantages (rewards of turns, a KL in the reward, gae, discounting, a
+    teacher), it is GSPO-token, section 4.3 of the paper, as in verl. With s the ratio of the episode and sg for a
+    constant without gradient, the ratio of token t is
+
+        s_t = sg(s) · π_t / sg(π_t)
+
+    which has the value of s, but each token learns from its own advantage; the gradient of s itself would give every
+    token the mean of all. Where an episode has one advantage the two are the same under every aggregation, since its
+    tokens weigh alike.
+
     The ratio runs over all segments of an episode, so they must be in the same micro-batch. GSPO's own aggregation is
     `sequence_mean`, and its clips are much narrower than PPO's (the paper has 3e-4 and 4e-4): the ratio is a mean.
     """
@@ -94,7 +105,18 @@ def gspo_loss(
     if ratio_base_log_probs is not None:
         based = sampled_only(log_probs, mask) - sampled_only(ratio_base_log_probs, mask).detach()
     episode_log_ratio = sampled_only(mean_per_episode(based, layout)[layout.token_episode], mask)
-    return _surrogate(episode_log_ratio, log_ratio, advantages, mask, eps_low, eps_high, dual_clip)
+    of_token = episode_log_ratio.detach() + log_ratio - log_ratio.detach()
+    ratio = torch.where(_has_one_advantage(advantages, layout)[layout.token_episode], episode_log_ratio, of_token)
+    return _surrogate(ratio, log_ratio, advantages, mask, eps_low, eps_high, dual_clip)
+
+
+def _has_one_advantage(advantages: Tensor, layout: TokenLayout) -> Tensor:
+    """[num_episodes] bool: all sampled tokens of the episode have the same advantage."""
+    sampled = layout.mask.nonzero().squeeze(1)
+    values, episode = advantages.detach()[sampled], layout.token_episode[sampled]
+    zeros = values.new_zeros(layout.num_episodes)
+    least, most = (zeros.scatter_reduce(0, episode, values, how, include_self=False) for how in ("amin", "amax"))
+    return least == most
 
 
 def cispo_loss(

@@ -964,12 +964,21 @@ def _rejection_conflicts(correction: CorrectionConfig) -> list[tuple[str, str]]:
             "2 keeps geometric means between 0.5 and 2" if correction.reject == "k1" else "0.1 is loose, 0.01 strict"
         )
         return [("algorithm.correction.reject_high", f"has to be set with reject {correction.reject}: {usual}")]
-    if correction.reject == "k1" and not (1 / high if low is None else low) <= 1 <= high:
+    low = 1 / high if low is None else low
+    if correction.reject == "k1" and not low <= 1 <= high:
         return [
             (
                 "algorithm.correction.reject_high",
-                f"answers on which engine and trainer agree have the ratio 1, which is outside"
-                f" [{1 / high if low is None else low:g}, {high:g}]: set reject_low below 1 and reject_high above 1",
+                f"answers on which engine and trainer agree have the ratio 1, which is outside [{low:g}, {high:g}]: set"
+                " reject_low below 1 and reject_high above 1",
+            )
+        ]
+    if correction.reject == "k1" and low == high:
+        return [
+            (
+                "algorithm.correction.reject_high",
+                "1 keeps only answers on which engine and trainer agree to the last bit: set reject_high above 1, such"
+                " as 2, which keeps geometric means between 0.5 and 2",
             )
         ]
     return []

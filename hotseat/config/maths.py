@@ -132,6 +132,12 @@ def maths_notes(config: Config) -> list[str]:
     if used != own:
         whose = algorithm.estimator if own == "constant" else algorithm.policy_loss
         notes.append(f"algorithm.aggregation is {used}; {whose}'s own is {own}, which is used if it is unset")
+    if algorithm.aggregation is None and used == "constant" and algorithm.policy_loss != "ppo":
+        of_loss = "; cispo's paper has token_mean" if algorithm.policy_loss == "cispo" else ""
+        notes.append(
+            f"algorithm.aggregation is unset and {used}, which is that of algorithm.estimator {algorithm.estimator}"
+            f" with any policy_loss but gspo{of_loss}: set algorithm.aggregation to choose another"
+        )
     if algorithm.policy_loss == "cispo" and algorithm.clip_low < 1:
         notes.append(
             f"algorithm.clip_low is {algorithm.clip_low:g}: cispo's weights are at least {1 - algorithm.clip_low:g};"

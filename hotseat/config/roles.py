@@ -5,6 +5,17 @@ from __future__ import annotations
 from hotseat.config.schema import Config
 
 ESTIMATORS_WITH_GROUP = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+ESTIMATORS_WITHOUT_GROUP = ("gae", "reinforce")
+
+
+def needs_siblings(config: Config) -> bool:
+    """Return whether a sample whose siblings all failed cannot be learned from.
+
+    With a user's own estimator it cannot either, unless prompts have one sample each.
+    """
+    if config.algorithm.estimator in ESTIMATORS_WITHOUT_GROUP:
+        return False
+    return config.algorithm.estimator in ESTIMATORS_WITH_GROUP or config.rollout.samples_per_prompt > 1
 
 
 def has_critic(config: Config) -> bool:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]  # at 1 an average would never take anything in
 Share = Annotated[float, Field(gt=0, le=1)]
 Amount = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -120,7 +121,7 @@ class OverlapConfig(Section):
 class MuonConfig(Section):
     learning_rate: Amount = 0.02
     """Peak learning rate of matrices; other weights have the optimizer's own `learning_rate`."""
-    momentum: Fraction = 0.95
+    momentum: Decay = 0.95
     """Decay of the momentum."""
 
 
@@ -129,7 +130,7 @@ class OptimizerConfig(Section):
     """Which optimizer; `muon` is for the matrices inside a model, all else is left to AdamW."""
     learning_rate: Amount = 1e-6
     """Peak learning rate."""
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """Decay of Adam's first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Adam's epsilon."""

@@ -222,7 +222,8 @@ def check_own_functions(config: Config) -> None:
         problem = policy_loss_problem(algorithm.policy_loss, eps_low=algorithm.clip_low, eps_high=algorithm.clip_high)
         problems.append(("algorithm.policy_loss", algorithm.policy_loss, problem))
     if is_own(algorithm.estimator):
-        problems.append(("algorithm.estimator", algorithm.estimator, estimator_problem(algorithm.estimator)))
+        problem = estimator_problem(algorithm.estimator, config.rollout.samples_per_prompt)
+        problems.append(("algorithm.estimator", algorithm.estimator, problem))
     if config.data.sampler is not None:
         problems.append(("data.sampler", config.data.sampler, sampler_problem(config.data.sampler)))
     wrong = [f"  {key}: {name} {problem}" for key, name, problem in problems if problem is not None]

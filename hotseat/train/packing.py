@@ -44,18 +44,24 @@ _COST_OF_GATHERING = 0.10
 
 
 def split_by_count(
-    batch: MicroBatch, max_segments: int, units: Sequence[Hashable] | None = None, *, by_images: bool = False
+    batch: MicroBatch,
+    max_segments: int,
+    units: Sequence[Hashable] | None = None,
+    *,
+    allow_longer: bool = False,
+    by_images: bool = False,
 ) -> list[MicroBatch]:
     """Cut a batch into micro-batches of at most `max_segments` segments, segments of like length together.
 
-    by_images: those with the same images stay next to each other.
+    allow_longer: a unit with more segments than that is a micro-batch by itself; otherwise it is an error. by_images:
+    those with the same images stay next to each other.
     """
     if max_segments < 1:
         raise BatchError(f"{max_segments} segments per micro-batch: set it to 1 or more")
     members = _members(batch, units)
     lengths = _lengths(batch)
     largest = max((len(unit) for unit in members), default=0)
-    if largest > max_segments:
+    if largest > max_segments and not allow_longer:
         raise BatchError(
             f"an episode (or pair) of {largest} segments does not fit micro-batches of {max_segments}: set the number"
             f" of segments per micro-batch to {largest} or more"

@@ -1,4 +1,5 @@
 import math
+import random
 from functools import reduce
 from operator import add
 
@@ -36,6 +37,7 @@ from hotseat.algorithms import (
     normalise_by,
     normalise_globally,
     place_rewards,
+    step_starts,
     turn_ends,
 )
 from hotseat.errors import RewardError, UserError
@@ -403,8 +405,10 @@ def test_turn_rewards_are_compared_with_the_same_turn_of_the_siblings():
     }
     centred = torch.tensor([0.0, -2, -2, 0, -1, 0, 2], dtype=torch.float64)
     assert_close(compute_advantages("dr_grpo", **inputs).advantages, centred)
-    # the sums' std is sqrt((4 + 4) / 1); with siblings alone everything is twice as far
-    assert_close(compute_advantages("group_norm", **inputs, eps=0.0).advantages, centred / math.sqrt(8))
+    # From the first turn on there are 3 and 7, with std sqrt((4 + 4) / 1), from the second 2 and 4, sqrt((1 + 1) / 1).
+    normalised = [0, -2 / math.sqrt(8), -2 / math.sqrt(8), 0, -1 / math.sqrt(2), 0, 2 / math.sqrt(8)]
+    assert_close(compute_advantages("group_norm", **inputs, eps=0.0).advantages, normalised)
+    # with siblings alone everything is twice as far
     assert_close(compute_advantages("rloo", **inputs).advantages, centred * 2)
     # each clipped to +-0.5: -0.5, 0.5, -0.5 and 0.5, 0.5, so -0.5, 0 and 1
     clipped = compute_advantages("dr_grpo", **inputs, reward_clip=(-0.5, 0.5))
@@ -435,8 +439,8 @@ def test_the_first_token_sees_the_sum_of_turn_and_episode_rewards(estimator, epi
     assert_close(by_turn.returns[first], by_sum.returns[first], 1e-9)
 
 
-def oracle_of_own_turns(estimator, episodes, groups, rewards, turn_rewards):
-    """Advantages by a walk over lists, in Python's own floats: each turn against the same turn of its siblings."""
+def oracle_of_turns(estimator, episodes, groups, rewards, turn_rewards, credit):
+    """Advantages by a walk over lists, in Python's own floats: each turn's credit against that of its siblings."""
     turns = []  # of each episode: its turns, each the flat positions of its tokens
     position = 0
     for episode in episodes:
@@ -452,44 +456,206 @@ def oracle_of_own_turns(estimator, episodes, groups, rewards, turn_rewards):
         turns.append(mine)
     given = iter(turn_rewards)
     rows = [[next(given) for _ in mine] for mine in turns]
-    most = max(len(row) for row in rows)
     advantages = [0.0] * position
     for at, mine in enumerate(turns):
         siblings = [other for other in range(len(episodes)) if groups[other] == groups[at]]
-        totals = [sum(rows[other]) + rewards[other] for other in siblings]
-        mean = sum(totals) / len(totals)
-        std = math.sqrt(sum((total - mean) ** 2 for total in totals) / (len(totals) - 1))
-
-        def against(value, of_siblings, std=std):
-            centred = value - sum(of_siblings) / len(of_siblings)
+        for turn, tokens in enumerate(mine):
+            if credit == "sum":
+                credits = {other: sum(rows[other]) + rewards[other] for other in siblings}
+            elif credit == "to_go" or turn == len(mine) - 1:
+                credits = {other: sum(rows[other][turn:]) + rewards[other] for other in siblings}
+            else:
+                credits = {other: rows[other][turn] if turn < len(rows[other]) else 0.0 for other in siblings}
+            mean = sum(credits.values()) / len(siblings)
+            std = math.sqrt(sum((value - mean) ** 2 for value in credits.values()) / (len(siblings) - 1))
+            value = credits[at] - mean
             if estimator == "rloo":
-                return centred * len(of_siblings) / (len(of_siblings) - 1)
-            return centred / (std + 1e-9) if estimator == "group_norm" else centred
-
-        def reward(other, turn):
-            return rows[other][turn] if turn < len(rows[other]) else 0.0
-
-        for turn in range(most):
-            value = against(reward(at, turn), [reward(other, turn) for other in siblings])
-            for token in mine[min(turn, len(mine) - 1)]:
-                advantages[token] += value
-        for token in mine[-1]:
-            advantages[token] += against(rewards[at], [rewards[other] for other in siblings])
+                value = credits[at] - sum(credits[other] for other in siblings if other != at) / (len(siblings) - 1)
+            elif estimator == "group_norm":
+                value /= std + 1e-9
+            for token in tokens:
+                advantages[token] = value
+    if estimator == "reinforce_baseline":
+        learned = [token for mine in turns for tokens in mine for token in tokens]
+        mean = sum(advantages[token] for token in learned) / len(learned)
+        variance = sum((advantages[token] - mean) ** 2 for token in learned) / len(learned)
+        for token in learned:
+            advantages[token] = (advantages[token] - mean) / math.sqrt(max(variance, 1e-8))
     return advantages
+
+
+@pytest.mark.parametrize("credit", ["to_go", "own", "sum"])
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@few
+@given(episodes=episode_lists(4, 6), seed=seeds)
+def test_credits_of_turns_equal_a_walk_over_lists(estimator, credit, episodes, seed):
+    episodes = [[[1, *episode[0]], *episode[1:]] for episode in episodes]
+    layout, groups = make_layout(episodes), pairs_of_groups(len(episodes))
+    rewards, turn_rewards = numbers(seed, len(episodes)), numbers(seed + 1, len(turn_ends(layout)))
+    ours = compute_advantages(
+        estimator, layout, rewards, groups=groups, turn_rewards=turn_rewards, turn_credit=credit
+    ).advantages
+    walked = oracle_of_turns(estimator, episodes, groups.tolist(), rewards.tolist(), turn_rewards.tolist(), credit)
+    assert_close(ours, torch.tensor(walked, dtype=torch.float64), 1e-8)
+
+
+def four_episodes():
+    """Turn rewards (0, 1), (1), (0, 0, 1) and (0, 1): different turns, equal sums. Two sampled tokens a turn."""
+    rows = [[0.0, 1.0], [1.0], [0.0, 0.0, 1.0], [0.0, 1.0]]
+    episodes = [[[token for _ in row for token in (0, 1, 1)]] for row in rows]
+    return make_layout(episodes), torch.tensor([reward for row in rows for reward in row])
+
+
+@pytest.mark.parametrize("clip", [None, (-10.0, 10.0)])
+def test_turns_are_divided_by_their_own_deviation_where_the_sums_have_none(clip):
+    layout, turn_rewards = four_episodes()
+    inputs = {"groups": torch.zeros(4, dtype=torch.int64), "turn_rewards": turn_rewards, "reward_clip": clip}
+
+    def of_turns(credit):
+        found = compute_advantages("group_norm", layout, torch.zeros(4), turn_credit=credit, **inputs).advantages
+        by_turn = found[layout.mask].reshape(-1, 2)
+        assert torch.equal(by_turn[:, 0], by_turn[:, 1])
+        return by_turn[:, 0]
+
+    assert of_turns("sum").tolist() == [0.0] * 8
+    # Rewards to go: 1 each from the first turn on. From the second on 1, 0, 1, 1, with mean 3/4 and std 1/2; from the
+    # third on 0, 0, 1, 0, with mean 1/4 and std 1/2.
+    assert_close(of_turns("to_go"), [0, 0.5, 0, 0, 0.5, 1.5, 0, 0.5], 1e-6)
+    # Of their own: first turns have 0, 1, 0, 0. The last turn of an episode has what is left, as above.
+    assert_close(of_turns("own"), [-0.5, 0.5, 0, -0.5, (0 - 0.5) / math.sqrt(1 / 3), 1.5, -0.5, 0.5], 1e-6)
+
+
+turn_lists = st.lists(st.lists(st.integers(-30, 30), min_size=1, max_size=4), min_size=2, max_size=6)  # in tenths
+
+
+@pytest.mark.parametrize("credit", ["to_go", "own", "sum"])
+@pytest.mark.parametrize("estimator", [*ESTIMATORS, "user"])
+@few
+@given(rows=turn_lists, rest=st.sampled_from([0, 1, 10_001]), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_no_credit_of_turns_blows_up(estimator, credit, rows, rest, dtype):
+    """Whatever the rewards, nothing is divided by the deviation of something else, or of rounding errors."""
+    if credit == "own" and estimator in ("gae", "reinforce", "user"):
+        return  # refused
+    layout = make_layout([[[token for _ in row for token in (0, 1)]] for row in rows])
+    found = compute_advantages(
+        group_normalised if estimator == "user" else estimator,
+        layout,
+        torch.full((len(rows),), rest / 10, dtype=dtype),
+        groups=torch.zeros(len(rows), dtype=torch.int64),
+        values=torch.zeros(layout.num_tokens, dtype=dtype),
+        turn_rewards=torch.tensor([reward / 10 for row in rows for reward in row], dtype=torch.float64),
+        turn_credit=credit,
+    )
+    size = len(rows)
+    if estimator in ("group_norm", "user"):
+        bound = (size - 1) / math.sqrt(size)
+    elif ESTIMATORS[estimator].normalisation == "batch":
+        bound = math.sqrt(int(layout.mask.sum()))
+    else:  # up to four turns between -3 and 3, and siblings twice as far as their mean
+        bound = 4 * 6 * 2
+    assert float(found.advantages.abs().max()) <= bound * (1 + 1e-6)
+    # Where siblings are credited with the same number of tenths there is no advantage, not even of rounding.
+    of_turns = iter(found.returns[layout.mask].tolist())
+    for row in rows:
+        for turn in range(len(row)):
+            begin = 0 if credit == "sum" or estimator == "user" else turn
+            credits = {sum(other[begin:]) for other in rows}
+            if credit == "own" and turn < len(row) - 1:
+                credits = {sum(other[turn : turn + 1]) for other in rows}
+            ours = next(of_turns)
+            if len(credits) == 1 and estimator not in ("gae", "reinforce"):
+                assert abs(ours) <= (0.0 if dtype == torch.float32 else 1e-3)
+
+
+@pytest.mark.parametrize("estimator", [*GROUP_ESTIMATORS, "user"])
+@few
+@given(
+    rows=st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=4), min_size=2, max_size=6),
+    reward=st.floats(-3, 3),
+)
+def test_equal_rewards_of_episodes_have_exactly_no_advantage_however_turns_divide_them(estimator, rows, reward):
+    layout = make_layout([[[token for _ in row for token in (0, 1)]] for row in rows])
+    turn_rewards = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+    rest = torch.tensor([reward - sum(row) for row in rows], dtype=torch.float32)
+    first = torch.tensor([sampled_tokens(layout, episode)[0] for episode in range(len(rows))])
+    for credit in ("sum", "to_go"):
+        found = compute_advantages(
+            group_normalised if estimator == "user" else estimator,
+            layout,
+            rest,
+            groups=torch.zeros(len(rows), dtype=torch.int64),
+            turn_rewards=turn_rewards,
+            totals=torch.full((len(rows),), reward),
+            turn_credit=credit,
+        ).returns
+        assert not found[first].any()
+        assert credit == "to_go" or not found.any()
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "dr_grpo", "rloo"])
 @few
 @given(episodes=episode_lists(4, 6), seed=seeds)
-def test_turns_credited_with_their_own_rewards_equal_a_walk_over_lists(estimator, episodes, seed):
+def test_a_step_of_time_has_one_advantage_where_turns_are_credited_with_their_own(estimator, episodes, seed):
+    """Turns of one or two tokens that nothing separates; a step is a whole run of them."""
     episodes = [[[1, *episode[0]], *episode[1:]] for episode in episodes]
     layout, groups = make_layout(episodes), pairs_of_groups(len(episodes))
-    rewards, turn_rewards = numbers(seed, len(episodes)), numbers(seed + 1, len(turn_ends(layout)))
-    ours = compute_advantages(
-        estimator, layout, rewards, groups=groups, turn_rewards=turn_rewards, turn_credit="own"
+    starts, draw = step_starts(layout, None), random.Random(seed)
+    turns, last = [], -1
+    for end in turn_ends(layout).tolist():
+        begin = max(token for token in range(end + 1) if starts[token])
+        ends = [token for token in range(begin, end) if draw.random() < 0.5]
+        turns += [*ends, end]
+        last = end
+    assert last == turns[-1]
+    turn_rewards, rewards = numbers(seed, len(turns)), numbers(seed + 1, len(episodes))
+    kl = numbers(seed + 2, layout.num_tokens)
+    found = compute_advantages(
+        estimator,
+        layout,
+        rewards,
+        groups=groups,
+        turn_rewards=turn_rewards,
+        turns=torch.tensor(turns),
+        turn_credit="own",
+        kl=kl,
+        kl_coefficient=0.1,
+        starts=starts,
     ).advantages
-    walked = oracle_of_own_turns(estimator, episodes, groups.tolist(), rewards.tolist(), turn_rewards.tolist())
-    assert_close(ours, torch.tensor(walked, dtype=torch.float64), 1e-9)
+    # A step is credited with all turns in it: compared by a walk over the steps of this and the sibling episodes, turn
+    # by turn, since a sibling's steps may have other turns.
+    by_episode = {
+        at: [turn for turn, end in enumerate(turns) if int(layout.token_episode[end]) == at]
+        for at in range(len(episodes))
+    }
+    for at in range(len(episodes)):
+        siblings = [other for other in range(len(episodes)) if groups[other] == groups[at]]
+        tokens = sampled_tokens(layout, at)
+        begins = [token for token in tokens if starts[token]]
+        for number, begin in enumerate(begins):
+            step = [
+                token
+                for token in tokens
+                if begin <= token and (number + 1 == len(begins) or token < begins[number + 1])
+            ]
+            places = [place for place, turn in enumerate(by_episode[at]) if turns[turn] in step]
+
+            is_last = number + 1 == len(begins)
+
+            def credit(other, places=places, is_last=is_last):
+                mine = [float(turn_rewards[turn]) for turn in by_episode[other]]
+                if is_last:
+                    return sum(mine[places[0] :]) + float(rewards[other])
+                return sum(mine[place] for place in places if place < len(mine))
+
+            credits = [credit(other) for other in siblings]
+            mean = sum(credits) / len(credits)
+            value = credit(at) - mean
+            if estimator == "rloo":
+                value *= len(credits) / (len(credits) - 1)
+            elif estimator == "group_norm":
+                value /= math.sqrt(sum((each - mean) ** 2 for each in credits) / (len(credits) - 1)) + 1e-9
+            value -= 0.1 * sum(float(kl[token]) for token in step)
+            assert [float(found[token]) for token in step] == pytest.approx([value] * len(step), abs=1e-8)
 
 
 def test_a_turn_may_be_credited_with_its_own_reward_or_with_the_sum():

@@ -87,7 +87,9 @@ def _pick(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gspo_equals_trl_sequence_level(trl, seed):
-    ours, theirs, old, advantages = _inputs(seed)
+    """With one advantage per episode, as TRL computes them; with several, GSPO-token is another loss than TRL's."""
+    ours, theirs, old, _ = _inputs(seed)
+    advantages = numbers(seed + 200, LAYOUT.num_episodes)[LAYOUT.token_episode]
     our_loss = _step_loss(gspo_loss(ours, old, advantages, LAYOUT, **CLIP).loss, "sequence_mean")
     their_loss = trl.grpo_loss("grpo", LAYOUT, theirs, old, advantages, **CLIP, level="sequence")
     _assert_same(our_loss, their_loss, ours, theirs)
@@ -104,7 +106,8 @@ def test_cispo_equals_trl(trl, seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gspos_ratio_to_the_engine_equals_trl_with_the_engines_log_probs(trl, seed):
-    ours, theirs, old, advantages = _inputs(seed)
+    ours, theirs, old, _ = _inputs(seed)
+    advantages = numbers(seed + 200, LAYOUT.num_episodes)[LAYOUT.token_episode]
     engine = old + numbers(seed + 300, LAYOUT.num_tokens, scale=0.2)
     result = gspo_loss(ours, old, advantages, LAYOUT, **CLIP, ratio_base_log_probs=engine)
     their_loss = trl.grpo_loss("grpo", LAYOUT, theirs, engine, advantages, **CLIP, level="sequence")

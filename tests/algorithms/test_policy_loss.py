@@ -75,9 +75,66 @@ def test_gspo_has_one_ratio_per_episode_over_all_its_segments():
     assert_close(result.ratio, [1, ratio, ratio, 1, ratio, math.exp(0.1)])
     assert_close(result.log_ratio, [0, 0.1, 0.2, 0, 0.6, 0.1])
     assert result.clipped.tolist() == [False, True, True, False, False, False]
-    # only the third token's loss is free: its gradient, ratio / 3, goes to all three tokens of the episode
+    # only the third token's loss is free, and it has another advantage than the others: its gradient is its own
     result.loss.sum().backward()
-    assert_close(log_probs.grad, [0, ratio / 3, ratio / 3, 0, ratio / 3, -math.exp(0.1)])
+    assert_close(log_probs.grad, [0, 0, 0, 0, ratio, -math.exp(0.1)])
+
+
+def test_gspo_of_one_advantage_has_the_gradient_of_the_ratio():
+    # As above: ratio e^0.3 with A = -1, not clipped. Each token's loss has the gradient ratio / 3 in all three tokens.
+    layout = make_layout([[[0, 1, 1], [0, 1]]])
+    log_probs = torch.tensor([NAN, 0.1, 0.2, NAN, 0.6], dtype=torch.float64, requires_grad=True)
+    result = gspo_loss(log_probs, torch.zeros(5), torch.full((5,), -1.0), layout, **CLIP)
+    (result.loss * torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0])).sum().backward()
+    third = math.exp(0.3) / 3
+    assert_close(log_probs.grad, [0, third, third, 0, third])
+
+
+@few
+@given(layout=layouts(), seed=seeds, dual_clip=st.sampled_from([None, 1.5]))
+def test_gspo_of_one_advantage_per_episode_is_bit_for_bit_that_of_the_paper(layout, seed, dual_clip):
+    """With one advantage in each episode, nothing of GSPO-token is left, not even in rounding."""
+    old = numbers(seed, layout.num_tokens).float()
+    fast = (old + numbers(seed + 1, layout.num_tokens, scale=0.5).float()).requires_grad_()
+    plain = fast.detach().clone().requires_grad_()
+    of_episodes = numbers(seed + 2, layout.num_episodes).float()[layout.token_episode]
+    result = gspo_loss(fast, old, of_episodes, layout, **CLIP, dual_clip=dual_clip)
+    sums = torch.zeros(layout.num_episodes).index_add(
+        0, layout.token_episode, torch.where(layout.mask, plain - old, 0.0)
+    )
+    ratio = (sums / layout.sampled_per_episode.clamp(min=1))[layout.token_episode].exp()
+    advantages = torch.where(layout.mask, of_episodes, 0.0)
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
+    if dual_clip is not None:
+        gain = torch.where((advantages < 0) & (dual_clip * advantages > gain), dual_clip * advantages, gain)
+    assert torch.equal(result.loss, -gain)
+    weights = numbers(seed + 3, layout.num_tokens).float()
+    (result.loss * weights).sum().backward()
+    (-gain * weights).sum().backward()
+    assert torch.equal(fast.grad, plain.grad)
+
+
+@few
+@given(layout=layouts(), seed=seeds)
+def test_gspo_token_and_gspo_have_one_gradient_where_the_advantages_of_an_episode_are_one(layout, seed):
+    """In a mean over the tokens of each episode: GSPO-token by autograd in float64, from the paper's equation."""
+    old = numbers(seed, layout.num_tokens)
+    fast = (old + numbers(seed + 1, layout.num_tokens, scale=0.5)).requires_grad_()
+    token = fast.detach().clone().requires_grad_()
+    of_episodes = numbers(seed + 2, layout.num_episodes)
+    loss = gspo_loss(fast, old, of_episodes[layout.token_episode], layout, **CLIP).loss
+    lengths = layout.sampled_per_episode.clamp(min=1)
+    (loss / lengths[layout.token_episode]).sum().backward()
+    total = torch.zeros((), dtype=torch.float64)
+    for episode in range(layout.num_episodes):
+        tokens, advantage = sampled_tokens(layout, episode), float(of_episodes[episode])
+        for at in tokens:
+            ratio = math.exp(sum(float(fast[t].detach() - old[t]) for t in tokens) / len(tokens))
+            ratio = ratio * torch.exp(token[at]) / torch.exp(token[at]).detach()
+            total = total - torch.min(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage) / len(tokens)
+    if total.requires_grad:
+        total.backward()
+    assert_close(fast.grad, torch.zeros_like(fast) if token.grad is None else token.grad)
 
 
 def test_the_log_ratio_is_clamped_before_it_is_exponentiated():
@@ -99,6 +156,8 @@ def _slow_loss(name, log_probs, old, advantages, layout, dual_clip):
                 ratio = torch.exp(log_probs[token] - old[token])
             else:
                 ratio = torch.exp(sum(log_probs[other] - old[other] for other in tokens) / len(tokens))
+                if len({float(advantages[other]) for other in tokens}) > 1:  # GSPO-token, section 4.3
+                    ratio = ratio.detach() * torch.exp(log_probs[token]) / torch.exp(log_probs[token]).detach()
             advantage = float(advantages[token])
             objective = torch.min(ratio * advantage, torch.clamp(ratio, 0.8, 1.3) * advantage)
             if dual_clip is not None and advantage < 0:

@@ -263,6 +263,16 @@ def test_every_rule_speaks_of_keys_that_exist():
             "ratio 1, which is outside [2, 0.5]: set reject_low",
         ),
         ("algorithm: {correction: {reject: k1, reject_low: 2, reject_high: 3}}", "ratio 1, which is outside [2, 3]"),
+        # 1 / reject_high is 1 too: nothing lies between the bounds.
+        (
+            "algorithm: {correction: {reject: k1, reject_high: 1.0}}",
+            "1 keeps only answers on which engine and trainer agree to the last bit: set reject_high above 1, such",
+        ),
+        ("actor: {optimizer: {betas: [0.9, 1.0]}}", "actor.optimizer.betas[1]: given 1.0, must be below 1.0"),
+        (
+            "actor: {optimizer: {kind: muon, muon: {momentum: 1.0}}}",
+            "actor.optimizer.muon.momentum: given 1.0, must be below 1.0",
+        ),
         (
             "algorithm: {kl: {coef: 0.1, as_loss: true, estimator: k1}}",
             "k1 as a loss regularises nothing: its gradient is zero on average, whatever the reference; set k2 or k3",

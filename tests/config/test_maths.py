@@ -73,6 +73,18 @@ def test_a_lower_bound_of_cispos_weights_is_noted():
     assert maths_notes(loads("algorithm: {policy_loss: cispo, clip_low: 1, clip_high: 3}")) == []
 
 
+def test_cispo_with_dr_grpo_says_that_it_divides_by_a_constant():
+    config = loads("algorithm: {policy_loss: cispo, estimator: dr_grpo, clip_low: 1}")
+    assert aggregation(config) == "constant"
+    [note] = maths_notes(config)
+    assert note == (
+        "algorithm.aggregation is unset and constant, which is that of algorithm.estimator dr_grpo with any policy_loss"
+        " but gspo; cispo's paper has token_mean: set algorithm.aggregation to choose another"
+    )
+    chosen = loads("algorithm: {policy_loss: cispo, estimator: dr_grpo, clip_low: 1, aggregation: constant}")
+    assert maths_notes(chosen) == []
+
+
 def test_a_run_that_follows_the_papers_has_nothing_to_note():
     for algorithm in ("{}", "{policy_loss: gspo}", "{estimator: dr_grpo}", "{policy_loss: gspo, aggregation: null}"):
         assert maths_notes(loads(f"algorithm: {algorithm}")) == []

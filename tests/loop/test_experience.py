@@ -1,6 +1,7 @@
 """From groups to the batches of optimizer steps."""
 
 import pickle
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop_cases import make_group, make_segment
 
+from hotseat.algorithms import Moments
 from hotseat.config import loads
 from hotseat.loop.setup.settings import policy_settings
 from hotseat.loop.workers.experience import (
@@ -211,6 +213,72 @@ def test_rewards_of_turns_count_alike_on_any_number_of_ranks(estimator):
     if estimator == "dr_grpo":
         # The first group turn by turn; the others by episodes: 3 and 1 around 2, 1 and 0 around 0.5.
         assert one_rank == [1.0, 0.0, 0.0, -1.0, 0.0, 0.0] + [1.0] * 3 + [-1.0] * 3 + [0.5, 0.5, -0.5, -0.5]
+
+
+def test_turns_that_share_a_chunk_share_its_advantage():
+    """Nothing is inserted between the two turns: their tokens are one chunk, with one ratio and so one advantage."""
+    groups = [with_turns(make_group(0, [3.0, 1.0], sampled=3), (1, 2), (2.0, 1.0), (0.0, 1.0))]
+    for credit in ("own", "to_go"):
+        used = settings(turn_credit=credit, time_step="chunk")
+        batch = with_advantages(groups, flatten(groups), used, alone)
+        assert batch.fields[ADVANTAGES][batch.mask].tolist() == [1.0] * 3 + [-1.0] * 3
+    batch = with_advantages(groups, flatten(groups), settings(turn_credit="own"), alone)
+    assert batch.fields[ADVANTAGES][batch.mask].tolist() == [1.0, 0.0, 0.0, -1.0, 0.0, 0.0]
+
+
+def groups_with_equal_rewards(draw: random.Random, num_groups: int):
+    """Groups of four answers with one reward for all, divided among one to four turns in a random way."""
+    groups = []
+    for number in range(num_groups):
+        reward = draw.choice([draw.gauss(0, 1), draw.randint(-20, 20) / 10])
+        samples = []
+        for sample in make_group(number, [reward] * 4, sampled=4).samples:
+            count = draw.randint(1, 4)
+            parts = [draw.gauss(0, 1) for _ in range(count - 1)]
+            lengths = (*[1] * (count - 1), 5 - count)
+            episode = replace(sample.episode, turn_lengths=lengths)
+            samples.append(replace(sample, episode=episode, turn_rewards=(*parts, reward - sum(parts))))
+        groups.append(replace(make_group(number, [reward]), samples=tuple(samples)))
+    return groups
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "user"])
+def test_equal_rewards_have_exactly_no_advantage_however_turns_divide_them(estimator, tmp_path):
+    if estimator == "user":
+        file = tmp_path / "mine.py"
+        file.write_text("from hotseat.algorithms import group_normalised as mine\n")
+        estimator = f"{file}:mine"
+    groups = groups_with_equal_rewards(random.Random(3), 100)
+    batch = flatten(groups)
+    found = with_advantages(groups, batch, settings(estimator=estimator, turn_credit="sum"), alone)
+    assert not found.fields[ADVANTAGES].any()
+    # Rewards to go differ after the first turn, but are all of them of the first turn's tokens.
+    found = with_advantages(groups, batch, settings(estimator=estimator), lambda _: Moments(1, 0.0, 1.0))
+    assert not found.fields[ADVANTAGES][batch.mask].reshape(-1, 4)[:, 0].any()
+
+
+def test_penalties_stay_on_the_last_turn_and_rounding_is_no_reward():
+    """Turns of one and of two tokens; the second answer reaches the limit of its length."""
+    group = make_group(0, [0.1 + 0.2, 0.3 + 0.2], sampled=3)
+    longer = replace(make_group(0, [0.0], sampled=4).samples[0], reward=0.1 + 0.2)
+    first, second = group.samples[0], replace(longer, episode=replace(longer.episode, key=group.samples[1].episode.key))
+    samples = [(first, (0.1, 0.2), (1, 2)), (second, (0.1, 0.2), (1, 3))]
+    samples = [
+        replace(sample, turn_rewards=rewards, episode=replace(sample.episode, turn_lengths=lengths))
+        for sample, rewards, lengths in samples
+    ]
+    groups = [replace(group, samples=tuple(samples))]
+    used = settings(estimator="dr_grpo", turn_credit="own", overlong_buffer=1)
+    batch = with_advantages(groups, flatten(groups), used, alone)
+    # First turns are alike. In the last one the second answer has a penalty of 1 at its limit of 4 tokens.
+    assert batch.fields[ADVANTAGES][batch.mask].tolist() == [0.0, 0.5, 0.5, 0.0, -0.5, -0.5, -0.5]
+    # A reward that was added up in float32 differs from its turns' sum, and no advantage comes of that.
+    samples = [
+        replace(sample, reward=sample.reward + noise) for sample, noise in zip(samples, (3e-8, -2e-8), strict=True)
+    ]
+    groups = [replace(group, samples=tuple(samples))]
+    batch = with_advantages(groups, flatten(groups), settings(estimator="group_norm", turn_credit="own"), alone)
+    assert not batch.fields[ADVANTAGES].any()
 
 
 def test_four_turns_within_the_limit_of_the_episode_are_not_overlong():

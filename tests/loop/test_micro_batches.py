@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from loop_cases import make_task, rl_yaml, sft_yaml
+from loop_cases import make_group, make_segment, make_task, rl_yaml, sft_yaml
 from safetensors.torch import load_file
 
 from hotseat import faults
@@ -29,10 +29,29 @@ from hotseat.loop.planning.budgets import (
 from hotseat.loop.planning.plan import make_plan, with_budgets
 from hotseat.loop.run import start
 from hotseat.loop.workers.cutting import BatchSettings, Cutter
+from hotseat.loop.workers.experience import flatten
 from hotseat.observe import read_lines
 from hotseat.placement import GIB
 from hotseat.train.headroom import Peak, is_out_of_memory, trial_batch
 from hotseat.types import MicroBatch
+
+# --- episodes of several sequences ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cut", [BatchSettings(2, None), BatchSettings(None, 12), BatchSettings(None, 12, is_chosen=True)]
+)
+def test_an_episode_that_is_larger_than_a_micro_batch_is_one_by_itself(cut):
+    """An agent that rewrote its context twice, between answers of one sequence; each sequence has five tokens."""
+    groups = [make_group(0, [1.0, 0.0]), make_group(1, [1.0, 0.0])]
+    rewritten = replace(groups[0].samples[1].episode, segments=tuple(make_segment(3, 2) for _ in range(3)))
+    samples = (groups[0].samples[0], replace(groups[0].samples[1], episode=rewritten))
+    batch = flatten([replace(groups[0], samples=samples), groups[1]])
+    pieces = sorted((sorted(piece.sample_ids) for piece in cut.cut(batch)), key=len)
+    assert pieces[-1] == ["0/0/1"] * 3
+    assert sorted(name for piece in pieces[:-1] for name in piece) == ["0/0/0", "0/1/0", "0/1/1"]
+    assert all(len(piece) <= 2 for piece in pieces[:-1])
+
 
 # --- what is chosen ---------------------------------------------------------------------------------------------------
 

@@ -2,11 +2,12 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from loop_cases import make_group, rl_yaml, same, weights
+from loop_cases import make_group, make_segment, rl_yaml, same, weights
 from safetensors.torch import load_file
 
 from hotseat.algorithms import Advantages, cispo_loss, compute_advantages, group_normalised
@@ -16,8 +17,10 @@ from hotseat.errors import ConfigError, UserError
 from hotseat.loop.preflight import check_own_functions
 from hotseat.loop.run import start
 from hotseat.loop.setup.refusals import obstacles
+from hotseat.loop.setup.settings import policy_settings
 from hotseat.loop.state.saving import Saver
-from hotseat.loop.workers.experience import flatten
+from hotseat.loop.workers.experience import flatten, with_advantages
+from hotseat.loop.workers.losses import ADVANTAGES
 from hotseat.loop.workers.own_functions import absolute, own_function, own_policy_loss
 from hotseat.observe import read_lines
 
@@ -119,6 +122,11 @@ def test_the_functions_of_the_docs_pass_the_trial_and_compute_what_they_say(writ
     loss_and_estimator, sampler = re.findall(r"```python\n(.*?)```", section, re.S)
     file = write(loss_and_estimator + sampler)
     trial(file, policy_loss="my_loss", estimator="my_estimator")
+    trial(file, estimator="optimal_baseline")
+    # Lengths 1 and 3: the mean of 1 and 3, weighted, is 2.5. The other group has one episode.
+    optimal = own_function(f"{file}:optimal_baseline")
+    rewards, groups, lengths = torch.tensor([1.0, 3.0, 2.0]), torch.tensor([0, 0, 1]), torch.tensor([1, 3, 2])
+    assert optimal(rewards, groups, lengths=lengths).tolist() == [-1.5, 0.5, 0]
     check_own_functions(loads(f"data: {{sampler: '{file}:my_sampler'}}"))
     advantages = own_function(f"{file}:my_estimator")(torch.tensor([1.0, 3.0, 2.0]), torch.tensor([0, 0, 1]))
     assert advantages.tolist() == [-2, 0, 0]
@@ -139,6 +147,72 @@ def test_a_function_as_estimator_equals_the_built_in_one_of_the_same_formula():
     built_in = compute_advantages("group_norm", batch.layout, rewards, groups=groups, reward_clip=(-0.5, 0.5))
     assert isinstance(own, Advantages)
     assert torch.allclose(own.advantages, built_in.advantages)
+
+
+WITH_LENGTHS = """
+def by_length(rewards, groups, lengths):
+    return rewards / lengths
+
+
+def by_surprise(rewards, groups, *, log_probs, lengths):
+    return __import__("torch").stack([-each.sum() for each in log_probs.split(lengths.tolist())])
+
+
+def with_all(rewards, groups, **more):
+    assert len(more["log_probs"]) == int(more["lengths"].sum())
+    return rewards + more["lengths"]
+"""
+
+
+def test_estimators_get_lengths_and_log_probs_if_they_ask_for_them(write):
+    file = write(WITH_LENGTHS)
+    one, two = make_group(0, [1.0, 4.0], sampled=2), make_group(1, [3.0], sampled=1)
+    segments = make_segment(3, 2), make_segment(2, 2)  # of one episode
+    second = replace(one.samples[1], episode=replace(one.samples[1].episode, segments=segments))
+    nothing = replace(one.samples[0], episode=replace(one.samples[0].episode, segments=(make_segment(2, 0),)))
+    episodes = replace(one, samples=(one.samples[0], second)), replace(two, samples=(*two.samples, nothing))
+    batch = flatten(episodes)
+    # Two, four, one and no tokens; the log-prob of the t-th sampled token of the batch is -(t + 1).
+    log_probs = torch.full((batch.num_tokens,), torch.nan)
+    log_probs[batch.mask] = -torch.arange(1.0, 8)
+    for name, expected in (
+        ("by_length", [1 / 2, 1 / 2, *[2 / 4] * 4, 3 / 1]),
+        ("by_surprise", [1 + 2, 1 + 2, *[3 + 4 + 5 + 6] * 4, 7]),
+        ("with_all", [1 + 2, 1 + 2, *[2 + 4] * 4, 3 + 1]),
+    ):
+        trial(file, estimator=name)
+        found = compute_advantages(
+            own_function(f"{file}:{name}"),
+            batch.layout,
+            torch.tensor([1.0, 2.0, 3.0, torch.nan]),
+            groups=torch.tensor([0, 0, 1, 1]),
+            log_probs=log_probs,
+        ).advantages[batch.mask]
+        assert found.tolist() == expected
+    with pytest.raises(UserError, match="takes log_probs, and there are none"):
+        compute_advantages(
+            own_function(f"{file}:by_surprise"), batch.layout, torch.ones(4), groups=torch.tensor([0, 0, 1, 1])
+        )
+
+
+def test_the_log_probs_of_an_estimator_are_the_engines(write):
+    file = write(WITH_LENGTHS)
+    groups = [make_group(0, [1.0, 0.0], sampled=3)]  # the engine's log-probs are -1 each
+    text = f"algorithm: {{estimator: '{file}:by_surprise'}}\nrollout: {{samples_per_prompt: 2}}"
+    batch = with_advantages(groups, flatten(groups), policy_settings(loads(text), 1, 0.0).advantages, lambda own: own)
+    assert batch.fields[ADVANTAGES][batch.mask].tolist() == [3.0] * 6
+
+
+def test_an_estimator_that_needs_siblings_is_refused_where_prompts_have_one_sample(write):
+    file = write(
+        "import torch\n\n\ndef f(rewards, groups):\n"
+        "    each = [rewards[groups == group] for group in groups]\n"
+        "    return torch.stack([(r - of.mean()) / (of.std() + 1e-4) for r, of in zip(rewards, each)])\n"
+    )
+    text = f"algorithm: {{estimator: '{file}:f'}}"
+    check_own_functions(loads(text, ["rollout.samples_per_prompt=2"]))
+    with pytest.raises(UserError, match="not finite for a group of one, and rollout.samples_per_prompt is 1"):
+        check_own_functions(loads(text, ["rollout.samples_per_prompt=1"]))
 
 
 def test_an_estimator_that_fails_later_names_what_it_returned():

@@ -101,6 +101,9 @@ def test_dropped_groups_are_replaced_by_the_next_prompts_and_all_are_let_go_of()
         (("algorithm.estimator=rloo",), (2, None, None)),
         (("algorithm.estimator=reinforce",), (1, None, None)),
         (("algorithm.estimator=gae",), (1, None, None)),
+        # A user's own compares siblings, where prompts have several samples: one that is left alone would end the run.
+        (("algorithm.estimator=mine.py:f", "rollout.samples_per_prompt=2"), (2, None, None)),
+        (("algorithm.estimator=mine.py:f", "rollout.samples_per_prompt=1", "train.batch_size=4"), (1, None, None)),
         ((*FILTERED, "algorithm.filtering.high=0.8"), (2, 0.0, 0.8)),
     ],
 )

@@ -20,6 +20,7 @@ from hotseat.loop.run import start
 from hotseat.loop.workers.experience import AdvantageSettings, Share
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.models import ActorWorker, BatchSettings, InferenceWorker, ModelWorker, PolicySettings
+from hotseat.loop.workers.simulation import Context, _value_segment
 from hotseat.loop.workers.value_models import CriticSettings, CriticWorker
 from hotseat.observe import read_lines
 from hotseat.train.backend import AdamW, TrainOptions
@@ -169,6 +170,57 @@ def test_a_step_equals_one_written_by_hand(task):
             assert (found[name] - weight).abs().max() < 1e-5, name
             assert (before[name] - weight).abs().max() > 1e-4, name  # it has moved
     for worker in (actor, critic, base):
+        worker.close()
+
+
+@pytest.mark.parametrize("time_step", ["token", "chunk"])
+def test_the_critic_values_what_follows_an_episode_that_ran_out_of_time(task, time_step):
+    """Two episodes of two chunks; the first ran out of time, and its last observation is there to be valued."""
+    make_value_model(task / "critic")
+    [first, second, *_] = recorded()
+    seen = (5, 9, 3, 7)
+    played = first.samples[0].episode.segments[0], first.samples[1].episode.segments[0]
+    cut_off = Episode(
+        SampleKey(0, 0, 0), (*played, _value_segment(Context([*seen]))), "", is_truncated=True, has_bootstrap=True
+    )
+    groups = (
+        PromptGroup(first.prompt, (ScoredEpisode(cut_off, 0.25, 0.25),)),
+        PromptGroup(second.prompt, second.samples[:1]),
+    )
+    share, cut = Share(groups, ((0,), (0,))), BatchSettings(micro_batch_size=4, max_tokens=None)
+    critic = CriticWorker(str(task / "critic"), TrainOptions(head="value", **SETTINGS))
+    learning = CriticSettings(ValueObjective(None), 1, cut, cut, time_step)
+    values = critic.values([share], learning)
+    model = AutoModelForSequenceClassification.from_pretrained(task / "critic")
+    with torch.no_grad():
+        after = float(model.score(model.model(torch.tensor([seen])).last_hidden_state)[0, -1, 0])
+        expected = [values_of(model, segment.token_ids) * segment.mask for segment in played]
+    assert abs(after) > 1e-3
+    assert values["0/0/0"][2].tolist() == pytest.approx([0.0] * len(seen) + [after], abs=1e-6)
+    for found, wanted in zip(values["0/0/0"], expected, strict=False):
+        assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
+
+    actor = ActorWorker(str(task / "model"), TrainOptions(**SETTINGS), "float32")
+    policy = PolicySettings(
+        objective=PolicyObjective("ppo", CLIP, CLIP, None, None, 0.5, 2.0, "k1", 0.0, None),
+        advantages=AdvantageSettings("gae", GAMMA, 0.0, True, None, 0.0, "k1", 0, 1.0, None, 5, time_step, "token"),
+        aggregation="token_mean",
+        max_epochs=1,
+        needs_old_log_probs=False,
+        temperature=1.0,
+        score=cut,
+        train=cut,
+    )
+    actor.prepare([share], 1, policy, [], critic=[values])
+    returns = actor.returns()
+    # With lambda 0 the return of the last step is its reward and the discounted value of what follows.
+    of_last = returns["0/0/0"][1][played[1].mask]
+    assert float(of_last[of_last != 0][-1]) == pytest.approx(0.25 + GAMMA * after, abs=1e-6)
+    [report] = critic.update([returns], 1, learning)
+    num_sampled = sum(int(segment.mask.sum()) for segment in (*played, second.samples[0].episode.segments[0]))
+    if time_step == "token":
+        assert report.num_sampled == num_sampled  # the critic learns nothing from the observation that it valued
+    for worker in (actor, critic):
         worker.close()
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from hotseat import faults
 from hotseat.config import Config
-from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy
+from hotseat.config.roles import has_accuracy, needs_siblings
 from hotseat.errors import RunError
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected, Collector, GroupFilter, evaluation_metrics
@@ -209,7 +209,7 @@ def group_filter(config: Config) -> GroupFilter:
     """Return the conditions on the groups that a step may learn from."""
     filtering = config.algorithm.filtering
     return GroupFilter(
-        min_samples=2 if config.algorithm.estimator in ESTIMATORS_WITH_GROUP else 1,
+        min_samples=2 if needs_siblings(config) else 1,
         low=filtering.low if filtering.enabled else None,
         high=filtering.high if filtering.enabled else None,
         max_failed_fraction=config.reward.max_failed_fraction,

@@ -30,11 +30,14 @@ class BatchSettings:
     micro_batch_size: int | None  # sequences; None: `max_tokens` is the size
     max_tokens: int | None
     is_padded: bool = False  # padding counts as tokens
-    is_chosen: bool = False  # the run chose `max_tokens` and may lower it; a longer sequence is a micro-batch by itself
+    is_chosen: bool = False  # the run chose `max_tokens` and may lower it
     num_devices: int = 1  # over which each micro-batch is sharded
 
     def cut(self, batch: MicroBatch) -> list[MicroBatch]:
         """Cut a batch into micro-batches of this size.
+
+        A sample with more sequences or tokens than that is a micro-batch by itself: how many an agent will make of an
+        episode is not known before it has, and a sequence that is too long by itself is refused before the run.
 
         Samples of a prompt with images stay together where sequences are packed: its images are then encoded once.
         """
@@ -43,10 +46,10 @@ class BatchSettings:
         by_images = bool(batch.images) and not self.is_padded
         if self.max_tokens is not None:
             return split_by_tokens(
-                batch, self.max_tokens, padded=self.is_padded, allow_longer=self.is_chosen, by_images=by_images
+                batch, self.max_tokens, padded=self.is_padded, allow_longer=True, by_images=by_images
             )
         assert self.micro_batch_size is not None, "neither sequences nor tokens were chosen"
-        return split_by_count(batch, self.micro_batch_size, by_images=by_images)
+        return split_by_count(batch, self.micro_batch_size, allow_longer=True, by_images=by_images)
 
 
 class Cutter:

@@ -7,6 +7,7 @@ groups, because a baseline compares siblings.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
@@ -217,9 +218,9 @@ def with_lags(groups: Sequence[PromptGroup], batch: MicroBatch, version: int) ->
 
 
 def shaped_rewards(groups: Sequence[PromptGroup], batch: MicroBatch, settings: AdvantageSettings) -> Tensor:
-    """Return rewards after the penalties on length and truncation: [num_episodes]."""
+    """Return rewards after the penalties on length and truncation: [num_episodes] float64."""
     samples = [sample for group in groups for sample in group.samples]
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     if settings.overlong_buffer:
         lengths = batch.layout.sampled_per_episode
         rewards = rewards + overlong_penalty(
@@ -240,8 +241,20 @@ def rewarded_lengths(sample: ScoredEpisode) -> tuple[int, ...]:
     return (episode.action_length,) * count if is_of_actions else ()
 
 
+def _beyond_turns(sample: ScoredEpisode) -> float:
+    """Return the part of an episode's reward that belongs to no turn.
+
+    Turn rewards sum up to the reward, in whatever order and precision they were added up: differences of rounding are
+    no reward, and an estimator that divides by a deviation would enlarge them.
+    """
+    total = math.fsum(sample.turn_rewards)
+    largest = max(map(abs, sample.turn_rewards), default=0.0)
+    is_sum = math.isclose(total, sample.reward, rel_tol=1e-6, abs_tol=1e-6 * largest)
+    return 0.0 if is_sum else sample.reward - total
+
+
 def rewards_of_turns(groups: Sequence[PromptGroup], batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
-    """Return (reward of each turn, flat position of its last sampled token); (None, None) without any.
+    """Return (reward of each turn, in float64, flat position of its last sampled token); (None, None) without any.
 
     Turn rewards of a group are used if each of its samples has one per turn, or per action in a simulator: siblings are
     compared turn by turn. Other groups learn from the rewards of whole episodes. A group is on one rank, so the number
@@ -263,7 +276,7 @@ def rewards_of_turns(groups: Sequence[PromptGroup], batch: MicroBatch) -> tuple[
     if not rewards:
         return None, None
     sampled = batch.mask.nonzero()[:, 0]
-    return torch.tensor(rewards, dtype=torch.float32), sampled[torch.tensor(ends) - 1]
+    return torch.tensor(rewards, dtype=torch.float64), sampled[torch.tensor(ends) - 1]
 
 
 def starts_of_steps(groups: Sequence[PromptGroup], batch: MicroBatch, time_step: str) -> Tensor | None:
@@ -289,15 +302,33 @@ def bootstrap_values(groups: Sequence[PromptGroup], batch: MicroBatch, values: T
     return torch.where(torch.tensor(has_bootstrap), values[last], 0.0)
 
 
+def with_bootstraps(groups: Sequence[PromptGroup], batch: MicroBatch) -> MicroBatch:
+    """Return the batch with a mask that also has the tokens at which `bootstrap_values` reads values.
+
+    A model computes values under the mask alone, and nothing was sampled in a segment that is there for the critic.
+    """
+    is_bootstrap = torch.tensor(_bootstraps(groups), dtype=torch.bool)
+    mask = batch.mask.clone()
+    mask[batch.offsets[1:][is_bootstrap] - 1] = True
+    return replace(batch, mask=mask)
+
+
 def without_bootstraps(groups: Sequence[PromptGroup], batch: MicroBatch) -> MicroBatch:
     """Return the batch without segments that were there for the critic alone."""
-    kept = [
-        not (sample.episode.has_bootstrap and at == len(sample.episode.segments) - 1)
+    is_bootstrap = _bootstraps(groups)
+    return (
+        take(batch, [index for index, is_one in enumerate(is_bootstrap) if not is_one]) if any(is_bootstrap) else batch
+    )
+
+
+def _bootstraps(groups: Sequence[PromptGroup]) -> list[bool]:
+    """Tell of each segment, in flat order, whether it is there for the critic alone."""
+    return [
+        sample.episode.has_bootstrap and at == len(sample.episode.segments) - 1
         for group in groups
         for sample in group.samples
         for at in range(len(sample.episode.segments))
     ]
-    return batch if all(kept) else take(batch, [index for index, is_kept in enumerate(kept) if is_kept])
 
 
 def with_advantages(
@@ -317,21 +348,29 @@ def with_advantages(
             batch.fields[OLD_LOG_PROBS], batch.fields[REFERENCE_LOG_PROBS], batch.mask, settings.kl_estimator
         )
     group_ids = torch.tensor([index for index, group in enumerate(groups) for _ in group.samples], dtype=torch.int64)
-    rewards = shaped_rewards(groups, batch, settings)
+    totals = rewards = shaped_rewards(groups, batch, settings)
     turn_rewards, turns = rewards_of_turns(groups, batch)
     if turn_rewards is not None and turns is not None:
-        # Turn rewards go to the ends of their turns; the rest of the episode's reward stays on its last token.
-        rewards = rewards.index_add(0, batch.layout.token_episode[turns], -turn_rewards)
+        # Turn rewards go to the ends of their turns; penalties stay on the episode's last token. Subtracting the former
+        # from the sum and adding them again would round, and equal rewards would differ.
+        samples = [sample for group in groups for sample in group.samples]
+        has_turns = torch.zeros(len(samples), dtype=torch.bool)
+        has_turns[batch.layout.token_episode[turns]] = True
+        raw = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+        beyond = torch.tensor([_beyond_turns(sample) for sample in samples], dtype=torch.float64)
+        rewards = torch.where(has_turns, rewards - raw + beyond, rewards)
     estimator = settings.estimator
     starts = starts_of_steps(groups, batch, settings.time_step)
     advantages = compute_advantages(
         own_function(estimator) if is_own(estimator) else estimator,
         batch.layout,
-        rewards,
+        rewards.to(torch.float32),
         groups=group_ids,
         values=values,
+        log_probs=batch.fields[ROLLOUT_LOG_PROBS],
         turn_rewards=turn_rewards,
         turns=turns,
+        totals=totals.to(torch.float32),
         turn_credit=settings.turn_credit,
         kl=kl,
         kl_coefficient=settings.kl_in_reward,

@@ -1,9 +1,10 @@
 """Functions in users' files that take the place of built-in ones, and the trial that they have to pass.
 
-A policy loss is called as `gspo_loss` is, an estimator as `group_normalised` is, a sampler as `Sampler` says:
+A policy loss is called as `gspo_loss` is, an estimator by `call_estimator`, a sampler as `Sampler` says:
 
     def my_loss(log_probs, old_log_probs, advantages, layout, *, eps_low, eps_high): ...   # [num_tokens] or PolicyLoss
     def my_estimator(rewards, groups): ...                                                 # [num_episodes]
+    def my_estimator(rewards, groups, lengths, log_probs): ...                             # see `call_estimator`
     def my_sampler(num, pass_rates, num_draws, rng): ...                                   # num positions
 
 The trial calls them on a few made-up episodes before a model loads, and refuses what could not train. A loss must not
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms import PolicyLoss
+from hotseat.algorithms.advantages import call_estimator
 from hotseat.data.order import checked_choice
 from hotseat.errors import UserError
 from hotseat.types import TokenLayout
@@ -132,20 +134,27 @@ def policy_loss_problem(name: str, *, eps_low: float, eps_high: float) -> str | 
     return None
 
 
-def estimator_problem(name: str) -> str | None:
+def estimator_problem(name: str, samples_per_prompt: int) -> str | None:
     """Return why a user's estimator cannot be used; None if it can, as far as toy groups show."""
-    rewards, groups = torch.tensor([0.0, 1.0, 1.0, 0.5, 0.25]), torch.tensor([0, 0, 1, 1, 1])
+    lengths = torch.tensor([2, 3, 1, 4, 2])
+
+    def call(rewards: list[float], groups: list[int]) -> Any:
+        sizes = lengths[: len(rewards)]
+        log_probs = -torch.arange(1.0, int(sizes.sum()) + 1) / 8
+        return call_estimator(function, torch.tensor(rewards), torch.tensor(groups), sizes.clone(), log_probs)
+
     try:
         function = own_function(name)
-        advantages = function(rewards.clone(), groups.clone())
-        problem = _tensor_problem(advantages, len(rewards), "episode")
+        advantages = call([0.0, 1.0, 1.0, 0.5, 0.25], [0, 0, 1, 1, 1])
+        problem = _tensor_problem(advantages, 5, "episode")
         if problem is not None:
             return problem
-        if not torch.allclose(function(rewards[:2].clone(), groups[:2].clone()), advantages[:2], atol=_TOLERANCE):
+        if not torch.allclose(call([0.0, 1.0], [0, 0]), advantages[:2], atol=_TOLERANCE):
             return "gives a group other advantages when another group is not there: compare episodes of one group only"
-        equal = function(torch.ones(4), torch.tensor([0, 0, 1, 1]))
-        if not equal.isfinite().all():
+        if not call([1.0] * 4, [0, 0, 1, 1]).isfinite().all():
             return "is not finite for a group whose rewards are all equal: add a small number to what it divides by"
+        if samples_per_prompt == 1 and not call([0.0, 1.0], [0, 1]).isfinite().all():
+            return "is not finite for a group of one, and rollout.samples_per_prompt is 1: set that to 2 or more"
     except UserError as error:
         return str(error)
     except Exception as error:

@@ -17,6 +17,7 @@ from hotseat.loop.workers.experience import (
     starts_of_steps,
     steps_of,
     weighted,
+    with_bootstraps,
     with_fields,
 )
 from hotseat.loop.workers.losses import OLD_VALUES, RETURNS, ValueObjective
@@ -47,10 +48,14 @@ class CriticWorker(ModelWorker):
         self._sample_steps: dict[str, int] = {}
 
     def values(self, shares: Sequence[Share], settings: CriticSettings) -> BySample:
-        """Return a value for each token of each segment of each sample, by sample id. Collective."""
+        """Return values of all tokens by sample id: of sampled ones, and after episodes that were cut off. Collective.
+
+        They are 0 elsewhere.
+        """
         groups = groups_of(shares)
         batch = flatten(groups)
-        pieces, scores = self._cutter.run("rollout", settings.score, lambda cut: cut.cut(batch), self._backend.values)
+        valued = with_bootstraps(groups, batch)
+        pieces, scores = self._cutter.run("rollout", settings.score, lambda cut: cut.cut(valued), self._backend.values)
         values = by_sample(pieces, scores)
         self._batch = replace(batch, fields={OLD_VALUES: in_order(batch, [values])})
         self._starts = starts_of_steps(groups, batch, settings.time_step)
@@ -88,7 +93,7 @@ class RewardWorker(ModelWorker):
         """Return the reward at the last token of each segment, by sample id; one segment per sample. Collective."""
 
         def cut(score: BatchSettings) -> list[MicroBatch]:
-            return [with_ends(piece) for batch in batches for piece in _cut(batch, score)]
+            return [with_ends(piece) for batch in batches for piece in score.cut(batch)]
 
         by_id: dict[str, float] = {}
         for piece, values in zip(*self._cutter.run("rollout", settings.score, cut, self._backend.values), strict=True):
@@ -97,11 +102,3 @@ class RewardWorker(ModelWorker):
                 rewards = normalise_rewards(rewards, *settings.scale)
             by_id |= zip(piece.sample_ids, rewards.tolist(), strict=True)
         return by_id
-
-
-def _cut(batch: MicroBatch, settings: BatchSettings) -> list[MicroBatch]:
-    """Cut a batch, raising a budget meant for the actor's tokens to the longest text, which retokenizing lengthened."""
-    if settings.max_tokens is not None and not settings.is_chosen and batch.num_segments:
-        longest = int((batch.offsets[1:] - batch.offsets[:-1]).max())
-        settings = replace(settings, max_tokens=max(longest, settings.max_tokens))
-    return settings.cut(batch)
