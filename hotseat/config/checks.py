@@ -324,11 +324,15 @@ RULES: tuple[Rule, ...] = (
             "train.lora.alpha",
             "train.lora.dropout",
             "train.lora.target_modules",
-            "train.load_in_4bit",
             "rollout.lora_sync",
         ),
         lambda c: c.train.lora.rank > 0,
         _says("train.lora.rank is 0"),
+    ),
+    Rule(
+        ("train.load_in_4bit",),
+        lambda c: c.train.lora.rank > 0,
+        _says("train.lora.rank is 0: there are no adapters, so all weights are trained, and none are in 4 bits"),
     ),
     Rule(("train.ema.beta",), lambda c: c.train.ema.enabled, _says("train.ema.enabled is false")),
     Rule(

@@ -45,6 +45,7 @@ WITHOUT_EFFECT = {
     "reward.overlong.penalty_factor": ("reward: {overlong: {penalty_factor: 2}}", "buffer_length is 0"),
     "train.deepspeed.zpg": ("train: {deepspeed: {zpg: 8}}", "train.backend is fsdp"),
     "train.lora.alpha": ("train: {lora: {alpha: 8}}", "train.lora.rank is 0"),
+    "train.load_in_4bit": ("train: {load_in_4bit: true}", "all weights are trained, and none are in 4 bits"),
     "train.ema.beta": ("train: {ema: {beta: 0.9}}", "enabled is false"),
     "train.micro_batch_size": ("train: {micro_batch_size: 2, max_tokens_per_device: 4096}", "sets the size"),
     "train.chosen_tokens_per_device": ("train: {micro_batch_size: 2, chosen_tokens_per_device: 64}", "sets the size"),
