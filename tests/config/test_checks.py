@@ -9,7 +9,7 @@ from hotseat.errors import ConfigError
 
 # A config in which the option has no effect, and a word of the reason.
 WITHOUT_EFFECT = {
-    "cluster.profile": ("task: dpo\ncluster: {profile: p.json}", "the steps of task rl alone are predicted"),
+    "cluster.profile": ("task: dpo\ncluster: {profile: p.json}", "task is dpo; this is for rl"),
     "components": ("task: sft\ncomponents: {filter: {path: 'a:B'}}", "task is sft; this is for rl"),
     "env.films": ("env: {path: babyai, images: true, films: 2}", "have films of what the policy saw"),
     "critic.value_clip": ("critic: {value_clip: 0.1}", "no critic"),
@@ -70,7 +70,7 @@ WITHOUT_EFFECT = {
     "rollout.fp32_head": ("train: {dtype: fp32}\nrollout: {fp32_head: false}", "so are all logits"),
     "rollout.num_slots": ("rollout: {engine: vllm, num_slots: 5}", "sizes its own batch"),
     "algorithm.turn_credit": ("algorithm: {turn_credit: own}", "one turn"),
-    "agent.turn_length": ("agent: {turn_length: rest}", "one turn"),
+    "agent.turn_length": ("env: {path: gym}\nagent: {turn_length: rest}", "as many tokens as env.chunk"),
     "agent.max_steps": ("agent: {max_steps: 3}", "one turn"),
     "agent.sampling": ("agent: {sampling: refuse}", "no program talks to the policy"),
     "agent.pass_env": ("agent: {path: a.py, pass_env: [A]}", "neither agent.command nor agent.environment nor"),
@@ -163,7 +163,19 @@ WITHOUT_EFFECT = {
     "data.input_key": ("task: rm\ndata: {input_key: x}", "this is for rl or sft"),
     "eval.temperature": ("task: sft\neval: {path: e, temperature: 1}", "this is for rl"),
     "eval.reward": ("eval: {reward: r.py}", "eval.path is not set"),
-    "reference.enable_offload": ("task: sft\nreference: {enable_offload: true}", "task sft has no reference"),
+    "reference.enable_offload": ("task: sft\nreference: {enable_offload: true}", "task is sft; this is for rl or dpo"),
+    "reference.teachers": ("task: dpo\nreference: {teachers: {a: m}}", "task is dpo; this is for rl"),
+    "data.max_samples": ("env: {path: gym}\ndata: {max_samples: 4}", "tasks and seeds are the prompts"),
+    "eval.graders": (
+        "env: {path: gym, eval_seeds: 1}\neval: {graders: [{kind: exact}]}",
+        "the simulator gives the rewards",
+    ),
+    "agent.tool_timeout_s": ("agent: {tool_timeout_s: 5}", "one turn"),
+    "agent.history": ("env: {path: gym}\nagent: {history: render}", "no program talks to the policy"),
+    "log.samples_every": ("log: {samples_per_step: 0, samples_every: 2}", "no sample is recorded"),
+    "log.keep_rollouts": ("task: rm\nlog: {keep_rollouts: true}", "task is rm; this is for rl"),
+    "train.on_spike": ("task: sft\ntrain: {on_spike: stop}", "task is sft; this is for rl"),
+    "data.prompt_max_length": ("task: sft\ndata: {prompt_max_length: 9}", "task is sft; this is for rl"),
 }
 
 
