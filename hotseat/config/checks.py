@@ -15,6 +15,7 @@ from hotseat.config.images import has_images, image_conflicts
 from hotseat.config.maths import (
     STEPS,
     correction_kind,
+    is_batch_normalised,
     max_sampled_tokens,
     overlap_queue,
     ratio_step,
@@ -217,8 +218,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("algorithm.std_norm",),
-        lambda c: c.algorithm.estimator in ("gae", "reinforce", "reinforce_baseline", "group_norm"),
-        lambda c: f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation",
+        lambda c: is_batch_normalised(c) or c.algorithm.estimator == "group_norm",
+        lambda c: (
+            "algorithm.batch_norm is false"
+            if c.algorithm.batch_norm is False
+            else f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation"
+        ),
     ),
     Rule(
         ("algorithm.correction.low", "algorithm.correction.high", "algorithm.correction.normalise"),

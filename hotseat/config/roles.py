@@ -5,6 +5,7 @@ from __future__ import annotations
 from hotseat.config.schema import Config
 
 ESTIMATORS_WITH_GROUP = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+ESTIMATORS_OVER_BATCH = ("gae", "reinforce", "reinforce_baseline")  # they normalise advantages over the batch
 
 
 def has_critic(config: Config) -> bool:

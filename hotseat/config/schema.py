@@ -662,6 +662,8 @@ class AlgorithmConfig(Section):
     """GAE's lambda."""
     std_norm: bool = True
     """Divide advantages by their deviation, where the estimator does."""
+    batch_norm: bool | None = None
+    """Normalise advantages over all tokens of a step; unset: for gae, reinforce and reinforce_baseline."""
     policy_loss: Literal["ppo", "gspo", "cispo"] | FunctionPath = "ppo"
     """Clipped ratio per token (ppo), per sequence (gspo), as a weight (cispo), or your own loss, `my.py:function`."""
     clip_low: Share = 0.2

@@ -23,6 +23,7 @@ WITHOUT_EFFECT = {
     "algorithm.gamma": ("algorithm: {gamma: 0.9}", "does not discount"),
     "algorithm.gae_lambda": ("algorithm: {gae_lambda: 0.9}", "not gae"),
     "algorithm.std_norm": ("algorithm: {estimator: rloo, std_norm: false}", "does not divide"),
+    "algorithm.batch_norm": ("task: sft\nalgorithm: {batch_norm: true}", "task is sft; this is for rl"),
     "algorithm.correction.low": ("algorithm: {correction: {low: 0.1}}", "kind is none"),
     "algorithm.correction.high": (
         "algorithm: {policy_loss: gspo, correction: {kind: rollout-ratio, high: 2}}",
