@@ -12,9 +12,9 @@ inserted are no time steps: nothing is discounted across them. (OpenRLHF discoun
     dr_grpo              r − mean                                           Dr. GRPO, Liu et al. 2025
     rloo                 r − mean of the others                             RLOO, Ahmadian et al. 2024
 
-The first three are then normalised over all tokens of the batch. Where turns have rewards, the last four compare what
-each turn is credited with: see `compute_advantages`, which does the whole computation. `ESTIMATORS` holds the
-properties of each.
+The first three are then normalised over all tokens of the batch, unless the caller decides that. Where turns have
+rewards, the last four compare what each turn is credited with: see `compute_advantages`, which does the whole
+computation. `ESTIMATORS` holds the properties of each.
 """
 
 from __future__ import annotations
@@ -507,6 +507,7 @@ def compute_advantages(
     gamma: float = 1.0,
     lam: float = 1.0,
     divide_by_std: bool = True,
+    over_batch: bool | None = None,
     eps: float = 1e-9,
     starts: Tensor | None = None,
     bootstrap: Tensor | None = None,
@@ -517,7 +518,8 @@ def compute_advantages(
     The order is: baseline, clipping to `reward_clip`, placing on tokens with −kl_coefficient·kl, returns or GAE,
     normalisation. `rewards` and `groups` are [num_episodes]; `values` (for gae) and `kl` are [num_tokens]; turn
     rewards are as in `place_rewards`. `divide_by_std=False` is OpenRLHF's no_advantage_std_norm: no estimator divides
-    by a standard deviation then.
+    by a standard deviation then. `over_batch`: whether advantages are normalised over the batch; None: as `ESTIMATORS`
+    says.
 
     With several ranks, each has whole groups, and `add_up` turns this rank's moments into the sum over all.
 
@@ -600,7 +602,7 @@ def compute_advantages(
                 advantages = within_turns(layout, advantages, _ends_of_steps(layout, turns, starts))
             advantages = advantages.index_add(0, table.sampled, credits)
         returns = advantages
-    if facts.normalisation == "batch":
+    if facts.normalisation == "batch" if over_batch is None else over_batch:
         batch = add_up(moments(advantages, layout.mask))
         advantages = normalise_by(advantages, layout.mask, batch, with_std=divide_by_std)
     return Advantages(advantages, returns)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hotseat.errors import UserError
-from hotseat.loop.rl.ledger import count_causes, read_ledger
+from hotseat.loop.rl.ledger import NEVER_SAMPLED, count_causes, read_ledger
 from hotseat.loop.state.run_dir import LEDGER
 from hotseat.types import SampleKey
 
@@ -39,4 +39,5 @@ def show_ledger(run_dir: Path, sample: str | None, console: Console | None = Non
         raise UserError(f"{run_dir} has no sample {sample}")
     for entry in history:
         reason = f": {entry.reason}" if entry.reason else ""
-        console.print(f"{key}  {entry.state} at step {entry.step}, sampled by version {entry.version}{reason}")
+        by = "never sampled" if entry.version == NEVER_SAMPLED else f"sampled by version {entry.version}"
+        console.print(f"{key}  {entry.state} at step {entry.step}, {by}{reason}")

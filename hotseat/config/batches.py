@@ -160,6 +160,21 @@ def _micro_batches(config: Config, num_ranks: int, problems: list[str]) -> int |
     return None
 
 
+def left_over_note(algebra: BatchAlgebra, config: Config) -> str | None:
+    """Say how many rows at the end of the last pass are not learned from, and what would use them; None: no row."""
+    if not algebra.num_dropped_rows or algebra.num_rows is None:
+        return None
+    is_rl, rows = config.task == "rl", algebra.num_rows
+    what, key = ("prompt", "rollout.batch_size") if is_rl else ("row", "train.batch_size")
+    passes = config.train.num_episodes if is_rl else config.train.max_epochs
+    unless = ", unless they replace filtered ones" if is_rl and config.algorithm.filtering.enabled else ""
+    return (
+        f"not used{unless}: the last {quantity(algebra.num_dropped_rows, what)} of the {rows:,} of"
+        f" {quantity(passes, 'pass', 'passes')}, too few for a step of {algebra.prompts_per_step:,}; a {key} that"
+        f" divides {rows:,}, such as {nearest_divisors(algebra.prompts_per_step, rows)}, uses all"
+    )
+
+
 def explain(algebra: BatchAlgebra, config: Config) -> list[tuple[str, str, str]]:
     """Return rows of (name, number, derivation) of every count, to be printed."""
     train, rollout, data = config.train, config.rollout, config.data
@@ -202,7 +217,7 @@ def explain(algebra: BatchAlgebra, config: Config) -> list[tuple[str, str, str]]
             "steps",
             f"{algebra.num_steps:,}",
             f"{'at most ' * algebra.is_bound}{quantity(per_pass, 'row')} x {quantity(passes, 'pass', 'passes')}"
-            f" / {algebra.prompts_per_step:,}, {algebra.num_dropped_rows:,} left over",
+            f" / {algebra.prompts_per_step:,}, {algebra.num_dropped_rows:,} left over and not used",
         )
     )
     rows.append(

@@ -38,7 +38,7 @@ class Unbuilt:
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(
         "train.load_in_4bit",
-        "4-bit weights, with which engines would sample from another model than the one that learns",
+        "4-bit weights, with which engines and exports would have another model than the one that learns",
         is_refused=True,
     ),
     Unbuilt(

@@ -15,6 +15,7 @@ from hotseat.config.images import has_images, image_conflicts
 from hotseat.config.maths import (
     STEPS,
     correction_kind,
+    is_batch_normalised,
     max_sampled_tokens,
     overlap_queue,
     ratio_step,
@@ -37,13 +38,13 @@ from hotseat.config.roles import (
     roles_of,
     task_numbers,
 )
-from hotseat.config.schema import Config, CorrectionConfig, GraderConfig, OptimizerConfig, RoleName
+from hotseat.config.schema import Config, CorrectionConfig, GraderConfig, OptimizerConfig, RoleName, tasks_of
 from hotseat.config.urls import as_list, url_problems
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition under which keys have an effect.
+    """A condition under which keys have an effect, in the tasks that the schema gives them.
 
     keys: dotted; a section covers all below it. matters: the condition. because: says why the keys have no effect.
     """
@@ -54,25 +55,6 @@ class Rule:
 
     def covers(self, key: str) -> bool:
         return any(key == rule_key or key.startswith(rule_key + ".") for rule_key in self.keys)
-
-
-def _task(*tasks: str) -> tuple[Callable[[Config], bool], Callable[[Config], str]]:
-    names = " or ".join(tasks)
-    return (lambda c: c.task in tasks, lambda c: f"task is {c.task}; this is for {names}")
-
-
-def _is_rl(config: Config) -> bool:
-    return config.task == "rl"
-
-
-def _rl_but(condition: Callable[[Config], bool]) -> Callable[[Config], bool]:
-    """Restrict a condition to rl: for other tasks, the rule for the whole section applies already."""
-    return lambda config: not _is_rl(config) or condition(config)
-
-
-def _dpo_but(condition: Callable[[Config], bool]) -> Callable[[Config], bool]:
-    """Restrict a condition to dpo: for other tasks, the rule for the whole section applies already."""
-    return lambda config: config.task != "dpo" or condition(config)
 
 
 def _has_reward_file(config: Config) -> bool:
@@ -99,68 +81,35 @@ def _for_losses(name: str, *losses: str) -> Rule:
     """Return the rule of an option that only some losses of preferences have."""
     return Rule(
         (f"algorithm.dpo.{name}",),
-        _dpo_but(lambda c: c.algorithm.dpo.loss in losses),
+        lambda c: c.algorithm.dpo.loss in losses,
         lambda c: f"algorithm.dpo.loss is {c.algorithm.dpo.loss}; this is for {' and '.join(losses)}",
     )
 
 
-_SAMPLING_KEYS = ("rollout", "agent", "reward", "env", "components", "inference", "overlap", "critic")
-_RL_MATHS = tuple(
-    f"algorithm.{name}"
-    for name in (
-        "estimator",
-        "time_step",
-        "ratio_step",
-        "gamma",
-        "gae_lambda",
-        "std_norm",
-        "policy_loss",
-        "clip_low",
-        "clip_high",
-        "dual_clip",
-        "aggregation",
-        "mask_truncated",
-        "distill_coef",
-        "entropy_coef",
-        "kl",
-        "correction",
-        "filtering",
-    )
-)
-
 RULES: tuple[Rule, ...] = (
-    Rule((*_SAMPLING_KEYS, *_RL_MATHS), *_task("rl")),
-    Rule(("data.label_key", "data.sampler", "train.num_episodes", "actor.enable_offload"), *_task("rl")),
-    Rule(("data.output_key", "data.multiturn", "data.pretrain_mode"), *_task("sft")),
-    Rule(("data.chosen_key", "data.rejected_key", "data.prompt_key"), *_task("rm", "dpo")),
-    Rule(("data.input_key",), *_task("rl", "sft")),
-    Rule(("algorithm.dpo",), *_task("dpo")),
-    Rule(("algorithm.reward_modelling",), *_task("rm")),
-    Rule(("eval.temperature", "eval.samples_per_prompt", "eval.reward", "eval.graders"), *_task("rl")),
     Rule(
         ("critic", "checkpoint.export_critic"),
-        _rl_but(has_critic),
+        has_critic,
         lambda c: f"algorithm.estimator is {c.algorithm.estimator}, which has no critic; only gae has one",
     ),
     Rule(
         ("reference",),
-        lambda c: has_reference(c) or c.task != "rl",
+        lambda c: c.task != "rl" or has_reference(c),
         _says("algorithm.kl.coef is 0, so there is no reference model"),
     ),
-    Rule(("reference",), lambda c: c.task not in ("sft", "rm"), lambda c: f"task {c.task} has no reference model"),
     Rule(
         ("reference", "algorithm.dpo.precompute"),
-        _dpo_but(compares_with_reference),
+        lambda c: c.task != "dpo" or compares_with_reference(c),
         lambda c: f"algorithm.dpo.loss {c.algorithm.dpo.loss} has no reference",
     ),
     Rule(
         ("reference",),
-        _dpo_but(lambda c: not is_base_reference(c)),
+        lambda c: not is_base_reference(c),
         _says("train.lora.rank is above 0 and reference.model is not set: the model without adapters is the reference"),
     ),
     Rule(
         ("reference.enable_offload",),
-        _dpo_but(lambda c: not c.algorithm.dpo.precompute),
+        lambda c: not c.algorithm.dpo.precompute,
         _says("algorithm.dpo.precompute is true, so the reference is needed only before training"),
     ),
     _for_losses("label_smoothing", "dpo"),
@@ -175,57 +124,57 @@ RULES: tuple[Rule, ...] = (
             "algorithm.kl.as_loss",
             "algorithm.kl.allow_k1_loss",
         ),
-        _rl_but(lambda c: c.algorithm.kl.coef > 0),
+        lambda c: c.algorithm.kl.coef > 0,
         _says("algorithm.kl.coef is 0"),
     ),
     Rule(
         ("algorithm.kl.horizon",),
-        _rl_but(lambda c: c.algorithm.kl.target is not None),
+        lambda c: c.algorithm.kl.target is not None,
         _says("algorithm.kl.target is not set, so the coefficient does not adapt"),
     ),
     Rule(
         ("algorithm.kl.allow_k1_loss",),
-        _rl_but(uses_k1_loss),
+        uses_k1_loss,
         _says("algorithm.kl.estimator is not k1, or algorithm.kl.as_loss is false"),
     ),
     Rule(
         ("reward.normalize", "reward.retokenize", "reward.enable_offload", "reward.shape", "reward.value_head_prefix"),
-        _rl_but(has_reward_model),
+        has_reward_model,
         _says("rewards do not come from a model (reward.model is not set)"),
     ),
     Rule(
         ("reward.timeout_s", "reward.retries"),
-        _rl_but(lambda c: _has_reward_file(c) or c.reward.url is not None),
+        lambda c: _has_reward_file(c) or c.reward.url is not None,
         _says("rewards come neither from reward.function nor from reward.url"),
     ),
     Rule(
         ("reward.max_open_requests",),
-        _rl_but(lambda c: c.reward.url is not None),
+        lambda c: c.reward.url is not None,
         _says("rewards do not come from reward.url"),
     ),
     Rule(
         ("reward.max_memory_gib",),
-        _rl_but(lambda c: _has_reward_file(c) or bool(c.reward.graders or c.eval.graders)),
+        lambda c: _has_reward_file(c) or bool(c.reward.graders or c.eval.graders),
         _says("rewards come neither from reward.function nor from reward.graders"),
     ),
     Rule(
         ("reward.trial_timeout_s",),
-        _rl_but(_has_reward_file),
+        _has_reward_file,
         _says("rewards do not come from reward.function"),
     ),
     Rule(
         ("reward.judge",),
-        _rl_but(has_judge),
+        has_judge,
         _says("reward.judge.rubric is not set, so no model judges"),
     ),
     Rule(
         ("reward.judge.engine",),
-        _rl_but(lambda c: not has_judge(c) or has_judge_engine(c)),
+        lambda c: not has_judge(c) or has_judge_engine(c),
         _says("reward.judge.url is set, so the judge runs elsewhere"),
     ),
     Rule(
         ("reward.judge.request", "reward.judge.retries", "reward.judge.max_open_requests"),
-        _rl_but(lambda c: not has_judge_engine(c)),
+        lambda c: not has_judge_engine(c),
         _says("reward.judge.url is not set, so the judge runs on an engine of the run's own"),
     ),
     Rule(
@@ -234,82 +183,86 @@ RULES: tuple[Rule, ...] = (
             "reward.judge.engine.enforce_eager",
             "reward.judge.engine.tensor_parallel_size",
         ),
-        _rl_but(lambda c: not has_judge_engine(c) or c.reward.judge.engine.kind == "vllm"),
+        lambda c: not has_judge_engine(c) or c.reward.judge.engine.kind == "vllm",
         _says("reward.judge.engine.kind is transformers; this is for vllm"),
     ),
     Rule(
         ("reward.judge.engine.num_slots",),
-        _rl_but(lambda c: not has_judge_engine(c) or c.reward.judge.engine.kind == "transformers"),
+        lambda c: not has_judge_engine(c) or c.reward.judge.engine.kind == "transformers",
         _says("reward.judge.engine.kind is vllm, which sizes its own batch"),
     ),
     Rule(
         ("reward.judge.combine",),
-        _rl_but(lambda c: not has_judge(c) or c.reward.judge.votes > 1),
+        lambda c: not has_judge(c) or c.reward.judge.votes > 1,
         _says("reward.judge.votes is 1"),
     ),
     Rule(
         ("reward.sandbox",),
-        _rl_but(lambda c: any(grader.kind == "code" for grader in (*c.reward.graders, *c.eval.graders))),
+        lambda c: any(grader.kind == "code" for grader in (*c.reward.graders, *c.eval.graders)),
         _says("no grader of reward.graders runs code (kind: code)"),
     ),
     Rule(
         ("algorithm.gamma",),
-        _rl_but(lambda c: c.algorithm.estimator in ("gae", "reinforce")),
+        lambda c: c.algorithm.estimator in ("gae", "reinforce"),
         lambda c: f"algorithm.estimator {c.algorithm.estimator} does not discount; gae and reinforce do",
     ),
     Rule(
         ("algorithm.turn_credit",),
-        _rl_but(has_agent),
+        has_agent,
         _says("none of agent.path, agent.command and agent.environment is set, so an episode has one turn"),
     ),
     Rule(
         ("algorithm.gae_lambda",),
-        _rl_but(has_critic),
+        has_critic,
         lambda c: f"algorithm.estimator is {c.algorithm.estimator}, not gae",
     ),
     Rule(
         ("algorithm.std_norm",),
-        _rl_but(lambda c: c.algorithm.estimator in ("gae", "reinforce", "reinforce_baseline", "group_norm")),
-        lambda c: f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation",
+        lambda c: is_batch_normalised(c) or c.algorithm.estimator == "group_norm",
+        lambda c: (
+            "algorithm.batch_norm is false"
+            if c.algorithm.batch_norm is False
+            else f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation"
+        ),
     ),
     Rule(
         ("algorithm.correction.low", "algorithm.correction.high", "algorithm.correction.normalise"),
-        _rl_but(lambda c: correction_kind(c) != "none"),
+        lambda c: correction_kind(c) != "none",
         _says("algorithm.correction.kind is none"),
     ),
     Rule(
         ("algorithm.correction.low", "algorithm.correction.high"),
-        _rl_but(lambda c: correction_kind(c) != "rollout-ratio"),
+        lambda c: correction_kind(c) != "rollout-ratio",
         _says("algorithm.correction.kind is rollout-ratio, which algorithm.clip_low and clip_high bound"),
     ),
     Rule(
         ("algorithm.correction.normalise",),
-        _rl_but(lambda c: correction_kind(c) != "rollout-ratio"),
+        lambda c: correction_kind(c) != "rollout-ratio",
         _says("algorithm.correction.kind is rollout-ratio, which has no weights"),
     ),
     Rule(
         ("algorithm.correction.reject_high",),
-        _rl_but(lambda c: c.algorithm.correction.reject is not None),
+        lambda c: c.algorithm.correction.reject is not None,
         _says("algorithm.correction.reject is not set, so no answer is dropped"),
     ),
     Rule(
         ("algorithm.correction.reject_low",),
-        _rl_but(lambda c: c.algorithm.correction.reject == "k1"),
+        lambda c: c.algorithm.correction.reject == "k1",
         _says("algorithm.correction.reject is not k1; the other divergences have no lower bound"),
     ),
     Rule(
         ("algorithm.dual_clip",),
-        _rl_but(lambda c: c.algorithm.policy_loss in ("ppo", "gspo")),
+        lambda c: c.algorithm.policy_loss in ("ppo", "gspo"),
         lambda c: f"algorithm.policy_loss is {c.algorithm.policy_loss}; this is for ppo and gspo",
     ),
     Rule(
         ("algorithm.filtering.low", "algorithm.filtering.high"),
-        _rl_but(lambda c: c.algorithm.filtering.enabled),
+        lambda c: c.algorithm.filtering.enabled,
         _says("algorithm.filtering.enabled is false"),
     ),
     Rule(
         ("reward.overlong.penalty_factor",),
-        _rl_but(lambda c: c.reward.overlong.buffer_length > 0),
+        lambda c: c.reward.overlong.buffer_length > 0,
         _says("reward.overlong.buffer_length is 0"),
     ),
     *_optimizer_rules("actor", lambda c: c.actor.optimizer),
@@ -324,11 +277,15 @@ RULES: tuple[Rule, ...] = (
             "train.lora.alpha",
             "train.lora.dropout",
             "train.lora.target_modules",
-            "train.load_in_4bit",
             "rollout.lora_sync",
         ),
         lambda c: c.train.lora.rank > 0,
         _says("train.lora.rank is 0"),
+    ),
+    Rule(
+        ("train.load_in_4bit",),
+        lambda c: c.train.lora.rank > 0,
+        _says("train.lora.rank is 0: there are no adapters, so all weights are trained, and none are in 4 bits"),
     ),
     Rule(("train.ema.beta",), lambda c: c.train.ema.enabled, _says("train.ema.enabled is false")),
     Rule(
@@ -338,7 +295,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("rollout.micro_batch_size", "rollout.chosen_tokens_per_device"),
-        _rl_but(lambda c: c.rollout.max_tokens_per_device is None),
+        lambda c: c.rollout.max_tokens_per_device is None,
         _says("rollout.max_tokens_per_device sets the size of micro-batches"),
     ),
     Rule(
@@ -348,7 +305,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("rollout.chosen_tokens_per_device",),
-        _rl_but(lambda c: c.rollout.micro_batch_size == "auto"),
+        lambda c: c.rollout.micro_batch_size == "auto",
         _says("rollout.micro_batch_size sets the size of micro-batches"),
     ),
     Rule(
@@ -358,7 +315,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("rollout.fp32_head",),
-        _rl_but(lambda c: c.train.dtype != "fp32"),
+        lambda c: c.train.dtype != "fp32",
         _says("train.dtype is fp32, and so are all logits"),
     ),
     Rule(
@@ -372,53 +329,58 @@ RULES: tuple[Rule, ...] = (
             "rollout.lora_sync",
             "rollout.tensor_parallel_size",
         ),
-        _rl_but(lambda c: c.rollout.engine == "vllm"),
+        lambda c: c.rollout.engine == "vllm",
         _says("rollout.engine is transformers; this is for vllm"),
     ),
     Rule(
         ("rollout.weight_transport",),
-        _rl_but(lambda c: not _is_on_actor(c, "rollout")),
+        lambda c: not _is_on_actor(c, "rollout"),
         _says("rollout is on the actor's devices, where weights are handed over in memory"),
     ),
     Rule(
         ("rollout.num_slots",),
-        _rl_but(lambda c: c.rollout.engine == "transformers"),
+        lambda c: c.rollout.engine == "transformers",
         _says("rollout.engine is vllm, which sizes its own batch"),
     ),
     Rule(
-        ("agent.max_steps", "agent.turn_length"),
-        _rl_but(has_agent),
+        ("agent.max_steps", "agent.turn_length", "agent.tool_timeout_s"),
+        has_agent,
         _says("none of agent.path, agent.command and agent.environment is set, so an episode has one turn"),
     ),
     Rule(
+        ("agent.turn_length",),
+        lambda c: not has_simulator(c),
+        _says("env.path is set, and a chunk of actions has as many tokens as env.chunk times its numbers"),
+    ),
+    Rule(
         ("agent.sampling", "agent.history", "agent.tool_parser", "agent.gateway"),
-        _rl_but(has_agent),
+        lambda c: has_agent(c) and not has_simulator(c),
         _says("none of agent.path, agent.command and agent.environment is set, so no program talks to the policy"),
     ),
     Rule(
         ("agent.pass_env",),
-        _rl_but(lambda c: c.agent.command is not None or _has_own_process(c)),
+        lambda c: c.agent.command is not None or _has_own_process(c),
         _says("no program gets them: neither agent.command nor agent.environment nor agent.python is set"),
     ),
     Rule(
         ("agent.environment.name", "agent.environment.arguments"),
-        _rl_but(lambda c: c.agent.environment.family is not None),
+        lambda c: c.agent.environment.family is not None,
         _says("agent.environment.family is not set"),
     ),
     Rule(
         ("agent.environment.num_processes",),
-        _rl_but(lambda c: _has_own_process(c)),
+        lambda c: _has_own_process(c),
         _says("neither agent.environment.family nor agent.python is set"),
     ),
     Rule(
         ("agent.python",),
-        _rl_but(lambda c: c.agent.environment.family is not None or c.agent.path is not None),
+        lambda c: c.agent.environment.family is not None or c.agent.path is not None,
         _says("it runs an agent.environment, or the function play of agent.path: neither is set"),
     ),
-    Rule(("agent.containers",), _rl_but(lambda c: c.agent.command is not None), _says("agent.command is not set")),
+    Rule(("agent.containers",), lambda c: c.agent.command is not None, _says("agent.command is not set")),
     Rule(
         ("overlap.queue", "overlap.order", "overlap.in_flight"),
-        _rl_but(lambda c: c.overlap.staleness > 0),
+        lambda c: c.overlap.staleness > 0,
         _says("overlap.staleness is 0, so a rollout ends before the training on it begins"),
     ),
     Rule(
@@ -472,6 +434,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("checkpoint.best_metric",), has_evaluation, _says("eval.path is not set")),
     Rule(
+        ("log.samples_every",),
+        lambda c: c.log.samples_per_step > 0,
+        _says("log.samples_per_step is 0, so no sample is recorded"),
+    ),
+    Rule(
         ("log.wandb.org", "log.wandb.project", "log.wandb.group", "log.wandb.run_name"),
         lambda c: c.log.wandb.enabled,
         _says("log.wandb.enabled is false"),
@@ -486,40 +453,48 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.log.trackio.enabled,
         _says("log.trackio.enabled is false"),
     ),
-    Rule(("cluster.profile",), lambda c: c.task == "rl", _says("the steps of task rl alone are predicted")),
     Rule(
         ("env",),
-        _rl_but(lambda c: _is_placed(c, "env") or has_simulator(c)),
+        lambda c: _is_placed(c, "env") or has_simulator(c),
         _says("env.path is not set, and cluster.component_placement places no env"),
     ),
     Rule(
         ("rollout.pipeline_stage_num",),
-        _rl_but(lambda c: "env" in roles_of(c)),
+        lambda c: "env" in roles_of(c),
         _says("env.path is not set, so no simulator is stepped"),
     ),
     Rule(
         ("env.films",),
-        _rl_but(lambda c: not (has_simulator(c) and c.env.images)),
+        lambda c: not (has_simulator(c) and c.env.images),
         _says("env.images is set, and recorded samples have films of what the policy saw"),
     ),
     Rule(
         ("rollout.num_hosts",),
-        _rl_but(lambda c: not has_simulator(c)),
+        lambda c: not has_simulator(c),
         _says("with env.path, each process of the role env is a rollout host"),
     ),
     Rule(
-        ("data.path", "data.label_key", "data.image_key", "eval.path"),
-        _rl_but(lambda c: not has_simulator(c)),
+        (
+            *(f"data.{name}" for name in ("path", "input_key", "label_key", "image_key", "input_template")),
+            *(f"data.{name}" for name in ("apply_chat_template", "chat_template", "prompt_max_length")),
+            *("data.max_samples", "data.max_lost_fraction", "eval.path", "eval.split", "eval.max_samples"),
+        ),
+        lambda c: not has_simulator(c),
         _says("env.path is set, and the simulator's tasks and seeds are the prompts"),
     ),
     Rule(
+        ("eval.reward", "eval.graders"),
+        lambda c: not has_simulator(c),
+        _says("env.path is set, and the simulator gives the rewards"),
+    ),
+    Rule(
         ("rollout.max_new_tokens",),
-        _rl_but(lambda c: not has_simulator(c)),
+        lambda c: not has_simulator(c),
         _says("env.path is set, and a chunk of actions has as many tokens as env.chunk times its numbers"),
     ),
     Rule(
         ("inference",),
-        _rl_but(lambda c: _is_placed(c, "inference")),
+        lambda c: _is_placed(c, "inference"),
         _says("cluster.component_placement places no inference; the actor computes log-probs"),
     ),
 )
@@ -543,12 +518,18 @@ def _is_placed(config: Config, role: str) -> bool:
 
 
 def no_effect(config: Config, set_keys: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (key, reason) of every option in `set_keys` that can change nothing, in their order."""
+    """Return (key, reason) of every option in `set_keys` that can change nothing, in their order.
+
+    The schema has the tasks of each key, and `RULES` what else it takes within them.
+    """
     idle = [rule for rule in RULES if not rule.matters(config)]
     idle_keys = []
     for key in set_keys:
+        tasks = tasks_of(key)
         rule = next((rule for rule in idle if rule.covers(key)), None)
-        if rule is not None:
+        if config.task not in tasks:
+            idle_keys.append((key, f"task is {config.task}; this is for {' or '.join(tasks)}"))
+        elif rule is not None:
             idle_keys.append((key, rule.because(config)))
     return idle_keys
 
@@ -742,6 +723,7 @@ def _simulator_conflicts(config: Config) -> list[tuple[str, str]]:
     for key, is_set in (
         ("agent.path", config.agent.path is not None),
         ("agent.command", config.agent.command is not None),
+        ("agent.environment.family", config.agent.environment.family is not None),
         ("agent.max_steps", config.agent.max_steps is not None),
     ):
         if is_set:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from hotseat.config.precision import samples_in_8_bits
-from hotseat.config.roles import has_agent, has_simulator
+from hotseat.config.roles import ESTIMATORS_OVER_BATCH, has_agent, has_simulator
 from hotseat.config.schema import Config
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -31,6 +31,12 @@ def own_aggregation(config: Config) -> Aggregation:
 def aggregation(config: Config) -> Aggregation:
     """Return the aggregation of a run: the one that is set, or the loss's own."""
     return config.algorithm.aggregation or own_aggregation(config)
+
+
+def is_batch_normalised(config: Config) -> bool:
+    """Return whether advantages are normalised over all tokens of a step."""
+    algorithm = config.algorithm
+    return algorithm.estimator in ESTIMATORS_OVER_BATCH if algorithm.batch_norm is None else algorithm.batch_norm
 
 
 def kl_estimator(config: Config) -> KlEstimator:

@@ -56,11 +56,18 @@ def _positive_or_none(value: Any) -> Any:
     return None if value is None or value <= 0 else value
 
 
+def _limit(value: int) -> int:
+    """Convert 1000000, RLinf's way to write no limit, to 0."""
+    return 0 if value >= 1000000 else value
+
+
 def _paths(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list) else value
 
 
 _ESTIMATORS = {"grpo": "group_norm", "gae": "gae", "reinpp": "reinforce", "raw": "reinforce"}
+_BASELINE, _KL_IN_REWARD = "algorithm.use_reinpp_baseline", "algorithm.reinpp_kl_beta"
+_NORMALISES = "algorithm.normalize_advantages"
 _AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-sum": "constant",
@@ -94,7 +101,7 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("algorithm.group_size", "rollout.samples_per_prompt"),
     RlinfKey("algorithm.adv_type", "algorithm.estimator", _chosen("algorithm.adv_type", _ESTIMATORS)),
     RlinfKey("algorithm.loss_agg_func", "algorithm.aggregation", _chosen("algorithm.loss_agg_func", _AGGREGATIONS)),
-    RlinfKey("algorithm.kl_beta", "algorithm.kl.coef"),
+    RlinfKey("algorithm.kl_beta", "algorithm.kl.coef"),  # of the loss; see `_penalty`
     RlinfKey("algorithm.kl_penalty_type", "algorithm.kl.estimator", _chosen("algorithm.kl_penalty_type", _KL)),
     RlinfKey("algorithm.ratio_clip_eps", "algorithm.clip_low"),
     RlinfKey("algorithm.clip_ratio_low", "algorithm.clip_low"),
@@ -108,6 +115,7 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("algorithm.entropy_type", because=_ENTROPY),
     RlinfKey("algorithm.value_clip", "critic.value_clip", _positive_or_none),
     RlinfKey("algorithm.huber_delta", because="values are learned by their squared error"),
+    RlinfKey("algorithm.update_epoch", "train.max_epochs"),
     RlinfKey("algorithm.eval_rollout_epoch", because="env.eval_seeds says how much is evaluated"),
     RlinfKey("algorithm.length_params", because="a chunk of actions has as many tokens as its numbers"),
     RlinfKey("algorithm.training_batch_size_per_gpu", "train.micro_batch_size"),
@@ -117,15 +125,13 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("algorithm.sampling_params.temperature_train", "rollout.temperature"),
     RlinfKey("algorithm.sampling_params.temperature_eval", "eval.temperature"),
     RlinfKey("algorithm.sampling_params.top_p", "rollout.top_p"),
-    # 1000000 is RLinf's way to write "no limit".
-    RlinfKey("algorithm.sampling_params.top_k", "rollout.top_k", lambda value: 0 if value >= 1000000 else value),
+    RlinfKey("algorithm.sampling_params.top_k", "rollout.top_k", _limit),
     RlinfKey("algorithm.sampling_params.max_new_tokens", "rollout.max_new_tokens"),
     RlinfKey("algorithm.sampling_params.use_greedy", because="set algorithm.sampling_params.temperature to 0"),
     RlinfKey("algorithm.sampling_params.min_new_tokens", because="an answer has at least one token"),
     RlinfKey("algorithm.sampling_params.repetition_penalty", because="it would change the sampled distribution"),
     RlinfKey("algorithm.calculate_entropy", because="the entropy is computed where algorithm.entropy_bonus is set"),
     RlinfKey("algorithm.loss_type", because="the loss follows from the estimator; see algorithm.policy_loss"),
-    RlinfKey("algorithm.normalize_advantages", because="the estimator normalises, or does not"),
     RlinfKey("algorithm.early_stop_imp_ratio", because="updates are clipped, not stopped"),
     RlinfKey("algorithm.use_valid_token_scale", because="algorithm.loss_agg_func says how tokens are weighted"),
     RlinfKey("algorithm.val_rollout_batch_size_per_gpu", because="evaluation samples as training does"),
@@ -145,6 +151,15 @@ TABLE: tuple[RlinfKey, ...] = (
         "rollout.engine",
         _chosen("rollout.backend", {"huggingface": "transformers", "vllm": "vllm", "sglang": "vllm"}),
     ),
+    RlinfKey(
+        "rollout.generation_backend",
+        "rollout.engine",
+        _chosen("rollout.generation_backend", {"huggingface": "transformers", "vllm": "vllm", "sglang": "vllm"}),
+    ),
+    RlinfKey("rollout.sampling_params.temperature_train", "rollout.temperature"),
+    RlinfKey("rollout.sampling_params.temperature_eval", "eval.temperature"),
+    RlinfKey("rollout.sampling_params.top_p", "rollout.top_p"),
+    RlinfKey("rollout.sampling_params.top_k", "rollout.top_k", _limit),
     RlinfKey("rollout.model", because="engines have the actor's model, in the dtype of training"),
     RlinfKey("rollout.enable_offload", "rollout.enable_offload"),
     RlinfKey("rollout.pipeline_stage_num", "rollout.pipeline_stage_num"),
@@ -162,6 +177,7 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("actor.model.num_action_chunks", "env.chunk"),
     RlinfKey("actor.model.action_dim", because="the simulator says what an action is"),
     RlinfKey("actor.model.add_value_head", because="the critic is a model of its own; see critic.model"),
+    RlinfKey("actor.model.lora_path", because="adapters begin anew; merge those of an earlier run into the model"),
     RlinfKey("actor.model", because=_LAYERS),
     RlinfKey("actor.enable_offload", "actor.enable_offload"),
     RlinfKey("actor.seed", "seed"),
@@ -245,6 +261,8 @@ def translate(values: Mapping[str, Any]) -> Translation:
             if converted is not None:
                 ours[entry.ours] = converted
     _together(values, ours)
+    no_effect += _estimator(values, ours)
+    no_effect += _penalty(values, ours)
     no_effect += _share_simulators(values, ours)
     no_effect += _in_episodes(values, ours)
     return Translation(_nested(ours), no_effect)
@@ -271,11 +289,51 @@ def _together(values: Mapping[str, Any], ours: dict[str, Any]) -> None:
     if "adam_beta1" in optim or "adam_beta2" in optim:
         ours["actor.optimizer.betas"] = [optim.get("adam_beta1", 0.9), optim.get("adam_beta2", 0.95)]
     if _at(values, "actor.model.is_lora") and _at(values, "actor.model.lora_rank"):
-        ours["train.lora.rank"] = _at(values, "actor.model.lora_rank")
+        ours["train.lora.rank"] = ours["train.lora.alpha"] = _at(values, "actor.model.lora_rank")
     minibatches = _at(values, "algorithm.n_minibatches")
     if minibatches and "rollout.batch_size" in ours and "train.batch_size" not in ours:
         num_samples = ours["rollout.batch_size"] * ours.get("rollout.samples_per_prompt", 1)
         ours["train.batch_size"] = max(1, num_samples // minibatches)
+
+
+def _estimator(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
+    """Set what RLinf's estimator takes from other keys; return those without effect on it.
+
+    RLinf discounts under gae alone. `normalize_advantages` normalises over the batch whatever the estimator made;
+    reinpp has done so already, and raw, rewards as they are, is normalised only if the key says so.
+    """
+    kind, unused = _at(values, "algorithm.adv_type"), []
+    has_baseline, normalises = _at(values, _BASELINE), _at(values, _NORMALISES)
+    if has_baseline and kind == "reinpp":
+        ours["algorithm.estimator"] = "reinforce_baseline"
+    elif has_baseline:
+        unused.append((_BASELINE, f"algorithm.adv_type is {kind}; it is for reinpp"))
+    if kind in ("reinpp", "raw") and ours.pop("algorithm.gamma", None) is not None:
+        unused.append(("algorithm.gamma", f"RLinf does not discount where algorithm.adv_type is {kind}"))
+    if kind is not None:
+        ours["reward.clip"] = None  # RLinf takes rewards as they are
+    if kind == "raw" and not normalises:
+        ours["algorithm.batch_norm"] = False
+    elif kind == "reinpp" and normalises is False:
+        unused.append((_NORMALISES, "reinpp normalises over the batch in any case"))
+    elif (kind, normalises) in (("gae", False), ("grpo", True)):
+        ours["algorithm.batch_norm"] = normalises
+    return unused
+
+
+def _penalty(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
+    """Set the KL: RLinf's kl_beta weighs it in the loss, reinpp_kl_beta in the reward of reinpp."""
+    in_loss, in_reward = _at(values, "algorithm.kl_beta") or 0, _at(values, _KL_IN_REWARD) or 0
+    if in_reward and _at(values, "algorithm.adv_type") != "reinpp":
+        return [(_KL_IN_REWARD, "algorithm.adv_type is not reinpp, which alone has a KL in the reward")]
+    if in_loss and in_reward:
+        problem = f"{in_reward}, and algorithm.kl_beta is {in_loss}: here the KL is in the reward or in the loss"
+        raise ConfigError([Problem(_KL_IN_REWARD, f"{problem}; set one of them to 0")])
+    if in_loss:
+        ours["algorithm.kl.as_loss"] = True
+    elif in_reward:
+        ours["algorithm.kl.coef"] = in_reward
+    return []
 
 
 def _share_simulators(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
@@ -299,14 +357,15 @@ def _in_episodes(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[
     total, group = _at(values, _ALL_SIMULATORS), ours.get("rollout.samples_per_prompt", 1)
     is_embodied = _at(values, "runner.task_type") == "embodied"
     unused = []
-    if _at(values, _EPOCHS) is not None and not (is_embodied and total is not None):
-        unused.append((_EPOCHS, f"it multiplies {_ALL_SIMULATORS} where runner.task_type is embodied"))
+    epochs = next((key for key in _EPOCHS if _at(values, key) is not None), None)
+    if epochs is not None and not (is_embodied and total is not None):
+        unused.append((epochs, f"it multiplies {_ALL_SIMULATORS} where runner.task_type is embodied"))
     if not is_embodied:
         return unused
     if total is not None:
-        num_episodes = total * (_at(values, _EPOCHS) or 1)
+        num_episodes = total * (1 if epochs is None else _at(values, epochs))
         if num_episodes % group:
-            problem = f"{num_episodes} episodes of a step (with algorithm.rollout_epoch) are no multiple of {group}"
+            problem = f"{num_episodes} episodes of a step (with {_EPOCHS[0]}) are no multiple of {group}"
             raise ConfigError([Problem(_ALL_SIMULATORS, f"{problem}, algorithm.group_size: choose one that is")])
         ours["rollout.batch_size"] = num_episodes // group
     others = {
@@ -350,7 +409,7 @@ def _at(values: Mapping[str, Any], path: str) -> Any:
 
 
 _ALL_SIMULATORS = "env.train.total_num_envs"
-_EPOCHS = "algorithm.rollout_epoch"
+_EPOCHS = ("algorithm.rollout_epoch", "env.train.rollout_epoch")  # its place in older and newer configs
 _TOGETHER = (
     "actor.optim.adam_beta1",
     "actor.optim.adam_beta2",
@@ -358,8 +417,11 @@ _TOGETHER = (
     "algorithm.ratio_clip_eps",
     "actor.model.is_lora",
     "actor.model.lora_rank",
+    _BASELINE,
+    _KL_IN_REWARD,
+    _NORMALISES,
     _ALL_SIMULATORS,
-    _EPOCHS,
+    *_EPOCHS,
 )
 _WHOLE = ("cluster.component_placement", "cluster.node_groups")  # mappings and lists that are one value
 

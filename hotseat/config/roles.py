@@ -6,6 +6,7 @@ from hotseat.config.schema import Config
 
 ESTIMATORS_WITH_GROUP = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 ESTIMATORS_WITHOUT_GROUP = ("gae", "reinforce")
+ESTIMATORS_OVER_BATCH = ("gae", "reinforce", "reinforce_baseline")  # they normalise advantages over the batch
 
 
 def needs_siblings(config: Config) -> bool:

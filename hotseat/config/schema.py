@@ -1,13 +1,16 @@
 """The config tree: every option of Hotseat with its type, range, default and meaning.
 
 Defaults are defined only here. `None` means "not set": the option is derived, absent, or decided as needed; the
-field's description says which. `roles.py` derives the roles of a run from the tree; rules between fields are in
-`checks.py`.
+field's description says which. So are the tasks in which an option has an effect: `Tasks` beside its type, or beside
+that of the section around it; without any, all tasks. `roles.py` derives the roles of a run from the tree; rules
+between fields are in `checks.py`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import functools
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,6 +24,19 @@ Seconds = Annotated[float, Field(gt=0)]
 _FUNCTION, _CLASS = r"^.+\.py:\w+$", r"^.+:\w+$"
 FORMS = {_FUNCTION: "FILE.py:FUNCTION", _CLASS: "FILE.py:CLASS or package.module:CLASS"}  # patterns in words
 FunctionPath = Annotated[str, Field(pattern=_FUNCTION)]
+
+TaskName = Literal["rl", "sft", "rm", "dpo"]
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks in which an option, or a section without its exceptions, has an effect."""
+
+    names: tuple[TaskName, ...]
+
+
+RL, SFT, RM, DPO, ALL = Tasks(("rl",)), Tasks(("sft",)), Tasks(("rm",)), Tasks(("dpo",)), Tasks(get_args(TaskName))
+RL_OR_SFT, RL_OR_DPO, PAIRS = Tasks(("rl", "sft")), Tasks(("rl", "dpo")), Tasks(("rm", "dpo"))
 
 RoleName = Literal["actor", "critic", "reference", "reward", "judge", "rollout", "env", "inference"]
 
@@ -81,8 +97,8 @@ class ClusterConfig(Section):
     """Names of one's own for roles, such as `simulator: env`, to use in `component_placement` and in `flow`."""
     node_groups: list[NodePoolConfig] = []
     """Named pools of nodes with environment variables of their own."""
-    profile: str | None = None
-    """File of `hotseat profile`, by which the seconds of a step are predicted, for the report; task rl only."""
+    profile: Annotated[str | None, RL] = None
+    """File of `hotseat profile`, by which the seconds of a step are predicted, for the report."""
     threads_per_process: Positive = 1
     """CPU threads of each worker process; never inherited, because sums depend on their number."""
     call_timeout_s: Seconds = 1800.0
@@ -160,7 +176,7 @@ class ActorConfig(Section):
     """The model's config.json, or the part that sizes it, for planning without the model at hand."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How the policy is optimised."""
-    enable_offload: bool | None = None
+    enable_offload: Annotated[bool | None, RL] = None
     """Offload weights, gradients and optimizer between phases: true always, false never, unset as needed."""
 
 
@@ -184,9 +200,9 @@ class CriticConfig(Section):
 class ReferenceConfig(Section):
     model: str | None = None
     """Checkpoint of the reference policy; unset takes the actor's."""
-    teachers: dict[str, str] = {}
+    teachers: Annotated[dict[str, str], RL] = {}
     """Checkpoints of several teachers by name, instead of `model`; a prompt's `datasource` names its teacher."""
-    teacher_weights: dict[str, Share] = {}
+    teacher_weights: Annotated[dict[str, Share], RL] = {}
     """Weight of every teacher for all prompts, instead of one teacher by `datasource`; they add up to 1."""
     enable_offload: bool | None = None
     """Offload its weights between phases: true always, false never, unset as needed."""
@@ -520,17 +536,17 @@ class DataConfig(Section):
     """Split to read."""
     max_samples: Positive | None = None
     """Rows used at most."""
-    input_key: str = "input"
+    input_key: Annotated[str, RL_OR_SFT] = "input"
     """Column of the prompt."""
-    label_key: str | None = None
+    label_key: Annotated[str | None, RL] = None
     """Column passed to the reward as label."""
-    output_key: str | None = None
+    output_key: Annotated[str | None, SFT] = None
     """Column of the answer (sft)."""
-    chosen_key: str = "chosen"
+    chosen_key: Annotated[str, PAIRS] = "chosen"
     """Column of the preferred answer (rm, dpo)."""
-    rejected_key: str = "rejected"
+    rejected_key: Annotated[str, PAIRS] = "rejected"
     """Column of the other answer (rm, dpo)."""
-    prompt_key: str | None = None
+    prompt_key: Annotated[str | None, PAIRS] = None
     """Column of the prompt that both answers share (rm, dpo)."""
     image_key: str | None = None
     """Column of images, for models that see: paths, bytes, `data:` URIs, or a list of them."""
@@ -546,13 +562,13 @@ class DataConfig(Section):
     """Render messages with the tokenizer's chat template."""
     chat_template: str | None = None
     """Chat template to use instead of the tokenizer's."""
-    multiturn: bool = False
+    multiturn: Annotated[bool, SFT] = False
     """Learn from every assistant turn, not from the last one only (sft)."""
-    pretrain_mode: bool = False
+    pretrain_mode: Annotated[bool, SFT] = False
     """Learn from every token (sft)."""
-    sampler: FunctionPath | None = None
+    sampler: Annotated[FunctionPath | None, RL] = None
     """Your own function, `my.py:function`, that chooses each step's prompts, such as a curriculum (rl)."""
-    prompt_max_length: Positive | None = None
+    prompt_max_length: Annotated[Positive | None, RL] = None
     """Longest prompt that is kept; unset: `max_length` less `rollout.max_new_tokens` if that is set, else its half."""
     max_length: Positive = 2048
     """Tokens of a whole sequence at most."""
@@ -647,6 +663,8 @@ class AlgorithmConfig(Section):
     """GAE's lambda."""
     std_norm: bool = True
     """Divide advantages by their deviation, where the estimator does."""
+    batch_norm: bool | None = None
+    """Normalise advantages over all tokens of a step; unset: for gae, reinforce and reinforce_baseline."""
     policy_loss: Literal["ppo", "gspo", "cispo"] | FunctionPath = "ppo"
     """Clipped ratio per token (ppo), per sequence (gspo), as a weight (cispo), or your own loss, `my.py:function`."""
     clip_low: Share = 0.2
@@ -661,7 +679,7 @@ class AlgorithmConfig(Section):
     """Leave answers that did not end by themselves out of the policy's loss; they still count in baselines."""
     entropy_coef: Amount | None = None
     """Weight of the entropy bonus; 0 only logs it, unset does not compute it."""
-    aux_loss_coef: Amount = 0.0
+    aux_loss_coef: Annotated[Amount, ALL] = 0.0
     """Weight of the balancing loss of a mixture of experts: a mean over micro-batches, weighted by their tokens."""
     distill_coef: Amount = 0.0
     """Weight of on-policy distillation in the advantages, from `reference.model` or `reference.teachers`; 0 is none."""
@@ -671,9 +689,9 @@ class AlgorithmConfig(Section):
     """Off-policy correction."""
     filtering: FilteringConfig = FilteringConfig()
     """DAPO's dynamic filtering."""
-    dpo: DpoConfig = DpoConfig()
+    dpo: Annotated[DpoConfig, DPO] = DpoConfig()
     """Preference optimisation (task dpo)."""
-    reward_modelling: RewardModellingConfig = RewardModellingConfig()
+    reward_modelling: Annotated[RewardModellingConfig, RM] = RewardModellingConfig()
     """Reward-model training (task rm)."""
 
 
@@ -726,7 +744,7 @@ class TrainConfig(Section):
     """Tokens of a micro-batch on one device, at most, instead of `micro_batch_size`; balanced over ranks."""
     chosen_tokens_per_device: Positive | None = None
     """Token budget that `micro_batch_size: auto` chose. A run writes it into its own config, and resuming uses it."""
-    num_episodes: Positive = 1
+    num_episodes: Annotated[Positive, RL] = 1
     """Passes over the prompts (rl)."""
     max_epochs: Positive = 1
     """Passes over each rollout (rl) or over the data (sft, rm, dpo)."""
@@ -754,9 +772,9 @@ class TrainConfig(Section):
     """Ranks that share the sequences of a micro-batch (Ulysses); it divides the ranks and the attention heads."""
     max_skipped_steps: Positive = 5
     """Non-finite updates in a row before the run stops."""
-    spike_factor: Annotated[float, Field(gt=1)] = 100.0
+    spike_factor: Annotated[Annotated[float, Field(gt=1)], RL] = 100.0
     """Gradient norm that counts as a spike, as a multiple of the usual one (the median of the last 20 steps)."""
-    on_spike: Literal["warn", "stop"] = "warn"
+    on_spike: Annotated[Literal["warn", "stop"], RL] = "warn"
     """Reaction to a spike: `warn` prints a warning that names samples, `stop` ends the run."""
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     """Options of the DeepSpeed backend."""
@@ -787,15 +805,15 @@ class EvaluationConfig(Section):
     """Split of the evaluation data."""
     every: Positive | None = None
     """Steps between evaluations; unset evaluates before the first and after the last."""
-    temperature: Amount = 0.6
+    temperature: Annotated[Amount, RL] = 0.6
     """Sampling temperature of evaluations."""
-    samples_per_prompt: Positive = 4
+    samples_per_prompt: Annotated[Positive, RL] = 4
     """Answers per evaluation prompt."""
     max_samples: Positive | None = None
     """Evaluation rows used at most."""
-    reward: str | None = None
+    reward: Annotated[str | None, RL] = None
     """Python file like `reward.function` that scores only evaluations; unset uses the run's own rewards."""
-    graders: list[GraderConfig] = []
+    graders: Annotated[list[GraderConfig], RL] = []
     """Graders like `reward.graders` that score only evaluations, instead of the run's own rewards."""
 
     @property
@@ -829,7 +847,7 @@ class CheckpointConfig(Section):
     """Export a Hugging Face model with each checkpoint."""
     export_path: str | None = None
     """Where the final Hugging Face model goes; unset is `model` in the run directory."""
-    export_critic: bool = False
+    export_critic: Annotated[bool, RL] = False
     """Export the critic too: as `critic` beside `model`, or `export_path` with `_critic` at its end."""
 
     @property
@@ -887,11 +905,11 @@ class LogConfig(Section):
     """Steps between printed lines of metrics."""
     tensorboard_path: str | None = None
     """Where TensorBoard's files go; unset is `tensorboard` in the run directory."""
-    samples_every: Positive = 5
+    samples_every: Annotated[Positive, RL] = 5
     """Steps between recordings of samples; the first step is always recorded."""
-    samples_per_step: NotNegative = 8
+    samples_per_step: Annotated[NotNegative, RL] = 8
     """Samples recorded in such a step, with values for every token, and as many of those that were dropped."""
-    keep_rollouts: bool = False
+    keep_rollouts: Annotated[bool, RL] = False
     """Keep all groups in `rollouts`, for `hotseat replay`: 17 bytes for each token, and the texts."""
     openrlhf_names: bool = True
     """Give TensorBoard and the trackers OpenRLHF's names of metrics beside ours, where they mean the same."""
@@ -906,7 +924,7 @@ class LogConfig(Section):
 class Config(Section):
     """A whole run."""
 
-    task: Literal["rl", "sft", "rm", "dpo"] = "rl"
+    task: TaskName = "rl"
     """What to train: a policy by RL, or a model by SFT, on pairs (rm) or on preferences (dpo)."""
     name: str | None = None
     """Name of the run; unset is the task and the first number that is free, such as `rl-1`."""
@@ -922,29 +940,29 @@ class Config(Section):
     """Machines and placement."""
     flow: list[PhaseConfig] | None = None
     """Phases of a step; unset is the task's usual flow."""
-    overlap: OverlapConfig = OverlapConfig()
+    overlap: Annotated[OverlapConfig, RL] = OverlapConfig()
     """How far phases on separate devices may run ahead."""
     actor: ActorConfig = ActorConfig()
     """The policy."""
-    critic: CriticConfig = CriticConfig()
+    critic: Annotated[CriticConfig, RL] = CriticConfig()
     """The value model (estimator gae)."""
-    reference: ReferenceConfig = ReferenceConfig()
+    reference: Annotated[ReferenceConfig, RL_OR_DPO] = ReferenceConfig()
     """The reference policy (KL above 0, dpo), or the teacher (distill_coef above 0)."""
-    inference: InferenceConfig = InferenceConfig()
+    inference: Annotated[InferenceConfig, RL] = InferenceConfig()
     """Old log-probs, computed on devices of their own."""
-    reward: RewardConfig = RewardConfig()
+    reward: Annotated[RewardConfig, RL] = RewardConfig()
     """Where rewards come from."""
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: Annotated[RolloutConfig, RL] = RolloutConfig()
     """Sampling."""
-    env: EnvConfig = EnvConfig()
+    env: Annotated[EnvConfig, RL] = EnvConfig()
     """Simulators."""
-    components: dict[str, ComponentConfig] = {}
+    components: Annotated[dict[str, ComponentConfig], RL] = {}
     """Classes of one's own, by name, which score or filter the groups of a step before it is learned."""
-    agent: AgentConfig = AgentConfig()
+    agent: Annotated[AgentConfig, RL] = AgentConfig()
     """How prompts become episodes."""
     data: DataConfig = DataConfig()
     """Prompts, examples or pairs."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: Annotated[AlgorithmConfig, RL] = AlgorithmConfig()
     """Advantages, losses and KL."""
     train: TrainConfig = TrainConfig()
     """How models are trained."""
@@ -954,3 +972,17 @@ class Config(Section):
     """Checkpoints and exported models."""
     log: LogConfig = LogConfig()
     """Metrics and samples to record."""
+
+
+@functools.cache
+def tasks_of(key: str) -> tuple[TaskName, ...]:
+    """Return the tasks in which the option at a dotted key has an effect."""
+    section: Any = Config
+    tasks = ALL
+    for name in key.split("."):
+        field = getattr(section, "model_fields", {}).get(name)
+        if field is None:  # inside a list or a mapping, or no key at all
+            break
+        tasks = next((each for each in field.metadata if isinstance(each, Tasks)), tasks)
+        section = field.annotation
+    return tasks.names

@@ -45,6 +45,12 @@ class PromptOrder:
             self._position += len(part)
         return taken
 
+    def left_over(self, num_passes: int) -> list[tuple[int, int]]:
+        """Return the prompts of so many passes that were not taken, each as (pass, position); nothing is taken."""
+        rest = self.at(self.state())
+        count = num_passes * self.num_prompts - (self._epoch * self.num_prompts + self._position)
+        return rest.next(max(count, 0))
+
     def record(self, scores: Mapping[int, float]) -> None:
         """Do nothing: the order does not depend on answers."""
 
@@ -112,6 +118,10 @@ class SampledOrder:
             taken.append((int(self._num_draws[index]), index))
             self._num_draws[index] += 1
         return taken
+
+    def left_over(self, num_passes: int) -> list[tuple[int, int]]:
+        """Return nothing: the function chooses, and need not choose every prompt."""
+        return []
 
     def record(self, scores: Mapping[int, float]) -> None:
         """Take the mean score of the answers to each of these prompts."""

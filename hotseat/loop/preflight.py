@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hotseat.config import Config
-from hotseat.config.batches import BatchAlgebra, batch_algebra
+from hotseat.config.batches import BatchAlgebra, batch_algebra, left_over_note
 from hotseat.config.precision import with_dtype
 from hotseat.config.roles import has_critic, has_judge_engine
 from hotseat.errors import PlacementError, TooFewDevicesError, UserError
@@ -76,6 +76,7 @@ def rl_inputs(config: Config) -> RlInputs:
             f"critic.warmup_steps is {config.critic.warmup_steps}, and the run has {algebra.num_steps} steps: the actor"
             f" would never learn; set it to {(algebra.num_steps or 1) - 1} or less, or add data"
         )
+    notes += _left_over(config, algebra)
     return RlInputs(tokenizer, prompts, notes, algebra, prompts, eval_prompts, plan)
 
 
@@ -101,7 +102,14 @@ def supervised_inputs(config: Config, num_launched: int | None = None) -> Superv
         num_ranks = _check_launched(config, num_launched)
     algebra = batch_algebra(config, num_ranks, len(data.items))
     check_training(config, algebra)
-    return SupervisedInputs(tokenizer, data.items, data.notes, algebra, data, plan)
+    notes = [*data.notes, *_left_over(config, algebra)]
+    return SupervisedInputs(tokenizer, data.items, notes, algebra, data, plan)
+
+
+def _left_over(config: Config, algebra: BatchAlgebra) -> list[str]:
+    """Return the note on rows that are not learned from; a user's sampler chooses rows without an end."""
+    note = None if config.data.sampler is not None else left_over_note(algebra, config)
+    return [] if note is None else [note]
 
 
 def _check_reference_place(plan: Plan) -> None:

@@ -82,6 +82,10 @@ def _start_rl(
                         rl.micro_batches.try_out(saver.keep)
                     saver.keep(rl.micro_batches.config)
                     evaluation = train_rl(rl, journal, saver, run.checkpoint)
+                if recording is None:
+                    rl.samples.record_left_over(
+                        rl.num_steps, config.train.num_episodes, config.rollout.samples_per_prompt
+                    )
                 if config.checkpoint.export_critic:  # before the model, whose presence marks the run as finished
                     path = critic_folder(run.model_folder)
                     rl.checkpoints.export(path, role="critic")

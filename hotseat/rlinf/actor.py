@@ -10,31 +10,52 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from hotseat.algorithms.advantages import group_normalised
+from hotseat.algorithms.advantages import Moments, group_normalised, moments, normalise_by
 from hotseat.errors import DataError, UserError
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.engines import device_of_process
 from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, PolicyObjective
+from hotseat.placement.roles import Part
 from hotseat.rlinf.channel import Channel
 from hotseat.rlinf.configs import section
 from hotseat.rlinf.worker import Worker
-from hotseat.train import AdamW, Backend, Schedule, TrainOptions, make_backend
+from hotseat.train import AdamW, Backend, LoraOptions, Schedule, TrainOptions, make_backend
+from hotseat.train.backend import PARTS
 from hotseat.types import MicroBatch
 
 __all__ = ["FSDPActor", "Trajectory"]
 
 _PRECISIONS = {"fp32": "fp32", "32": "fp32", "bf16": "bf16_master"}
-# Settings of RLinf that would change what is learned: where each one is, and the values that it may have here.
-_FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("algorithm.adv_type", ("grpo",)),
-    ("algorithm.loss_agg_func", ("token-mean",)),
-    ("algorithm.logprob_type", ("token_level",)),
-    ("algorithm.kl_beta", (0,)),
-    ("algorithm.entropy_bonus", (0,)),
-    ("algorithm.clip_ratio_c", ()),
-    ("actor.lr_sched.lr_decay_style", ("constant",)),
-    ("actor.lr_sched.lr_warmup_fraction", (0,)),
-    ("actor.lr_sched.lr_warmup_iters", (0,)),
+# Settings of RLinf that would change what is learned, with the values that each may have here.
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "algorithm.adv_type": ("grpo",),
+    "algorithm.use_reinpp_baseline": (False,),
+    "algorithm.reinpp_kl_beta": (0,),
+    "algorithm.loss_type": ("actor", "grpo"),
+    "algorithm.loss_agg_func": ("token-mean",),
+    "algorithm.logprob_type": ("token_level",),
+    "algorithm.kl_beta": (0,),
+    "algorithm.entropy_bonus": (0,),
+    "algorithm.clip_ratio_c": (),
+    "algorithm.n_minibatches": (1,),
+    "actor.training_backend": ("fsdp", "fsdp2"),
+    "actor.model.lora_path": (),
+    "actor.lr_sched.lr_decay_style": ("constant",),
+    "actor.lr_sched.lr_warmup_fraction": (0,),
+    "actor.lr_sched.lr_warmup_iters": (0,),
+}
+# Settings that are read. All others of the sections actor and algorithm have no effect, which is logged.
+_READ = frozenset(
+    f"{at}.{name}"
+    for at, names in {
+        "actor": "group_name global_batch_size micro_batch_size enable_offload seed gradient_checkpointing",
+        "actor.model": "model_path path precision is_lora lora_rank",
+        "actor.optim": "lr adam_beta1 adam_beta2 adam_eps weight_decay clip_grad",
+        "actor.fsdp_config": "gradient_checkpointing",
+        "algorithm": "group_size ratio_clip_eps clip_ratio_low clip_ratio_high update_epoch normalize_advantages",
+        "algorithm.sampling_params": "temperature",
+    }.items()
+    for name in names.split()
 )
 
 
@@ -57,10 +78,8 @@ class FSDPActor(Worker):
     An item of its channel is a group: a list of `algorithm.group_size` trajectories, which are compared with each
     other. So it does not matter which rank takes it, or in what order producers put them in.
 
-    It reads `actor.model.model_path` and `precision`, `actor.optim` (`lr`, `adam_beta1`, `adam_beta2`, `adam_eps`,
-    `weight_decay`, `clip_grad`), `actor.global_batch_size`, `actor.micro_batch_size`, `algorithm.group_size`,
-    `algorithm.ratio_clip_eps`, `clip_ratio_low` and `clip_ratio_high`, `algorithm.sampling_params.temperature` and
-    `rollout.group_name` of a config.
+    It reads the settings in `_READ` and `rollout.group_name` of a config, refuses those in `_FIXED` if they have other
+    values, and logs the rest of the sections `actor` and `algorithm` as without effect.
     """
 
     def __init__(self, cfg: Any):
@@ -87,7 +106,13 @@ class FSDPActor(Worker):
                 f" {self._world_size * self._group_size}, so that each rank has whole groups"
             )
         self._num_groups = share // self._group_size
-        _refuse_without_effect(cfg)
+        self._num_epochs = int(self._algorithm.get("update_epoch") or 1)
+        self._is_offloaded = bool(self._actor.get("enable_offload"))  # between the calls that need the model
+        settings = {**_leaves(self._actor, "actor"), **_leaves(self._algorithm, "algorithm")}
+        _refuse_unknown_maths(settings)
+        idle = sorted(settings.keys() - _READ - _FIXED.keys())
+        if idle and self._rank == 0:
+            self.log_warning(f"no effect here: {', '.join(idle)}, which this actor does not read")
 
     # --- RLinf's methods ------------------------------------------------------------------------------------------
 
@@ -97,7 +122,11 @@ class FSDPActor(Worker):
         path = model.get("model_path") or model.get("path")
         if not path:
             raise UserError("actor.model.model_path is not set: give the folder or the name of the model to train")
+        seed = self._actor.get("seed")
+        if seed is not None:
+            torch.manual_seed(int(seed) + self._rank)
         self._loaded = make_backend(str(path), self._options(model), device=device_of_process())
+        self._offload()
 
     def set_global_step(self, global_step: int) -> None:
         self._global_step = global_step
@@ -128,16 +157,20 @@ class FSDPActor(Worker):
     def run_training(self, input_channel: Channel | None = None) -> dict[str, float]:
         """Make an optimizer step on the trajectories of all ranks, holding the devices meanwhile. All ranks together.
 
-        With a channel, this rank's share is taken from it first. Returns the metrics of the step.
+        With a channel, this rank's share is taken from it first. `algorithm.update_epoch` makes as many steps on the
+        same trajectories. Returns the metrics of the last.
         """
         if input_channel is not None:
             self.recv_rollout_trajectories(input_channel)
         if any("advantages" not in each for each in self._trajectories):
             self.compute_advantages_and_returns()
-        batch = self._batch(self._trajectories)
+        batch = self._weighted(self._normalised(self._batch(self._trajectories)))
         self._trajectories = []
         with self.device_lock:
-            report = self._backend.update(self._cut().cut(self._weighted(batch)), self._objective(), self._temperature)
+            self._backend.onload(PARTS)
+            for _ in range(self._num_epochs):
+                report = self._backend.update(self._cut().cut(batch), self._objective(), self._temperature)
+            self._offload()
         return {
             "actor/loss": report.loss,
             "actor/grad_norm": report.grad_norm,
@@ -148,7 +181,9 @@ class FSDPActor(Worker):
 
     def sync_model_to_rollout(self) -> int:
         """Send the weights, by name, from rank 0 to rank 0 of the rollout group; return their number. All ranks."""
+        self._backend.onload([Part.WEIGHTS])
         weights = {name: weight.detach().cpu().clone() for name, weight in self._backend.weights()}
+        self._offload()
         if self._rank == 0:
             self.send(weights, self._rollout_group, 0)
         return len(weights)
@@ -156,11 +191,15 @@ class FSDPActor(Worker):
     def save_checkpoint(self, save_path: str, step: int | None = None) -> None:
         """Write weights and optimizer, each rank its share. All ranks together."""
         Path(save_path).mkdir(parents=True, exist_ok=True)
+        self._backend.onload(PARTS)
         self._backend.save(save_path)
+        self._offload()
 
     def load_checkpoint(self, load_path: str) -> None:
         """Load what `save_checkpoint` wrote, also with another number of ranks. All ranks together."""
+        self._backend.onload(PARTS)
         self._backend.load(load_path)
+        self._offload()
 
     def close(self) -> None:
         if self._loaded is not None:
@@ -174,6 +213,19 @@ class FSDPActor(Worker):
         if self._loaded is None:
             raise UserError(f"{self._group_name} has no model yet: call init_worker().wait() first")
         return self._loaded
+
+    def _offload(self) -> None:
+        if self._is_offloaded:
+            self._backend.offload(PARTS)
+
+    def _adapters(self, model: Mapping[str, Any]) -> LoraOptions | None:
+        """Return RLinf's adapters, whose alpha is their rank; None: all weights are trained."""
+        if not model.get("is_lora"):
+            return None
+        rank = model.get("lora_rank")
+        if not rank:
+            raise UserError("actor.model.is_lora is true, and lora_rank is not set: set it, usually to 32")
+        return LoraOptions(int(rank), alpha=int(rank), seed=int(self._actor.get("seed") or 0))
 
     def _options(self, model: Mapping[str, Any]) -> TrainOptions:
         precision, optim = str(model.get("precision", "fp32")), section(self._actor, "optim")
@@ -189,6 +241,11 @@ class FSDPActor(Worker):
             ),
             schedule=Schedule("constant", peak=float(optim.get("lr", 1e-6))),
             max_grad_norm=None if clip is None else float(clip),
+            lora=self._adapters(model),
+            gradient_checkpointing=bool(
+                self._actor.get("gradient_checkpointing")
+                or section(self._actor, "fsdp_config").get("gradient_checkpointing")
+            ),
         )
 
     def _objective(self) -> PolicyObjective:
@@ -231,20 +288,37 @@ class FSDPActor(Worker):
         ids_of = [f"{self._global_step}:{self._rank}:{number}" for number in range(len(trajectories))]
         return MicroBatch.from_segments(tokens, masks, ids_of, fields)
 
+    def _normalised(self, batch: MicroBatch) -> MicroBatch:
+        """Normalise advantages over the tokens of all ranks, if the config says so."""
+        if not self._algorithm.get("normalize_advantages"):
+            return batch
+        advantages = batch.fields[ADVANTAGES]
+        shares = self._backend.gather_facts(moments(advantages, batch.mask), "add up the advantages of a step")
+        whole = sum(shares, Moments(0, 0.0, 0.0))
+        return replace(batch, fields={**batch.fields, ADVANTAGES: normalise_by(advantages, batch.mask, whole)})
+
     def _weighted(self, batch: MicroBatch) -> MicroBatch:
         """Weight every sampled token alike: the mean over the tokens of all ranks."""
         counts = self._backend.gather_facts(int(batch.mask.sum()), "count the tokens of an optimizer step")
         return replace(batch, weights=batch.mask.to(torch.float32) / max(1, sum(counts)))
 
 
-def _refuse_without_effect(cfg: Any) -> None:
+def _leaves(values: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """Return the settings of a section by their dotted keys, without those that are null."""
+    leaves: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{at}.{name}"
+        if isinstance(value, Mapping):
+            leaves |= _leaves(value, key)
+        elif value is not None:
+            leaves[key] = value
+    return leaves
+
+
+def _refuse_unknown_maths(settings: Mapping[str, Any]) -> None:
     """Raise for settings that would be learned by, and are not."""
-    for path, neutral in _FIXED:
-        *sections, name = path.split(".")
-        values = cfg
-        for each in sections:
-            values = section(values, each)
-        value = values.get(name)
+    for key, neutral in _FIXED.items():
+        value = settings.get(key)
         if value is not None and value not in neutral:
             fitting = " or ".join(map(str, neutral)) + ", or leave it out" if neutral else "null, or leave it out"
-            raise UserError(f"{path} is {value}, which this actor does not have: set it to {fitting}")
+            raise UserError(f"{key} is {value}, which this actor does not have: set it to {fitting}")

@@ -40,6 +40,7 @@ from hotseat.algorithms import (
     step_starts,
     turn_ends,
 )
+from hotseat.config.roles import ESTIMATORS_OVER_BATCH
 from hotseat.errors import RewardError, UserError
 
 BASELINES = (group_mean_centred, group_normalised, leave_one_out)
@@ -369,6 +370,23 @@ def test_without_std_group_norm_is_dr_grpo():
     layout, rewards, groups = make_layout(TWO), torch.tensor([1.0, 3.0]), torch.tensor([0, 0])
     without = compute_advantages("group_norm", layout, rewards, groups=groups, divide_by_std=False)
     assert_close(without.advantages, [0, -1, -1, 0, 1])
+
+
+def test_any_estimator_may_be_normalised_over_the_batch_or_not():
+    # Two sampled tokens with reward 1, one with 3: as they are, and with mean 5/3 and variance 8/9.
+    layout, rewards = make_layout(TWO), torch.tensor([1.0, 3.0], dtype=torch.float64)
+    raw = compute_advantages("reinforce", layout, rewards, over_batch=False)
+    assert_close(raw.advantages, [0, 1, 1, 0, 3])
+    # Of the group: -1, -1 and 1 over sqrt(2). Their mean is -1/3 and their variance 8/9 before that division, which
+    # the batch's deviation undoes: (-1 + 1/3) / sqrt(8/9), (1 + 1/3) / sqrt(8/9).
+    twice = compute_advantages("group_norm", layout, rewards, groups=torch.tensor([0, 0]), over_batch=True)
+    std = math.sqrt(8 / 9)
+    assert_close(twice.advantages, [0, -2 / 3 / std, -2 / 3 / std, 0, 4 / 3 / std], 1e-8)
+
+
+def test_the_config_knows_which_estimators_are_normalised_over_the_batch():
+    named = [name for name, facts in ESTIMATORS.items() if facts.normalisation == "batch"]
+    assert tuple(named) == ESTIMATORS_OVER_BATCH
 
 
 def test_rewards_are_clipped_after_the_baseline():

@@ -144,7 +144,7 @@ def test_explain_shows_the_batch_algebra(config, capsys):
     assert main(["explain", config, "--num-rows", "1000", "data.max_samples=null", "train.max_epochs=2"]) == 0
     out = capsys.readouterr().out
     assert "256  32 prompts x 8" in out
-    assert "31  1,000 rows x 1 pass / 32, 8 left over" in out
+    assert "31  1,000 rows x 1 pass / 32, 8 left over and not used" in out
     assert "248  31 steps x 8" in out
 
 

@@ -117,6 +117,7 @@ WITHOUT_A_FLAG = {
     "agent.tool_timeout_s",
     "agent.turn_length",  # set beside --agent_func_path
     "agent.turn_timeout_s",
+    "algorithm.batch_norm",
     "algorithm.aggregation",  # set beside --advantage_estimator dr_grpo
     "algorithm.correction.normalise",
     "algorithm.correction.reject",

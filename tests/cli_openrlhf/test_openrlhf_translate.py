@@ -533,6 +533,22 @@ def test_lora_modules_are_names_or_all():
     assert split("--lora_rank 8 --target_modules all-linear").config.train.lora.target_modules == "all-linear"
 
 
+@pytest.mark.parametrize("flag", ["--no_advantage_std_norm", "--algo.advantage.no_std_norm"])
+def test_a_group_is_divided_by_its_deviation_whatever_the_switch_says(flag):
+    """OpenRLHF drops only the deviation of the batch, which gae, reinforce and reinforce_baseline divide by."""
+    estimator = "--algo.advantage.estimator" if flag.startswith("--algo") else "--advantage_estimator"
+    found = split(f"{estimator} group_norm {flag} --rollout_batch_size 64")
+    assert found.config.algorithm.std_norm
+    because = f"{estimator} group_norm divides by the group's deviation in any case, as in OpenRLHF; dr_grpo does not"
+    assert [(name, why.removesuffix(" divide")) for name, why in found.no_effect] == [(flag, because)]
+    for other in ("gae", "reinforce", "reinforce_baseline"):
+        found = split(f"{estimator} {other} {flag}")
+        assert (found.config.algorithm.std_norm, found.no_effect) == (False, [])
+    for other in ("rloo", "dr_grpo"):
+        [(name, because)] = split(f"{estimator} {other} {flag}").no_effect
+        assert (name, "does not divide by a deviation" in because) == (flag, True)
+
+
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
@@ -560,6 +576,37 @@ def test_a_choice_of_attention_is_passed_on_unless_it_is_what_happens_anyway():
     found = split("--attn_implementation flash_attention_2 --flash_attn")
     assert found.config.train.attention is None
     assert [name for name, _ in found.no_effect] == ["--attn_implementation", "--flash_attn"]
+    assert split("--attn_implementation eager --flash_attn").no_effect == [
+        ("--flash_attn", "--attn_implementation is eager")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "happens"),
+    [
+        ("--bf16 --packing_samples", "on GPUs packed sequences go through torch's flash attention in any case"),
+        ("--bf16 --use_dynamic_batch", "on GPUs packed sequences go through torch's flash attention in any case"),
+        ("--bf16", "--packing_samples is not given: rows are padded, and torch chooses the kernel"),
+        ("--packing_samples", "training is in fp32, for which torch has no flash attention"),
+        ("--ds.param_dtype bf16", "--ds.packing_samples is not given: rows are padded"),
+    ],
+)
+def test_the_note_on_flash_attention_says_what_happens_in_this_run(given, happens):
+    [(name, because)] = split(f"{given} --flash_attn").no_effect
+    assert name == "--flash_attn"
+    assert happens in because
+
+
+@pytest.mark.parametrize("command", ["train_ppo_ray", "train_sft"])
+def test_four_bits_are_refused_with_adapters_and_noted_without(command):
+    plain = translate(command, ["--load_in_4bit"], {})
+    [(name, because)] = plain.no_effect
+    assert (name, plain.not_built) == ("--load_in_4bit", [])
+    assert because == "--lora_rank is 0: there are no adapters, so all weights are trained, and none are in 4 bits"
+    adapters = translate(command, ["--load_in_4bit", "--lora_rank", "8"], {})
+    [(name, what)] = adapters.not_built
+    assert (name, adapters.no_effect) == ("--load_in_4bit", [])
+    assert "engines and exports would have another model than the one that learns" in what
 
 
 @pytest.mark.parametrize("argv", [["--use_wandb", "s3cret"], ["--use_wandb=s3cret"], ["--logger.wandb.key", "s3cret"]])

@@ -3,7 +3,7 @@
 import pytest
 
 from hotseat.config import loads
-from hotseat.config.batches import batch_algebra, explain, nearest_divisors, nearest_multiples
+from hotseat.config.batches import batch_algebra, explain, left_over_note, nearest_divisors, nearest_multiples
 from hotseat.errors import BatchError
 
 HYBRID = """
@@ -85,7 +85,7 @@ def test_the_explanation_shows_numbers_and_where_they_come_from():
     rows = explain(batch_algebra(config, 8), config)
     assert ("samples per step", "4,096", "1,024 prompts x 4") in rows
     assert ("micro-batches per rank", "4", "128 / (8 ranks x 4)") in rows
-    assert ("steps", "19", "at most 20,000 rows x 1 pass / 1,024, 544 left over") in rows
+    assert ("steps", "19", "at most 20,000 rows x 1 pass / 1,024, 544 left over and not used") in rows
 
 
 def test_the_explanation_says_what_it_cannot_know():
@@ -94,3 +94,29 @@ def test_the_explanation_says_what_it_cannot_know():
     assert rows["steps"] == ("unknown", "set data.max_samples, or give --num-rows, to know")
     assert rows["micro-batches per rank"] == ("varies", "at most 9,999 tokens each")
     assert rows["log-prob micro-batches per rank"] == ("varies", "at most 2,999 tokens each")
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        (
+            "rollout: {batch_size: 3, samples_per_prompt: 4}\ntrain: {batch_size: 12, num_episodes: 2}",
+            "not used: the last 1 prompt of the 16 of 2 passes, too few for a step of 3; a rollout.batch_size that"
+            " divides 16, such as 2 or 4, uses all",
+        ),
+        (
+            "rollout: {batch_size: 3}\ntrain: {batch_size: 3}\nalgorithm: {filtering: {enabled: true}}",
+            "not used, unless they replace filtered ones: the last 2 prompts of the 8 of 1 pass, too few for a step of"
+            " 3; a rollout.batch_size that divides 8, such as 2 or 4, uses all",
+        ),
+        (
+            "task: sft\ntrain: {batch_size: 3}",
+            "not used: the last 2 rows of the 8 of 1 pass, too few for a step of 3; a train.batch_size that divides 8,"
+            " such as 2 or 4, uses all",
+        ),
+        ("task: sft\ntrain: {batch_size: 4}", None),
+    ],
+)
+def test_rows_that_make_no_whole_step_are_noted(text, note):
+    config = loads(text)
+    assert left_over_note(batch_algebra(config, 1, num_rows=8), config) == note

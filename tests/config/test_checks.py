@@ -9,7 +9,7 @@ from hotseat.errors import ConfigError
 
 # A config in which the option has no effect, and a word of the reason.
 WITHOUT_EFFECT = {
-    "cluster.profile": ("task: dpo\ncluster: {profile: p.json}", "the steps of task rl alone are predicted"),
+    "cluster.profile": ("task: dpo\ncluster: {profile: p.json}", "task is dpo; this is for rl"),
     "components": ("task: sft\ncomponents: {filter: {path: 'a:B'}}", "task is sft; this is for rl"),
     "env.films": ("env: {path: babyai, images: true, films: 2}", "have films of what the policy saw"),
     "critic.value_clip": ("critic: {value_clip: 0.1}", "no critic"),
@@ -23,6 +23,7 @@ WITHOUT_EFFECT = {
     "algorithm.gamma": ("algorithm: {gamma: 0.9}", "does not discount"),
     "algorithm.gae_lambda": ("algorithm: {gae_lambda: 0.9}", "not gae"),
     "algorithm.std_norm": ("algorithm: {estimator: rloo, std_norm: false}", "does not divide"),
+    "algorithm.batch_norm": ("task: sft\nalgorithm: {batch_norm: true}", "task is sft; this is for rl"),
     "algorithm.correction.low": ("algorithm: {correction: {low: 0.1}}", "kind is none"),
     "algorithm.correction.high": (
         "algorithm: {policy_loss: gspo, correction: {kind: rollout-ratio, high: 2}}",
@@ -45,6 +46,7 @@ WITHOUT_EFFECT = {
     "reward.overlong.penalty_factor": ("reward: {overlong: {penalty_factor: 2}}", "buffer_length is 0"),
     "train.deepspeed.zpg": ("train: {deepspeed: {zpg: 8}}", "train.backend is fsdp"),
     "train.lora.alpha": ("train: {lora: {alpha: 8}}", "train.lora.rank is 0"),
+    "train.load_in_4bit": ("train: {load_in_4bit: true}", "all weights are trained, and none are in 4 bits"),
     "train.ema.beta": ("train: {ema: {beta: 0.9}}", "enabled is false"),
     "train.micro_batch_size": ("train: {micro_batch_size: 2, max_tokens_per_device: 4096}", "sets the size"),
     "train.chosen_tokens_per_device": ("train: {micro_batch_size: 2, chosen_tokens_per_device: 64}", "sets the size"),
@@ -69,7 +71,7 @@ WITHOUT_EFFECT = {
     "rollout.fp32_head": ("train: {dtype: fp32}\nrollout: {fp32_head: false}", "so are all logits"),
     "rollout.num_slots": ("rollout: {engine: vllm, num_slots: 5}", "sizes its own batch"),
     "algorithm.turn_credit": ("algorithm: {turn_credit: own}", "one turn"),
-    "agent.turn_length": ("agent: {turn_length: rest}", "one turn"),
+    "agent.turn_length": ("env: {path: gym}\nagent: {turn_length: rest}", "as many tokens as env.chunk"),
     "agent.max_steps": ("agent: {max_steps: 3}", "one turn"),
     "agent.sampling": ("agent: {sampling: refuse}", "no program talks to the policy"),
     "agent.pass_env": ("agent: {path: a.py, pass_env: [A]}", "neither agent.command nor agent.environment nor"),
@@ -162,7 +164,19 @@ WITHOUT_EFFECT = {
     "data.input_key": ("task: rm\ndata: {input_key: x}", "this is for rl or sft"),
     "eval.temperature": ("task: sft\neval: {path: e, temperature: 1}", "this is for rl"),
     "eval.reward": ("eval: {reward: r.py}", "eval.path is not set"),
-    "reference.enable_offload": ("task: sft\nreference: {enable_offload: true}", "task sft has no reference"),
+    "reference.enable_offload": ("task: sft\nreference: {enable_offload: true}", "task is sft; this is for rl or dpo"),
+    "reference.teachers": ("task: dpo\nreference: {teachers: {a: m}}", "task is dpo; this is for rl"),
+    "data.max_samples": ("env: {path: gym}\ndata: {max_samples: 4}", "tasks and seeds are the prompts"),
+    "eval.graders": (
+        "env: {path: gym, eval_seeds: 1}\neval: {graders: [{kind: exact}]}",
+        "the simulator gives the rewards",
+    ),
+    "agent.tool_timeout_s": ("agent: {tool_timeout_s: 5}", "one turn"),
+    "agent.history": ("env: {path: gym}\nagent: {history: render}", "no program talks to the policy"),
+    "log.samples_every": ("log: {samples_per_step: 0, samples_every: 2}", "no sample is recorded"),
+    "log.keep_rollouts": ("task: rm\nlog: {keep_rollouts: true}", "task is rm; this is for rl"),
+    "train.on_spike": ("task: sft\ntrain: {on_spike: stop}", "task is sft; this is for rl"),
+    "data.prompt_max_length": ("task: sft\ndata: {prompt_max_length: 9}", "task is sft; this is for rl"),
 }
 
 

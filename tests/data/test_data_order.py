@@ -149,3 +149,15 @@ def test_an_order_does_not_continue_one_of_the_other_kind():
         plain.at(sampled.state())
     with pytest.raises(DataError, match="saved with seed 0, and now it is 1"):
         SampledOrder(most_difficult, 3, 1).at(sampled.state())
+
+
+def test_prompts_that_were_not_taken_are_left_over():
+    order = PromptOrder(5, seed=3)
+    all_of_both = PromptOrder(5, seed=3).next(10)
+    order.next(3)
+    assert order.left_over(1) == all_of_both[3:5]
+    assert order.left_over(2) == all_of_both[3:]
+    assert order.next(4) == all_of_both[3:7]  # none of them was taken
+    assert order.left_over(1) == []  # filtered prompts were replaced from the second pass
+    sampled = SampledOrder(lambda num, *_: range(num), 5, seed=3)
+    assert sampled.left_over(1) == []

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 from loop_cases import make_task, rl_yaml
@@ -165,3 +166,36 @@ def test_groups_that_could_have_been_trained_are_dropped_with_the_run(tmp_path):
         LedgerEntry(0, 5, (0, 1), "dropped", 3, 2, "the run stopped in this step"),
         LedgerEntry(0, 5, (2,), "failed", 3, 2, "no server"),
     ]
+
+
+THREES = ["rollout.batch_size=3", "train.batch_size=12", "train.micro_batch_size=12", "checkpoint.every=1"]
+AHEAD = ["overlap.staleness=1", "cluster.inventory=1x2", "cluster.component_placement={actor: 0, rollout: 1}"]
+
+
+@pytest.mark.parametrize("how", [[], pytest.param(AHEAD, marks=pytest.mark.long)], ids=["synchronous", "ahead"])
+def test_prompts_too_few_for_a_step_are_said_and_counted_until_a_longer_run_takes_them(tmp_path, how):
+    task = make_task(tmp_path)
+    start(loads(rl_yaml(task), [*THREES, *how]))
+    run_dir = task / "runs" / "run"
+    says = "not used: the last 2 prompts of the 8 of 1 pass, too few for a step of 3;"
+    assert any(event["text"].startswith(says) for event in read_lines(run_dir / "events.jsonl"))
+    fates = {(entry.epoch, entry.prompt): entry for entry in read_ledger(run_dir)}
+    assert sorted(fates) == [(0, prompt) for prompt in range(8)]
+    left = [entry for entry in fates.values() if entry.state == "dropped"]
+    reason = "left over at the end: a step takes more prompts than were left"
+    assert [(entry.samples, entry.step, entry.reason) for entry in left] == [((0, 1, 2, 3), 2, reason)] * 2
+    out = io.StringIO()
+    show_ledger(run_dir, None, Console(file=out, width=200))
+    assert ["dropped", "8", reason] in [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in out.getvalue().splitlines()
+    ]
+    out = io.StringIO()
+    show_ledger(run_dir, str(left[0].keys[0]), Console(file=out, width=200))
+    assert out.getvalue().strip() == f"{left[0].keys[0]}  dropped at step 2, never sampled: {reason}"
+
+    shutil.rmtree(run_dir / "model")  # as if the run had been stopped before its export
+    start(loads(rl_yaml(task), [*THREES, *how, "train.num_episodes=2", "checkpoint.resume=true"]))
+    entries = list(read_ledger(run_dir))
+    keys = [(entry.epoch, entry.prompt) for entry in entries]
+    assert sorted(keys) == [(epoch, prompt) for epoch in range(2) for prompt in range(8)]
+    assert [entry.epoch for entry in entries if entry.state == "dropped"] == [1]  # 16 prompts in five steps of three

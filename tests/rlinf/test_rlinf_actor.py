@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from hotseat.cluster import Cluster as HotseatCluster
-from hotseat.errors import WorkerError
+from hotseat.errors import RunError, WorkerError
+from hotseat.loop.workers.losses import ADVANTAGES
 from hotseat.rlinf import Channel, Cluster, FSDPActor, NodePlacementStrategy, Worker
+from hotseat.train import LoraOptions
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +121,24 @@ class Inspected(FSDPActor):
     def clips(self):
         return self._objective().clip_low, self._objective().clip_high
 
+    def options(self):
+        return self._options(self._actor["model"])
+
+    def drawn(self):
+        return torch.rand(2).tolist()
+
+    def lacks_weights(self):
+        """Tell whether the model is offloaded: then its weights cannot be asked for."""
+        try:
+            self._backend.weights()
+        except RunError as error:
+            return "needs weights on the device: onload them first" in str(error)
+        return False
+
+    def normalised(self, trajectories):
+        batch = self._normalised(self._batch(trajectories))
+        return batch.fields[ADVANTAGES][batch.mask].tolist()
+
 
 @pytest.fixture
 def cluster():
@@ -161,6 +182,12 @@ def test_a_group_is_compared_within_itself_whichever_rank_takes_it(cluster):
         ("actor.lr_sched.lr_decay_style", "cosine", "constant, or leave it out"),
         ("actor.lr_sched.lr_warmup_fraction", 0.1, "0, or leave it out"),
         ("actor.lr_sched.lr_warmup_iters", 5, "0, or leave it out"),
+        ("algorithm.loss_type", "actor_critic", "actor or grpo, or leave it out"),
+        ("algorithm.n_minibatches", 4, "1, or leave it out"),
+        ("algorithm.use_reinpp_baseline", True, "False, or leave it out"),
+        ("algorithm.reinpp_kl_beta", 0.1, "0, or leave it out"),
+        ("actor.training_backend", "megatron", "fsdp or fsdp2, or leave it out"),
+        ("actor.model.lora_path", "adapters", "null, or leave it out"),
     ],
 )
 def test_settings_that_the_actor_does_not_have_are_refused(cluster, path, value, fitting):
@@ -186,3 +213,116 @@ def test_settings_that_the_actor_does_not_have_are_refused(cluster, path, value,
 def test_clip_ranges_that_are_unset_have_the_common_one(cluster, algorithm, clips):
     actor = Inspected.create_group({**config(NO_MODEL), "algorithm": algorithm})
     assert actor.launch(cluster, name="actor", placement_strategy=ONE).clips().wait() == [clips]
+
+
+def with_settings(task, settings):
+    """Return the config with more settings, by dotted keys."""
+    changed = config(task)
+    for path, value in settings.items():
+        *sections, name = path.split(".")
+        at = changed
+        for each in sections:
+            at = at.setdefault(each, {})
+        at[name] = value
+    return changed
+
+
+def launched(cluster, task, name="actor", **settings):
+    group = Inspected.create_group(with_settings(task, {key.replace("__", "."): v for key, v in settings.items()}))
+    return group.launch(cluster, name=name, placement_strategy=ONE)
+
+
+def test_an_offloaded_actor_has_its_model_only_while_it_works(cluster, task, tmp_path):
+    channel = Channel.create("Actor")
+
+    def works(actor, folder):
+        """Train, save, train and load; return the metrics, and whether the model was away before and after each."""
+        actor.init_worker().wait()
+        away, metrics = actor.lacks_weights().wait(), []
+        for keep in (actor.save_checkpoint, actor.load_checkpoint):
+            for group in groups_of(TRAJECTORIES):
+                channel.put(group)
+            metrics += actor.run_training(channel).wait()
+            away += actor.lacks_weights().wait()
+            keep(str(tmp_path / folder)).wait()
+            away += actor.lacks_weights().wait()
+        sent = actor.sync_model_to_rollout().wait()[0]
+        return metrics, sent, away + actor.lacks_weights().wait()
+
+    offloaded = launched(cluster, task, actor__enable_offload=True)
+    sampler = Sampler.create_group().launch(cluster, name="samplers", placement_strategy=ONE)
+    metrics, num_sent, away = works(offloaded, "offloaded")
+    assert all(away)
+    assert len(sampler.receive().wait()[0]) == num_sent > 0
+    resident = launched(cluster, task, "resident", actor__enable_offload=False)
+    assert works(resident, "resident") == (metrics, num_sent, [False] * len(away))
+
+
+def test_epochs_make_as_many_steps_on_the_same_trajectories(cluster, task):
+    channel = Channel.create("Actor")
+
+    def train(actor, times):
+        actor.init_worker().wait()
+        for _ in range(times):
+            for group in groups_of(TRAJECTORIES):
+                channel.put(group)
+            [metrics] = actor.run_training(channel).wait()
+        return metrics
+
+    twice = train(launched(cluster, task, algorithm__update_epoch=2), 1)
+    assert twice["actor/version"] == 2
+    assert twice == train(launched(cluster, task, "other"), 2)
+
+
+def test_adapters_recomputation_and_the_seed_are_taken(cluster, task):
+    actor = launched(
+        cluster,
+        task,
+        actor__model__is_lora=True,
+        actor__model__lora_rank=4,
+        actor__seed=7,
+        algorithm__loss_type="actor",
+    )
+    [options] = actor.options().wait()
+    assert options.lora == LoraOptions(4, alpha=4, seed=7)  # RLinf's adapters have alpha = rank
+    assert not options.gradient_checkpointing
+    for key in ("actor__gradient_checkpointing", "actor__fsdp_config__gradient_checkpointing"):
+        [options] = launched(cluster, task, key, **{key: True}).options().wait()
+        assert (options.gradient_checkpointing, options.lora) == (True, None)
+    without_rank = launched(cluster, task, "rankless", actor__model__is_lora=True)
+    with pytest.raises(WorkerError, match="actor.model.is_lora is true, and lora_rank is not set"):
+        without_rank.init_worker().wait()
+    draws = []
+    for name in ("one", "two"):
+        actor = launched(cluster, task, name, actor__seed=7)
+        actor.init_worker().wait()
+        draws += actor.drawn().wait()
+    assert draws[0] == draws[1]
+
+
+def test_advantages_are_normalised_over_the_batch_if_the_config_says_so(cluster, task):
+    # Seven tokens with advantages 1, 1 | -1 | 2, 2, 2 | 0: mean 1, variance (0 + 0 + 4 + 1 + 1 + 1 + 1) / 7 = 8/7.
+    advantages = (1.0, -1.0, 2.0, 0.0)
+    trajectories = [{**each, "advantages": value} for each, value in zip(TRAJECTORIES, advantages, strict=True)]
+    actor = launched(cluster, task, algorithm__normalize_advantages=True)
+    actor.init_worker().wait()
+    scale = (7 / 8) ** 0.5
+    expected = [0.0, 0.0, -2 * scale, scale, scale, scale, -scale]
+    assert actor.normalised(trajectories).wait()[0] == pytest.approx(expected, abs=1e-6)
+    plain = launched(cluster, task, "plain", algorithm__normalize_advantages=False)
+    assert plain.normalised(trajectories).wait()[0] == [1.0, 1.0, -1.0, 2.0, 2.0, 2.0, 0.0]
+
+
+def test_settings_that_the_actor_does_not_read_are_logged_once(cluster, caplog):
+    settings = {
+        "actor.fsdp_config.forward_prefetch": True,
+        "algorithm.huber_delta": 10.0,
+        "actor.model.model_type": "x",
+    }
+    changed = with_settings(NO_MODEL, {**settings, "actor.fsdp_config.backward_prefetch": None})
+    pair = NodePlacementStrategy([0, 0])
+    FSDPActor.create_group(changed).launch(cluster, name="actor", placement_strategy=pair)
+    lines = [record.getMessage() for record in caplog.records if "no effect here" in record.getMessage()]
+    assert len(lines) == 1
+    listed = "actor.fsdp_config.forward_prefetch, actor.model.model_type, algorithm.huber_delta"
+    assert f"no effect here: {listed}, which this actor does not read" in lines[0]

@@ -159,6 +159,96 @@ def test_epochs_without_simulators_are_listed():
         assert "algorithm.rollout_epoch" in dict(translate(values).no_effect)
 
 
+# What RLinf computes: its estimators, then `normalize_advantages` over the batch, whichever the estimator was.
+@pytest.mark.parametrize(
+    ("algorithm", "ours", "without_effect"),
+    [
+        ({"adv_type": "grpo"}, {"estimator": "group_norm"}, []),
+        ({"adv_type": "grpo", "normalize_advantages": False}, {"estimator": "group_norm"}, []),
+        (
+            {"adv_type": "grpo", "normalize_advantages": True},
+            {"estimator": "group_norm", "batch_norm": True},
+            [],
+        ),
+        ({"adv_type": "gae", "normalize_advantages": True}, {"estimator": "gae"}, []),
+        ({"adv_type": "gae", "normalize_advantages": False}, {"estimator": "gae", "batch_norm": False}, []),
+        ({"adv_type": "reinpp", "normalize_advantages": True}, {"estimator": "reinforce"}, []),
+        (
+            {"adv_type": "reinpp", "normalize_advantages": False},
+            {"estimator": "reinforce"},
+            ["algorithm.normalize_advantages"],
+        ),
+        ({"adv_type": "reinpp", "gamma": 0.9}, {"estimator": "reinforce"}, ["algorithm.gamma"]),
+        ({"adv_type": "reinpp", "use_reinpp_baseline": True}, {"estimator": "reinforce_baseline"}, []),
+        ({"adv_type": "reinpp", "use_reinpp_baseline": False}, {"estimator": "reinforce"}, []),
+        (
+            {"adv_type": "grpo", "use_reinpp_baseline": True},
+            {"estimator": "group_norm"},
+            ["algorithm.use_reinpp_baseline"],
+        ),
+        ({"adv_type": "raw"}, {"estimator": "reinforce", "batch_norm": False}, []),
+        ({"adv_type": "raw", "normalize_advantages": False}, {"estimator": "reinforce", "batch_norm": False}, []),
+        ({"adv_type": "raw", "normalize_advantages": True}, {"estimator": "reinforce"}, []),
+        ({"adv_type": "raw", "gamma": 0.9}, {"estimator": "reinforce", "batch_norm": False}, ["algorithm.gamma"]),
+    ],
+)
+def test_an_estimator_and_its_normalisation_are_taken(algorithm, ours, without_effect):
+    translation = translate({"runner": {}, "algorithm": algorithm})
+    assert translation.values["algorithm"] == ours
+    assert [key for key, _ in translation.no_effect] == without_effect
+    assert translation.values["reward"] == {"clip": None}  # RLinf does not clip
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kl"),
+    [
+        (
+            {"adv_type": "grpo", "kl_beta": 0.1, "kl_penalty_type": "low_var_kl"},
+            {"coef": 0.1, "estimator": "k3", "as_loss": True},
+        ),
+        ({"adv_type": "reinpp", "kl_beta": 0.1}, {"coef": 0.1, "as_loss": True}),
+        (
+            {"adv_type": "reinpp", "kl_beta": 0.0, "reinpp_kl_beta": 0.2, "kl_penalty_type": "kl"},
+            {"coef": 0.2, "estimator": "k1"},
+        ),
+        ({"adv_type": "grpo", "kl_beta": 0.0}, {"coef": 0.0}),
+    ],
+)
+def test_the_kl_is_in_the_loss_or_in_the_reward_of_reinpp(algorithm, kl):
+    translation = translate({"runner": {}, "algorithm": algorithm})
+    assert (translation.values["algorithm"]["kl"], translation.no_effect) == (kl, [])
+
+
+def test_a_kl_that_rlinf_leaves_out_is_listed_and_one_in_both_places_is_refused():
+    translation = translate({"runner": {}, "algorithm": {"adv_type": "grpo", "reinpp_kl_beta": 0.2}})
+    assert [key for key, _ in translation.no_effect] == ["algorithm.reinpp_kl_beta"]
+    assert "kl" not in translation.values["algorithm"]
+    both = {"adv_type": "reinpp", "kl_beta": 0.1, "reinpp_kl_beta": 0.2}
+    with pytest.raises(ConfigError, match="reinpp_kl_beta: 0.2, and algorithm.kl_beta is 0.1: .* set one of them to 0"):
+        translate({"runner": {}, "algorithm": both})
+
+
+def test_places_of_keys_in_newer_configs_are_known():
+    values = {
+        "runner": {"task_type": "embodied"},
+        "cluster": {"component_placement": {"env": "0-3"}},
+        "algorithm": {"group_size": 2, "update_epoch": 8},
+        "env": {"train": {"total_num_envs": 8, "rollout_epoch": 2}},
+        "rollout": {
+            "generation_backend": "huggingface",
+            "sampling_params": {"temperature_train": 1.2, "temperature_eval": 0.6, "top_k": 0},
+        },
+        "actor": {"model": {"is_lora": True, "lora_rank": 32}},
+    }
+    translation = translate(values)
+    assert [key for key, _ in translation.no_effect] == ["runner.task_type"]
+    ours = translation.values
+    assert (ours["train"]["max_epochs"], ours["rollout"]["batch_size"], ours["env"]["num_envs"]) == (8, 8, 2)
+    assert (ours["rollout"]["temperature"], ours["rollout"]["top_k"], ours["eval"]["temperature"]) == (1.2, 0, 0.6)
+    assert ours["rollout"]["engine"] == "transformers"
+    assert ours["train"]["lora"] == {"rank": 32, "alpha": 32}  # RLinf scales adapters by 1
+
+
 def test_an_estimator_without_counterpart_is_refused():
     with pytest.raises(ConfigError, match="algorithm.adv_type: 'opd' has no counterpart here; .* grpo, gae"):
         translate({"runner": {}, "algorithm": {"adv_type": "opd"}})

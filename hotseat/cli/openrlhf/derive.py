@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotseat.cli.openrlhf.argv import CommandLine
-from hotseat.cli.openrlhf.flags import FLASH_ALWAYS, SCHEDULES
+from hotseat.cli.openrlhf.flags import SCHEDULES
 from hotseat.errors import Problem
 
 QUEUE_VARIABLE = "OPENRLHF_ASYNC_QUEUE_SIZE"
@@ -302,15 +302,15 @@ def _reward(draft: ConfigDraft) -> None:
         )
 
 
+def _chosen_dtype(line: CommandLine) -> str:
+    is_bf16 = line["--bf16"] and not line.has("--param_dtype")
+    return "bf16" if is_bf16 else str(line["--param_dtype"] or "fp32")
+
+
 def _dtype(draft: ConfigDraft) -> None:
-    line = draft.line
-    if line.has("--param_dtype"):
+    if draft.line.has("--param_dtype"):
         draft.ignore("--bf16", f"{draft.named('--param_dtype')} is given")
-        draft.fields["train.dtype"] = line["--param_dtype"]
-    elif line["--bf16"]:
-        draft.fields["train.dtype"] = "bf16"
-    else:
-        draft.fields["train.dtype"] = line["--param_dtype"] or "fp32"
+    draft.fields["train.dtype"] = _chosen_dtype(draft.line)
 
 
 def _checkpoints(draft: ConfigDraft) -> None:
@@ -322,12 +322,24 @@ def _checkpoints(draft: ConfigDraft) -> None:
 
 
 def _attention(draft: ConfigDraft) -> None:
-    """Ignore the choice of flash attention, which GPUs use anyway; any other choice is passed on."""
-    chosen = draft.line["--attn_implementation"]
-    if chosen is not None and chosen.startswith("flash_attention"):
-        draft.ignore("--attn_implementation", FLASH_ALWAYS)
-    else:
+    """Pass on a choice of attention, except for flash attention, which follows from the device, dtype and packing."""
+    line = draft.line
+    chosen = line["--attn_implementation"]
+    if chosen is not None and not chosen.startswith("flash_attention"):
         draft.fields["train.attention"] = chosen
+        draft.ignore("--flash_attn", f"{draft.named('--attn_implementation')} is {chosen}")
+        return
+    if _chosen_dtype(line) == "fp32":
+        happens = "training is in fp32, for which torch has no flash attention: it uses another kernel; --bf16 has one"
+    elif _is_packed(draft):
+        happens = "on GPUs packed sequences go through torch's flash attention in any case; on CPUs there is none"
+    else:
+        happens = (
+            f"{draft.named('--packing_samples')} is not given: rows are padded, and torch chooses the kernel of its"
+            " scaled_dot_product_attention, on GPUs a flash kernel"
+        )
+    for name in ("--attn_implementation", "--flash_attn"):
+        draft.ignore(name, happens)
 
 
 def _template(draft: ConfigDraft) -> None:
@@ -352,14 +364,20 @@ def _images(draft: ConfigDraft) -> None:
 # --- batches and lengths ----------------------------------------------------------------------------------------------
 
 
-def _micro_batches(draft: ConfigDraft) -> None:
-    """Set token budgets and packing, which dynamic batches and sequence parallelism imply, as in OpenRLHF."""
-    line, fields = draft.line, draft.fields
+def _is_packed(draft: ConfigDraft) -> bool:
+    """Return whether sequences are packed, which dynamic batches and sequence parallelism imply, as in OpenRLHF."""
+    line = draft.line
     is_dynamic = draft.task == "rl" and bool(line["--use_dynamic_batch"])
-    fields["train.packing"] = bool(line["--packing_samples"] or is_dynamic or line["--ring_attn_size"] > 1)
+    return bool(line["--packing_samples"] or is_dynamic or line["--ring_attn_size"] > 1)
+
+
+def _micro_batches(draft: ConfigDraft) -> None:
+    """Set token budgets and packing."""
+    line, fields = draft.line, draft.fields
+    fields["train.packing"] = _is_packed(draft)
     if draft.task != "rl":
         return
-    if is_dynamic:
+    if line["--use_dynamic_batch"]:
         budget = line["--train_max_tokens_per_gpu"]
         fields["train.max_tokens_per_device"] = budget
         fields["rollout.max_tokens_per_device"] = line["--rollout_max_tokens_per_gpu"] or budget
@@ -395,11 +413,22 @@ def _clip(draft: ConfigDraft) -> None:
 
 
 def _estimator(draft: ConfigDraft) -> None:
-    """Set the estimator. OpenRLHF's dr_grpo keeps the mean over tokens, where the paper divides by a constant."""
+    """Set the estimator. OpenRLHF's dr_grpo keeps the mean over tokens, where the paper divides by a constant.
+
+    OpenRLHF's switch drops the deviation of the batch. Its group_norm divides by the group's, with and without it.
+    """
     estimator, fields = draft.line["--advantage_estimator"], draft.fields
     fields["algorithm.estimator"] = estimator
     if estimator == "dr_grpo" and draft.line["--policy_loss_type"] == "ppo":
         fields["algorithm.aggregation"] = "token_mean"
+    if estimator == "group_norm":
+        draft.ignore(
+            "--no_advantage_std_norm",
+            f"{draft.named('--advantage_estimator')} group_norm divides by the group's deviation in any case, as in"
+            " OpenRLHF; dr_grpo does not divide",
+        )
+    elif draft.line["--no_advantage_std_norm"]:
+        fields["algorithm.std_norm"] = False
 
 
 def _kl(draft: ConfigDraft) -> None:

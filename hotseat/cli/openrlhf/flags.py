@@ -15,7 +15,7 @@ Kind = Literal["int", "int|auto", "float", "str", "switch"]
 MANY = 1_000_000  # number of values of a flag without a bound
 UNBOUNDED = 100_000_000  # OpenRLHF's defaults from this number on stand for no limit
 NO_RING = "ranks that share sequences exchange all heads at once (Ulysses), not in a ring; the result is the same"
-FLASH_ALWAYS = "packed sequences go through flash attention wherever the device has it"
+FLASH_ALWAYS = "attention is torch's own in any case, with its flash kernels on GPUs in 16 bits"
 SAME: Any = object()  # marks a newer default that equals the older one
 
 
@@ -135,7 +135,7 @@ def _shared(model: str) -> tuple[Flag, ...]:
         ),
         _switch("--bf16", None, "train.dtype", by="dtype"),
         _text("--param_dtype", "--ds.param_dtype", None, "train.dtype", by="dtype", newer_default="bf16"),
-        _switch("--flash_attn", None, because=FLASH_ALWAYS),
+        _switch("--flash_attn", None, by="attention", because=FLASH_ALWAYS),
         _text("--attn_implementation", "--ds.attn_implementation", None, "train.attention", by="attention"),
         _text(
             "--experts_implementation",
@@ -411,7 +411,7 @@ _RL: tuple[Flag, ...] = (
     _text("--advantage_estimator", "--algo.advantage.estimator", "gae", "algorithm.estimator", by="estimator"),
     _float("--gamma", "--algo.advantage.gamma", 1.0, "algorithm.gamma"),
     _float("--lambd", "--algo.advantage.lambd", 1.0, "algorithm.gae_lambda"),
-    _switch("--no_advantage_std_norm", "--algo.advantage.no_std_norm", "algorithm.std_norm", convert=negated),
+    _switch("--no_advantage_std_norm", "--algo.advantage.no_std_norm", "algorithm.std_norm", by="estimator"),
     _text("--policy_loss_type", "--actor.policy_loss_type", "ppo", "algorithm.policy_loss"),
     _float("--eps_clip", "--actor.eps_clip", 0.2, ("algorithm.clip_low", "algorithm.clip_high"), by="clip"),
     _float(

@@ -47,7 +47,7 @@ MEANINGS: Mapping[str, str] = {
     "--vllm_num_engines": "Number of engines.",
     "--vllm_tensor_parallel_size": "Devices that share an engine's weights.",
     "--remote_rm_url": "A Python file with `reward_func(queries, prompts, labels)`, or the address of a reward server.",
-    "--no_advantage_std_norm": "Do not divide advantages by their standard deviation.",
+    "--no_advantage_std_norm": "Do not divide advantages by the batch's deviation; group_norm divides in any case.",
     "--disable_ds_ckpt": "Do not save the state that resuming needs.",
     "--load_checkpoint": "Resume from the newest checkpoint.",
     "--eps_clip": "The ratio is clipped to 1 minus and 1 plus this.",

@@ -1,8 +1,9 @@
 """The ledger: what became of every sample.
 
 `ledger.jsonl` in the run directory has a line per group and fate: trained at a step under a version, dropped and why,
-or failed and why. It includes a step that was never trained because its rewards stopped the run. A checkpoint holds its
-own copy: on resume, lines written after the checkpoint are removed, because those steps are done again.
+or failed and why. It includes a step that was never trained because its rewards stopped the run, and the prompts that
+are left over at the end of a run. A checkpoint holds its own copy: on resume, lines written after the checkpoint are
+removed, because those steps are done again.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.state.run_dir import LEDGER
+from hotseat.loop.workers.facts import GroupKey
 from hotseat.types import SampleKey
 from hotseat.words import cause_of
 
 RUN_STOPPED = "the run stopped in this step"
+LEFT_OVER = "left over at the end: a step takes more prompts than were left"
+NEVER_SAMPLED = -1  # `LedgerEntry.version` of samples that no weights have sampled
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class LedgerEntry:
     samples: tuple[int, ...]
     state: str  # trained, dropped or failed
     step: int  # the step they were made for
-    version: int  # of the weights that sampled them: the oldest, if there were several
+    version: int  # of the weights that sampled them: the oldest, if there were several; or NEVER_SAMPLED
     reason: str = ""
 
     @property
@@ -61,6 +65,14 @@ class Ledger:
                 LedgerEntry(facts.epoch, facts.prompt, (sample,), "failed", step, oldest, why)
                 for sample, why in facts.failures
             ]
+        self._append(lines)
+
+    def record_left_over(self, step: int, prompts: Iterable[GroupKey], group_size: int) -> None:
+        """Append the samples of prompts for which there was no step after `step`, the last one."""
+        samples = tuple(range(group_size))
+        self._append([LedgerEntry(*prompt, samples, "dropped", step, NEVER_SAMPLED, LEFT_OVER) for prompt in prompts])
+
+    def _append(self, lines: Sequence[LedgerEntry]) -> None:
         data = "".join(json.dumps(vars(line)) + "\n" for line in lines).encode()
         with self._path.open("ab") as file:
             file.write(data)

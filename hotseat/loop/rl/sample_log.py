@@ -67,6 +67,10 @@ class SampleLog:
         self._ledger.record(step, self._state.version, batch, is_trained=False)
         self._journal.samples(failures(batch, step, self._log.samples_per_step))
 
+    def record_left_over(self, step: int, num_passes: int, group_size: int) -> None:
+        """Record the prompts of the last pass that were too few for another step after `step`, the last one."""
+        self._ledger.record_left_over(step, self._state.order.left_over(num_passes), group_size)
+
     def _is_due(self, step: int) -> bool:
         """Tell whether samples of this step are recorded.
 

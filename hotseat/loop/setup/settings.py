@@ -473,6 +473,7 @@ def policy_settings(
             gamma=algorithm.gamma,
             gae_lambda=algorithm.gae_lambda,
             divide_by_std=algorithm.std_norm,
+            over_batch=algorithm.batch_norm,
             reward_clip=reward.clip,
             kl_in_reward=kl_in_reward,
             kl_estimator=kl_estimator(config),

@@ -66,6 +66,7 @@ class AdvantageSettings:
     ratio_step: Literal["token", "action", "chunk"] | None = None  # tokens that share a ratio; None: `time_step`
     distill_coefficient: float = 0.0  # of the teacher's log-probs in advantages; the reference is the teacher
     turn_credit: TurnCredit = "to_go"
+    over_batch: bool | None = None  # normalise over the batch; None: where the estimator does
 
 
 @dataclass(frozen=True)
@@ -378,6 +379,7 @@ def with_advantages(
         gamma=settings.gamma,
         lam=settings.gae_lambda,
         divide_by_std=settings.divide_by_std,
+        over_batch=settings.over_batch,
         starts=starts,
         bootstrap=None if values is None else bootstrap_values(groups, batch, values),
         add_up=add_up,
