@@ -209,6 +209,18 @@ def test_more_or_fewer_rows_are_refused(tmp_path, capsys):
     assert "saved with num_prompts 8, and now it is 9" in capsys.readouterr().err
 
 
+def test_another_backend_and_stage_go_on_with_what_one_began(task, broken):
+    """Scenario 24: FSDP2, then ZeRO 1, then FSDP2 again. Sums differ in their last bits, hence 1e-5."""
+    assert main(["resume", str(broken), "train.backend=deepspeed", "train.deepspeed.zero_stage=1"]) == 0
+    shutil.rmtree(broken / "checkpoints" / "step-000004")
+    (broken / "model").rename(broken / "model of ZeRO")
+    assert main(["resume", str(broken), "train.backend=fsdp"]) == 0
+    for folder in ("model of ZeRO", "model"):
+        found = load_file(broken / folder / "model.safetensors")
+        for name, value in weights(task / "runs" / "whole").items():
+            assert (found[name] - value).abs().max() < 1e-5
+
+
 @pytest.mark.ray
 @pytest.mark.long
 @pytest.mark.timeout(1200)
