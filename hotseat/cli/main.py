@@ -76,8 +76,8 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="KEY",
-            help="when a run is resumed, also allow a change of KEY (or of every key below it) that is not in the list of"
-            " `hotseat resume --help`; the results are then not those of the uninterrupted run",
+            help="when a run is resumed, also allow a change of KEY (or of every key below it) that `hotseat resume"
+            " --help` does not list; the results are then not those of the uninterrupted run",
         )
     if command == "resume":
         resume.epilog = f"{resume.epilog}\n{_what_may_change()}\n\n{help_texts.EXIT_CODES}"
