@@ -29,7 +29,6 @@ What is in transformers 5.17 and 5.19, found out with tiny random models on a CP
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
 import itertools
@@ -56,10 +55,6 @@ TOKENS = "token_ids"  # in the metadata of a prepared image
 _CACHED = 256  # images whose pixels a process keeps mapped
 _PIXELS = "pixel_values"  # as models call them
 _PACKED = "pixels:"
-_NAMED = "n"  # the kind of an image that has its pixels with it
-_RAW = "r"  # what earlier versions wrote before uncompressed pixels in base64; before compressed ones "z" or nothing
-# The first letter of compressed pixels in base64, which earlier versions wrote without a kind: zlib begins with 0x78.
-_WITHOUT_KIND = "e"
 _PROBE = 4096  # bytes by which to tell whether compression pays
 _WORTH_IT = 32 << 10  # bytes from which on it may
 _PALETTE = "palette"  # the tensor with the values of packed bytes
@@ -214,7 +209,7 @@ def _packed(stored: bytes, digest: str) -> PackedImage:
     # Drawn pictures become small. Those of cameras, and small ones, take longer to compress than a policy to act.
     middle = stored[len(stored) // 2 :][:_PROBE]
     is_small = len(stored) >= _WORTH_IT and len(zlib.compress(middle, 1)) < len(middle) // 4
-    return PackedImage(f"{_PACKED}{_NAMED}{digest}", zlib.compress(stored, 1) if is_small else stored, is_small)
+    return PackedImage(f"{_PACKED}{digest}", zlib.compress(stored, 1) if is_small else stored, is_small)
 
 
 def is_packed(image: str) -> bool:
@@ -236,10 +231,6 @@ def tensors_of(image: str) -> dict[str, Tensor]:
     """Return the tensors of an image as they are stored: unpacked, or mapped."""
     if isinstance(image, PackedImage):
         return image.tensors()
-    if is_packed(image):  # by an earlier version
-        kind, at = image[len(_PACKED)], len(_PACKED) + 1
-        stored = base64.b64decode(image[at - 1 :] if kind == _WITHOUT_KIND else image[at:])
-        return dict(load(stored if kind == _RAW else zlib.decompress(stored)))
     try:
         with safe_open(image, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -70,14 +70,15 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="settings to change from the next step on, such as actor.optimizer.learning_rate=5e-7; they are recorded",
     )
-    resume.add_argument(
-        "--allow-change",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="also allow a change of KEY (or of every key below it) that is not in the list below; the results are then"
-        " not those of the uninterrupted run",
-    )
+    for each in (run, resume):
+        each.add_argument(
+            "--allow-change",
+            action="append",
+            default=[],
+            metavar="KEY",
+            help="when a run is resumed, also allow a change of KEY (or of every key below it) that `hotseat resume"
+            " --help` does not list; the results are then not those of the uninterrupted run",
+        )
     if command == "resume":
         resume.epilog = f"{resume.epilog}\n{_what_may_change()}\n\n{help_texts.EXIT_CODES}"
 
@@ -229,11 +230,16 @@ def _takes_config(command: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
 
-    config = load(arguments.config, arguments.overrides)
+    config = load(arguments.config, [*arguments.overrides, *_allowing(arguments.allow_change)])
     from hotseat.loop.start import start
 
     start(config, is_command=arguments.is_command)
     return OK
+
+
+def _allowing(keys: Sequence[str]) -> list[str]:
+    """Return the override that allows changes of these keys in a resumed run."""
+    return [f"checkpoint.allow_changes=[{', '.join(keys)}]"] if keys else []
 
 
 def _resume(arguments: argparse.Namespace) -> int:
@@ -246,8 +252,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} holds no run: there is no {path / 'config.yaml'}")
     here = [f"run_dir={path.parent}", f"name={path.name}", "checkpoint.resume=true"]
-    if arguments.allow_change:
-        here.append(f"checkpoint.allow_changes=[{', '.join(arguments.allow_change)}]")
+    here += _allowing(arguments.allow_change)
     config = loads_saved((path / "config.yaml").read_text(), [*arguments.overrides, *here])
     if not Path(config.checkpoint.path or path / "checkpoints").is_dir():
         model = Path(config.checkpoint.export_path or path / "model")

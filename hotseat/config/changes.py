@@ -6,9 +6,7 @@ A change after which the run could not end bit for bit as if uninterrupted is re
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +39,12 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "cluster",
             "flow",
+            "train.backend",
             "train.sequence_parallel_size",
-            "train.deepspeed.tensor_parallel_size",
+            *(
+                f"train.deepspeed.{name}"
+                for name in ("zero_stage", "tensor_parallel_size", "zpg", "adam_offload", "overlap_comm")
+            ),
             *(
                 f"{role}.enable_offload"
                 for role in ("actor", "critic", "reference", "reward", "rollout", "inference", "env")
@@ -187,7 +189,7 @@ def changes_between(saved: str, config: Config) -> list[Change]:
         else:
             refused.append(Change(key, old, new))
     if refused:
-        raise UserError(_refusal(refused, accepted, idle, f"{config.run_dir}/{config.name or 'NAME'}"))
+        raise UserError(_refusal(refused, [change.key for change in accepted if change.is_allowed]))
     used = [change.key for change in accepted if change.is_allowed]
     unused = [key for key in allowed if not any(_is_below(each, [key]) for each in used)]
     if unused:
@@ -198,25 +200,20 @@ def changes_between(saved: str, config: Config) -> list[Change]:
     return accepted
 
 
-def _refusal(refused: Sequence[Change], taken: Sequence[Change], idle: Collection[str], run_dir: str) -> str:
-    """Compose the error for refused changes, with the command that resumes anyway.
+def _refusal(refused: Sequence[Change], allowed: Sequence[str]) -> str:
+    """Compose the error for refused changes, with what to add to the command to resume anyway.
 
-    taken: changes that are allowed. idle: keys that would have no effect, and so cannot be set.
+    allowed: keys that the command allows already. They are named again, since OpenRLHF's commands take the last list.
     """
     lines = [f"  {change}" for change in refused]
     keys = [change.key for change in refused if not _is_below(change.key, _NEVER)]
-    hint = "set them back, or start a new run"
-    if keys:
-        changes = [*taken, *(change for change in refused if change.key in keys and change.key not in idle)]
-        overrides = "".join(f" {change.key}={_as_override(change.after)}" for change in changes)
-        allow = "".join(f" --allow-change {key}" for key in keys)
-        hint += f"; to resume anyway, with different results: hotseat resume {run_dir}{overrides}{allow}"
+    never = " and ".join(change.key for change in refused if change.key not in keys)
+    again = f"repeat the command with{''.join(f' --allow-change {key}' for key in (*allowed, *keys))}"
+    if never:
+        hint = f"set {never} back{f' and {again}' if keys else ''}, or start a new run"
+    else:
+        hint = f"set them back, or start a new run; to resume anyway, with different results, {again}"
     return "\n".join(["this run cannot be resumed with another config:", *lines, hint])
-
-
-def _as_override(value: Any) -> str:
-    """Format a value as an override on a shell's command line."""
-    return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
 def _check_keys(keys: Iterable[str]) -> None:

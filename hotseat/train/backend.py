@@ -340,8 +340,8 @@ class Backend(Protocol):
         """Write weights, optimizer, version and random state, each rank its share, into a folder that all ranks see.
 
         All ranks together. With adapters only trained weights are written: `load` makes sure that the others are the
-        same. The caller makes a checkpoint of the folder (manifest, rename): the files contain pickle, and are neither
-        hashed nor made current here.
+        same. The caller makes a checkpoint of the folder (manifest, rename): files are neither hashed nor made current
+        here.
         """
 
     def snapshot(self, directory: str | Path) -> None:

@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hotseat import faults
 from hotseat.errors import RunError
+from hotseat.train.checkpoint_metadata import MetadataReader, MetadataWriter
 from hotseat.train.ranks import Ranks
 
-FORMAT = 1
+FORMAT = 2  # in the first, metadata were a pickle
 _LAST_WRITE_S = 5.0  # for a snapshot that is being written when the backend is closed
 
 
@@ -62,7 +63,8 @@ class CheckpointFiles:
         self._ranks.wait_to_save("create the folder of a checkpoint")
         faults.reach("save.during")
         _silence_single_rank_warning()
-        dcp.save(state, checkpoint_id=directory, process_group=self._ranks.saving, no_dist=self._ranks.size == 1)
+        writer = MetadataWriter(directory)
+        dcp.save(state, storage_writer=writer, process_group=self._ranks.saving, no_dist=self._ranks.size == 1)
 
     def write_in_background(self, directory: Path, state: dict[str, Tensor], base: FrozenBase | None) -> None:
         """Copy the state to host memory and let a thread write the copy. All ranks together."""
@@ -108,13 +110,11 @@ class CheckpointFiles:
 
         All ranks together.
         """
-        uncertain = [name for name in optional if name in state]
-        if uncertain:
-            known = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-            state = {name: tensor for name, tensor in state.items() if name not in uncertain or name in known}
+        reader = MetadataReader(directory)
+        state = {name: tensor for name, tensor in state.items() if name not in optional or name in reader.names}
         _silence_single_rank_warning()
         try:
-            dcp.load(state, checkpoint_id=directory, process_group=self._ranks.saving, no_dist=self._ranks.size == 1)
+            dcp.load(state, storage_reader=reader, process_group=self._ranks.saving, no_dist=self._ranks.size == 1)
         except CheckpointException as error:
             reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items())
             raise RunError(f"{directory} does not fit this model and optimizer: {reasons}") from error
@@ -127,6 +127,8 @@ def read_header(directory: Path) -> Header:
         header: dict[str, Any] = json.loads((directory / "backend.json").read_text())
     except FileNotFoundError:
         raise RunError(f"{directory} holds no state of a training backend: it has no backend.json") from None
+    except ValueError as error:
+        raise RunError(f"{directory}/backend.json is not JSON: {error}") from None
     if header.get("format") != FORMAT:
         raise RunError(
             f"{directory} was saved in format {header.get('format')}, and this version reads format {FORMAT}: resume"

@@ -55,8 +55,13 @@ def test_what_is_learned_from_and_how_is_refused_key_by_key():
         "this run cannot be resumed with another config:\n"
         "  seed: 42 when the checkpoint was written, now 1\n"
         "  rollout.temperature: 1.0 when the checkpoint was written, now 0.5\n"
-        "set them back, or start a new run; to resume anyway, with different results:"
-        " hotseat resume runs/NAME log.every=3 rollout.temperature=0.5 --allow-change rollout.temperature"
+        "set seed back and repeat the command with --allow-change rollout.temperature, or start a new run"
+    )
+    with pytest.raises(UserError) as caught:
+        between("", "algorithm.clip_high=0.3", "rollout.temperature=0.5", "log.every=3", allowed="algorithm")
+    assert str(caught.value).splitlines()[-1] == (
+        "set them back, or start a new run; to resume anyway, with different results, repeat the command with"
+        " --allow-change algorithm.clip_high --allow-change rollout.temperature"
     )
 
 
@@ -70,7 +75,7 @@ def test_8_bits_change_the_correction_and_take_permission(key):
     to_other = [RESUMED, "rollout.engine=transformers"]  # which has no such option, so that it is unset
     with pytest.raises(UserError, match=f"{key}: fp8 when the checkpoint was written, now None") as caught:
         changes_between(to_saved(loads(on)), loads_saved(to_saved(loads(on)), to_other))
-    assert str(caught.value).endswith(f"hotseat resume runs/NAME rollout.engine=transformers --allow-change {key}")
+    assert str(caught.value).endswith(f"repeat the command with --allow-change {key}")
     [_, change] = changes_between(
         to_saved(loads(on)), loads_saved(to_saved(loads(on)), [*to_other, f"checkpoint.allow_changes=[{key}]"])
     )
@@ -112,6 +117,12 @@ def test_allowing_what_is_unknown_or_needs_no_leave_is_refused():
         loads("checkpoint: {allow_changes: [seed]}")
 
 
+def test_hotseat_run_takes_the_flag_that_a_refusal_names(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("task: sft\n")
+    assert main(["run", str(tmp_path / "config.yaml"), "--allow-change", "seed"]) == 2
+    assert "checkpoint.resume is false, so the run starts anew" in capsys.readouterr().err
+
+
 def test_what_a_change_leaves_without_effect_is_no_change_and_in_nobodys_way():
     """An engine with slots of its own becomes vLLM; a KL that adapts is turned off, and the reference with it."""
     then = to_saved(
@@ -127,6 +138,28 @@ def test_what_a_change_leaves_without_effect_is_no_change_and_in_nobodys_way():
     ]
     with pytest.raises(ConfigError, match="rollout.num_slots: has no effect"):  # what is given now, is looked at
         loads_saved(then, [RESUMED, "rollout.engine=vllm", "rollout.num_slots=4"])
+
+
+STAGES = {
+    "fsdp": "train: {backend: fsdp}",
+    **{f"zero {stage}": f"train: {{backend: deepspeed, deepspeed: {{zero_stage: {stage}}}}}" for stage in range(4)},
+    "zero 3 with more": "train: {backend: deepspeed, deepspeed: {zero_stage: 3, zpg: 2, adam_offload: true}}",
+}
+
+
+@pytest.mark.parametrize("now", STAGES)
+@pytest.mark.parametrize("then", STAGES)
+def test_every_stage_of_either_backend_resumes_every_other(then, now):
+    """As docs/training.md says: a checkpoint holds every weight and its state by name, whoever wrote it."""
+    saved = to_saved(loads(STAGES[then]))
+    wanted = loads(STAGES[now]).train
+    overrides = [f"train.backend={wanted.backend}"]
+    if wanted.backend == "deepspeed":
+        values = wanted.deepspeed.model_dump(mode="json").items()
+        overrides += [f"train.deepspeed.{key}={'null' if value is None else value}" for key, value in values]
+    config = loads_saved(saved, [RESUMED, *overrides])
+    assert config.train == wanted
+    assert not any(change.is_allowed for change in changes_between(saved, config))
 
 
 def test_passes_are_steps_in_supervised_training_and_maths_in_rl():
@@ -168,8 +201,8 @@ def test_openrlhfs_commands_resume_the_same_way():
         changes_between(then, refused.config)
     said = refused.in_flags(str(caught.value))
     assert "  --train_batch_size: 128 when the checkpoint was written, now 64" in said
-    assert said.endswith("--allow-change train.batch_size")  # which takes a key, not a flag
-    allowed = translate("train_sft", [*other, "--allow_change", "train.batch_size"], {}).config
+    assert said.endswith("repeat the command with --allow_change train.batch_size")  # which takes a key, not a flag
+    allowed = translate("train_sft", [*other, *said.partition("command with ")[2].split()], {}).config
     assert changes_between(then, allowed) == [Change("train.batch_size", 128, 64, is_allowed=True)]
     made = translate("train_sft", [*line, "--allow_change", "train.batch_size"], {})
     assert made.no_effect == [("--allow_change", "--load_checkpoint is false, so the run starts anew")]

@@ -27,6 +27,7 @@ from hotseat.loop.state.checkpoints import CheckpointStore
 from hotseat.loop.state.saving import CheckpointSource, Saver
 from hotseat.observe import Silence, read_lines
 from hotseat.observe.timeline import read_timeline
+from hotseat.train.checkpoint_metadata import MetadataReader
 
 PASSES = "train.num_episodes=4"  # eight steps of rl
 
@@ -63,7 +64,7 @@ def whole(tmp_path_factory) -> Callable[[str], Path]:
 
 def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Everything that the trainer saved."""
-    reader = dcp.FileSystemReader(checkpoint / "actor")
+    reader = MetadataReader(checkpoint / "actor")
     facts = reader.read_metadata().state_dict_metadata
     state = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in facts.items()}
     dcp.load(state, storage_reader=reader, no_dist=True)

@@ -94,6 +94,14 @@ def test_damage_is_named_and_never_skipped(store, damage, message):
         store.newest()
 
 
+def test_a_checkpoint_of_an_earlier_version_is_refused_because_of_its_pickles(store):
+    rewrite(write(store, 1) / "manifest.json", format=1)
+    with pytest.raises(
+        CheckpointError, match="step-000001 was written by an earlier version of Hotseat, in part as pi"
+    ):
+        store.newest()
+
+
 def test_any_flipped_bit_of_a_manifest_is_found(store):
     manifest = write(store, 1) / "manifest.json"
     data = manifest.read_bytes()

@@ -17,7 +17,6 @@ from hotseat.loop.setup.settings import policy_settings
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
     Share,
-    _rebuild_share,
     assign,
     cut_into_steps,
     flatten,
@@ -380,19 +379,6 @@ def test_a_share_arrives_as_it_was_sent_and_in_few_arrays():
                     assert getattr(a, name).equal(getattr(b, name))
                     assert getattr(a, name).dtype == getattr(b, name).dtype
     assert pickle.loads(pickle.dumps(Share((), ()))) == Share((), ())
-
-
-def test_a_share_of_an_earlier_version_is_read():
-    """Its groups were pickled whole, but for their segments."""
-    group = make_group(0, [0.5, 1.0])
-    bare = replace(group, samples=tuple(replace(s, episode=replace(s.episode, segments=())) for s in group.samples))
-    segments = [segment for sample in group.samples for segment in sample.episode.segments]
-    names = ("token_ids", "mask", "log_probs", "versions")
-    flat = [torch.cat([getattr(segment, name) for segment in segments]).numpy() for name in names]
-    found = _rebuild_share(((0, 0),), [bare], [[len(segment.token_ids)] for segment in segments], flat)
-    assert [sample.reward for sample in found.groups[0].samples] == [0.5, 1.0]
-    for sample, segment in zip(found.groups[0].samples, segments, strict=True):
-        assert all(getattr(sample.episode.segments[0], name).equal(getattr(segment, name)) for name in names)
 
 
 def test_values_by_sample_are_pickled_once_each():

@@ -1,11 +1,15 @@
 """What a run goes on from is whole and is its own; everything else is refused, by name."""
 
+import hashlib
 import json
+import os
+import pickle
 import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from environments import own_environment
@@ -112,6 +116,52 @@ def test_what_is_cut_short_or_missing_is_named_and_no_run_starts_anew(broken, ca
     assert main(["resume", str(broken)]) == 0
 
 
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._path),)
+
+
+def test_a_checkpoint_that_was_forged_as_a_whole_runs_no_code(broken, capsys, tmp_path):
+    """Scenario 63: a pickle in place of any file, or beside it, with a manifest that fits."""
+    newest, traces = broken / "checkpoints" / "step-000002", tmp_path / "went off"
+    pickled = pickle.dumps(Bomb(traces), protocol=2)
+    names = [name for name in files(newest) if name.startswith("actor/")]
+    assert names == ["actor/__0_0.distcp", "actor/backend.json", "actor/metadata.json"]
+    for name in names:
+        data = (newest / name).read_bytes()
+        (newest / name).write_bytes(pickled)
+        sign(newest)
+        message = refused(broken, capsys)
+        assert "does not fit this model" in message or f"{Path(name).name} " in message
+        (newest / name).write_bytes(data)
+    for name in ("actor/.metadata", "actor/__0.metadata"):  # where torch has them
+        (newest / name).write_bytes(pickled)
+    sign(newest)
+    assert main(["resume", str(broken)]) == 0
+    assert not traces.exists()
+    pickle.loads(pickled)
+    assert traces.exists()
+
+
+def sign(checkpoint: Path) -> None:
+    """Write the manifest of the files that are there."""
+    facts = {
+        name: {
+            "bytes": (checkpoint / name).stat().st_size,
+            "hash": hashlib.blake2b((checkpoint / name).read_bytes(), digest_size=16).hexdigest(),
+        }
+        for name in files(checkpoint)
+        if name != "manifest.json"
+    }
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"files": facts}))
+
+
 def test_going_on_twice_from_one_checkpoint_is_the_same_twice(task, tmp_path):
     """Scenario 23."""
     ends = []
@@ -157,6 +207,18 @@ def test_more_or_fewer_rows_are_refused(tmp_path, capsys):
     (task / "prompts.jsonl").write_text("\n".join([*rows, rows[0].replace("1+2", "2+2")]))
     assert main(["resume", str(task / "runs" / "run")]) == 2
     assert "saved with num_prompts 8, and now it is 9" in capsys.readouterr().err
+
+
+def test_another_backend_and_stage_go_on_with_what_one_began(task, broken):
+    """Scenario 24: FSDP2, then ZeRO 1, then FSDP2 again. Sums differ in their last bits, hence 1e-5."""
+    assert main(["resume", str(broken), "train.backend=deepspeed", "train.deepspeed.zero_stage=1"]) == 0
+    shutil.rmtree(broken / "checkpoints" / "step-000004")
+    (broken / "model").rename(broken / "model of ZeRO")
+    assert main(["resume", str(broken), "train.backend=fsdp"]) == 0
+    for folder in ("model of ZeRO", "model"):
+        found = load_file(broken / folder / "model.safetensors")
+        for name, value in weights(task / "runs" / "whole").items():
+            assert (found[name] - value).abs().max() < 1e-5
 
 
 @pytest.mark.ray

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,8 +82,11 @@ def test_the_base_of_adapters_is_recorded_and_compared(files: CheckpointFiles, t
 def test_a_folder_of_another_kind_or_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds no state of a training backend"):
         read_header(tmp_path)
+    (tmp_path / "backend.json").write_bytes(b"\x80")
+    with pytest.raises(RunError, match="backend.json is not JSON: 'utf-8' codec"):
+        read_header(tmp_path)
     (tmp_path / "backend.json").write_text(json.dumps({"backend": "fsdp", "format": 0, "num_ranks": 1}))
-    with pytest.raises(RunError, match="saved in format 0, and this version reads format 1"):
+    with pytest.raises(RunError, match="saved in format 0, and this version reads format 2"):
         read_header(tmp_path)
 
 
@@ -88,3 +95,91 @@ def test_random_draws_repeat_from_their_states() -> None:
     first = torch.rand(4)
     set_random_states(states, CPU)
     assert torch.equal(torch.rand(4), first)
+
+
+# --- files that somebody forged -----------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._path),)
+
+
+def forged(metadata: dict[str, Any], directory: Path) -> CheckpointFiles:
+    (directory / "metadata.json").write_text(json.dumps(metadata))
+    return CheckpointFiles("fsdp", Ranks(CPU, 10.0))
+
+
+def test_no_file_of_a_checkpoint_is_unpickled(files: CheckpointFiles, tmp_path: Path) -> None:
+    """Scenario 63: pickles where torch has metadata and where tensors are, bare and as torch saves objects."""
+    folder, bomb = tmp_path / "state", Bomb(tmp_path / "went off")
+    files.write(folder, {"a": torch.ones(2)}, None)
+    (folder / ".metadata").write_bytes(pickle.dumps(bomb))
+    (folder / "__0.metadata").write_bytes(pickle.dumps(bomb))
+    found = torch.zeros(2)
+    files.read(folder, {"a": found})
+    assert found.tolist() == [1, 1]
+    saved = io.BytesIO()
+    torch.save(bomb, saved)
+    metadata = json.loads((folder / "metadata.json").read_text())
+    for data in (pickle.dumps(bomb, protocol=2), saved.getvalue()):
+        (folder / "__0_0.distcp").write_bytes(data)
+        metadata["tensors"]["a"]["chunks"][0]["bytes"] = len(data)
+        with pytest.raises(RunError, match="does not fit this model and optimizer"):
+            forged(metadata, folder).read(folder, {"a": found})
+    assert not (tmp_path / "went off").exists()
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(folder / "__0_0.distcp", weights_only=True)
+    torch.load(folder / "__0_0.distcp", weights_only=False)
+    assert (tmp_path / "went off").exists()  # it was a bomb
+
+
+def test_every_kind_of_tensor_keeps_its_place_and_type_in_the_metadata(files: CheckpointFiles, tmp_path: Path) -> None:
+    state = {
+        "bf16": torch.ones(2, 3, dtype=torch.bfloat16),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "number": torch.tensor(7),
+        "none": torch.zeros(0, 4),
+    }
+    files.write(tmp_path, state, None)
+    tensors = json.loads((tmp_path / "metadata.json").read_text())["tensors"]
+    assert {name: (facts["dtype"], facts["shape"]) for name, facts in tensors.items()} == {
+        "bf16": ("torch.bfloat16", [2, 3]),
+        "bytes": ("torch.uint8", [5]),
+        "number": ("torch.int64", []),
+        "none": ("torch.float32", [0, 4]),
+    }
+    assert {chunk["file"] for facts in tensors.values() for chunk in facts["chunks"]} == {"__0_0.distcp"}
+    loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    files.read(tmp_path, loaded)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+    assert not (tmp_path / ".metadata").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "torch.load"}, "torch.load"),
+        ({"shape": [-1]}, "-1 is not a whole number"),
+        ({"shape": [True]}, "True is not a whole number"),
+        ({"chunks": [{"offsets": [0], "sizes": [2], "file": "../a.distcp", "begin": 0, "bytes": 9}]}, "'../a.distcp'"),
+        ({"chunks": [{"offsets": [0], "sizes": [2], "file": "/a.distcp", "begin": 0, "bytes": 9}]}, "'/a.distcp'"),
+        ({"chunks": None}, "NoneType"),
+    ],
+)
+def test_metadata_that_name_other_files_or_no_tensors_are_refused(
+    files: CheckpointFiles, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    files.write(tmp_path, {"a": torch.ones(2)}, None)
+    metadata = json.loads((tmp_path / "metadata.json").read_text())
+    metadata["tensors"]["a"] |= change
+    with pytest.raises(RunError, match=f"metadata.json cannot be read as the metadata of a checkpoint: .*{message}"):
+        forged(metadata, tmp_path).read(tmp_path, {"a": torch.zeros(2)})
+    (tmp_path / "metadata.json").unlink()
+    with pytest.raises(RunError, match="metadata.json cannot be read as the metadata of a checkpoint: FileNotFound"):
+        files.read(tmp_path, {"a": torch.zeros(2)})

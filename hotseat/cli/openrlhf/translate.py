@@ -182,4 +182,7 @@ class _Words:
     def in_flags(self, text: str) -> str:
         """Replace the keys in a message by flags, and name repeated ones once."""
         said = self._pattern.sub(lambda match: self.flag_of(match[0]), text)
-        return re.sub(r"(--[\w.]+)(?:, \1| or \1| nor from \1)+", r"\1", said)
+        said = re.sub(r"(--[\w.]+)(?:, \1| or \1| nor from \1)+", r"\1", said)
+        # One flag takes all keys; of several, the last would count.
+        first, *others = re.split(r"--allow-change ", said)
+        return first + (f"--allow_change {''.join(others)}" if others else "")

@@ -16,7 +16,7 @@ from hotseat.observe import SAMPLES
 
 _PREPARED = ".safetensors"
 _THUMBNAIL = ".png"
-_NAME = re.compile(rb"([0-9a-f]{40})\.safetensors")  # a path, wherever it stands in JSON or in a pickle
+_NAME = re.compile(rb"([0-9a-f]{40})\.safetensors")  # a path, wherever it stands in JSON
 _DIGEST = re.compile(r"[0-9a-f]{40}")
 _TENSORS = (_PREPARED, ".pt", ".distcp", ".bin")  # files that name no images, and are large
 

@@ -98,7 +98,7 @@ _key_of, _episode_of, _score_of = attrgetter(*_KEY), attrgetter(*_EPISODE), attr
 
 
 def _row(sample: ScoredEpisode) -> tuple[Any, ...]:
-    """Return a sample without its segments. Facts come last: rows of earlier versions have none."""
+    """Return a sample without its segments."""
     episode = sample.episode
     return (*_key_of(episode.key), *_episode_of(episode), *_score_of(sample), episode.facts)
 
@@ -110,7 +110,7 @@ def _share_of_rows(
     lengths: Sequence[Sequence[int]],
     flat: Sequence[Any],
     positions: tuple[int, ...],
-    images: Sequence[Sequence[tuple[str, ...]]] = (),
+    images: Sequence[Sequence[tuple[str, ...]]],
 ) -> Share:
     """Rebuild a share from what `Share.__reduce__` pickled."""
     sizes = [length for episode in lengths for length in episode]
@@ -133,22 +133,10 @@ def _share_of_rows(
 def _rebuild_sample(row: tuple[Any, ...], segments: tuple[Segment, ...]) -> ScoredEpisode:
     key, rest = row[: len(_KEY)], row[len(_KEY) :]
     about, rest = rest[: len(_EPISODE)], rest[len(_EPISODE) :]
-    score, facts = rest[: len(_SCORE)], rest[len(_SCORE) :]
+    *score, facts = rest
     known = dict(zip(_EPISODE, about, strict=True))
-    episode = Episode(key=SampleKey(*key), segments=segments, facts=facts[0] if facts else None, **known)
+    episode = Episode(key=SampleKey(*key), segments=segments, facts=facts, **known)
     return ScoredEpisode(episode=episode, **dict(zip(_SCORE, score, strict=True)))
-
-
-def _rebuild_share(
-    steps: tuple[tuple[int, ...], ...],
-    groups: Sequence[PromptGroup],
-    lengths: Sequence[Sequence[int]],
-    flat: Sequence[Any],
-) -> Share:
-    """Rebuild a share of an earlier version, from the checkpoint or the kept groups of its run."""
-    rows = [_row(sample) for group in groups for sample in group.samples]
-    heads = [(group.prompt, len(group.samples), group.num_failed) for group in groups]
-    return _share_of_rows(steps, heads, rows, lengths, flat, ())
 
 
 def _tensors(segment: Segment) -> tuple[Tensor, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hotseat.loop.workers.experience import Share
+from hotseat.errors import RunError
 from hotseat.loop.workers.facts import GroupFacts, GroupKey
+from hotseat.loop.workers.group_format import NotAGroup, decode_group, encode_group
 from hotseat.types import Episode, PromptGroup
 
 KEPT_BYTES_PER_TOKEN = 8 + 1 + 4 + 4  # id, mask, log-prob and version of a token in a file
@@ -77,20 +77,21 @@ class Spool:
         """Write a group."""
         path = self._path(finished.key)
         temporary = path.with_suffix(f".{os.getpid()}.part")
-        # A share travels flat: a few arrays instead of four small tensors for every segment.
-        share = Share((finished.group,), ((),))
-        flat = finished.epoch, share, finished.failures, finished.episode_s, finished.scoring_s
-        temporary.write_bytes(pickle.dumps(flat, protocol=pickle.HIGHEST_PROTOCOL))
+        facts = {name: value for name, value in vars(finished).items() if name != "group"}
+        with temporary.open("wb") as file:
+            file.writelines(encode_group(finished.group, facts))
         temporary.replace(path)
 
     def get(self, key: GroupKey) -> Finished | None:
-        """Read a group; None if there is none of that key."""
+        """Read a group; None if there is none of that key. Raises `RunError` if the file holds something else."""
+        path = self._path(key)
         try:
-            data = self._path(key).read_bytes()
+            return _finished(path.read_bytes())
         except FileNotFoundError:
             return None
-        epoch, share, *rest = pickle.loads(data)  # files of earlier versions have no seconds
-        return Finished(epoch, share.groups[0], *rest)
+        except (ValueError, KeyError, TypeError) as error:
+            why = error if isinstance(error, NotAGroup) else f"is damaged ({type(error).__name__}: {error})"
+            raise RunError(f"{path} cannot be read as a group of samples: it {why}") from None
 
     def has(self, key: GroupKey) -> bool:
         """Tell whether there is a group of that key."""
@@ -123,6 +124,12 @@ class Spool:
     def _path(self, key: GroupKey) -> Path:
         epoch, prompt = key
         return self._folder / f"{epoch}-{prompt}.group"
+
+
+def _finished(data: bytes) -> Finished:
+    group, facts = decode_group(data)
+    failures = tuple((sample, reason) for sample, reason in facts["failures"])
+    return Finished(**{**facts, "group": group, "failures": failures, "episode_s": tuple(facts["episode_s"])})
 
 
 def _link(source: Path, target: Path) -> None:
