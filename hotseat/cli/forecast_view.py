@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hotseat.config import Config, loads_saved
 from hotseat.errors import UserError
-from hotseat.loop.planning.plan import make_plan
+from hotseat.loop.planning.plan import make_plan, role_specs
 from hotseat.loop.rl.forecast import (
     Costs,
     Forecast,
@@ -23,14 +23,28 @@ from hotseat.loop.rl.forecast import (
     without_queueing,
 )
 from hotseat.loop.state.run_dir import CONFIG
-from hotseat.placement import Plan, shares_devices
+from hotseat.placement import EngineMemory, ForwardMemory, ModelShape, Plan, TrainMemory, shares_devices
 
 
-def print_forecast(config: Config, plan: Plan, run_dir: Path, console: Console) -> None:
-    """Print the predicted steps of a config, and beside them how well the recorded run itself is predicted."""
+def check_recorded(config: Config, run_dir: Path) -> Config:
+    """Return the config of a run whose costs hold for this one, too: that of an RL run with the same models."""
     if config.task != "rl":
         raise UserError(f"--from predicts what staleness gains in task rl; the task of this config is {config.task}")
     recorded = _recorded_config(run_dir)
+    here, there = _models(config), _models(recorded)
+    for role in [role for role in here | there if here.get(role) != there.get(role)]:
+        raise UserError(
+            f"--from {run_dir}: the costs of that run do not hold for this config: there {_described(there, role)},"
+            f" here {_described(here, role)}. Name the directory of a run with the same models"
+        )
+    return recorded
+
+
+def print_forecast(config: Config, plan: Plan, recorded: Config, run_dir: Path, console: Console) -> None:
+    """Print the predicted steps of a config, and beside them how well the recorded run itself is predicted.
+
+    recorded: the config of the run, from `check_recorded`.
+    """
     costs, resources = recorded_costs(run_dir), _resources(recorded, make_plan(recorded))
     costs = without_queueing(recorded, costs, resources)
     num_samples = config.rollout.samples_per_prompt
@@ -49,6 +63,29 @@ def _recorded_config(run_dir: Path) -> Config:
     if recorded.task != "rl":
         raise UserError(f"--from {run_dir}: that run's task is {recorded.task}; name the directory of an RL run")
     return recorded
+
+
+def _models(config: Config) -> dict[str, ModelShape | str]:
+    """Return the model of each role: its shape, by which costs are the same, or its name where that is not known."""
+    names = {"critic": config.critic.model, "reward": config.reward.model, "reference": config.reference.model}
+    names["judge"] = config.reward.judge.model
+    return {
+        spec.name: spec.model or names.get(spec.name) or str(config.actor.model)
+        for spec in role_specs(config)
+        if isinstance(spec.memory, TrainMemory | ForwardMemory | EngineMemory)
+    }
+
+
+def _described(models: dict[str, ModelShape | str], role: str) -> str:
+    model = models.get(role)
+    if model is None:
+        return f"is no {role}"
+    if isinstance(model, str):
+        return f"the {role} is {model}"
+    return (
+        f"the {role} has {model.num_parameters / 1e9:.2f}B parameters ({model.num_layers} layers of width"
+        f" {model.hidden_size:,})"
+    )
 
 
 def _resources(config: Config, plan: Plan) -> Resources:

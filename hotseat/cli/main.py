@@ -128,7 +128,8 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         "--inventory",
         metavar="SPEC",
         help="machines to plan for: NODESxDEVICESxKIND such as 4x8xA100-80G, 2x4, 1x8x24G, 2xcpu, or pools"
-        " (a=2x8xH100-80G,b=1x8x4090); default: cluster.inventory, else as many nodes of 8 devices as it takes",
+        " (a=2x8xH100-80G,b=1x8x4090); with +1024G or +1T the host memory of each node, which is then checked, too;"
+        " default: cluster.inventory, else as many nodes of 8 devices as it takes",
     )
     plan.add_argument("--explain", action="store_true", help="show the arithmetic behind every memory figure")
     plan_output = plan.add_mutually_exclusive_group()
@@ -338,19 +339,24 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
     from hotseat.config import load
     from hotseat.config.built import not_built
     from hotseat.loop.planning.plan import flow_problem, make_plan, on_all_devices, with_budgets
 
     config = load(arguments.config, arguments.overrides)
     if arguments.auto is not None:
-        from pathlib import Path
-
         from hotseat.cli.auto_view import print_auto
         from hotseat.cli.plan_view import make_console
 
         print_auto(config, arguments.inventory, Path(arguments.auto), make_console())
         return OK
+    recorded = None
+    if arguments.recorded is not None:
+        from hotseat.cli.forecast_view import check_recorded
+
+        recorded = check_recorded(config, Path(arguments.recorded))
     placed = on_all_devices(config, arguments.inventory)
     chosen = with_budgets(placed, arguments.inventory)
     made = make_plan(chosen.config, arguments.inventory)
@@ -371,12 +377,10 @@ def _plan(arguments: argparse.Namespace) -> int:
             lambda: advise(config, arguments.inventory),
             notes(config, placed, chosen, made),
         )
-        if arguments.recorded is not None:
-            from pathlib import Path
-
+        if recorded is not None:
             from hotseat.cli.forecast_view import print_forecast
 
-            print_forecast(chosen.config, made, Path(arguments.recorded), make_console())
+            print_forecast(chosen.config, made, recorded, Path(arguments.recorded), make_console())
     return REFUSED if made.verdict == "does_not_fit" else OK
 
 

@@ -33,7 +33,7 @@ from hotseat.placement import (
     section_of,
 )
 from hotseat.placement.inventory import ranges
-from hotseat.placement.memory import FITS_BELOW
+from hotseat.placement.memory import FITS_BELOW, UNSHARDED_GRADIENTS, total
 
 _LETTERS = {
     Part.WEIGHTS: "w",
@@ -403,12 +403,26 @@ def _too_large(plan: Plan, console: Console) -> None:
         takes = f"it takes {step.used_gib:.1f} of {memory_gib:g} GiB, {over:.1f} GiB too much"
         if over <= 0:
             takes = _too_small_a_share(plan, group, step)
+        unsharded = total(term for term in step.terms if term.name == UNSHARDED_GRADIENTS)
+        if unsharded:
+            takes += f"; {unsharded:.1f} GiB of it are unsharded fp32 gradients"
         console.print(Text(f"- {step.step} does not fit on {where}: {takes}", style="red"))
+    if any(term.name == UNSHARDED_GRADIENTS for _, step, *_ in failing for term in step.terms):
+        text = (
+            "FSDP2 keeps gradients unsharded while it adds up the micro-batches of an optimizer step. Without them:"
+            " train.backend=deepspeed with train.deepspeed.zero_stage=3 (or 2), which shards the gradients of every"
+            " micro-batch; or optimizer steps of one micro-batch on each rank, by more ranks, a larger"
+            " train.micro_batch_size or, which changes what is learned, a smaller train.batch_size"
+        )
+        console.print(Text(text))
     for host in plan.hosts:
         if host.verdict == "does_not_fit":
+            largest = sorted(host.terms, key=lambda term: -term.gib)[:2]
             text = (
-                f"- the host memory of node {format_ranges(host.nodes)} does not fit: {host.used_gib:.0f} of"
-                f" {host.memory_gib:.0f} GiB. Offload less: a smaller rollout.memory_share leaves more on the devices"
+                f"- the host memory of node{'s' * (host.nodes[0][0] != host.nodes[-1][1])} {format_ranges(host.nodes)}"
+                f" does not fit: {host.used_gib:.0f} of {host.memory_gib:.0f} GiB on a node, most of it for"
+                f" {' and '.join(f'{term.role} {term.name}, {term.gib:.0f}' for term in largest)}. Offload less: a"
+                " smaller rollout.memory_share leaves more on the devices"
             )
             console.print(Text(text, style="red"))
 

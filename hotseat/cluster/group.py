@@ -185,6 +185,10 @@ class WorkerGroup(Calling[W_co]):
     def ready(self) -> None:
         """Wait until the objects of a group that was launched with `wait=False` are made."""
 
+    def starting_ranks(self) -> list[int]:
+        """Return the ranks whose objects are still being made."""
+        return []
+
     def when_started(self, tell: Callable[[int], object]) -> None:
         """Call `tell` with each rank whose object is made: at once, or later from another thread.
 

@@ -138,6 +138,19 @@ def nearest_key(path: KeyPath) -> str:
     return f"{dotted(path[:-1]) or 'the tree'} has: {', '.join(siblings)}"
 
 
+def _nested(path: KeyPath, value: Any) -> str | None:
+    """Return the hint for a key in which sections are joined by dots, as in overrides; None if it is no such."""
+    split = tuple(name for part in path for name in (part.split(".") if isinstance(part, str) else [part]))
+    if split == path:
+        return None
+    if dotted(split) not in set(valid_keys()):
+        return f"in a file sections are nested, and {dotted(split)} is none either; {nearest_key(split)}"
+    written = "..." if isinstance(value, Mapping | list) else _shown(value)
+    for part in reversed(split[1:]):
+        written = f"{{{part}: {written}}}"
+    return f"in a file sections are nested: {split[0]}: {written}"
+
+
 def _section_at(path: KeyPath) -> type[BaseModel] | None:
     """Return the section of the tree that a path leads to, through lists, mappings and unions."""
     section: type[BaseModel] | None = Config
@@ -268,7 +281,7 @@ def _explain(path: KeyPath, detail: Mapping[str, Any]) -> str:
     kind, value, context = str(detail["type"]), detail["input"], detail.get("ctx") or {}
     shown = f"given {_shown(value)}"
     if kind == "extra_forbidden":
-        return f"unknown key; {nearest_key(path)}"
+        return f"unknown key; {_nested(path, value) or nearest_key(path)}"
     if kind == "missing":
         return "must be given"
     if kind == "literal_error":

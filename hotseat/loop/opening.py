@@ -27,8 +27,10 @@ from hotseat.loop.state.run_dir import (
     forget_records,
     kept_config,
     make_run_dir,
+    named_run,
     record_changes,
     save_plan,
+    without_empty_folders,
     write_config,
 )
 from hotseat.loop.state.saving import MODEL, Saver, sole_owner
@@ -79,6 +81,10 @@ def open_run(
     """
     with ExitStack() as stack:
         savers = stack.enter_context(stoppable())
+        planned = Path(config.run_dir) / str(named_run(config).name)
+        kept_apart = config.checkpoint.path
+        checkpoints = planned / "checkpoints" if kept_apart is None else Path(kept_apart)
+        stack.enter_context(without_empty_folders(checkpoints, planned, planned.parent))
         run_dir = make_run_dir(config)
         stack.enter_context(sole_owner(run_dir))
         kept = kept_config(run_dir) if config.checkpoint.resume else None

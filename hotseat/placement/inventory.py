@@ -122,7 +122,8 @@ class Inventory:
         """Parse an inventory's short form.
 
         `4x8xA100-80G` is 4 nodes of 8 devices, `2x4` devices of unknown kind, `2x8x24G` devices of 24 GiB, `2xcpu` two
-        nodes without devices. Several are joined by commas, each may be a named pool: `a800=8x8xA800-80G,sim=4x8x4090`.
+        nodes without devices. `+1024G` after any of them is the host memory of each node. Several are joined by commas,
+        each may be a named pool: `a800=8x8xA800-80G+2T,sim=4x8x4090`.
         """
         nodes: list[Node] = []
         labels: set[str] = set()
@@ -133,9 +134,12 @@ class Inventory:
                 if label in labels:
                     raise PlacementError(f"inventory {text!r}: pool {label!r} is given twice: give each pool one name")
                 labels.add(label)
+            shape, has_host, host = shape.partition("+")
             num_nodes, num_devices, kind = _parse_shape(shape.strip(), text)
+            host_gib = _parse_host(host.strip(), text) if has_host else None
             for _ in range(num_nodes):
-                nodes.append(Node(len(nodes), label if has_label else DEFAULT_POOL, num_devices, kind))
+                pool = label if has_label else DEFAULT_POOL
+                nodes.append(Node(len(nodes), pool, num_devices, kind, host_memory_gib=host_gib))
         return cls(tuple(nodes))
 
     @property
@@ -218,16 +222,18 @@ class Inventory:
         return replace(self, nodes=tuple(replace(node, **changes) for node in self.nodes))
 
     def __str__(self) -> str:
-        """Return `4 nodes x 8 A100-80G`, several sorts of nodes joined by `+`."""
-        counts: dict[tuple[int, DeviceKind], int] = {}
+        """Return `4 nodes x 8 A100-80G`, several sorts of nodes joined by `+`, each with its host memory if known."""
+        counts: dict[tuple[int, DeviceKind, float | None], int] = {}
         for node in self.nodes:
-            counts[node.num_devices, node.device_kind] = counts.get((node.num_devices, node.device_kind), 0) + 1
+            sort = (node.num_devices, node.device_kind, node.host_memory_gib)
+            counts[sort] = counts.get(sort, 0) + 1
         texts = []
-        for (num_devices, kind), num_nodes in counts.items():
+        for (num_devices, kind, host_gib), num_nodes in counts.items():
             what = f"{num_devices} {kind if kind.name else 'devices'}" if num_devices else "cpu"
             if kind.name[:1].isdigit():  # the kind is only a memory size
                 what = f"{num_devices} devices of {kind}"
-            texts.append(f"{num_nodes} node{'s' * (num_nodes > 1)} x {what}")
+            host = "" if host_gib is None else f" with {host_gib:,g} GiB of host memory"
+            texts.append(f"{num_nodes} node{'s' * (num_nodes > 1)} x {what}{host}")
         return " + ".join(texts)
 
 
@@ -301,6 +307,17 @@ def _parse_shape(shape: str, whole: str) -> tuple[int, int, DeviceKind]:
             f"inventory {whole!r}: {shape!r} has no devices: write at least 1x1, or cpu for a node without devices"
         )
     return num_nodes, num_devices, _parse_kind(match[3], whole) if match[3] else UNKNOWN_KIND
+
+
+def _parse_host(text: str, whole: str) -> float:
+    """Parse the host memory of a node, `1024G` or `2T`, into GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(G|T)(?:i?B)?", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise PlacementError(
+            f"inventory {whole!r}: cannot read {text!r} as the host memory of a node: write it in GiB or TiB, for"
+            f" instance 2x8xH100-80G+1024G or 2x8xH100-80G+1T"
+        )
+    return float(match[1]) * (1024 if match[2].upper() == "T" else 1)
 
 
 def _parse_kind(text: str, whole: str) -> DeviceKind:

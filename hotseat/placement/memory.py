@@ -47,6 +47,7 @@ FITS_BELOW = 0.9  # share of a device's memory up to which the verdict is "fits"
 # ----------------------------------------------------------------------------------------------------------------------
 
 _ENCODER = "visual encoder"  # in the names of terms
+UNSHARDED_GRADIENTS = "unsharded fp32 gradients, until the last micro-batch"
 
 Activity = Literal["forward", "train", "generate", "simulate", "push", "receive"]
 
@@ -372,8 +373,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         training = (replace(gradients, part=None),)
         if gradient_cut > 1 and memory.accumulates(shards // memory.sequence_parallel):
             # Only the last micro-batch sums them over ranks and shards them; until then they add up whole, in fp32.
-            name = "gradients, whole until the last micro-batch"
-            training = (_bytes(role, name, trained[0] * FP32, f"{trained[1]} x {FP32} B"),)
+            training = (_bytes(role, UNSHARDED_GRADIENTS, trained[0] * FP32, f"{trained[1]} x {FP32} B"),)
         parts[Part.GRADIENTS] = (replace(gradients, gib=0.0, formula="only during an update"),)
     gathered = _gathered(role, memory, model, shards, tp)
     back = [*gathered, *_reduce(role, memory, model, shards, tp), *_activations(role, memory, model, tp)]

@@ -1,14 +1,16 @@
 """`hotseat openrlhf-path`: OpenRLHF's commands under OpenRLHF's names."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hotseat.cli.help_texts import EPILOGS
 from hotseat.cli.main import main
-from hotseat.cli.openrlhf.shim import DIRECTORY, find_another_openrlhf
+from hotseat.cli.openrlhf.shim import DIRECTORY, INSTEAD, find_another_openrlhf
 
 ROOT = Path(__file__).parents[2]
 MODULES = ("train_ppo_ray", "train_sft", "train_rm", "train_dpo", "serve_rm", "batch_inference", "lora_combiner")
@@ -88,3 +90,28 @@ def test_a_folder_of_that_name_is_not_openrlhf(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", str(DIRECTORY), *sys.path])
     assert find_another_openrlhf() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", INSTEAD)
+def test_a_command_that_is_not_here_says_what_to_use_instead(module, tmp_path):
+    done = python("-m", f"openrlhf.cli.{module}", "--pretrain", "m", path=(DIRECTORY,), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert line == f"openrlhf.cli.{module}: {INSTEAD[module]}"
+    for name in re.findall(r"`openrlhf\.cli\.(\w+)`", line):  # what it names is there
+        assert name in MODULES
+    for page in re.findall(r"docs/[\w-]+\.md", line):
+        assert (ROOT / page).is_file()
+
+
+@pytest.mark.parametrize("before", ["/mine", ""])
+def test_the_documented_export_keeps_a_path_that_is_set(before):
+    texts = [EPILOGS["openrlhf-path"], *(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])]
+    exports = {line for text in texts for line in re.findall(r"export PYTHONPATH=\$\([^)]*\)[^\s`]*", text)}
+    assert exports
+    for export in exports:
+        script = f'hotseat() {{ echo /shim; }}; {export}; printf %s "$PYTHONPATH"'
+        env = {"PATH": os.environ["PATH"]} | ({"PYTHONPATH": before} if before else {})
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, timeout=60)
+        assert done.stdout == ("/shim:/mine" if before else "/shim")

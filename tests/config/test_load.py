@@ -360,3 +360,15 @@ def test_an_unquoted_comma_in_an_override_is_named():
 def test_a_class_without_its_name_is_named_once_with_the_form_that_fits():
     [problem] = problems_of("components: {filter: {path: filter.py}}")
     assert problem.endswith("components.filter.path: given 'filter.py', must be FILE.py:CLASS or package.module:CLASS")
+
+
+def test_a_key_with_dots_in_a_file_gets_the_nested_form_as_its_hint():
+    text = "data.max_samples: 64\ntrain: {lora.rank: 8}\ndata.max_sample: 3\n"
+    with pytest.raises(ConfigError) as caught:
+        loads(text, file="run.yaml")
+    assert [str(problem) for problem in caught.value.problems] == [
+        "run.yaml:1: data.max_samples: unknown key; in a file sections are nested: data: {max_samples: 64}",
+        "run.yaml:2: train.lora.rank: unknown key; in a file sections are nested: train: {lora: {rank: 8}}",
+        "run.yaml:3: data.max_sample: unknown key; in a file sections are nested, and data.max_sample is none either;"
+        " did you mean data.max_samples?",
+    ]

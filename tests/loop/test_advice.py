@@ -1,5 +1,7 @@
 """What `hotseat plan` advises where a config does not fit: settings that exist, and with which it does."""
 
+import itertools
+import random
 import re
 
 import pytest
@@ -8,13 +10,18 @@ import yaml
 from hotseat.cli.main import main
 from hotseat.config import load, loads
 from hotseat.config.load import valid_keys
-from hotseat.loop.planning.advice import advise
+from hotseat.errors import UserError
+from hotseat.loop.planning.advice import _enough, _Trials, advise
 from hotseat.loop.planning.plan import make_plan
 
 pytestmark = pytest.mark.slow
 
 LARGE = "actor: {model: meta-llama/Llama-2-70b-hf}\nrollout: {engine: vllm}\n"
 SFT = "task: sft\nactor: {model: org/Llama-3-8B}\n"
+PPO = (
+    "actor: {model: org/Qwen2.5-72B}\nalgorithm: {estimator: gae, kl: {coef: 0.01}}\nrollout: {engine: vllm}\n"
+    "cluster: {component_placement: {actor: all}}\n"
+)
 
 
 def merged(first: dict, second: dict) -> dict:
@@ -59,6 +66,130 @@ def test_seventy_billion_parameters_on_sixteen_devices_fit_with_what_is_advised(
     arguments = re.search(r"as arguments: (.*)", out)[1].replace("'", "")
     words = re.findall(r"\S+=(?:\{.*?\}|\S+)", arguments)
     assert main(["plan", str(path), "--inventory", "2x8xH100-80G", *words]) == 0
+
+
+def test_ppo_of_72_billion_parameters_on_sixteen_devices_fits_with_what_is_advised():
+    """Engines of several devices, ZeRO 3 with the optimizer on the host and recomputation, all of them together."""
+    [settings] = check(PPO, "2x8xH100-80G")
+    assert settings["rollout.tensor_parallel_size"] in (4, 8)
+    assert settings["train.deepspeed.zero_stage"] == 3
+    assert settings["train.deepspeed.adam_offload"] is True
+    assert settings["train.gradient_checkpointing"] is True
+    assert settings["rollout.memory_share"] < 0.9
+    assert set(settings) - {"train.backend"} == {  # nothing that is not needed
+        "rollout.tensor_parallel_size",
+        "train.deepspeed.zero_stage",
+        "train.deepspeed.adam_offload",
+        "train.gradient_checkpointing",
+        "rollout.memory_share",
+    }
+
+
+@pytest.mark.parametrize(("text", "inventory"), [(PPO, "2x8xH100-80G"), (PPO, "1x8x24G"), (SFT, "1x1x4G")])
+def test_few_plans_are_made_whether_or_not_settings_are_found(text, inventory):
+    """All combinations of the settings would be thousands."""
+    trials = _Trials(loads(text), inventory)
+    _enough(loads(text), trials, trials.plan({}))
+    assert trials.num_plans < 300
+
+
+def test_the_actor_alone_gets_all_devices_where_roles_have_their_own():
+    """8B on 2 of 8 devices: sharded over all of them it fits, and the engines stay where they are."""
+    text = (
+        "actor: {model: org/Llama-3-8B}\nrollout: {engine: vllm, memory_share: 0.4, num_engines: 6}\n"
+        "train: {backend: deepspeed, gradient_checkpointing: true, deepspeed: {zero_stage: 3}}\n"
+        "cluster: {component_placement: {actor: 0-1, rollout: 2-7}}\n"
+    )
+    assert {"cluster.component_placement": {"actor": "all", "rollout": "2-7"}} in check(text, "1x8x48G")
+
+
+def _random_config(rng: random.Random) -> tuple[str, str]:
+    width, layers, heads, mlp, vocabulary = rng.choice(
+        [
+            (512, 4, 8, 1408, 32000),
+            (2048, 24, 16, 5632, 128256),
+            (4096, 32, 32, 14336, 128256),
+            (8192, 80, 64, 29568, 152064),
+        ]
+    )
+    shape = (
+        f"{{hidden_size: {width}, num_hidden_layers: {layers}, num_attention_heads: {heads}, num_key_value_heads: 8,"
+        f" intermediate_size: {mlp}, vocab_size: {vocabulary}}}"
+    )
+    zero = f"deepspeed: {{zero_stage: {rng.randint(0, 3)}, adam_offload: {rng.choice(['true', 'false'])}}}"
+    train = [rng.choice(["backend: fsdp", f"backend: deepspeed, {zero}"])]
+    train += rng.sample(
+        ["gradient_checkpointing: true", "micro_batch_size: 8", "fp32_master: false"], rng.randint(0, 2)
+    )
+    size = rng.choice([1, 1, 2])
+    num_nodes, num_devices = rng.choice([(1, 4), (1, 8), (2, 8)])
+    half = num_nodes * num_devices // 2
+    placement = rng.choice(["actor: all", f"actor: 0-{size}", f"actor: 0-{half - 1}, rollout: {half}-{2 * half - 1}"])
+    host = rng.choice(["", "", f"+{rng.choice([64, 256, 1024])}G"])
+    return (
+        f"actor: {{model: org/one, shape: {shape}}}\n"
+        f"algorithm: {{estimator: {rng.choice(['gae', 'group_norm'])}, kl: {{coef: {rng.choice([0, 0.01])}}}}}\n"
+        f"data: {{max_length: {rng.choice([1024, 8192])}}}\ntrain: {{{', '.join(train)}}}\n"
+        f"rollout: {{engine: vllm, tensor_parallel_size: {size}, memory_share: {rng.choice([0.05, 0.3, 0.6, 0.9])}}}\n"
+        f"cluster: {{component_placement: {{{placement}}}}}\n",
+        f"{num_nodes}x{num_devices}x{rng.choice([12, 24, 48, 80, 140])}G{host}",
+    )
+
+
+def _combinations(config) -> list[list[str]]:
+    """Every combination of the settings in question, as overrides; shares in coarse steps."""
+    zero = config.train.deepspeed
+    stages = [2, 3] if config.train.backend == "fsdp" else {zero.zero_stage, 2, 3}
+    sharded = [
+        ["train.backend=deepspeed", f"train.deepspeed.zero_stage={stage}", f"train.deepspeed.adam_offload={offload}"]
+        for stage in stages
+        for offload in ("true", "false")
+    ]
+    own = [[]] if config.train.backend == "fsdp" else []
+    return [
+        [f"rollout.tensor_parallel_size={size}", f"rollout.memory_share={share}", *sharding, *recomputed, *placed]
+        for size, share, sharding, recomputed, placed in itertools.product(
+            (1, 2, 4, 8),
+            (0.1, 0.25, 0.4, 0.6, 0.9),
+            own + sharded,
+            ([], ["train.gradient_checkpointing=true"]),
+            ([], ["cluster.component_placement={actor: all}"]),
+        )
+    ]
+
+
+def _is_advice_complete(seed: int, num_tried: int) -> bool | None:
+    """Whether something is advised if any of some random combinations fits; None if the config itself fits."""
+    rng = random.Random(seed)
+    text, inventory = _random_config(rng)
+    try:
+        if make_plan(loads(text), inventory).verdict != "does_not_fit":
+            return None
+    except UserError:
+        return None
+    if any(advice.inventory is None for advice in advise(loads(text), inventory)):
+        check(text, inventory)
+        return True
+
+    def fits(overrides: list[str]) -> bool:
+        try:
+            return make_plan(loads(text, overrides), inventory).verdict in ("fits", "tight")
+        except UserError:
+            return False
+
+    tried = _combinations(loads(text))
+    return not any(map(fits, rng.sample(tried, min(num_tried, len(tried)))))
+
+
+def test_advice_is_found_wherever_a_random_combination_of_settings_fits():
+    assert False not in [_is_advice_complete(seed, 8) for seed in range(4)]
+
+
+@pytest.mark.long
+def test_advice_is_found_wherever_any_combination_of_settings_fits():
+    outcomes = [_is_advice_complete(seed, 10_000) for seed in range(4, 20)]
+    assert False not in outcomes
+    assert outcomes.count(True) >= 5
 
 
 def test_an_engine_that_cannot_be_cut_is_replaced_by_vllm():
@@ -138,6 +269,40 @@ def test_advice_says_that_nothing_helps(tmp_path, capsys):
     assert main(["plan", str(tmp_path / "run.yaml"), "--inventory", "1x1x4G"]) == 2
     out = " ".join(capsys.readouterr().out.split())
     assert "No setting that was tried makes it fit, nor do more devices of this sort: use a smaller model" in out
+
+
+def test_the_host_memory_of_an_inventory_bounds_what_is_offloaded(tmp_path, capsys):
+    """14 bytes of each of 8.03 billion weights: fp32 master, two moments, bf16 gradients; and 2 GiB a process."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        SFT
+        + "train: {backend: deepspeed, gradient_checkpointing: true, deepspeed: {zero_stage: 3, adam_offload: true}}\n"
+        "cluster: {component_placement: {actor: all}}\n"
+    )
+    assert main(["plan", str(path), "--inventory", "1x8xH100-80G"]) == 0
+    assert main(["plan", str(path), "--inventory", "1x8xH100-80G+256G"]) == 0
+    assert "105 GiB 121 GiB of 256" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", str(path), "--inventory", "1x8xH100-80G+64G"]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Does not fit: colocated on 1 node x 8 H100-80G with 64 GiB of host memory" in out
+    assert (
+        "the host memory of node 0 does not fit: 121 of 64 GiB on a node, most of it for actor optimizer moments" in out
+    )
+    settings = [advice.settings for advice in advise(load(path), "1x8xH100-80G+64G")]
+    assert {"train.deepspeed.adam_offload": False} in settings  # the devices have room for it
+
+
+def test_an_update_that_is_too_large_because_of_unsharded_gradients_says_so(tmp_path, capsys):
+    """8.03 billion gradients of 4 bytes are 29.9 GiB on every rank."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        SFT + "data: {max_length: 8192}\ntrain: {batch_size: 256}\ncluster: {component_placement: {actor: all}}\n"
+    )
+    assert main(["plan", str(path), "--inventory", "1x8x40G"]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "29.9 GiB of it are unsharded fp32 gradients" in out
+    assert "Without them: train.backend=deepspeed with train.deepspeed.zero_stage=3 (or 2)" in out
+    assert any(advice.settings.get("train.backend") == "deepspeed" for advice in advise(load(path), "1x8x40G"))
 
 
 def test_inventories_that_take_too_long_to_search_are_not(tmp_path, capsys):

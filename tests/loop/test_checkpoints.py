@@ -132,6 +132,8 @@ def test_a_name_cannot_leave_the_directory(store, tmp_path):
 
 
 def test_a_full_disk_is_noticed_before_anything_is_written(store):
+    with pytest.raises(CheckpointError, match=r"[\d,]+ are free; there is no earlier checkpoint\. Make room"):
+        store.begin(1, 1 << 60)
     write(store, 1)
     with pytest.raises(CheckpointError, match=r"needs [\d,]+ bytes, [\d,]+ are free; earlier checkpoints are intact"):
         store.begin(2, 1 << 60)

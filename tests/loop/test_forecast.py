@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import yaml
 
 from hotseat.cli.main import main
 from hotseat.config import loads, to_saved
@@ -146,3 +147,25 @@ def test_other_tasks_have_no_staleness(run_dir, capsys, tmp_path_factory):
     (run_dir / "config.yaml").write_text(SFT)
     assert main(["plan", str(folder / "rl.yaml"), "--from", str(run_dir)]) == 2
     assert "that run's task is sft" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("actor: {model: other/model}", "there the actor is some/model, here the actor is other/model"),
+        ("actor: {model: org/Llama-3-8B}", "there the actor is some/model, here the actor has 8.03B parameters"),
+        (
+            "algorithm: {estimator: reinforce, kl: {coef: 0.1}}",
+            "there is no reference, here the reference is some/model",
+        ),
+    ],
+)
+def test_the_costs_of_a_run_with_other_models_are_refused(run_dir, capsys, tmp_path_factory, text, message):
+    """Before the plan is printed: seconds of one model say nothing about those of another."""
+    path = tmp_path_factory.mktemp("config") / "rl.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(to_saved(config_of())), **yaml.safe_load(text)}))
+    assert main(["plan", str(path), "--from", str(run_dir)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in " ".join(err.split())
+    assert "Name the directory of a run with the same models" in " ".join(err.split())

@@ -1012,6 +1012,7 @@ class FakePhases:
         self.evaluations = iter({"eval/reward": float(value)} for value in range(100))
         self.run = loop.RlRun(
             num_steps=num_steps,
+            has_evaluation=True,
             eval_every=eval_every,
             stream=self,
             prepare=SimpleNamespace(run=lambda batch, step: self.note(f"prepare {batch} {step}", self)),
@@ -1082,6 +1083,14 @@ def test_a_run_begins_with_a_push_and_an_evaluation_and_each_step_is_four_phases
         "step 1 ['eval/reward', 'reward', 'saved']",
         "record batch 1",
     ]
+
+
+def test_a_run_without_prompts_to_evaluate_shows_no_evaluation():
+    fake = FakePhases(num_steps=2, eval_every=1)
+    fake.run = replace(fake.run, has_evaluation=False)
+    assert fake.train() == {}
+    assert not any("evaluate" in entry for entry in fake.log)
+    assert "step 0 []" in fake.log
 
 
 def test_a_resumed_run_restores_and_pushes_and_keeps_the_evaluation_of_its_checkpoint():

@@ -5,13 +5,16 @@ import json
 import os
 import re
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 from loop_cases import REWARD, make_task, rl_yaml
 
 from hotseat.cli.main import main
-from hotseat.cluster import activity
+from hotseat.cluster import Process, activity
+from hotseat.cluster._ray.group import RankProcess, RayGroup
+from hotseat.cluster._worker_process import ProcessIdentity
 from hotseat.config import loads
 from hotseat.loop.start import make_view, without_collector, worker_modules
 from hotseat.loop.state.readiness import Readiness
@@ -32,12 +35,23 @@ def test_processes_that_start_are_named_with_what_they_do(tmp_path, monkeypatch)
     doing = [["its start", [], time.time()], ["compiling", [], time.time() - 23.2]]
     (tmp_path / "rollout-0").write_bytes(json.dumps(doing).encode() + b"\0")
     groups = {
-        "rollout": SimpleNamespace(name="rollout", states=lambda: ["starting", "starting"]),
-        "actor": SimpleNamespace(name="actor", states=lambda: ["running"]),
+        "rollout": SimpleNamespace(name="rollout", starting_ranks=lambda: [0, 1]),
+        "actor": SimpleNamespace(name="actor", starting_ranks=list),
     }
     first, second = doing_in(SimpleNamespace(groups=groups))
     assert re.fullmatch(r"engine 0: compiling, \d+ s", first)
     assert second == "engine 1: starting its process"
+
+
+def test_a_rank_that_is_ready_is_not_shown_as_starting_although_nobody_waits_for_its_group_yet(monkeypatch):
+    monkeypatch.setenv(activity.DIRECTORY, "")
+    made, under_way = Future(), Future()
+    made.set_result(ProcessIdentity(4711, 0, "host"))
+    starting = SimpleNamespace(futures={0: made, 1: under_way})
+    processes = [RankProcess(Process(rank, 0)) for rank in range(2)]
+    group = RayGroup("actor", processes, timeout_s=1, log_directory="", start=lambda *_: starting)
+    group.begin(1)
+    assert doing_in(SimpleNamespace(groups={"actor": group})) == ["actor 1: starting its process"]
 
 
 class StartingGroup:
@@ -116,7 +130,6 @@ def test_every_stage_of_a_run_is_one_dated_line_in_a_pipe(tmp_path, capsys):
         "actor ready after T s",
         "agents ready after T s",
         "step 1: sending the weights to the engines",
-        "step 1: evaluating",
         "step 1: sampling and scoring answers",
         "step 1: computing log-probs and advantages",
         "step 1: updating the weights",

@@ -132,3 +132,14 @@ def test_wrong_nodes_and_pools_are_refused():
         inventory.with_pools([NodePool("a", (0,), {1: {"X": "1"}})])
     with refused("unknown pool 'a80'", "did you mean 'a800'?", "cluster, node"):
         Inventory.parse("a800=1x8").pool_nodes("a80")
+
+
+def test_host_memory_follows_the_devices():
+    gpus, cpus = Inventory.parse("2x8xH100-80G+1024G,sim=1xcpu+1.5T").nodes[1:]
+    assert (gpus.num_devices, str(gpus.device_kind), gpus.host_memory_gib) == (8, "H100-80G", 1024)
+    assert (cpus.pool, cpus.num_devices, cpus.host_memory_gib) == ("sim", 0, 1536)
+    assert Inventory.parse("1x4").nodes[0].host_memory_gib is None
+    assert str(Inventory.parse("2x8xH100-80G+1024G")) == "2 nodes x 8 H100-80G with 1,024 GiB of host memory"
+    for text in ("1x8xH100+lots", "1x8xH100+0G", "1x8xH100+"):
+        with refused("as the host memory of a node", "in GiB or TiB, for instance 2x8xH100-80G+1024G"):
+            Inventory.parse(text)

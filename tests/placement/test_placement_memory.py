@@ -97,14 +97,14 @@ def test_fsdp_keeps_whole_gradients_until_the_last_of_several_micro_batches():
     assert gradients(one) == 340 * 4 / 4
     several = train(backend="fsdp", batch_tokens=97, gradient_bytes=2)
     terms = in_bytes(several.working["train"])
-    assert terms["gradients, whole until the last micro-batch"] == 340 * 4
+    assert terms["unsharded fp32 gradients, until the last micro-batch"] == 340 * 4
     assert "gradients" not in terms
     # Whole groups go to a rank, so one may have more than an even share.
     uneven = in_bytes(train(backend="fsdp", batch_tokens=96, group_tokens=8).working["train"])
-    assert uneven["gradients, whole until the last micro-batch"] == 340 * 4
+    assert uneven["unsharded fp32 gradients, until the last micro-batch"] == 340 * 4
     # Two ranks that share sequences hold twice as many tokens of a step.
     shared = in_bytes(train(backend="fsdp", batch_tokens=96, sequence_parallel=2).working["train"])
-    assert shared["gradients, whole until the last micro-batch"] == 340 * 4
+    assert shared["unsharded fp32 gradients, until the last micro-batch"] == 340 * 4
     alone = in_bytes(train(backend="fsdp", num_procs=1, batch_tokens=1000, gradient_bytes=2).working["train"])
     assert alone["gradients"] == 340 * 2  # one rank has them whole in any case
     assert gradients(train(backend="deepspeed", zero_stage=2, batch_tokens=1000)) == 340 * 4 / 4  # sums every one

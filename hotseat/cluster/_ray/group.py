@@ -176,6 +176,11 @@ class RayGroup(WorkerGroup[W_co]):
         if self._start_error is not None:
             raise self._start_error  # at every call, until the ranks that failed are restarted
 
+    def starting_ranks(self) -> list[int]:
+        # Not by `states`: a process has its identity only when somebody waits for its group.
+        starting = self._starting
+        return [] if starting is None else [rank for rank, future in starting[0].futures.items() if not future.done()]
+
     def when_started(self, tell: Callable[[int], object]) -> None:
         starting = self._starting
         if starting is None:

@@ -1,15 +1,16 @@
 """Advises which settings to change where a plan does not fit; the planner tries each before it is recommended.
 
-Single settings are tried first; if none is enough, as few as possible together; if not even all of them are, the same
-on more devices. Where no setting is enough with the transformers engine, which holds a whole model on each device, the
-same is tried with vLLM. Settings that give the steps that did not fit room to spare come first. Settings that change
-what is learned (adapters, precision, lengths) are not tried.
+Single settings are tried first; if none is enough, the cheapest combination of all that `_choices` and `_reliefs`
+list; if none of these fits, the same on more devices. Where no setting is enough with the transformers engine, which
+holds a whole model on each device, the same is tried with vLLM. Settings that give the steps that did not fit room to
+spare come first. Settings that change what is learned (adapters, precision, lengths) are not tried.
 """
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +22,23 @@ from hotseat.config.yaml_lines import dump
 from hotseat.errors import BatchError, UserError
 from hotseat.loop.planning.budgets import with_least_budgets, with_whole_steps
 from hotseat.loop.planning.plan import (
-    DEFAULT_ENGINE_SHARE,
     make_plan,
     num_data_parallel,
     on_all_devices,
     plan_as_is,
     role_specs,
 )
-from hotseat.placement import Plan
-
-Settings = Mapping[str, Any]  # values by dotted keys of the config
+from hotseat.loop.planning.search import Choice, Roles, Settings, Value, cheapest
+from hotseat.placement import GroupStep, Layout, Plan, RoleSpec, estimate
 
 MAX_SINGLES = 3  # single settings to recommend, the cheapest first
 MAX_DEVICES = 512  # of the larger inventories that are tried
 MAX_SEARCHED = 1024  # devices of an inventory for which settings are searched: plans take time
 _PLACEMENT = "cluster.component_placement"
 _VLLM: Settings = {"rollout.engine": "vllm"}
+_ENGINES = {"rollout": "rollout", "judge": "reward.judge.engine"}  # roles and their sections
+_TRAINED: Roles = frozenset({"actor", "critic", "reference", "reward", "inference"})  # trainers' processes
+_ALL_ROLES: Roles = _TRAINED | {"rollout", "judge", "env"}
 
 
 @dataclass(frozen=True)
@@ -114,17 +116,29 @@ def advise(config: Config, inventory: str | None = None) -> list[Advice]:
 
 
 def _enough(config: Config, trials: _Trials, plan: Plan | None) -> Sequence[Settings]:
-    """Return alternative settings with which the plan fits: single ones, else one set of as few as possible."""
-    knobs = list(_knobs(config, plan))
-    more_knobs = [*knobs, *_last_resorts(config)]
-    for is_goal, tried in ((trials.has_room, knobs), (_fits, more_knobs)):
-        singles = [single for knob in tried if (single := trials.first({}, knob, is_goal)) is not None]
+    """Return alternative settings with which the plan fits: single ones, else the cheapest combination."""
+    engines = _Engines(config, plan)
+    reliefs, choices = [*_reliefs(config, engines)], [*_choices(config, engines, plan)]
+    for is_roomy in (True, False):
+        tried = choices if is_roomy else [*choices, *_last_resorts(config)]
+        knobs = [*reliefs, *map(engines.shares, engines), *(knob for choice in tried for knob in _single_knobs(choice))]
+        singles = [single for knob in knobs if (single := trials.first(knob, is_roomy)) is not None]
         if singles:
             return singles[:MAX_SINGLES]
-        together = _together(trials, tried, is_goal)
+        together = _together(trials, engines, reliefs, tried, is_roomy)
         if together is not None:
             return [together]
     return []
+
+
+def _single_knobs(choice: Choice) -> list[list[Settings]]:
+    """Return the values of a choice that change one thing, in lists of those that change the same."""
+    knobs: dict[frozenset[str], list[Settings]] = {}
+    for value in choice:
+        keys = frozenset(key for key in value.settings if key != "train.backend" and not key.endswith(".num_engines"))
+        if len(keys) == 1:
+            knobs.setdefault(keys, []).append(value.settings)
+    return list(knobs.values())
 
 
 def _with_vllm(config: Config) -> Config | None:
@@ -135,9 +149,6 @@ def _with_vllm(config: Config) -> Config | None:
         return loads(to_yaml(config), as_overrides(_VLLM))
     except UserError:
         return None
-
-
-Goal = Callable[[Plan | None], bool]
 
 
 class _Trials:
@@ -168,7 +179,7 @@ class _Trials:
                 # A micro-batch for the whole optimizer step needs no unsharded gradients.
                 at_once = with_least_budgets(with_whole_steps(config, num_data_parallel(config, made)))
                 other = plan_as_is(at_once, self._inventory)
-                made = other if other.verdict == "fits" else made
+                made = other if other.verdict != "does_not_fit" else made
         except UserError:
             return None
         # If batch sizes did not divide before, that is no reason against a setting.
@@ -178,19 +189,38 @@ class _Trials:
         made = make_plan(loads(self._text, as_overrides(settings)), self._inventory)
         return Advice(settings, made, inventory)
 
-    def first(self, settings: Settings, knob: Sequence[Settings], is_goal: Goal) -> Settings | None:
-        """Return the settings with the first value of a knob that reaches the goal; None if no value does."""
-        tried = ({**settings, **value} for value in knob)
-        return next((each for each in tried if is_goal(self.plan(each))), None)
+    @property
+    def num_plans(self) -> int:
+        """Count the combinations of settings that were planned."""
+        return len(self._plans)
 
-    def has_room(self, plan: Plan | None) -> bool:
-        """Tell whether a plan fits, with room to spare in the steps that did not fit before."""
-        if plan is None or not _fits(plan):
-            return False
-        steps = [step for group in plan.groups for step in group.steps]
+    def first(self, tried: Iterable[Settings], is_roomy: bool) -> Settings | None:
+        """Return the first settings with which the plan fits; None if there are none."""
+        return next((settings for settings in tried if not self.missed(settings, is_roomy)), None)
+
+    def missed(self, settings: Settings, is_roomy: bool) -> list[Roles]:
+        """List the roles at work in each step that does not fit with these settings.
+
+        is_roomy: steps that did not fit before must have room to spare.
+        """
+        plan = self.plan(settings)
+        if plan is None:  # refused, by whatever role
+            return [_ALL_ROLES]
+        missed = [
+            frozenset(step.roles or group.roles)
+            for group in plan.groups
+            for step in group.steps
+            if step.verdict == "does_not_fit" or (is_roomy and step.verdict != "fits" and self._was_too_large(step))
+        ]
+        if any(host.verdict == "does_not_fit" for host in plan.hosts):
+            missed.append(_ALL_ROLES)
+        if not missed and plan.verdict == "unknown":  # which no setting changes
+            missed.append(frozenset())
+        return missed
+
+    def _was_too_large(self, step: GroupStep) -> bool:
         # An engine by itself fills its share of the device, however large that is.
-        crowded = [step for step in steps if step.step in self._too_large and step.roles != ("rollout",)]
-        return all(step.verdict == "fits" for step in crowded)
+        return step.step in self._too_large and step.roles != ("rollout",)
 
 
 def _too_large(plan: Plan) -> set[str]:
@@ -205,47 +235,102 @@ def _divides(config: Config, plan: Plan) -> bool:
     return True
 
 
-def _fits(plan: Plan | None) -> bool:
-    return plan is not None and plan.verdict in ("fits", "tight")
+class _Engines:
+    """Memory shares of the vLLM engines of a config, on the devices that a plan gives them."""
+
+    def __init__(self, config: Config, plan: Plan | None):
+        specs = {spec.name: spec for spec in role_specs(config)} if config.task == "rl" else {}
+        self._specs = {role: specs[role] for role in _ENGINES if role in specs and specs[role].share is not None}
+        self._devices_gib = {role: _devices_gib(role, plan) for role in self._specs}
+        self._plan = plan
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def sizes(self, role: str) -> list[int]:
+        """List tensor-parallel sizes of engines: powers of two that a node has devices for, and that divide heads."""
+        most = 8 if self._plan is None else max(node.num_devices for node in self._plan.inventory.nodes)
+        model = self._specs[role].model
+        return [size for size in (1, 2, 4, 8, 16) if size <= most and (model is None or model.num_heads % size == 0)]
+
+    def shares(self, role: str) -> Sequence[Settings]:
+        """List memory shares to try, those next to the config's first."""
+        own = self._specs[role].share
+        assert own is not None
+        grid = [step / 20 for step in range(1, 20)]
+        values = [value for value in reversed(grid) if value < own] + [value for value in grid if value > own]
+        return [{f"{_ENGINES[role]}.memory_share": value} for value in values]
+
+    def with_least_shares(self, settings: Settings) -> Settings:
+        """Return the settings with the smallest share for each engine that it starts with, where there is one.
+
+        Where any share fits, this one does: the cache grows with the share.
+        """
+        shares = {}
+        for role, spec in self._specs.items():
+            size = settings.get(f"{_ENGINES[role]}.tensor_parallel_size", spec.tensor_parallel)
+            needs = [_min_share(spec, size, gib) for gib in self._devices_gib[role]]
+            share = math.ceil(max(needs, default=2.0) * 100) / 100
+            if share <= 1:
+                shares[f"{_ENGINES[role]}.memory_share"] = share
+        return {**settings, **shares}
 
 
-def _excess(plan: Plan | None) -> tuple[float, int]:
-    """Return the GiB by which steps exceed the memory of their devices and hosts, and how many of them do."""
-    if plan is None:
-        return float("inf"), 0
-    over = [
-        max(0.0, step.used_gib - group.memory_gib)
-        for group in plan.groups
-        for step in group.steps
-        if group.memory_gib is not None and step.verdict == "does_not_fit"
-    ]
-    over += [host.used_gib - (host.memory_gib or 0.0) for host in plan.hosts if host.verdict == "does_not_fit"]
-    return sum(over), len(over)
+def _devices_gib(role: str, plan: Plan | None) -> set[float]:
+    """Return the memory of the devices that an engine is on."""
+    groups = () if plan is None else plan.groups
+    return {group.memory_gib for group in groups if role in group.roles and group.memory_gib is not None}
 
 
-def _together(trials: _Trials, knobs: Sequence[Sequence[Settings]], is_goal: Goal) -> Settings | None:
-    """Find the smallest set of settings, and the cheapest of that size, with which the plan reaches the goal."""
-    chosen: Settings = {}
-    turned: list[Settings] = []
-    for knob in knobs:
-        enough = trials.first(chosen, knob, is_goal)
-        best = enough or min(({**chosen, **value} for value in knob), key=lambda each: _excess(trials.plan(each)))
-        if enough is not None or _excess(trials.plan(best)) < _excess(trials.plan(chosen)):
-            turned.append({key: value for key, value in best.items() if key not in chosen or chosen[key] != value})
-            chosen = best
-        if enough is not None:
-            break
-    else:
-        return None
-    for settings in reversed(turned[:-1]):
-        without = {key: value for key, value in chosen.items() if key not in settings}
-        if is_goal(trials.plan(without)):
-            chosen = without
-    return chosen
+def _min_share(spec: RoleSpec, size: int, device_gib: float) -> float:
+    memory = estimate(spec.name, spec.memory, spec.model, Layout(1, size, 1, spec.share, device_gib))
+    return 2.0 if memory is None or memory.min_share is None else memory.min_share
 
 
-def _knobs(config: Config, plan: Plan | None) -> Iterator[Sequence[Settings]]:
-    """Yield settings that take less memory, cheap ones first, each with its values in the order to try them."""
+def _together(
+    trials: _Trials, engines: _Engines, reliefs: Sequence[Sequence[Settings]], choices: Sequence[Choice], is_roomy: bool
+) -> Settings | None:
+    """Find the cheapest combination of choices with which the plan fits, with as few reliefs as it needs.
+
+    Reliefs cost little, so combinations are tried with all of them first. Without any, a micro-batch that is larger
+    than a run would choose may save FSDP the unsharded gradients.
+    """
+    for relieved in (reliefs, []) if reliefs else ([],):
+        base = {key: value for relief in relieved for key, value in relief[-1].items()}
+
+        def complete(settings: Settings, base: Settings = base) -> Settings:
+            return engines.with_least_shares({**base, **settings})
+
+        found = cheapest(choices, lambda settings: trials.missed(complete(settings), is_roomy))
+        if found is not None:
+            return _simplest(trials, engines, complete(found), relieved, is_roomy)
+    return None
+
+
+def _simplest(
+    trials: _Trials, engines: _Engines, settings: Settings, reliefs: Sequence[Sequence[Settings]], is_roomy: bool
+) -> Settings:
+    """Return settings that fit without the reliefs that they can do without, and with the largest memory shares.
+
+    A share that has to change anyway is one that leaves room to spare in the rollout, too, if there is any.
+    """
+    for knob in reversed(reliefs):
+        without = {key: value for key, value in settings.items() if key not in knob[0]}
+        simpler = trials.first([without, *({**without, **value} for value in knob)], is_roomy)
+        settings = settings if simpler is None else simpler
+    for knob in map(engines.shares, engines):
+        without = {key: value for key, value in settings.items() if key not in knob[0]}
+        if not trials.missed(without, is_roomy):
+            settings = without
+            continue
+        shares = [each for value in knob if not trials.missed(each := {**without, **value}, is_roomy)]
+        roomy = [each for each in shares if (plan := trials.plan(each)) is not None and plan.verdict == "fits"]
+        settings = next(iter([*roomy, *shares]), settings)
+    return settings
+
+
+def _reliefs(config: Config, engines: _Engines) -> Iterator[Sequence[Settings]]:
+    """Yield settings that take less memory and cost little, each with its values in the order to try them."""
     train, is_rl = config.train, config.task == "rl"
     for role in ("actor", "critic", "reference", "reward", "rollout"):
         if getattr(config, role).enable_offload is False:
@@ -258,56 +343,110 @@ def _knobs(config: Config, plan: Plan | None) -> Iterator[Sequence[Settings]]:
             yield [{f"{name}.max_tokens_per_device": None}]
         elif section.micro_batch_size != "auto":
             yield [{f"{name}.micro_batch_size": "auto"}]
-    if is_rl:
-        yield from _engine_knobs("rollout", config.rollout.engine, config.rollout)
-    if has_judge_engine(config):
-        yield from _engine_knobs("reward.judge.engine", config.reward.judge.engine.kind, config.reward.judge.engine)
     if not train.packing:
         yield [{"train.packing": True}]
-    if not train.gradient_checkpointing:
-        yield [{"train.gradient_checkpointing": True}]
-    if plan is not None and plan.label == "colocated" and _uses_some(plan):
-        yield [{_PLACEMENT: {"actor": "all"}} | ({"rollout.num_engines": None} if config.rollout.num_engines else {})]
-    if is_rl and config.rollout.engine == "vllm" and config.rollout.tensor_parallel_size < 8:
-        yield [_engines_of(config, size) for size in (2, 4, 8) if size > config.rollout.tensor_parallel_size]
-    sharded = {"train.deepspeed.zero_stage": 3}
-    offloaded = {"train.deepspeed.adam_offload": True}
-    if train.backend == "deepspeed":
-        if train.deepspeed.zero_stage < 3:
-            yield [sharded]
-        if not train.deepspeed.adam_offload:
-            yield [offloaded]
-    else:
-        backend = {"train.backend": "deepspeed", **sharded}
-        yield [backend, {**backend, **offloaded}]
+    sections: dict[str, RolloutConfig | JudgeEngineConfig] = {
+        "rollout": config.rollout,
+        "judge": config.reward.judge.engine,
+    }
+    present = [role for role in _ENGINES if (is_rl if role == "rollout" else has_judge_engine(config))]
+    for role in present:
+        engine = sections[role]
+        if role not in engines:
+            sizes = [size for size in (32, 16, 8, 4, 2) if size < engine.num_slots]
+            if sizes:
+                yield [{f"{_ENGINES[role]}.num_slots": size} for size in sizes]
+        elif not engine.enforce_eager:
+            yield [{f"{_ENGINES[role]}.enforce_eager": True}]
 
 
-def _last_resorts(config: Config) -> Iterator[Sequence[Settings]]:
+def _choices(config: Config, engines: _Engines, plan: Plan | None) -> Iterator[Choice]:
+    """Yield settings that cost speed or devices, each with the values that may replace the config's."""
+    if not config.train.gradient_checkpointing:
+        yield [Value(1.0, {"train.gradient_checkpointing": True}, _TRAINED)]
+    placements = _placements(config, plan)
+    if placements:
+        yield placements
+    for role in engines:
+        sizes = _sizes(config, engines, role)
+        if sizes:
+            yield sizes
+    yield _shardings(config)
+
+
+def _sizes(config: Config, engines: _Engines, role: str) -> Choice:
+    """Return other tensor-parallel sizes of engines, as many of these as there is room for."""
+    section = config.rollout if role == "rollout" else config.reward.judge.engine
+    name, own = _ENGINES[role], section.tensor_parallel_size
+    count = {f"{name}.num_engines": None} if section.num_engines is not None else {}
+    values = []
+    for size in engines.sizes(role):
+        settings = {f"{name}.tensor_parallel_size": size, **count}
+        if size > own:
+            values.append(Value(1 + size / 100, settings, frozenset({role})))
+        elif size < own:  # processes of one device have no communicator, which is there in every step
+            values.append(Value(2 + own / size / 100, settings, _ALL_ROLES))
+    return sorted(values, key=lambda value: value.cost)
+
+
+def _placements(config: Config, plan: Plan | None) -> Choice:
+    """Return placements of the actor on all devices: with the other roles where all share their devices, else alone."""
+    if plan is None or not 0 < len(plan.role("actor").devices) < plan.inventory.num_devices:
+        return []
+    placement = dict(config.cluster.component_placement)
+    count = {"rollout.num_engines": None} if config.rollout.num_engines else {}
+    everywhere = {_PLACEMENT: _everywhere(placement), **count}
+    if plan.label == "colocated":
+        return [Value(1.0, everywhere, _ALL_ROLES)]
+    own = next((key for key, on in placement.items() if _names(key) == ["actor"] and _names_devices(on)), None)
+    alone = [] if own is None else [Value(1.5, {_PLACEMENT: {**placement, own: "all"}}, _ALL_ROLES)]
+    return [*alone, Value(2.5, everywhere, _ALL_ROLES)]
+
+
+def _everywhere(placement: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a placement on all devices of every role that has some. Its keys stay, so that it can be pasted."""
+    made = {key: "all" if _names_devices(on) else on for key, on in placement.items()}
+    return made if any("actor" in _names(key) for key in made) else {"actor": "all", **made}
+
+
+def _names(key: str) -> list[str]:
+    return [name.strip() for name in key.split(",")]
+
+
+def _names_devices(on: object) -> bool:
+    """Tell whether a placement names devices itself, instead of another role, a pool, the host or a server."""
+    text = str(on)
+    return isinstance(on, str | int) and not text.startswith(("@", "cpu")) and text != "none" and "/" not in text
+
+
+def _shardings(config: Config) -> Choice:
+    """Return other ZeRO stages, with and without the optimizer on the host; FSDP's place is taken by DeepSpeed's."""
+    zero, is_deepspeed = config.train.deepspeed, config.train.backend == "deepspeed"
+    values = []
+    for stage in (1, 2, 3):
+        for is_offloaded in (False, True):
+            cost, settings = 0.0, {}
+            if not is_deepspeed:
+                # Stage 3 shards as FSDP does; stage 1 would keep whole gradients for ever.
+                cost, settings = 1.5 - stage / 10, {"train.backend": "deepspeed", "train.deepspeed.zero_stage": stage}
+            elif stage != zero.zero_stage:
+                cost = 1 + (stage - zero.zero_stage) / 10 if stage > zero.zero_stage else 2.0
+                settings = {"train.deepspeed.zero_stage": stage}
+            if is_offloaded != (is_deepspeed and zero.adam_offload):
+                cost += 1.5
+                settings["train.deepspeed.adam_offload"] = is_offloaded
+            is_more = stage >= (zero.zero_stage if is_deepspeed else 3)
+            if settings and (stage > 1 or is_more):
+                # Whole models of roles that score are in no group of processes, and have no communicator in any step.
+                values.append(Value(cost, settings, _TRAINED if is_more else _ALL_ROLES))
+    return sorted(values, key=lambda value: value.cost)
+
+
+def _last_resorts(config: Config) -> Iterator[Choice]:
     """Yield settings to try where others are not enough: sequence-parallel ranks communicate in every layer."""
     sizes = _sequence_parallel_sizes(config) if config.train.num_model_parallel == 1 else []
     if sizes:
-        yield [{"train.sequence_parallel_size": size} for size in sizes]
-
-
-def _engine_knobs(name: str, kind: str, section: RolloutConfig | JudgeEngineConfig) -> Iterator[Sequence[Settings]]:
-    """Yield settings of engines. name: of their section."""
-    if kind == "vllm":
-        share = section.memory_share or DEFAULT_ENGINE_SHARE
-        grid = [step / 20 for step in range(1, 20)]
-        values = [value for value in reversed(grid) if value < share] + [value for value in grid if value > share]
-        yield [{f"{name}.memory_share": value} for value in values]
-        if not section.enforce_eager:
-            yield [{f"{name}.enforce_eager": True}]
-    else:
-        sizes = [size for size in (32, 16, 8, 4, 2) if size < section.num_slots]
-        if sizes:
-            yield [{f"{name}.num_slots": size} for size in sizes]
-
-
-def _engines_of(config: Config, size: int) -> Settings:
-    """Return the settings for engines of `size` devices each, as many as there is room for."""
-    count = {"rollout.num_engines": None} if config.rollout.num_engines is not None else {}
-    return {"rollout.tensor_parallel_size": size, **count}
+        yield [Value(3 + size / 100, {"train.sequence_parallel_size": size}, _TRAINED) for size in sizes]
 
 
 def _sequence_parallel_sizes(config: Config) -> list[int]:
@@ -316,36 +455,44 @@ def _sequence_parallel_sizes(config: Config) -> list[int]:
     return [size for size in (2, 4, 8) if all(count % size == 0 for count in heads)]
 
 
-def _uses_some(plan: Plan) -> bool:
-    used = {device for role in plan.roles for device in role.devices}
-    return 0 < len(used) < plan.inventory.num_devices
-
-
 def _on_more_devices(config: Config, plan: Plan | None, assumed: Settings) -> list[Advice]:
     """Find the smallest inventory of more nodes of the same kind on which settings make a colocated plan fit."""
     if plan is None or plan.label != "colocated":
         return []
     machines = plan.inventory
-    kinds = {(node.num_devices, node.device_kind) for node in machines.nodes}
+    kinds = {(node.num_devices, node.device_kind, node.host_memory_gib) for node in machines.nodes}
     if len(kinds) != 1 or machines.pools:
         return []
-    [(num_devices, kind)] = kinds
+    [(num_devices, kind, host_gib)] = kinds
     base: dict[str, Any] = {}
-    if config.cluster.component_placement != {"actor": "all"}:
-        base[_PLACEMENT] = {"actor": "all"}
+    everywhere = _everywhere(config.cluster.component_placement)
+    if config.cluster.component_placement != everywhere:
+        base[_PLACEMENT] = everywhere
     for key, value in (
         ("cluster.num_nodes", config.cluster.num_nodes),
         ("rollout.num_engines", config.rollout.num_engines),
     ):
         if value is not None:
             base[key] = None
+    placed = loads(to_yaml(config), as_overrides(base))
+
+    def settings_on(inventory: str) -> Settings | None:
+        trials = _Trials(placed, inventory)
+        made = trials.plan({})
+        engines = _Engines(placed, made)
+        choices = [*_choices(placed, engines, made), *_last_resorts(placed)]
+        return _together(trials, engines, [*_reliefs(placed, engines)], choices, False)
+
+    larger = []
     num_nodes = 2 * machines.num_nodes
     while num_nodes * num_devices <= MAX_DEVICES:
-        larger = f"{num_nodes}x{num_devices}x{kind.name}"
-        trials = _Trials(loads(to_yaml(config), as_overrides(base)), larger)
-        knobs = [*_knobs(config, None), *_last_resorts(config)]
-        settings = {} if _fits(trials.plan({})) else _together(trials, knobs, _fits)
-        if settings is not None:
-            return [_Trials(config, larger).advice({**assumed, **base, **settings}, larger)]
+        host = "" if host_gib is None else f"+{host_gib:g}G"
+        larger.append(f"{num_nodes}x{num_devices}x{kind.name}{host}")
         num_nodes *= 2
+    if not larger or settings_on(larger[-1]) is None:
+        return []
+    for inventory in larger:
+        settings = settings_on(inventory)
+        if settings is not None:
+            return [_Trials(config, inventory).advice({**assumed, **base, **settings}, inventory)]
     return []

@@ -191,6 +191,7 @@ def _connect(
         stream = OverlappedStream(tickets, asking, in_flight, groups.hosts, spool, recovery, callbacks, sampling)
     return RlRun(
         num_steps=algebra.num_steps if recording is None else min(algebra.num_steps, recording.num_steps),
+        has_evaluation=bool(inputs.eval_prompts) and recording is None,
         eval_every=config.eval.every,
         stream=stream,
         prepare=PreparePhase(groups, stream, phase_settings, meter, samples),

@@ -30,6 +30,7 @@ class RlRun:
     """Objects that the loop drives: the source of batches, the phases, and what measures and records them."""
 
     num_steps: int
+    has_evaluation: bool
     eval_every: int | None
     stream: Stream
     prepare: PreparePhase
@@ -43,7 +44,8 @@ class RlRun:
 
     def is_evaluated(self, step: int) -> bool:
         """Tell whether the policy is evaluated after this step."""
-        return step == self.num_steps or (self.eval_every is not None and step % self.eval_every == 0)
+        is_due = step == self.num_steps or (self.eval_every is not None and step % self.eval_every == 0)
+        return is_due and self.has_evaluation
 
 
 def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint | None) -> dict[str, float]:
@@ -74,11 +76,13 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint 
 
 
 def begin(run: RlRun, journal: Journal) -> tuple[int, dict[str, float]]:
-    """Push and evaluate the weights that the run starts from; return the first step and that evaluation."""
+    """Push the weights that the run starts from and evaluate them; return the first step and that evaluation."""
     journal.phase("sync")
     run.sync.run()
-    journal.phase("evaluate")
-    evaluation = run.stream.evaluate()
+    evaluation = {}
+    if run.has_evaluation:
+        journal.phase("evaluate")
+        evaluation = run.stream.evaluate()
     journal.step(0, evaluation)
     return 1, evaluation
 

@@ -38,7 +38,6 @@ _CHUNK = 1 << 20
 # For the small files beside the tensors, and for the file system itself.
 _SPARE_BYTES = 16 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_INTACT = "earlier checkpoints are intact"
 _MAKE_ROOM = "Make room, or set checkpoint.path to another disk"
 
 
@@ -83,7 +82,7 @@ class CheckpointStore:
             if num_bytes + _SPARE_BYTES > free:
                 raise CheckpointError(
                     f"no room for the checkpoint of step {step} in {self.directory}: it needs"
-                    f" {num_bytes + _SPARE_BYTES:,} bytes, {free:,} are free; {_INTACT}. {_MAKE_ROOM}"
+                    f" {num_bytes + _SPARE_BYTES:,} bytes, {free:,} are free; {self._earlier()}. {_MAKE_ROOM}"
                 )
             path.mkdir()
         return path
@@ -119,6 +118,9 @@ class CheckpointStore:
         self._delete_old(target)
         return target
 
+    def _earlier(self) -> str:
+        return "earlier checkpoints are intact" if self.steps() else "there is no earlier checkpoint"
+
     def _writing(self, step: int) -> Path:
         return self.directory / f"{_WRITING}{_name(step)}"
 
@@ -145,14 +147,14 @@ class CheckpointStore:
             if isinstance(error, OSError) and not is_full:
                 raise CheckpointError(
                     f"the checkpoint of step {step} could not be written to {writing}: {error.strerror or error};"
-                    f" {_INTACT}"
+                    f" {self._earlier()}"
                 ) from error
             free = shutil.disk_usage(self.directory).free
             written = sum(path.stat().st_size for path in _files(writing))
             shutil.rmtree(writing, ignore_errors=True)
             raise CheckpointError(
                 f"no room for the checkpoint of step {step} in {self.directory}: the disk was full after"
-                f" {written:,} bytes, {free:,} are free; {_INTACT}. {_MAKE_ROOM}"
+                f" {written:,} bytes, {free:,} are free; {self._earlier()}. {_MAKE_ROOM}"
             ) from error
 
     def clean(self) -> list[str]:

@@ -6,13 +6,14 @@ import fcntl
 import itertools
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotseat.config import Config, loads_saved, to_saved
 from hotseat.config.changes import Change
-from hotseat.errors import UserError
+from hotseat.errors import CheckpointError, UserError
 from hotseat.observe import METRICS, RECORDS, JsonLines, read_lines
 
 if TYPE_CHECKING:
@@ -38,6 +39,20 @@ def make_run_dir(config: Config) -> Path:
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; choose another run_dir") from None
     return path
+
+
+@contextmanager
+def without_empty_folders(*folders: Path) -> Iterator[None]:
+    """Remove those of these folders that a refused run made in this block, and wrote nothing to but its lock."""
+    new = [folder for folder in folders if not folder.exists()]
+    try:
+        yield
+    except (UserError, CheckpointError):
+        for folder in new:
+            if folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK}:
+                (folder / LOCK).unlink(missing_ok=True)
+                folder.rmdir()
+        raise
 
 
 def named_run(config: Config) -> Config:

@@ -59,12 +59,11 @@ def doing_in(cluster: Cluster) -> list[str]:
     directory = os.environ.get(activity.DIRECTORY, "")
     lines = []
     for group in list(cluster.groups.values()):
-        for rank, state in enumerate(group.states()):
-            if state == "starting":
-                doing = activity.read_activity(directory, f"{group.name}-{rank}")
-                who = f"{'engine' if group.name == ENGINES else group.name} {rank}"
-                since = f", {max(0.0, time.time() - doing[-1].since_s):.0f} s" if doing else ""
-                lines.append(f"{who}: {doing[-1].what if doing else 'starting its process'}{since}")
+        for rank in group.starting_ranks():
+            doing = activity.read_activity(directory, f"{group.name}-{rank}")
+            who = f"{'engine' if group.name == ENGINES else group.name} {rank}"
+            since = f", {max(0.0, time.time() - doing[-1].since_s):.0f} s" if doing else ""
+            lines.append(f"{who}: {doing[-1].what if doing else 'starting its process'}{since}")
     return lines
 
 

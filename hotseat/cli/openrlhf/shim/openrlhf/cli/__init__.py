@@ -1,5 +1,5 @@
-"""OpenRLHF's commands: the modules of `hotseat.cli`."""
+"""OpenRLHF's commands: the modules of `hotseat.cli`, and those here, which say what to use instead."""
 
 import hotseat.cli
 
-__path__ = list(hotseat.cli.__path__)
+__path__ = [*hotseat.cli.__path__, *__path__]
