@@ -211,7 +211,7 @@ class InstanceTurns(Turns):
         # Python refuses an __init__ that is a coroutine; in OpenRLHF it became one of a Ray actor, which awaited it.
         self._instance = self._class.__new__(self._class)
         await self._thread.call(self._instance.__init__)
-        self._label = "" if prompt.label is None else prompt.label
+        self._label = prompt.label
         states = {"observation": prompt.text, "prompt": prompt.text, "label": self._label}
         seeded = {"seed": seed} if takes_seed(self._instance.reset) else {}
         result = await self._thread.call(self._instance.reset, states, **seeded)
@@ -319,7 +319,7 @@ class FunctionTurns(Turns):
     async def begin(self, prompt: Prompt, seed: int) -> str | None:
         self._seed = seed
         self._module = await self._thread.call(self._load)
-        self._label = "" if prompt.label is None else prompt.label
+        self._label = prompt.label
         return None
 
     async def act(self, observation: str, action: str, sampling: Sampling) -> TurnResult:
@@ -396,7 +396,7 @@ class ExecutorAgent(Agent):
         _RECORDING.set(recording)
         offered = {
             "prompt": prompt.text,
-            "label": "" if prompt.label is None else prompt.label,
+            "label": prompt.label,
             "sampling_params": shown(sampling),
             "max_length": self._limits["max_length"],
             "hf_tokenizer": self._offered,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import ctypes
 import faulthandler
 import importlib.util
@@ -47,18 +48,73 @@ def main(task: dict[str, Any]) -> None:
     except BaseException as error:
         send(outbox, {"error": describe(error, task["file"])})
         return
-    send(outbox, {"ready": True})
+    send(outbox, {"ready": True, "takes_names": takes_names(function)})
     while (call := receive(inbox)) is not None:
         if call.get("seed") is not None:
             seed_everything(call["seed"])
         try:
-            result = function(call["queries"], call["prompts"], call["labels"])
+            if takes_names(function):
+                result = function(**named_arguments(function, call.get("named")))
+            else:
+                result = function(call["queries"], call["prompts"], call["labels"])
             if inspect.isawaitable(result):
                 result = asyncio.run(_wait(result))
             answer = {"result": plain(result)}
         except BaseException as error:  # whatever the user's code raises, even SystemExit, is reported as its answer
-            answer = {"error": describe(error, task["file"])}
+            answer = {"error": describe(error, task["file"]), "is_mistake": isinstance(error, ArgumentMissing)}
         send(outbox, answer)
+
+
+# --- functions of TRL's form ------------------------------------------------------------------------------------------
+
+# TRL passes prompt and answers under their plurals, and no column of these names.
+_PASSED_OTHERWISE = ("prompt", "completion", "prompts", "completions", "completion_ids")
+
+
+class ArgumentMissing(TypeError):
+    """A function requires an argument by a name that nothing has."""
+
+
+def takes_names(function: Any) -> bool:
+    """Return whether a function is of TRL's form, which is called by names: it has a parameter `completions`."""
+    try:
+        parameter = inspect.signature(function).parameters.get("completions")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def named_arguments(function: Any, named: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments that TRL's GRPOTrainer passes, as far as the function takes them.
+
+    named: `columns` of the row, `completions` as text, and `completion_ids`; None: the caller has no columns.
+    """
+    if named is None:
+        raise ArgumentMissing("it has a parameter completions, and so is called by names, but there are no columns")
+    prompt, texts = named["columns"]["prompt"], named["completions"]
+    is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict) and "role" in prompt[0]
+    offered = {
+        "prompts": _copies(prompt, len(texts)),
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
+        "completion_ids": named["completion_ids"],
+    }
+    columns = {name: value for name, value in named["columns"].items() if name not in _PASSED_OTHERWISE}
+    offered |= {name: _copies(value, len(texts)) for name, value in columns.items()}
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_variable and parameter.name not in offered:
+            raise ArgumentMissing(
+                f"it requires {parameter.name!r}: no such column (there are: {', '.join(columns) or 'none'}), and what"
+                " is passed beside columns is prompts, completions and completion_ids; give the parameter a default"
+            )
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return offered
+    return {parameter.name: offered[parameter.name] for parameter in parameters if parameter.name in offered}
+
+
+def _copies(value: Any, count: int) -> list[Any]:
+    return [copy.deepcopy(value) for _ in range(count)]
 
 
 def seed_everything(seed: int) -> None:
@@ -91,6 +147,8 @@ def load(file: str, name: str) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
+    if callable(function) and takes_names(function):
+        return function
     if not callable(function):
         has = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise AttributeError(f"no function {name} in it; it has: {', '.join(has) or 'none'}")

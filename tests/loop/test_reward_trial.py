@@ -12,7 +12,7 @@ from hotseat.config import loads
 from hotseat.errors import UserError
 from hotseat.loop.setup.reward_trial import TrialRow, trial_row, try_rewards
 
-FIRST_ROW = "called as for the first row of rows.jsonl, 3 times: prompt '1+1=', label '2', and the label as the answer"
+FIRST_ROW = "called as for the first row of rows.jsonl, 3 times: prompt '1+1=', label 2, and the label as the answer"
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def tried(here: Path, body: str, *overrides: str) -> list[str]:
 
 
 def test_a_function_that_scores_the_first_row_passes_without_a_word(here):
-    checks = "assert (queries, prompts, labels) == (['1+1=2'] * 3, ['1+1='] * 3, ['2'] * 3)"
+    checks = "assert (queries, prompts, labels) == (['1+1=2'] * 3, ['1+1='] * 3, [2] * 3)"
     assert tried(here, f"{checks}; return [1.0, None, 0.5]") == []
 
 
@@ -144,8 +144,8 @@ def test_a_row_without_its_label_is_left_to_the_check_of_the_data(here):
     ("row", "overrides", "prompt", "label", "answer"),
     [
         ({"input": "a", "label": "b"}, (), "a", "b", "b"),
-        ({"input": "a", "label": [1, "é"]}, (), "a", '[1, "é"]', '[1, "é"]'),
-        ({"input": "a"}, ("data.label_key=null",), "a", None, "an answer"),
+        ({"input": "a", "label": [1, "é"]}, (), "a", [1, "é"], '[1, "é"]'),
+        ({"input": "a"}, ("data.label_key=null",), "a", "", "an answer"),
         ({"input": "a", "label": "b"}, ("data.input_template='Q: {} A:'",), "Q: a A:", "b", "b"),
         (
             {"input": [{"role": "user", "content": "a"}], "label": "b"},
@@ -159,7 +159,9 @@ def test_a_row_without_its_label_is_left_to_the_check_of_the_data(here):
 def test_the_first_row_stands_in_for_all(here, row, overrides, prompt, label, answer):
     (here / "rows.jsonl").write_text(json.dumps(row))
     config = loads((here / "run.yaml").read_text(), overrides)
-    assert trial_row(config, config.data.path) == TrialRow(prompt, label, answer, "rows.jsonl")
+    assert trial_row(config, config.data.path) == TrialRow(
+        prompt, label, answer, "rows.jsonl", {**row, "prompt": row["input"]}
+    )
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hotseat.errors import RunError, UserError
+from hotseat.failed import Failed
 from hotseat.rewards import RewardFunction, Score
 
 pytestmark = pytest.mark.slow  # each starts processes
@@ -44,6 +45,17 @@ def score(function: RewardFunction, num: int = 2, **given) -> list:
 def submit(function: RewardFunction, num: int = 2, prompt: str = "p", label: str | None = None) -> Future:
     queries = [f"{prompt}{'x' * number}" for number in range(num)]
     return function.submit(queries, [prompt] * num, [label] * num, [f"0/7/{number}" for number in range(num)])
+
+
+def test_labels_of_every_type_arrive_as_they_are(make, tmp_path):
+    labels = [4, 2.5, True, ["a", None], {"a": [1]}, "4", ""]
+    function = make(body(f"return [float(labels == {labels!r} and list(map(type, labels))[2] is bool)] * len(labels)"))
+    scores = function.submit(["q"] * 7, ["q"] * 7, labels, list(range(7))).result(WAIT_S)
+    assert scores == [Score(1.0, 1.0)] * 7
+    with RewardFunction("exact_match", log_path=tmp_path / "log", retries=0) as exact:
+        scores = exact.submit(["q4", "q[1]", "q", "q"], ["q"] * 4, [4, [1], "", None], list(range(4))).result(WAIT_S)
+    assert scores[:2] == [Score(1.0, 1.0)] * 2
+    assert all(isinstance(each, Failed) for each in scores[2:])  # without a label there is nothing to compare with
 
 
 def body(*lines: str) -> str:

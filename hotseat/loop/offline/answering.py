@@ -36,7 +36,7 @@ from hotseat.observe import LiveView
 from hotseat.rewards import Score
 from hotseat.rollout.engine import Engine
 from hotseat.types import Completion, Episode, Failed, Prompt, Request, Sampling, ScoredEpisode
-from hotseat.words import quantity
+from hotseat.words import label_text, quantity
 
 MIN_JUDGED = 64  # samples before too many failures end the command
 
@@ -99,6 +99,7 @@ class Answerer:
         """Load the model. logs: the folder for the log of vLLM. needs_reward: a sample without a reward has failed."""
         config = prepared.config
         self._needs_reward = needs_reward
+        self._tokenizer = prepared.tokenizer
         self._host = settings.host_settings(config, None)
         agent = load_agent(
             self._host.agent,
@@ -138,7 +139,9 @@ class Answerer:
         Scores are None without a reward. Only so many prompts are open at a time that the engine is full.
         """
         # Where nobody scores, groups come back as those that wait for a reward model do.
-        scoring = Scoring(self._reward, waits_for_model=self._reward is None and not self._needs_reward)
+        scoring = Scoring(
+            self._reward, self._tokenizer, waits_for_model=self._reward is None and not self._needs_reward
+        )
         collecting = Collecting(self._agents, scoring, faults.reach)
         waiting = iter([Job(prompt, epoch, num_samples) for prompt in prompts])
         num_ahead = max(2, -(-2 * self._host.max_concurrent // num_samples))
@@ -269,7 +272,7 @@ def _group(
             "num_tokens": episode.num_sampled,
             "is_truncated": episode.is_truncated,
         }
-        row |= {} if prompt.label is None else {"label": prompt.label}
+        row |= {} if label_text(prompt.label) is None else {"label": prompt.label}
         row |= {"source": prompt.source} if prompt.source else {}
         if scored is not None:
             row |= {"reward": scored.reward, "score": scored.score, "extra": dict(scored.extra)}

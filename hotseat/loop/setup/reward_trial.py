@@ -7,7 +7,6 @@ run starts with a warning. A problem that no answer can cause is refused.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from hotseat.errors import UserError
 from hotseat.loop.setup.refusals import first_row
 from hotseat.loop.setup.user_files import line_of_function
 from hotseat.rewards.trial import Trial, try_reward
+from hotseat.words import label_text
 
 # Outcomes for which a run is refused, by whether the call was made for a row of the data. The function may be unable to
 # score a made-up row.
@@ -29,12 +29,16 @@ _MAX_SHOWN = 200  # characters of a prompt, or of what was returned
 
 @dataclass(frozen=True)
 class TrialRow:
-    """Row to call a reward function with. source: the file whose first row it is; None if it is made up."""
+    """Row to call a reward function with. source: the file whose first row it is; None if it is made up.
+
+    columns: of that row, for functions that are called by names.
+    """
 
     prompt: str
-    label: str | None
+    label: Any
     answer: str
     source: str | None
+    columns: dict[str, Any] | None = None
 
 
 def try_rewards(config: Config, show: Callable[[str], object]) -> list[str]:
@@ -61,6 +65,7 @@ def try_rewards(config: Config, show: Callable[[str], object]) -> list[str]:
             seed=config.seed,
             # Ray's workers, in which the function will run, can import from the folder that the command is given in.
             extra_path=[os.getcwd()] if config.cluster.runtime == "ray" else [],
+            columns=row.columns,
         )
         is_elsewhere = trial.outcome == "not here" and bool(os.environ.get("RAY_ADDRESS"))
         if trial.outcome == "late":
@@ -89,15 +94,12 @@ def trial_row(config: Config, path: str | None) -> TrialRow:
     prompt = None if row is None else _text(row.get(data.input_key))
     is_unlabelled = row is not None and data.label_key is not None and row.get(data.label_key) is None
     if row is None or prompt is None or is_unlabelled:
-        label = None if data.label_key is None else "2"
-        return TrialRow("1 + 1 = ", label, "2", None)
+        return TrialRow("1 + 1 = ", "" if data.label_key is None else "2", "2", None)
     if data.input_template is not None and not data.apply_chat_template:
         prompt = data.input_template.replace("{}", prompt)
-    label = None
-    if data.label_key is not None:
-        value = row.get(data.label_key)
-        label = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return TrialRow(prompt, label, "an answer" if label is None else label, path)
+    label = "" if data.label_key is None else row.get(data.label_key)
+    columns = {**row, "prompt": row.get(data.input_key)}
+    return TrialRow(prompt, label, label_text(label) or "an answer", path, columns)
 
 
 def _reward_files(config: Config) -> Iterator[tuple[str, str, str | None, int]]:
@@ -129,7 +131,7 @@ def _described(path: str, trial: Trial, row: TrialRow, num_samples: int) -> str:
     line = line_of_function(Path(file).expanduser(), name)
     where = file if line is None else f"{file}:{line}"
     source = "a made-up row" if row.source is None else f"the first row of {row.source}"
-    answer = "the label" if row.label is not None else repr(row.answer)
+    answer = "the label" if label_text(row.label) is not None else repr(row.answer)
     times = f", {num_samples} times" if num_samples > 1 else ""
     lines = [
         f"{where}: {name} {trial.problem}",
