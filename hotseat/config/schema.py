@@ -544,7 +544,7 @@ class DataConfig(Section):
     apply_chat_template: bool = False
     """Render messages with the tokenizer's chat template."""
     chat_template: str | None = None
-    """Chat template to use instead of the tokenizer's."""
+    """Chat template to use instead of the tokenizer's: a Jinja template, or a file with one."""
     multiturn: bool = False
     """Learn from every assistant turn, not from the last one only (sft)."""
     pretrain_mode: bool = False

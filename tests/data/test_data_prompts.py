@@ -53,6 +53,19 @@ def test_another_chat_template_than_the_tokenizers():
     assert prompts[0].text == "d>"
 
 
+@pytest.mark.parametrize("template", ["tmpl.jinja", "{% for message in messages %}{{ message.role }}: {% endfor %}"])
+def test_a_template_that_shows_no_content_is_refused(template):
+    options = {"apply_chat_template": True, "chat_template": template}
+    assert "has to show the content of messages" in fails([{"input": "d"}], **options)
+
+
+def test_a_template_for_parts_alone_is_used():
+    template = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
+    rows = as_rows([{"input": [{"role": "user", "content": [{"type": "text", "text": "d"}]}]}])
+    prompts, _ = make_prompts(rows, char_tokenizer(), apply_chat_template=True, chat_template=template)
+    assert prompts[0].text == "d"
+
+
 def test_prompts_over_the_limit_are_dropped_and_counted_and_those_at_it_are_kept():
     """Scenario 36."""
     prompts, report = make_prompts(

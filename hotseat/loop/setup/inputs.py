@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from hotseat.agents.environments.agent import check_environment, environment_rows
 from hotseat.config import Config
+from hotseat.config.chat_template import chat_template_text
 from hotseat.config.images import filler_image, has_images, image_folder, largest_image
 from hotseat.config.maths import judge_length, prompt_limit, prompt_max_length
 from hotseat.config.roles import (
@@ -414,7 +415,7 @@ def _chat_template(config: Config, tokenizer: Any) -> str | None:
     data = config.data
     is_elsewhere = data.image_key is not None and data.apply_chat_template and not tokenizer.chat_template
     if data.chat_template is not None or not is_elsewhere:
-        return data.chat_template
+        return chat_template_text(data.chat_template)
     assert config.actor.model is not None
     return processor_template(config.actor.model)
 
