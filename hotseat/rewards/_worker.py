@@ -17,10 +17,12 @@ import inspect
 import json
 import os
 import random
+import re
 import signal
 import struct
 import sys
 import traceback
+from collections import Counter
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -169,8 +171,23 @@ def describe(error: BaseException, file: str) -> str:
     where = f" at line {lines[-1]}" if lines else ""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} at line {error.lineno}"
-    traceback.print_exception(error)
-    return f"{type(error).__name__}: {error}{where}"
+    text = f"{type(error).__name__}: {error}{where}"
+    # What is raised in one line for different samples has one cause, whatever the message quotes.
+    _print_once(error, text, cause=f"{type(error).__name__}{where}" if where else text)
+    return text
+
+
+_times_raised: Counter[str] = Counter()
+
+
+def _print_once(error: BaseException, text: str, cause: str) -> None:
+    """Print the traceback of a cause once, and how often it was raised at the 10th, 100th, 1000th time."""
+    _times_raised[cause] += 1
+    count = _times_raised[cause]
+    if count == 1:
+        traceback.print_exception(error)
+    elif re.fullmatch("10+", str(count)):
+        print(f"raised {count:,} times by now, the last time: {text}", file=sys.stderr, flush=True)
 
 
 def plain(value: Any, depth: int = 0) -> Any:

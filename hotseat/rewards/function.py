@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import queue
 import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -80,6 +81,7 @@ class RewardFunction:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
+        self._has_been_late = False
         self._pids: dict[int, int] = {}
         loaded: Future[None] = Future()
         self._threads = [
@@ -207,6 +209,7 @@ class RewardFunction:
                 reason = f"{died}{again}"
             except Late:
                 reason = f"did not answer within {self.timeout_s:g} s"
+                self._warn_of_first_time_out(job, is_last=num_attempts == self.retries)
             except NotLoaded as error:
                 reason = f"could not be loaded again: {error}"
             except (BadAnswer, Garbled) as error:
@@ -221,6 +224,18 @@ class RewardFunction:
         if best is None:
             return [Failed(f"{self.name}: {reason} ({attempts}; {named_samples(job.ids)})")] * len(job.ids)
         return [self._named(sample, attempts, name) for sample, name in zip(best, job.ids, strict=True)]
+
+    def _warn_of_first_time_out(self, job: _Job, is_last: bool) -> None:
+        with self._lock:
+            is_first, self._has_been_late = not self._has_been_late, True
+        if is_first:
+            then = "they have failed" if is_last else "it is called again in another process"
+            print(
+                f"{self.name}: no answer within {self.timeout_s:g} s (reward.timeout_s) for {named_samples(job.ids)};"
+                f" {then}. Later time-outs are counted, not shown",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _named(self, sample: Score | Failed, attempts: str, name: str) -> Score | Failed:
         """Add file, function, sample and number of attempts to a failure."""

@@ -26,6 +26,7 @@ from hotseat.loop.offline.group_file import GroupFile, settings_of
 from hotseat.loop.rl.sample_records import ChosenSample, written
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.inputs import check_models, eos_token_ids, load_tokenizer, prompts_alone
+from hotseat.loop.setup.reward_columns import label_hint
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engines import make_engine
 from hotseat.loop.workers.facts import EVALUATION, Job
@@ -224,15 +225,17 @@ def _answer(
         num_judged += num_samples
         failures += [reason for _, reason in group["failures"]]
         if num_judged >= MIN_JUDGED or len(file) == num_total:
-            _check_failures(failures, num_judged, config.reward.max_failed_fraction)
+            _check_failures(failures, num_judged, config, prepared.prompts)
         view.advance(len(file), _pace(group))
 
 
-def _check_failures(failures: Sequence[str], num_samples: int, max_fraction: float) -> None:
+def _check_failures(failures: Sequence[str], num_samples: int, config: Config, prompts: Sequence[Prompt]) -> None:
+    max_fraction = config.reward.max_failed_fraction
     if len(failures) > max_fraction * num_samples:
+        hint = label_hint(config, prompts)
         raise RewardError(
             f"{len(failures):,} of {quantity(num_samples, 'sample')} failed, more than reward.max_failed_fraction"
-            f" {max_fraction:g} allows; the last: {failures[-1]}"
+            f" {max_fraction:g} allows; the last: {failures[-1]}{f'; {hint}' if hint else ''}"
         )
 
 

@@ -1,14 +1,19 @@
-"""Columns of the data for reward functions of TRL's form, which are called by names."""
+"""Columns of the data: for reward functions of TRL's form, which are called by names, and for hints at labels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from hotseat.config import Config
+from hotseat.config.roles import has_reward_model, has_simulator
 from hotseat.errors import UserError
 from hotseat.loop.setup.user_files import parameters_of
 from hotseat.rewards.function import locate
-from hotseat.types import Prompt
+from hotseat.words import label_text
+
+if TYPE_CHECKING:
+    from hotseat.types import Prompt
 
 # Names under which such a function gets the prompts and the answers.
 _PASSED = ("prompts", "completions", "completion_ids")
@@ -40,3 +45,29 @@ def _functions(config: Config) -> Iterator[tuple[str, str, dict[str, bool] | Non
     for key, path in (("reward.function", config.reward.function), ("eval.reward", config.eval.reward)):
         if path is not None:
             yield key, path, parameters_of(*locate(path))
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+def label_hint(config: Config, prompts: Sequence[Prompt]) -> str:
+    """Return a hint at `data.label_key` if no prompt has a label that a reward could use; "" if some prompt has."""
+    data = config.data
+    if data.path is None or has_simulator(config) or has_reward_model(config) or not prompts:
+        return ""
+    if any(label_text(prompt.label) is not None for prompt in prompts):
+        return ""
+    from hotseat.data import load_rows  # not above: a trial, before torch is loaded, uses the rest of this file
+
+    row = next(iter(load_rows(data.path, split=data.split, max_samples=1)), None)
+    return label_hint_of(config, () if row is None else row.values)
+
+
+def label_hint_of(config: Config, columns: Iterable[str]) -> str:
+    """Return the hint for data with these columns and without labels; "" if no function would get them."""
+    if any(parameters is not None and "completions" in parameters for _, _, parameters in _functions(config)):
+        return ""  # it gets the columns themselves
+    key = config.data.label_key
+    why = "data.label_key is not set" if key is None else f"under data.label_key {key!r} every label is empty"
+    others = [name for name in columns if name not in (config.data.input_key, key)]
+    return f'hint: {why}, so every label is "": set it to one of the other columns: {", ".join(others) or "none"}'

@@ -17,6 +17,7 @@ from typing import Any
 from hotseat.config import Config
 from hotseat.errors import UserError
 from hotseat.loop.setup.refusals import first_row
+from hotseat.loop.setup.reward_columns import label_hint_of
 from hotseat.loop.setup.user_files import line_of_function
 from hotseat.rewards.trial import Trial, try_reward
 from hotseat.words import label_text
@@ -72,12 +73,13 @@ def try_rewards(config: Config, show: Callable[[str], object]) -> list[str]:
             notes.append(f"{key}: {path} was not tried: no answer within {limit_s:g} s (reward.trial_timeout_s)")
         elif trial.outcome in _REFUSED[row.source is not None] and not is_elsewhere:
             problems.append(
-                f"  {key}: {_described(path, trial, row, num_samples)}\n    docs/rewards.md has what it gets and what"
-                " it may return; reward.trial_timeout_s=0 starts without this trial"
+                f"  {key}: {_described(config, path, trial, row, num_samples)}\n"
+                "    docs/rewards.md has what it gets and what it may return; reward.trial_timeout_s=0 starts without"
+                " this trial"
             )
         elif is_elsewhere or trial.outcome == "unusable" or (trial.outcome == "failed" and row.source is not None):
             notes.append(
-                f"warning: {key}: {_described(path, trial, row, num_samples)}\n    The run stops if more than"
+                f"warning: {key}: {_described(config, path, trial, row, num_samples)}\n    The run stops if more than"
                 f" {config.reward.max_failed_fraction:.0%} of a step's samples have no reward"
                 " (reward.max_failed_fraction)"
             )
@@ -123,7 +125,7 @@ def _text(value: Any) -> str | None:
     return None
 
 
-def _described(path: str, trial: Trial, row: TrialRow, num_samples: int) -> str:
+def _described(config: Config, path: str, trial: Trial, row: TrialRow, num_samples: int) -> str:
     """Describe where the function is, what went wrong, its arguments and its result."""
     file, _, name = path.partition(".py:")
     file = f"{file}.py" if name else file
@@ -140,6 +142,9 @@ def _described(path: str, trial: Trial, row: TrialRow, num_samples: int) -> str:
     ]
     if trial.returned is not None:
         lines.append(f"    returned: {_shown(trial.returned)}")
+    if label_text(row.label) is None and row.columns is not None:
+        hint = label_hint_of(config, [name for name in row.columns if name != "prompt"])
+        lines += [f"    {hint}"] if hint else []
     return "\n".join(lines)
 
 
