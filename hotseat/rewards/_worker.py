@@ -45,6 +45,7 @@ def main(task: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (task["max_memory"], task["max_memory"]))
     sys.path[:] = [os.path.dirname(os.path.abspath(task["file"])), *task["path"]]
     sys.argv[:] = [task["file"]]
+    _install_openrlhf_helpers()
     try:
         function = load(task["file"], task["function"])
     except BaseException as error:
@@ -117,6 +118,17 @@ def named_arguments(function: Any, named: dict[str, Any] | None) -> dict[str, An
 
 def _copies(value: Any, count: int) -> list[Any]:
     return [copy.deepcopy(value) for _ in range(count)]
+
+
+def _install_openrlhf_helpers() -> None:
+    """Let files import what OpenRLHF's examples import from it, without loading anything else of this package."""
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "openrlhf_helpers.py")
+    spec = importlib.util.spec_from_file_location("hotseat_openrlhf_helpers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    helpers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(helpers)
+    helpers.install()
 
 
 def seed_everything(seed: int) -> None:
