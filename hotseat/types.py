@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -88,9 +88,11 @@ class Prompt:
     index: int  # position in the data set, before shuffling
     text: str
     token_ids: tuple[int, ...]
-    label: str | None = None
+    label: Any = ""  # of the row: any value of JSON; "" in a run without data.label_key
     source: str = ""
     images: tuple[str, ...] = ()  # in order of their placeholders; see `hotseat.vision`
+    # Of the row, for reward functions that are called by names, with the input as "prompt"; None: there is none.
+    columns: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

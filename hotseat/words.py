@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
@@ -10,6 +12,13 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 def quantity(number: int, thing: str, things: str | None = None) -> str:
     """Return a number with its noun: `1 engine`, `2,048 engines`. things: the plural, where it takes more than an s."""
     return f"{number:,} {thing if number == 1 else things or f'{thing}s'}"
+
+
+def label_text(label: Any) -> str | None:
+    """Return a label as text: a string as it is, any other value as JSON; None for an empty label, which is none."""
+    if label is None or label == "":
+        return None
+    return label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
 
 
 def cause_of(reason: str) -> str:

@@ -31,6 +31,7 @@ LAYERS = (
         "caches",
         "vision",
         "cuda_ipc",
+        "openrlhf_helpers",
     ),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}

@@ -18,7 +18,7 @@ from hotseat import Environment, Step
 
 
 class GuessNumber(Environment):
-    def reset(self, prompt: str, label: str | None) -> str | None:
+    def reset(self, prompt: str, label: str) -> str | None:
         self.secret = int(label)
         self.num_guesses = 0
         return None  # start from the prompt as it is

@@ -7,14 +7,14 @@ OpenRLHF's versions had four forms, which are all in use:
     class AgentInstance: reset(states), step(states) -> {rewards, environment_feedback, done, ...}
     class AgentExecutor(MultiTurnAgentExecutor | AgentExecutorBase): execute(prompt, label, sampling_params, ...)
 
-While a file loads, `openrlhf.utils.agent` is a stand-in made by this module, whether OpenRLHF is installed or not.
+While a file loads, `openrlhf.utils.agent` is a stand-in made by this module, whether OpenRLHF is installed or not. The
+helpers in `hotseat.openrlhf_helpers` stand in for OpenRLHF's where it is not installed, also for later imports.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import importlib.util
 import inspect
 import sys
 import threading
@@ -23,12 +23,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from hotseat import openrlhf_helpers
 from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.agents.multi_turn import MultiTurn, TurnResult, Turns, number, takes_seed
@@ -51,12 +50,17 @@ def stand_in() -> Iterator[None]:
     agent.__dict__["__getattr__"] = _missing
     modules = {agent.__name__: agent}
     with _LOADING:
-        if not _is_installed():
-            for name in ("openrlhf.utils", "openrlhf"):
+        if not openrlhf_helpers.is_installed():
+            openrlhf_helpers.install()
+            for name, helpers in openrlhf_helpers.MODULES.items():
                 modules[name] = types.ModuleType(name)
+                modules[name].__dict__.update(helpers)
+            for name in ("openrlhf", "openrlhf.utils"):
                 modules[name].__dict__["__path__"] = []
-            modules["openrlhf"].__dict__["utils"] = modules["openrlhf.utils"]
-            modules["openrlhf.utils"].__dict__["agent"] = agent
+            for name, module in modules.items():
+                package, _, child = name.rpartition(".")
+                if package:
+                    setattr(modules[package], child, module)
         before = {name: sys.modules.get(name) for name in modules}
         sys.modules.update(modules)
         try:
@@ -67,13 +71,6 @@ def stand_in() -> Iterator[None]:
                     sys.modules.pop(name, None)
                 else:
                     sys.modules[name] = module
-
-
-@cache
-def _is_installed() -> bool:
-    spec = importlib.util.find_spec("openrlhf")
-    # The package that `hotseat openrlhf-path` puts there has no agents.
-    return spec is not None and not Path(spec.origin or "").is_relative_to(Path(__file__).parents[1])
 
 
 def _missing(name: str) -> Any:
@@ -211,7 +208,7 @@ class InstanceTurns(Turns):
         # Python refuses an __init__ that is a coroutine; in OpenRLHF it became one of a Ray actor, which awaited it.
         self._instance = self._class.__new__(self._class)
         await self._thread.call(self._instance.__init__)
-        self._label = "" if prompt.label is None else prompt.label
+        self._label = prompt.label
         states = {"observation": prompt.text, "prompt": prompt.text, "label": self._label}
         seeded = {"seed": seed} if takes_seed(self._instance.reset) else {}
         result = await self._thread.call(self._instance.reset, states, **seeded)
@@ -319,7 +316,7 @@ class FunctionTurns(Turns):
     async def begin(self, prompt: Prompt, seed: int) -> str | None:
         self._seed = seed
         self._module = await self._thread.call(self._load)
-        self._label = "" if prompt.label is None else prompt.label
+        self._label = prompt.label
         return None
 
     async def act(self, observation: str, action: str, sampling: Sampling) -> TurnResult:
@@ -396,7 +393,7 @@ class ExecutorAgent(Agent):
         _RECORDING.set(recording)
         offered = {
             "prompt": prompt.text,
-            "label": "" if prompt.label is None else prompt.label,
+            "label": prompt.label,
             "sampling_params": shown(sampling),
             "max_length": self._limits["max_length"],
             "hf_tokenizer": self._offered,

@@ -35,7 +35,7 @@ class Environment:
     all episodes and must not.
     """
 
-    def reset(self, prompt: str, label: str | None) -> str | None:
+    def reset(self, prompt: str, label: Any) -> str | None:
         """Begin the episode. Returns the text that the policy starts from; None stands for the prompt unchanged.
 
         A method with a parameter `seed` gets the episode's seed too, which is the same in every attempt at the sample.

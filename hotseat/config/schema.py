@@ -561,7 +561,7 @@ class DataConfig(Section):
     apply_chat_template: bool = False
     """Render messages with the tokenizer's chat template."""
     chat_template: str | None = None
-    """Chat template to use instead of the tokenizer's."""
+    """Chat template to use instead of the tokenizer's: a Jinja template, or a file with one."""
     multiturn: Annotated[bool, SFT] = False
     """Learn from every assistant turn, not from the last one only (sft)."""
     pretrain_mode: Annotated[bool, SFT] = False

@@ -17,7 +17,7 @@ from hotseat.data.examples import Example, ExampleReport, make_examples
 from hotseat.data.lost import check_lost
 from hotseat.data.order import PromptOrder, SampledOrder, check_saved, digest_of
 from hotseat.data.pairs import Pair, PairReport, make_pairs
-from hotseat.data.prompts import PromptReport, make_prompts
+from hotseat.data.prompts import PromptReport, columns_of, make_prompts
 from hotseat.data.rows import Row, load_rows
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "SampledOrder",
     "check_lost",
     "check_saved",
+    "columns_of",
     "digest_of",
     "load_rows",
     "make_examples",

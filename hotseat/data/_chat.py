@@ -38,6 +38,7 @@ class ChatTemplate:
     """The tokenizer's chat template, or another one for it."""
 
     def __init__(self, tokenizer: Any, template: str | None = None):
+        is_given = template is not None
         if template is None:
             if not tokenizer.chat_template:
                 raise DataError(
@@ -49,6 +50,11 @@ class ChatTemplate:
         self._template = template
         # If the template marks the assistant's text, tokens are matched to it by their offsets.
         self.marks_answers = bool(re.search(r"\{%-?\s*generation\s*-?%\}", template)) and tokenizer.is_fast
+        if is_given and self._ignores_messages():
+            raise DataError(
+                "data.chat_template: two messages with different contents look the same under this template: it has to"
+                " show the content of messages"
+            )
 
     def render(self, messages: Messages, key: str, *, for_generation: bool = False) -> str:
         """Render the conversation; `for_generation` adds the text that precedes the assistant's next answer."""
@@ -57,6 +63,16 @@ class ChatTemplate:
     def render_marked(self, messages: Messages, key: str) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation, and return the first and last + 1 character of each text of the assistant."""
         return self._render(messages, key, marked=True)
+
+    def _ignores_messages(self) -> bool:
+        """Return whether conversations look the same that have one message each, as text or as a list of parts."""
+        texts = set()
+        for content in ("one", "two", [{"type": "text", "text": "one"}], [{"type": "text", "text": "two"}]):
+            try:
+                texts.add(self.render([{"role": "user", "content": content}], "", for_generation=True))
+            except BadValue:
+                return False  # it takes other conversations, and those of the data will show
+        return len(texts) == 1
 
     def _render(
         self, messages: Messages, key: str, *, for_generation: bool = False, marked: bool = False

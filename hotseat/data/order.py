@@ -13,6 +13,7 @@ import numpy as np
 
 from hotseat.data.pairs import Pair
 from hotseat.errors import DataError
+from hotseat.words import label_text
 
 
 class PromptOrder:
@@ -206,4 +207,4 @@ def _parts(item: Any) -> list[tuple[Any, Any]]:
     """Return the token sequences of an item, each with its label or margin."""
     if isinstance(item, Pair):
         return [(item.chosen, item.margin), (item.rejected, None)]
-    return [(item, getattr(item, "label", None))]
+    return [(item, label_text(getattr(item, "label", None)))]

@@ -42,19 +42,21 @@ def make_prompts(
     prompt_max_length: int | None = None,
     limit: tuple[str, str] = ("", "raise data.prompt_max_length"),
     image_key: str | None = None,
+    columns: Sequence[str] | None = None,
 ) -> tuple[list[Prompt], PromptReport]:
     """Make prompts in the order of the rows; `index` counts those that are kept.
 
     With `apply_chat_template` the input is a list of messages, or a string that becomes the user's message, and
     `input_template` is not used; otherwise the input is a string that replaces the `{}` in `input_template`. A label
-    that is not a string becomes its JSON text. No special tokens are added to those in the text. limit: the option that
-    sets `prompt_max_length`, and how to raise it, for the message if no prompt is short enough. image_key: the rows
-    went through `images.prepare_rows`, which left their images there.
+    is the row's value as it is, or "" without `label_key`. No special tokens are added to those in the text. limit: the
+    option that sets `prompt_max_length`, and how to raise it, for the message if no prompt is short enough. image_key:
+    the rows went through `images.prepare_rows`, which left their images there. columns: to keep of every row, which has
+    None where it lacks one, as in `datasets`; None: none are kept.
     """
     template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
     check_input_template(input_template)
     problems = Problems()
-    drafts: list[tuple[str, str | None, str]] = []
+    drafts: list[tuple[str, Any, str]] = []
     for row in rows:
         try:
             if template is not None:
@@ -63,6 +65,8 @@ def make_prompts(
             else:
                 text = fill_in(input_template, text_of(row.values, input_key))
             source = row.values.get(source_key)
+            if columns is not None and not _is_json(row.values[input_key]):
+                raise BadValue(f"{input_key}: holds more than JSON can, and the reward function is called by names")
             drafts.append((text, _label(row.values, label_key), "" if source is None else str(source)))
         except BadValue as error:
             problems.add(row.where, str(error))
@@ -94,7 +98,10 @@ def make_prompts(
             count.add(partial(LostRow, row.where, row.values, text, len(ids)), is_dropped=True)
         else:
             images = () if seen is None else seen.paths
-            prompts.append(Prompt(len(prompts), text, tuple(ids), label, source, images))
+            kept = None
+            if columns is not None:
+                kept = {**{name: row.values.get(name) for name in columns}, "prompt": row.values[input_key]}
+            prompts.append(Prompt(len(prompts), text, tuple(ids), label, source, images, kept))
     problems.raise_if_any()
     lost = count.total()
     if not prompts:
@@ -106,15 +113,27 @@ def make_prompts(
     return prompts, PromptReport(len(rows), len(prompts), lost.count, longest, lost)
 
 
-def _label(values: Mapping[str, Any], key: str | None) -> str | None:
+def columns_of(rows: Sequence[Row], image_key: str | None = None) -> list[str]:
+    """Return the columns whose values are JSON in every row, in the order in which rows have them."""
+    names = dict.fromkeys(name for row in rows for name in row.values)
+    return [name for name in names if name != image_key and all(_is_json(row.values.get(name)) for row in rows)]
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(map(_is_json, value.values()))
+    return value is None or isinstance(value, str | int | float)
+
+
+def _label(values: Mapping[str, Any], key: str | None) -> Any:
     if key is None:
-        return None
+        return ""
     value = value_of(values, key)
-    if isinstance(value, str):
-        return value
     try:
-        return json.dumps(value, ensure_ascii=False)
-    except TypeError:
+        return value if isinstance(value, str) else json.loads(json.dumps(value))  # tuples of columnar files: lists
+    except (TypeError, ValueError):
         raise BadValue(f"{key}: a {type(value).__name__}, which has no JSON text to hand to a reward") from None
 
 

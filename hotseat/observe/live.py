@@ -20,6 +20,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+_SHOWN_IF_ANY = ("samples_failed",)  # counts that a step's line leaves out if they are 0
+
 
 class LiveView:
     """Shows phase, step, chosen metrics and the remaining time; plain lines if the console is not a terminal."""
@@ -138,7 +140,10 @@ class LiveView:
         self._step = step
         width = len(str(self._num_steps))
         cells = [f"{self._title} {step:>{width}}/{self._num_steps}"]
-        cells += [shown.format(values[name]) for name, shown in self._columns.items() if values.get(name) is not None]
+        for name, shown in self._columns.items():
+            value = values.get(name)
+            if value is not None and not (value == 0 and name in _SHOWN_IF_ANY):
+                cells.append(shown.format(value))
         self._console.print("  ".join(cells), highlight=False, markup=False, soft_wrap=True)
 
     def advance(self, step: int, phase: str) -> None:

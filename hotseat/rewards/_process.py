@@ -128,6 +128,7 @@ class WorkerProcess:
         if "error" in answer:
             self.end()
             raise NotLoaded(answer["error"])
+        self.takes_names = bool(answer.get("takes_names"))  # the function is called by names
 
     @property
     def pid(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import ctypes
 import faulthandler
 import importlib.util
@@ -16,10 +17,12 @@ import inspect
 import json
 import os
 import random
+import re
 import signal
 import struct
 import sys
 import traceback
+from collections import Counter
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -42,23 +45,90 @@ def main(task: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (task["max_memory"], task["max_memory"]))
     sys.path[:] = [os.path.dirname(os.path.abspath(task["file"])), *task["path"]]
     sys.argv[:] = [task["file"]]
+    _install_openrlhf_helpers()
     try:
         function = load(task["file"], task["function"])
     except BaseException as error:
         send(outbox, {"error": describe(error, task["file"])})
         return
-    send(outbox, {"ready": True})
+    send(outbox, {"ready": True, "takes_names": takes_names(function)})
     while (call := receive(inbox)) is not None:
         if call.get("seed") is not None:
             seed_everything(call["seed"])
         try:
-            result = function(call["queries"], call["prompts"], call["labels"])
+            if takes_names(function):
+                result = function(**named_arguments(function, call.get("named")))
+            else:
+                result = function(call["queries"], call["prompts"], call["labels"])
             if inspect.isawaitable(result):
                 result = asyncio.run(_wait(result))
             answer = {"result": plain(result)}
         except BaseException as error:  # whatever the user's code raises, even SystemExit, is reported as its answer
-            answer = {"error": describe(error, task["file"])}
+            answer = {"error": describe(error, task["file"]), "is_mistake": isinstance(error, ArgumentMissing)}
         send(outbox, answer)
+
+
+# --- functions of TRL's form ------------------------------------------------------------------------------------------
+
+# TRL passes prompt and answers under their plurals, and no column of these names.
+_PASSED_OTHERWISE = ("prompt", "completion", "prompts", "completions", "completion_ids")
+
+
+class ArgumentMissing(TypeError):
+    """A function requires an argument by a name that nothing has."""
+
+
+def takes_names(function: Any) -> bool:
+    """Return whether a function is of TRL's form, which is called by names: it has a parameter `completions`."""
+    try:
+        parameter = inspect.signature(function).parameters.get("completions")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def named_arguments(function: Any, named: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments that TRL's GRPOTrainer passes, as far as the function takes them.
+
+    named: `columns` of the row, `completions` as text, and `completion_ids`; None: the caller has no columns.
+    """
+    if named is None:
+        raise ArgumentMissing("it has a parameter completions, and so is called by names, but there are no columns")
+    prompt, texts = named["columns"]["prompt"], named["completions"]
+    is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict) and "role" in prompt[0]
+    offered = {
+        "prompts": _copies(prompt, len(texts)),
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
+        "completion_ids": named["completion_ids"],
+    }
+    columns = {name: value for name, value in named["columns"].items() if name not in _PASSED_OTHERWISE}
+    offered |= {name: _copies(value, len(texts)) for name, value in columns.items()}
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_variable and parameter.name not in offered:
+            raise ArgumentMissing(
+                f"it requires {parameter.name!r}: no such column (there are: {', '.join(columns) or 'none'}), and what"
+                " is passed beside columns is prompts, completions and completion_ids; give the parameter a default"
+            )
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return offered
+    return {parameter.name: offered[parameter.name] for parameter in parameters if parameter.name in offered}
+
+
+def _copies(value: Any, count: int) -> list[Any]:
+    return [copy.deepcopy(value) for _ in range(count)]
+
+
+def _install_openrlhf_helpers() -> None:
+    """Let files import what OpenRLHF's examples import from it, without loading anything else of this package."""
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "openrlhf_helpers.py")
+    spec = importlib.util.spec_from_file_location("hotseat_openrlhf_helpers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    helpers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(helpers)
+    helpers.install()
 
 
 def seed_everything(seed: int) -> None:
@@ -91,6 +161,8 @@ def load(file: str, name: str) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
+    if callable(function) and takes_names(function):
+        return function
     if not callable(function):
         has = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise AttributeError(f"no function {name} in it; it has: {', '.join(has) or 'none'}")
@@ -111,8 +183,23 @@ def describe(error: BaseException, file: str) -> str:
     where = f" at line {lines[-1]}" if lines else ""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} at line {error.lineno}"
-    traceback.print_exception(error)
-    return f"{type(error).__name__}: {error}{where}"
+    text = f"{type(error).__name__}: {error}{where}"
+    # What is raised in one line for different samples has one cause, whatever the message quotes.
+    _print_once(error, text, cause=f"{type(error).__name__}{where}" if where else text)
+    return text
+
+
+_times_raised: Counter[str] = Counter()
+
+
+def _print_once(error: BaseException, text: str, cause: str) -> None:
+    """Print the traceback of a cause once, and how often it was raised at the 10th, 100th, 1000th time."""
+    _times_raised[cause] += 1
+    count = _times_raised[cause]
+    if count == 1:
+        traceback.print_exception(error)
+    elif re.fullmatch("10+", str(count)):
+        print(f"raised {count:,} times by now, the last time: {text}", file=sys.stderr, flush=True)
 
 
 def plain(value: Any, depth: int = 0) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, TypeGuard
 
-from hotseat.failed import Failed
+from hotseat.failed import Failed, NotApplicable
 
 _KEYS = ("rewards", "scores", "extra_logs")
 _MAX = (2 - 2**-23) * 2.0**127  # the largest number of 32 bits
@@ -27,11 +27,12 @@ class BadAnswer(Exception):
     """An answer from which no rewards can be read."""
 
 
-def read_answer(answer: Any, num_samples: int) -> list[Score | Failed]:
+def read_answer(answer: Any, num_samples: int, *, is_optional: bool = False) -> list[Score | Failed]:
     """Return one score per sample, in order; `Failed` for a sample whose reward or score is null or not finite.
 
     The answer is one number per sample, or an object with them under "rewards", and optionally under "scores" (else
     the rewards), and with numbers to log under "extra_logs": one per sample, or one for all of them. [n, 1] is [n].
+    is_optional: a reward that is null does not apply to the sample, which is no failure of the function.
     """
     rewards, scores, extra_logs = _parts(answer)
     rewards = _column("rewards", rewards, num_samples)
@@ -39,7 +40,9 @@ def read_answer(answer: Any, num_samples: int) -> list[Score | Failed]:
     logs = {name: _log(name, values, num_samples) for name, values in extra_logs.items()}
     samples: list[Score | Failed] = []
     for number, (reward, score) in enumerate(zip(rewards, scores, strict=True)):
-        if not _is_finite(reward):
+        if reward is None and is_optional:
+            samples.append(NotApplicable("the reward is None, so it does not apply"))
+        elif not _is_finite(reward):
             samples.append(Failed(f"the reward is {_name(reward)}"))
         elif not _is_finite(score):
             samples.append(Failed(f"the score is {_name(score)}"))

@@ -1,6 +1,6 @@
 """Verdict on generated code: its output for the inputs of the tests, compared here with the expected output.
 
-A row's label is a JSON list of tests, or an object with it under `tests`. A test gives the program some `input` and
+A row's label is a list of tests, or an object with it under `tests`. A test gives the program some `input` and
 expects an `output`, or evaluates a `call` after the program and expects its `result`. Only inputs and calls go into the
 sandbox.
 """
@@ -41,7 +41,7 @@ class CodeTest:
             return False
 
 
-def grade_code(sandbox: Sandbox, answer: str, label: str | None, *, partial: bool = False) -> float | Failed:
+def grade_code(sandbox: Sandbox, answer: str, label: Any, *, partial: bool = False) -> float | Failed:
     """Return 1 if the code in an answer passes all tests of the label, else 0; with `partial`, the share it passes.
 
     The code is the last fenced block of the answer, or all of it. `Failed` if the tests or the sandbox are at fault.
@@ -63,12 +63,12 @@ def grade_code(sandbox: Sandbox, answer: str, label: str | None, *, partial: boo
     return num_passed / len(tests)
 
 
-def read_tests(label: str | None) -> Iterator[CodeTest]:
+def read_tests(label: Any) -> Iterator[CodeTest]:
     """Yield the tests of a label. Raises `ValueError` if it has none that can be read."""
-    if label is None:
+    if label is None or label == "":
         raise ValueError("the row has no label")
     try:
-        value = json.loads(label)
+        value = json.loads(label) if isinstance(label, str) else label
     except ValueError as error:
         raise ValueError(f"the label is not JSON ({error}); it has to be a list of tests: {_FORM}") from None
     tests = value.get("tests") if isinstance(value, dict) else value

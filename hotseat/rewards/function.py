@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import queue
 import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,11 +17,12 @@ from typing import Any
 
 from hotseat import faults
 from hotseat.errors import RunError, UserError
-from hotseat.failed import Failed
+from hotseat.failed import Failed, NotApplicable
 from hotseat.rewards import builtin
 from hotseat.rewards._process import Closed, Died, Garbled, Late, NotLoaded, Task, WorkerProcess
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
-from hotseat.rewards.scorer import named_samples
+from hotseat.rewards.scorer import NamedArguments, named_samples
+from hotseat.words import label_text
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class _Job:
 
 class RewardFunction:
     """Scores groups with `reward_func(queries, prompts, labels)` from a file, `num_workers` groups at a time.
+
+    A function with a parameter `completions` is of TRL's form: it is called by names, with the columns of the row.
 
     `path` is `FILE.py`, `FILE.py:FUNCTION` or the name of a built-in one (`exact_match`, `number_match`). The file is
     loaded in a process of its own before the constructor returns: a file that cannot be used raises `UserError`.
@@ -64,6 +68,7 @@ class RewardFunction:
     ):
         file, function = locate(str(path))
         self.name = f"{file}: {function}"
+        self._is_builtin = str(path) in builtin.FUNCTIONS
         self.timeout_s = timeout_s
         self.retries = retries
         self.max_kills = max_kills
@@ -76,6 +81,7 @@ class RewardFunction:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
+        self._has_been_late = False
         self._pids: dict[int, int] = {}
         loaded: Future[None] = Future()
         self._threads = [
@@ -94,12 +100,21 @@ class RewardFunction:
             raise
 
     def submit(
-        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str | None], ids: Sequence[Any]
+        self,
+        queries: Sequence[str],
+        prompts: Sequence[str],
+        labels: Sequence[Any],
+        ids: Sequence[Any],
+        named: NamedArguments | None = None,
     ) -> Future[list[Score | Failed]]:
         """Score one group, all samples in one call; `ids` name the samples in messages."""
         sizes = {len(queries), len(prompts), len(labels), len(ids)}
         assert len(sizes) == 1, f"{len(queries)} queries, {len(prompts)} prompts, {len(labels)} labels, {len(ids)} ids"
+        if self._is_builtin:
+            labels = [label_text(label) for label in labels]
         message: dict[str, Any] = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels)}
+        if named is not None:
+            message["named"] = vars(named)
         if self._seed is not None:
             text = f"{self._seed}/{'/'.join(map(str, ids))}"
             message["seed"] = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
@@ -194,6 +209,7 @@ class RewardFunction:
                 reason = f"{died}{again}"
             except Late:
                 reason = f"did not answer within {self.timeout_s:g} s"
+                self._warn_of_first_time_out(job, is_last=num_attempts == self.retries)
             except NotLoaded as error:
                 reason = f"could not be loaded again: {error}"
             except (BadAnswer, Garbled) as error:
@@ -207,10 +223,27 @@ class RewardFunction:
         attempts = "1 attempt" if num_attempts == 1 else f"{num_attempts} attempts"
         if best is None:
             return [Failed(f"{self.name}: {reason} ({attempts}; {named_samples(job.ids)})")] * len(job.ids)
-        return [
-            sample if isinstance(sample, Score) else Failed(f"{self.name}: {sample.reason} ({attempts}; sample {name})")
-            for sample, name in zip(best, job.ids, strict=True)
-        ]
+        return [self._named(sample, attempts, name) for sample, name in zip(best, job.ids, strict=True)]
+
+    def _warn_of_first_time_out(self, job: _Job, is_last: bool) -> None:
+        with self._lock:
+            is_first, self._has_been_late = not self._has_been_late, True
+        if is_first:
+            then = "they have failed" if is_last else "it is called again in another process"
+            print(
+                f"{self.name}: no answer within {self.timeout_s:g} s (reward.timeout_s) for {named_samples(job.ids)};"
+                f" {then}. Later time-outs are counted, not shown",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _named(self, sample: Score | Failed, attempts: str, name: str) -> Score | Failed:
+        """Add file, function, sample and number of attempts to a failure."""
+        if isinstance(sample, Score):
+            return sample
+        if isinstance(sample, NotApplicable):
+            return NotApplicable(f"{self.name}: {sample.reason} (sample {name})")
+        return Failed(f"{self.name}: {sample.reason} ({attempts}; sample {name})")
 
 
 class _Worker:
@@ -245,7 +278,7 @@ class _Worker:
             is_full = limit is not None and answer["error"].startswith(("MemoryError", "_ArrayMemoryError"))
             hint = f" (it may take {limit / 2**30:g} GiB: reward.max_memory_gib)" if is_full and limit else ""
             raise BadAnswer(f"raised {answer['error']}{hint}")
-        return read_answer(answer["result"], len(message["queries"]))
+        return read_answer(answer["result"], len(message["queries"]), is_optional=process.takes_names)
 
     def end(self) -> None:
         if self._process is not None:
@@ -269,4 +302,4 @@ def locate(path: str) -> tuple[Path, str]:
 
 
 def _num_failed(samples: list[Score | Failed]) -> int:
-    return sum(isinstance(sample, Failed) for sample in samples)
+    return sum(isinstance(sample, Failed) and not isinstance(sample, NotApplicable) for sample in samples)

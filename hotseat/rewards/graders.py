@@ -17,13 +17,14 @@ from typing import Any
 
 from hotseat import faults
 from hotseat.errors import RunError, UserError
-from hotseat.failed import Failed
+from hotseat.failed import Failed, NotApplicable
 from hotseat.rewards._process import Closed, Died, Garbled, Late, NotLoaded, Task, WorkerProcess
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
 from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
-from hotseat.rewards.scorer import Scorer, when_all_are_done
+from hotseat.rewards.scorer import NamedArguments, Scorer, when_all_are_done
+from hotseat.words import label_text
 
 _FILE = Path(__file__).with_name("_grading.py")
 # Function in _grading.py for each kind that compares text.
@@ -134,11 +135,16 @@ class Graders:
             raise
 
     def submit(
-        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str | None], ids: Sequence[Any]
+        self,
+        queries: Sequence[str],
+        prompts: Sequence[str],
+        labels: Sequence[Any],
+        ids: Sequence[Any],
+        named: NamedArguments | None = None,
     ) -> Future[list[Score | Failed]]:
         """Score one group; `ids` name the samples in messages."""
         answers = [answer_of(query, prompt) for query, prompt in zip(queries, prompts, strict=True)]
-        group = _Group(answers, list(labels), [str(each) for each in ids])
+        group = _Group(answers, [label_text(label) for label in labels], [str(each) for each in ids])
         total: Future[list[Score | Failed]] = Future()
         texts: Future[list[Part]] = Future()
         with self._lock:
@@ -151,7 +157,7 @@ class Graders:
                 for answer, label in zip(answers, labels, strict=True)
                 if self._pool is not None
             ]
-        own = None if self._function is None else self._function.submit(queries, prompts, labels, ids)
+        own = None if self._function is None else self._function.submit(queries, prompts, labels, ids, named)
         judged = None if self._judge is None else self._judge[1].submit(queries, prompts, labels, ids)
         beside = [future for future in (own, judged) if future is not None]
         waits_for: list[Future[Any]] = [texts, *(future for _, future in codes), *beside]
@@ -199,7 +205,7 @@ class Graders:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run_code(self, grader: Grader, answer: str, label: str | None) -> Score | Failed:
+    def _run_code(self, grader: Grader, answer: str, label: Any) -> Score | Failed:
         assert self._sandbox is not None
         try:
             verdict = grade_code(self._sandbox, answer, label, partial=grader.partial)
@@ -326,7 +332,7 @@ def _sum_of_sample(
     if isinstance(own, Score):
         total = Score(own.reward, own.score, {**own.extra, "function": own.reward})
     elif own is not None:
-        return own
+        total = own
     for grader, verdict in verdicts:
         total = add_verdict(total, grader, verdict, sample)
     return total
@@ -334,6 +340,8 @@ def _sum_of_sample(
 
 def add_verdict(total: Score | Failed, grader: Grader, verdict: Score | Failed, sample: str) -> Score | Failed:
     """Add the verdict of one more grader to the reward of a sample. A failure stays one."""
+    if isinstance(total, NotApplicable):
+        total = Score(0.0, 0.0, {})
     if isinstance(total, Failed):
         return total
     if isinstance(verdict, Failed):

@@ -24,8 +24,8 @@ from hotseat.rewards._posting import Poster, ServerKind, excerpt
 from hotseat.rewards.answers import BadAnswer, Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.rubrics import TOKEN, Combine, JudgeSettings
-from hotseat.rewards.scorer import when_all_are_done
-from hotseat.words import quantity
+from hotseat.rewards.scorer import NamedArguments, when_all_are_done
+from hotseat.words import label_text, quantity
 
 PLACES = ("prompt", "answer", "label")
 _PLACE = re.compile(r"\{(" + "|".join(PLACES) + r")\}")
@@ -91,7 +91,12 @@ class Judge:
         self._asked: dict[str, Future[float | Failed]] = {}  # requests without an answer yet, by key
 
     def submit(
-        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str | None], ids: Sequence[Any]
+        self,
+        queries: Sequence[str],
+        prompts: Sequence[str],
+        labels: Sequence[Any],
+        ids: Sequence[Any],
+        named: NamedArguments | None = None,
     ) -> Future[list[Score | Failed]]:
         """Score one group; `ids` name the samples in messages."""
         samples = [
@@ -120,10 +125,11 @@ class Judge:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _votes(self, prompt: str, answer: str, label: str | None, name: str) -> list[Future[float | Failed]] | Failed:
-        if label is None and "{label}" in self._settings.rubric:
+    def _votes(self, prompt: str, answer: str, label: Any, name: str) -> list[Future[float | Failed]] | Failed:
+        written = label_text(label)
+        if written is None and "{label}" in self._settings.rubric:
             return Failed(f"the rubric has {{label}}, and the sample has none (sample {name})")
-        values = {"prompt": prompt, "answer": answer, "label": label or ""}
+        values = {"prompt": prompt, "answer": answer, "label": written or ""}
         # In one pass: what looks like a place in an answer is text.
         text = _PLACE.sub(lambda place: values[place[1]], self._settings.rubric)
         return [self._vote(text, number, name) for number in range(self._settings.votes)]

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hotseat.failed import Failed
 from hotseat.rewards.answers import Score
 
 
+@dataclass(frozen=True)
+class NamedArguments:
+    """Values for reward functions that are called by names. The samples of a group share the columns of their row."""
+
+    columns: Mapping[str, Any]  # "prompt" is the input
+    completions: Sequence[str]  # without special tokens
+    completion_ids: Sequence[Sequence[int]]
+
+
 class Scorer(Protocol):
     """Scores groups beside other work. Every future ends, with a score or the reason of a failure per sample."""
 
     def submit(
-        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str | None], ids: Sequence[Any]
+        self,
+        queries: Sequence[str],
+        prompts: Sequence[str],
+        labels: Sequence[Any],
+        ids: Sequence[Any],
+        named: NamedArguments | None = None,
     ) -> Future[list[Score | Failed]]:
-        """Score one group; `ids` name the samples in messages."""
+        """Score one group; `ids` name the samples in messages. named: for functions that are called by names."""
 
     def close(self) -> None:
         """End the work. Unfinished futures raise an error. A second call does nothing."""

@@ -11,6 +11,7 @@ from hotseat.failed import Failed
 from hotseat.rewards._posting import Poster, ServerKind, excerpt
 from hotseat.rewards.addresses import TOKEN
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
+from hotseat.rewards.scorer import NamedArguments
 
 _KIND = ServerKind("reward server", "reward.url", TOKEN)
 
@@ -47,7 +48,12 @@ class RewardService(Poster):
         )
 
     def submit(
-        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str | None], ids: Sequence[Any]
+        self,
+        queries: Sequence[str],
+        prompts: Sequence[str],
+        labels: Sequence[Any],
+        ids: Sequence[Any],
+        named: NamedArguments | None = None,
     ) -> Future[list[Score | Failed]]:
         """Score one group, all samples in one request; `ids` name the samples in messages."""
         sizes = {len(queries), len(prompts), len(labels), len(ids)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hotseat.errors import RewardError
@@ -14,10 +14,14 @@ _SHOWN = 3
 
 
 class RewardTally:
-    """Counts the samples of a step, or of any number of steps, until `clear`."""
+    """Counts the samples of a step, or of any number of steps, until `clear`.
 
-    def __init__(self, max_failed_fraction: float):
+    hint: returns a line on what may be the cause, for the error; "" if there is nothing to say.
+    """
+
+    def __init__(self, max_failed_fraction: float, hint: Callable[[], str] = str):
         self.max_failed_fraction = max_failed_fraction
+        self._hint = hint
         self.num_samples = 0
         self._causes: Counter[str] = Counter()
         self._examples: dict[str, str] = {}  # the first reason of each cause
@@ -46,11 +50,13 @@ class RewardTally:
         shown = self._causes.most_common(_SHOWN)
         lines = [f"  {count}x {'such as ' * (count > 1)}{self._examples[cause]}" for cause, count in shown]
         more = len(self._causes) - len(shown)
+        hint = self._hint()
         raise RewardError(
             f"{where}{self.num_failed} of {self.num_samples} samples have no reward ({self.failed_fraction:.1%}), and"
             f" reward.max_failed_fraction is {self.max_failed_fraction:.1%}:\n"
             + "\n".join(lines)
             + (f"\n  and {more} more cause{'s' * (more > 1)}" if more else "")
+            + (f"\n  {hint}" if hint else "")
         )
 
     def clear(self) -> None:

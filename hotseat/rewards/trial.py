@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from hotseat.failed import Failed
 from hotseat.rewards._process import Died, Garbled, Late, LoadedTooLate, NotLoaded, Task, WorkerProcess
 from hotseat.rewards.answers import BadAnswer, read_answer
 from hotseat.rewards.function import locate
+from hotseat.rewards.scorer import NamedArguments
 
 _MISTAKE = "NameError: name "  # an undefined name is a mistake whatever the function was called with
 _ABSENT_PACKAGES = ("ImportError", "ModuleNotFoundError")
@@ -37,20 +38,26 @@ def try_reward(
     path: str,
     queries: Sequence[str],
     prompts: Sequence[str],
-    labels: Sequence[str | None],
+    labels: Sequence[Any],
     *,
     timeout_s: float,
     max_memory_bytes: int | None = None,
     seed: int = 0,
     extra_path: Sequence[str] = (),
+    columns: Mapping[str, Any] | None = None,
 ) -> Trial:
     """Load a reward function in a process of its own, call it once, and end the process.
 
     timeout_s: for loading and calling together. Output of the function is dropped. extra_path: folders that the file
-    may import from, besides those of this process.
+    may import from, besides those of this process. columns: of the row, for a function that is called by names; one
+    is not called without them.
     """
     file, function = locate(path)
     message = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels), "seed": seed}
+    if columns is not None:
+        answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
+        ids = [list(answer.encode()) for answer in answers]  # no tokenizer is loaded yet
+        message["named"] = vars(NamedArguments(columns, answers, ids))
     deadline_s = time.monotonic() + timeout_s
     process = None
     with tempfile.TemporaryDirectory() as folder:
@@ -60,6 +67,8 @@ def try_reward(
                 process = WorkerProcess(task, timeout_s, lambda: False)
             except (Died, Garbled) as error:
                 return Trial("broken", f"cannot be loaded: {error}")
+            if process.takes_names and columns is None:
+                return Trial("scored")
             answer = process.call(message, deadline_s - time.monotonic())
         except (Late, LoadedTooLate):
             return Trial("late")
@@ -77,7 +86,7 @@ def try_reward(
 def _judged(answer: dict[str, Any], num_samples: int) -> Trial:
     if "error" in answer:
         problem = f"raised {answer['error']}"
-        if answer["error"].startswith(_MISTAKE):
+        if answer.get("is_mistake") or answer["error"].startswith(_MISTAKE):
             return Trial("broken", problem)
         return Trial("not here" if answer["error"].startswith(_ABSENT_PACKAGES) else "failed", problem)
     returned = answer["result"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -33,7 +34,7 @@ def ids_of(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def prompt_of(text: str, label: str | None = None) -> Prompt:
+def prompt_of(text: str, label: Any = "") -> Prompt:
     return Prompt(KEY.prompt, text, ids_of(text), label)
 
 
@@ -65,7 +66,7 @@ class Script:
         return [TOKENIZER.decode(request.token_ids) for request in self.requests]
 
 
-def play(agent: Agent, script: Script, text: str = "q:", label: str | None = None) -> Episode | ScoredEpisode | Failed:
+def play(agent: Agent, script: Script, text: str = "q:", label: Any = "") -> Episode | ScoredEpisode | Failed:
     """One episode, as a host runs it."""
     with AgentHost(agent, script, run_seed=5, timeout_s=WAIT_S) as host:
         return host.submit(prompt_of(text, label), KEY, SAMPLING).result(WAIT_S)

@@ -152,6 +152,23 @@ def test_the_first_observation(observation, expected):
     assert scored.episode.query == expected.replace("[", "").replace("]", "")
 
 
+@pytest.mark.parametrize("label", [7, ["a", None], {"a": 1.5}, True, ""])
+def test_an_environment_gets_the_label_as_it_is(label):
+    seen = []
+
+    class Sees(Environment):
+        def reset(self, prompt, label):
+            seen.append(label)
+
+        def step(self, action):
+            return Step(done=True, reward=1.0)
+
+    play(multi_turn(Sees), Script(["a"]), label=label)
+    assert seen == [label]
+    assert type(seen[0]) is type(label)
+    assert Prompt(0, "q", (1,)).label == ""  # what a run without data.label_key has
+
+
 def test_plain_methods_run_in_one_thread_of_the_episode_and_async_ones_in_the_loop():
     threads = []
 

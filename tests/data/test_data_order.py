@@ -85,6 +85,16 @@ def test_other_contents_are_refused_though_their_number_is_the_same():
     assert PromptOrder.from_state(state, num_prompts=5, seed=3, digest="x").next(1) == PromptOrder(5, 3).next(1)
 
 
+def test_labels_of_any_type_have_the_digests_that_their_texts_had_in_earlier_versions():
+    def digest(label) -> str:
+        return digest_of([Prompt(0, "q", (1, 2), label)])
+
+    assert digest(4) == digest("4")
+    assert digest({"a": ["é", None]}) == digest('{"a": ["é", null]}')
+    assert digest("") == digest(None)
+    assert len({digest(label) for label in ("", "x", 4, 5, [4])}) == 5
+
+
 def test_examples_differ_by_tokens_and_by_what_is_learned():
     def examples(*mask: bool) -> list[Example]:
         return [Example(torch.tensor([1, 2, 3]), torch.tensor(mask), "file:1")]

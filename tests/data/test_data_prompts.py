@@ -16,11 +16,20 @@ def test_plain_prompts_with_template_label_and_source():
     rows = as_rows([{"q": "1+1", "a": "2", "datasource": "sums"}, {"q": "2+2", "a": 4}, {"q": "3", "a": ["3", None]}])
     prompts, report = make_prompts(rows, tokenizer, input_key="q", label_key="a", input_template="Q: {}\nA:")
     assert [prompt.text for prompt in prompts] == ["Q: 1+1\nA:", "Q: 2+2\nA:", "Q: 3\nA:"]
-    assert [prompt.label for prompt in prompts] == ["2", "4", '["3", null]']
+    assert [prompt.label for prompt in prompts] == ["2", 4, ["3", None]]
     assert [prompt.source for prompt in prompts] == ["sums", "", ""]
     assert [prompt.index for prompt in prompts] == [0, 1, 2]
     assert tokenizer.decode(prompts[0].token_ids) == prompts[0].text
     assert (report.num_rows, report.num_prompts, report.max_length) == (3, 3, 9)
+
+
+def test_labels_are_the_rows_values_and_empty_without_a_key():
+    labels = [True, 2.5, {"tests": [{"input": "1", "output": "2"}]}, "", (1, 2)]
+    rows = as_rows([{"input": "x", "label": label} for label in labels])
+    prompts, _ = make_prompts(rows, char_tokenizer(), label_key="label")
+    assert [prompt.label for prompt in prompts] == [*labels[:4], [1, 2]]  # columnar files have tuples
+    unlabelled, _ = make_prompts(rows, char_tokenizer())
+    assert {prompt.label for prompt in unlabelled} == {""}
 
 
 def test_braces_in_the_data_are_left_alone():
@@ -42,6 +51,19 @@ def test_another_chat_template_than_the_tokenizers():
         as_rows([{"input": "d"}]), char_tokenizer(), apply_chat_template=True, chat_template=template
     )
     assert prompts[0].text == "d>"
+
+
+@pytest.mark.parametrize("template", ["tmpl.jinja", "{% for message in messages %}{{ message.role }}: {% endfor %}"])
+def test_a_template_that_shows_no_content_is_refused(template):
+    options = {"apply_chat_template": True, "chat_template": template}
+    assert "has to show the content of messages" in fails([{"input": "d"}], **options)
+
+
+def test_a_template_for_parts_alone_is_used():
+    template = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
+    rows = as_rows([{"input": [{"role": "user", "content": [{"type": "text", "text": "d"}]}]}])
+    prompts, _ = make_prompts(rows, char_tokenizer(), apply_chat_template=True, chat_template=template)
+    assert prompts[0].text == "d"
 
 
 def test_prompts_over_the_limit_are_dropped_and_counted_and_those_at_it_are_kept():

@@ -108,7 +108,7 @@ def test_dropped_groups_are_replaced_by_the_next_prompts_and_all_are_let_go_of()
     ],
 )
 def test_which_groups_a_step_may_learn_from(options, kept):
-    keep = group_filter(Case(*options).config)
+    keep = group_filter(Case(*options).config, [])
     assert (keep.min_samples, keep.low, keep.high) == kept
 
 

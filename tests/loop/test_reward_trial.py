@@ -10,9 +10,11 @@ import pytest
 
 from hotseat.config import loads
 from hotseat.errors import UserError
+from hotseat.loop.setup.reward_columns import label_hint
 from hotseat.loop.setup.reward_trial import TrialRow, trial_row, try_rewards
+from hotseat.types import Prompt
 
-FIRST_ROW = "called as for the first row of rows.jsonl, 3 times: prompt '1+1=', label '2', and the label as the answer"
+FIRST_ROW = "called as for the first row of rows.jsonl, 3 times: prompt '1+1=', label 2, and the label as the answer"
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def tried(here: Path, body: str, *overrides: str) -> list[str]:
 
 
 def test_a_function_that_scores_the_first_row_passes_without_a_word(here):
-    checks = "assert (queries, prompts, labels) == (['1+1=2'] * 3, ['1+1='] * 3, ['2'] * 3)"
+    checks = "assert (queries, prompts, labels) == (['1+1=2'] * 3, ['1+1='] * 3, [2] * 3)"
     assert tried(here, f"{checks}; return [1.0, None, 0.5]") == []
 
 
@@ -144,8 +146,8 @@ def test_a_row_without_its_label_is_left_to_the_check_of_the_data(here):
     ("row", "overrides", "prompt", "label", "answer"),
     [
         ({"input": "a", "label": "b"}, (), "a", "b", "b"),
-        ({"input": "a", "label": [1, "é"]}, (), "a", '[1, "é"]', '[1, "é"]'),
-        ({"input": "a"}, ("data.label_key=null",), "a", None, "an answer"),
+        ({"input": "a", "label": [1, "é"]}, (), "a", [1, "é"], '[1, "é"]'),
+        ({"input": "a"}, ("data.label_key=null",), "a", "", "an answer"),
         ({"input": "a", "label": "b"}, ("data.input_template='Q: {} A:'",), "Q: a A:", "b", "b"),
         (
             {"input": [{"role": "user", "content": "a"}], "label": "b"},
@@ -159,7 +161,30 @@ def test_a_row_without_its_label_is_left_to_the_check_of_the_data(here):
 def test_the_first_row_stands_in_for_all(here, row, overrides, prompt, label, answer):
     (here / "rows.jsonl").write_text(json.dumps(row))
     config = loads((here / "run.yaml").read_text(), overrides)
-    assert trial_row(config, config.data.path) == TrialRow(prompt, label, answer, "rows.jsonl")
+    assert trial_row(config, config.data.path) == TrialRow(
+        prompt, label, answer, "rows.jsonl", {**row, "prompt": row["input"]}
+    )
+
+
+@pytest.mark.parametrize("label_key", ["null", "empty"])
+def test_without_labels_a_function_that_fails_gets_a_hint_with_the_columns(here, label_key):
+    (here / "rows.jsonl").write_text('{"input": "1+1=", "answer": "2", "empty": "", "source": "x"}\n')
+    [note] = tried(here, "return [1.0 / len(label) for label in labels]", f"data.label_key={label_key}")
+    assert "raised ZeroDivisionError" in note
+    why = "data.label_key is not set" if label_key == "null" else "under data.label_key 'empty' every label is empty"
+    others = "answer, empty, source" if label_key == "null" else "answer, source"
+    assert f'hint: {why}, so every label is "": set it to one of the other columns: {others}\n' in note
+    assert tried(here, "return [1.0] * 3", f"data.label_key={label_key}") == []
+
+
+def test_the_hint_is_for_runs_whose_prompts_have_no_label_at_all(here):
+    config = loads((here / "run.yaml").read_text(), ["data.label_key=null"])
+    (here / "reward.py").write_text("def reward_func(queries, prompts, labels): ...\n")
+    unlabelled = [Prompt(0, "1+1=", (1,)), Prompt(1, "1+2=", (1,))]
+    assert label_hint(config, unlabelled).endswith("set it to one of the other columns: label")
+    assert label_hint(config, [*unlabelled, Prompt(2, "q", (1,), label=0)]) == ""
+    (here / "reward.py").write_text("def reward_func(completions, label, **kwargs): ...\n")
+    assert label_hint(config, unlabelled) == ""  # it gets the columns themselves
 
 
 @pytest.mark.slow

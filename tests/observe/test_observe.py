@@ -57,6 +57,15 @@ def test_without_a_terminal_every_step_is_a_plain_line():
     assert out.getvalue() == "step  7/20  reward 0.512\ndone\n"
 
 
+def test_a_count_of_failures_is_in_a_steps_line_if_there_are_any():
+    out = io.StringIO()
+    columns = {"reward": "reward {:.1f}", "samples_failed": "failed {:,.0f}"}
+    with LiveView("step", 9, columns, Console(file=out, width=100)) as view:
+        view.step(1, {"reward": 0.0, "samples_failed": 0.0})
+        view.step(2, {"reward": 0.0, "samples_failed": 8.0})
+    assert out.getvalue() == "step 1/9  reward 0.0\nstep 2/9  reward 0.0  failed 8\n"
+
+
 def test_on_a_terminal_the_phase_and_the_time_to_go_are_shown():
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True)

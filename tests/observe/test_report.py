@@ -102,6 +102,11 @@ def test_text_that_looks_like_a_placeholder_stays_text(tmp_path):
     assert run_of(path)["samples"]["shown"][0]["label"].endswith("{{LIBRARY}}{{DATA}}")
 
 
+@pytest.mark.parametrize(("label", "shown"), [({"a": ["é", 2]}, '{"a": ["é", 2]}'), (4, "4"), ("", None), (None, None)])
+def test_a_label_of_any_type_is_shown_as_text(label, shown):
+    assert pack({"label": label})["label"] == shown
+
+
 def test_half_a_surrogate_pair_can_be_written():
     assert json.loads(encoded(["a\ud83db"])) == ["a?b"]
 

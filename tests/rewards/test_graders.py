@@ -47,6 +47,14 @@ def test_the_reward_is_the_weighted_sum_and_each_verdict_is_logged(graders):
     assert found[2].extra == {"exact": 0, "number": 1, "hashes": 1, "json": 0}
 
 
+@pytest.mark.parametrize(
+    ("label", "answer"), [(18, "18"), (2.5, "2.5"), (["a", 1], '["a", 1]'), ({"b": 2}, '{"b": 2}')]
+)
+def test_a_label_of_any_type_is_compared_as_its_json_text(graders, label, answer):
+    right, wrong = scores(graders, [answer, "17"], label)
+    assert (right.extra["exact"], wrong.extra["exact"]) == (1.0, 0.0)
+
+
 def test_numbers_as_gsm8k_writes_them(graders):
     label = "She has 16 - 3 - 4 = 9 eggs, and 9 * 2 = 1,018 dollars.\n#### 1,018"
     answers = ["#### 1018", "#### $1,018.00 in 7 days", "1018", "#### 7 of 1018", "#### none", "1018 is 7"]
@@ -62,6 +70,7 @@ def test_json_that_fits_its_schema(graders):
 
 def test_a_grader_that_cannot_judge_fails_the_sample_with_the_reason(graders):
     [unlabelled] = scores(graders, ["18"], None)
+    assert scores(graders, ["18"], "") == [unlabelled]  # what a run without data.label_key has
     assert unlabelled == Failed("grader exact: the row has no label (sample 0/0/0)")
     [no_number] = scores(graders, ["18"], "eighteen")
     assert no_number == Failed("grader number: the label has no number: 'eighteen' (sample 0/0/0)")
@@ -181,6 +190,9 @@ def test_a_broken_sandbox_is_refused_when_graders_start():
     ("label", "reason"),
     [
         (None, "the row has no label"),
+        ("", "the row has no label"),
+        (5, "the label is no list of tests"),
+        ([{"input": "2", "output": 5}], "test 0 of the label is neither"),
         ("5", "the label is no list of tests"),
         ("five", "the label is not JSON"),
         ("[]", "the label is no list of tests"),
@@ -217,7 +229,8 @@ def test_formulas_that_are_equal(math):
     ]
     assert [scores(math, [answer], label)[0].reward for label, answer in equal] == [1.0] * len(equal)
     assert [each.reward for each in scores(math, ["17", "$x$", "nothing"], "18")] == [0.0] * 3
-    assert scores(math, ["18"], "")[0] == Failed("grader math: math-verify cannot read the label: '' (sample 0/0/0)")
+    assert scores(math, ["18"], " ")[0] == Failed("grader math: math-verify cannot read the label: ' ' (sample 0/0/0)")
+    assert scores(math, ["18", "17"], 18) == [Score(1.0, 1.0, {"math": 1.0}), Score(0.0, 0.0, {"math": 0.0})]
 
 
 def test_formulas_are_not_executed(math, tmp_path):

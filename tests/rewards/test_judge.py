@@ -226,7 +226,14 @@ def test_a_missing_label_is_a_failed_sample_if_the_rubric_asks_for_it(server, ju
     there = server(lambda *_: written("Score: 5"))
     [failed] = scored(judge(there), ("4",), [None])
     assert failed.reason == "the rubric has {label}, and the sample has none (sample 0/0/0)"
+    assert scored(judge(there), ("4",), [""]) == [failed]
     assert scored(judge(there, rubric="{answer}"), ("4",), [None]) == [Score(0.5, 0.5)]
+
+
+def test_a_label_that_is_no_string_is_in_the_rubric_as_json(server, judge):
+    there = server(lambda *_: written("Score: 5"))
+    scored(judge(there, rubric="{answer} is {label}"), ("4",), [{"a": ["é", 2]}])
+    assert there.messages[0]["messages"][-1]["content"] == '4 is {"a": ["é", 2]}'
 
 
 def test_what_is_open_when_the_judge_is_closed_says_so(server, judge):

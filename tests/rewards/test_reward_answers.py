@@ -139,6 +139,13 @@ def test_a_tally_raises_above_the_limit_and_says_why():
     assert (tally.num_samples, tally.num_failed) == (0, 0)
 
 
+def test_the_error_of_a_tally_ends_with_the_hint_if_there_is_one():
+    tally = RewardTally(max_failed_fraction=0.0, hint=lambda: "hint: set data.label_key")
+    tally.add([Failed("b")])
+    with pytest.raises(RewardError, match="1x b\n  hint: set data.label_key$"):
+        tally.check()
+
+
 def test_a_tally_counts_by_cause_with_one_example():
     tally = RewardTally(max_failed_fraction=0.0)
     tally.add([Failed(f"reward.py: raised KeyError after {number} ms (sample 0/{number}/3)") for number in range(62)])

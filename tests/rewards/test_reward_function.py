@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hotseat.errors import RunError, UserError
+from hotseat.failed import Failed
 from hotseat.rewards import RewardFunction, Score
 
 pytestmark = pytest.mark.slow  # each starts processes
@@ -44,6 +45,36 @@ def score(function: RewardFunction, num: int = 2, **given) -> list:
 def submit(function: RewardFunction, num: int = 2, prompt: str = "p", label: str | None = None) -> Future:
     queries = [f"{prompt}{'x' * number}" for number in range(num)]
     return function.submit(queries, [prompt] * num, [label] * num, [f"0/7/{number}" for number in range(num)])
+
+
+def test_a_cause_has_one_traceback_and_then_a_count(make, tmp_path):
+    function = make(body("raise ValueError(f'no number in {queries[0]!r}')"))
+    futures = [submit(function, 1, prompt=f"prompt {number}") for number in range(25)]
+    assert len({future.result(WAIT_S)[0].reason for future in futures}) == 25
+    log = (tmp_path / "log").read_text()
+    assert log.count("Traceback") == 1
+    assert log.count("raised 10 times by now, the last time: ValueError: no number in 'prompt 9' at line 2\n") == 1
+    assert len(log.splitlines()) < 15
+
+
+def test_the_first_time_out_is_a_line_and_the_others_are_not(make, capfd):
+    function = make(body("import time", "time.sleep(600)"), timeout_s=0.3)
+    first, second = submit(function, 8), submit(function, 8)
+    assert {each.reason for each in first.result(WAIT_S)} == {each.reason for each in second.result(WAIT_S)}
+    [line] = capfd.readouterr().err.splitlines()
+    assert "rewards.py: reward_func: no answer within 0.3 s (reward.timeout_s) for samples 0/7/0, 0/7/1," in line
+    assert line.endswith("they have failed. Later time-outs are counted, not shown")
+
+
+def test_labels_of_every_type_arrive_as_they_are(make, tmp_path):
+    labels = [4, 2.5, True, ["a", None], {"a": [1]}, "4", ""]
+    function = make(body(f"return [float(labels == {labels!r} and list(map(type, labels))[2] is bool)] * len(labels)"))
+    scores = function.submit(["q"] * 7, ["q"] * 7, labels, list(range(7))).result(WAIT_S)
+    assert scores == [Score(1.0, 1.0)] * 7
+    with RewardFunction("exact_match", log_path=tmp_path / "log", retries=0) as exact:
+        scores = exact.submit(["q4", "q[1]", "q", "q"], ["q"] * 4, [4, [1], "", None], list(range(4))).result(WAIT_S)
+    assert scores[:2] == [Score(1.0, 1.0)] * 2
+    assert all(isinstance(each, Failed) for each in scores[2:])  # without a label there is nothing to compare with
 
 
 def body(*lines: str) -> str:

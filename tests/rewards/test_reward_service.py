@@ -69,6 +69,14 @@ def test_a_group_is_one_request_in_openrlhfs_form(server, client):
     assert "Authorization" not in one.headers[0]
 
 
+@pytest.mark.parametrize("label", [4, 2.5, True, ["a", None], {"a": [1]}, ""])
+def test_labels_are_sent_as_they_are(server, client, label):
+    one = server()
+    client(one).submit(["q"], ["q"], [label], ["0/0/0"]).result(WAIT_S)
+    assert [type(each) for each in one.messages[0]["labels"]] == [type(label)]
+    assert one.messages[0]["labels"] == [label]
+
+
 def test_scores_and_logs_are_read(server, client):
     answer = {"rewards": [1, 2], "scores": [0.5, 0], "extra_logs": {"length": [3, 4], "all": 1}, "model": "any"}
     samples = score(client(server(lambda number, message: answer)))

@@ -137,7 +137,7 @@ class _Worker:
         return _plain(result)
 
     def _play_task(self, prompt: Any, client: Policy) -> Any:
-        if prompt.label is None or not str(prompt.label).isdecimal():
+        if not str(prompt.label).isdecimal():
             raise ValueError(f"the label {prompt.label!r} is not the number of a task: data.label_key names its column")
         return self._tasks.play(int(prompt.label), client)
 

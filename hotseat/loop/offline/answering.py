@@ -26,6 +26,7 @@ from hotseat.loop.offline.group_file import GroupFile, settings_of
 from hotseat.loop.rl.sample_records import ChosenSample, written
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.inputs import check_models, eos_token_ids, load_tokenizer, prompts_alone
+from hotseat.loop.setup.reward_columns import label_hint
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engines import make_engine
 from hotseat.loop.workers.facts import EVALUATION, Job
@@ -36,7 +37,7 @@ from hotseat.observe import LiveView
 from hotseat.rewards import Score
 from hotseat.rollout.engine import Engine
 from hotseat.types import Completion, Episode, Failed, Prompt, Request, Sampling, ScoredEpisode
-from hotseat.words import quantity
+from hotseat.words import label_text, quantity
 
 MIN_JUDGED = 64  # samples before too many failures end the command
 
@@ -99,6 +100,7 @@ class Answerer:
         """Load the model. logs: the folder for the log of vLLM. needs_reward: a sample without a reward has failed."""
         config = prepared.config
         self._needs_reward = needs_reward
+        self._tokenizer = prepared.tokenizer
         self._host = settings.host_settings(config, None)
         agent = load_agent(
             self._host.agent,
@@ -138,7 +140,9 @@ class Answerer:
         Scores are None without a reward. Only so many prompts are open at a time that the engine is full.
         """
         # Where nobody scores, groups come back as those that wait for a reward model do.
-        scoring = Scoring(self._reward, waits_for_model=self._reward is None and not self._needs_reward)
+        scoring = Scoring(
+            self._reward, self._tokenizer, waits_for_model=self._reward is None and not self._needs_reward
+        )
         collecting = Collecting(self._agents, scoring, faults.reach)
         waiting = iter([Job(prompt, epoch, num_samples) for prompt in prompts])
         num_ahead = max(2, -(-2 * self._host.max_concurrent // num_samples))
@@ -221,15 +225,17 @@ def _answer(
         num_judged += num_samples
         failures += [reason for _, reason in group["failures"]]
         if num_judged >= MIN_JUDGED or len(file) == num_total:
-            _check_failures(failures, num_judged, config.reward.max_failed_fraction)
+            _check_failures(failures, num_judged, config, prepared.prompts)
         view.advance(len(file), _pace(group))
 
 
-def _check_failures(failures: Sequence[str], num_samples: int, max_fraction: float) -> None:
+def _check_failures(failures: Sequence[str], num_samples: int, config: Config, prompts: Sequence[Prompt]) -> None:
+    max_fraction = config.reward.max_failed_fraction
     if len(failures) > max_fraction * num_samples:
+        hint = label_hint(config, prompts)
         raise RewardError(
             f"{len(failures):,} of {quantity(num_samples, 'sample')} failed, more than reward.max_failed_fraction"
-            f" {max_fraction:g} allows; the last: {failures[-1]}"
+            f" {max_fraction:g} allows; the last: {failures[-1]}{f'; {hint}' if hint else ''}"
         )
 
 
@@ -269,7 +275,7 @@ def _group(
             "num_tokens": episode.num_sampled,
             "is_truncated": episode.is_truncated,
         }
-        row |= {} if prompt.label is None else {"label": prompt.label}
+        row |= {} if label_text(prompt.label) is None else {"label": prompt.label}
         row |= {"source": prompt.source} if prompt.source else {}
         if scored is not None:
             row |= {"reward": scored.reward, "score": scored.score, "extra": dict(scored.extra)}

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from hotseat.agents.transcript import decode
 from hotseat.config import Config
+from hotseat.config.chat_template import chat_template_text
 from hotseat.config.maths import max_new_tokens
 from hotseat.config.precision import with_dtype
 from hotseat.data import ChatTemplate
@@ -33,7 +34,7 @@ class Chat:
         settings.check_8_bits(config, on_gpu=torch.cuda.is_available())
         view.stage("reading the tokenizer")
         self._tokenizer = load_tokenizer(config)
-        self._template = ChatTemplate(self._tokenizer, config.data.chat_template)
+        self._template = ChatTemplate(self._tokenizer, chat_template_text(config.data.chat_template))
         check_models(config)
         self._eos = eos_token_ids(config, self._tokenizer)
         self._config = config

@@ -15,6 +15,7 @@ from hotseat.loop.offline.answering import Answerer, prepare
 from hotseat.loop.setup import settings
 from hotseat.observe import LiveView
 from hotseat.types import Completion, Episode, Failed, Request, ScoredEpisode
+from hotseat.words import label_text
 
 Show = Callable[[str, Literal["about", "read", "sampled"]], object]
 
@@ -73,7 +74,7 @@ def play(config: Config, number: int, logs: Path, view: LiveView, show: Show) ->
         answerer = Answerer(prepared, logs, view, needs_reward=False, watcher=transcribed)
     with answerer:
         prompt = prepared.prompts[number]
-        label = "" if prompt.label is None else f", label {prompt.label!r}"
+        label = "" if label_text(prompt.label) is None else f", label {prompt.label!r}"
         show(f"prompt {number}{label}", "about")
         show(prompt.text, "read")
         [(group, scores)] = answerer.answer([prompt], 0, 1, settings.sampling(prepared.config))

@@ -59,7 +59,9 @@ def columns(config: Config) -> dict[str, str]:
         "reward": "reward {:.3f}",
         "length": "length {:.1f}",
         "kl": "kl {:.4f}",
+        "samples_failed": "failed {:,.0f}",
         **evaluation,
+        "eval/failed": "held-out failed {:,.0f}",
         "tokens_per_s": "{:,.0f} tokens/s",
         "step_s": "{:.2f} s",
     }
@@ -183,7 +185,10 @@ def _connect(
         draw = partial(_draw_rollout, journal.timeline, plan)
         callbacks = Callbacks(rollout.evaluate, answering.score, reconnect, samples.record_unfinished, draw)
         tickets = Tickets(
-            pace_of(config, algebra.num_steps), group_filter(config), lambda count: state.order.next(count), record
+            pace_of(config, algebra.num_steps),
+            group_filter(config, prompts),
+            lambda count: state.order.next(count),
+            record,
         )
         asking = Asking(prompts, config.rollout.samples_per_prompt, settings.sampling(config))
         sampling = answering.sampling if is_shared else None

@@ -30,6 +30,7 @@ class GroupFilter:
     low: float | None  # exclusive bounds of the mean score; None: no bound
     high: float | None
     max_failed_fraction: float
+    hint: Callable[[], str] = str  # at the cause of failed rewards, for an error
 
     def reason_to_drop(self, facts: GroupFacts) -> str | None:
         """Return why a group is dropped, or None to keep it."""
@@ -74,7 +75,7 @@ class Collector:
         """Sample prompts in order until `num_groups` groups are kept: the next prompts replace dropped groups."""
         kept: list[GroupFacts] = []
         dropped: list[tuple[GroupFacts, str]] = []
-        tally = RewardTally(group_filter.max_failed_fraction)
+        tally = RewardTally(group_filter.max_failed_fraction, group_filter.hint)
         num_generated = 0
         self.unfinished = NOTHING
         for _ in range(MAX_REFILLS):
@@ -96,12 +97,14 @@ class Collector:
                 return collected
         raise too_few_kept(num_generated, len(kept), num_groups, [reason for _, reason in dropped])
 
-    def evaluate(self, num_samples: int, sampling: Sampling, max_failed_fraction: float) -> list[GroupFacts]:
-        """Sample every prompt, with the same seeds each time. Raises if too many samples failed."""
+    def evaluate(
+        self, num_samples: int, sampling: Sampling, max_failed_fraction: float, hint: Callable[[], str] = str
+    ) -> list[GroupFacts]:
+        """Sample every prompt, with the same seeds each time. Raises if too many samples failed, with the hint."""
         jobs = [Job(prompt, EVALUATION, num_samples) for prompt in self._prompts]
         groups = self._answer(jobs, sampling)
         self.forget(groups)
-        tally = RewardTally(max_failed_fraction)
+        tally = RewardTally(max_failed_fraction, hint)
         for facts in groups:
             tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
         tally.check("evaluation: ")

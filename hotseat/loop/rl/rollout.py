@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import fmean
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.sync import SyncPhase
 from hotseat.loop.setup import settings
+from hotseat.loop.setup.reward_columns import label_hint
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts, Job
 from hotseat.loop.workers.value_models import RewardWorker
@@ -129,6 +131,8 @@ class RolloutPhase:
     ):
         self._answering = answering
         self._samples = samples
+        self._prompts = prompts
+        self._hint_on_evaluation = partial(label_hint, phase_settings.config, eval_prompts)
         self._settings = phase_settings
         self._state = state
         self._recovery = recovery
@@ -171,7 +175,8 @@ class RolloutPhase:
         num_samples = config.eval.samples_per_prompt
 
         def sample() -> list[GroupFacts]:
-            return evaluator.evaluate(num_samples, settings.eval_sampling(config), config.reward.max_failed_fraction)
+            sampling, max_failed = settings.eval_sampling(config), config.reward.max_failed_fraction
+            return evaluator.evaluate(num_samples, sampling, max_failed, self._hint_on_evaluation)
 
         groups = self._recovery.during(sample)
         kept = [facts for facts in groups if facts.dropped_because is None]
@@ -201,11 +206,11 @@ class RolloutPhase:
             config.rollout.batch_size,
             config.rollout.samples_per_prompt,
             settings.sampling(config),
-            group_filter(config),
+            group_filter(config, self._prompts),
         )
 
 
-def group_filter(config: Config) -> GroupFilter:
+def group_filter(config: Config, prompts: Sequence[Prompt]) -> GroupFilter:
     """Return the conditions on the groups that a step may learn from."""
     filtering = config.algorithm.filtering
     return GroupFilter(
@@ -213,6 +218,7 @@ def group_filter(config: Config) -> GroupFilter:
         low=filtering.low if filtering.enabled else None,
         high=filtering.high if filtering.enabled else None,
         max_failed_fraction=config.reward.max_failed_fraction,
+        hint=partial(label_hint, config, prompts),
     )
 
 

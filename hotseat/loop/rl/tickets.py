@@ -199,4 +199,4 @@ class Tickets:
         return Collected(groups, len(arrivals), dropped, sum(len(each.facts.failures) for each in arrivals))
 
     def _no_arrivals(self) -> _Arrivals:
-        return _Arrivals(RewardTally(self._filter.max_failed_fraction))
+        return _Arrivals(RewardTally(self._filter.max_failed_fraction, self._filter.hint))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from hotseat.agents.environments.agent import check_environment, environment_rows
 from hotseat.config import Config
+from hotseat.config.chat_template import chat_template_text
 from hotseat.config.images import filler_image, has_images, image_folder, largest_image
 from hotseat.config.maths import judge_length, prompt_limit, prompt_max_length
 from hotseat.config.roles import (
@@ -22,10 +23,11 @@ from hotseat.config.roles import (
     task_numbers,
 )
 from hotseat.config.schema import DataConfig
-from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
+from hotseat.data import PairReport, Row, check_lost, columns_of, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.loop.setup.refusals import judge_length_problem, length_problem
+from hotseat.loop.setup.reward_columns import check_columns, keeps_columns
 from hotseat.loop.setup.settings import environment_settings, image_limits
 from hotseat.loop.setup.value_models import critic_model, tokenizer_of
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
@@ -207,8 +209,10 @@ def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Promp
         check_environment(environment, config.agent.pass_env)
     (prompts, report), evaluation = _read(config, lambda rows: _prompts(config, tokenizer, rows))
     notes = [_described("prompts", report), *_lost(config, report, evaluation)]
+    check_columns(config, prompts)
     if evaluation is None:
         return prompts, [], notes
+    check_columns(config, evaluation[0], is_evaluation=True)
     return prompts, evaluation[0], [*notes, _described("evaluation prompts", evaluation[1])]
 
 
@@ -240,6 +244,7 @@ def prompts_alone(
     if first_row >= len(rows):
         raise UserError(f"{section.path} has {len(rows):,} rows, none from row {first_row:,} on")
     prompts, report = _prompts(config, tokenizer, rows[first_row:])
+    check_columns(config, prompts)
     return prompts, [_described("prompts", report), *_lost(config, report, None)]
 
 
@@ -401,6 +406,7 @@ def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         prompt_max_length=prompt_max_length(config),
         limit=prompt_limit(config),
         image_key=data.image_key,
+        columns=columns_of(rows, data.image_key) if keeps_columns(config) else None,
     )
 
 
@@ -409,7 +415,7 @@ def _chat_template(config: Config, tokenizer: Any) -> str | None:
     data = config.data
     is_elsewhere = data.image_key is not None and data.apply_chat_template and not tokenizer.chat_template
     if data.chat_template is not None or not is_elsewhere:
-        return data.chat_template
+        return chat_template_text(data.chat_template)
     assert config.actor.model is not None
     return processor_template(config.actor.model)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from hotseat.config import Config
 from hotseat.config.built import not_built
+from hotseat.config.chat_template import chat_template_problem
 from hotseat.config.checks import missing
 from hotseat.config.maths import judge_length
 from hotseat.config.roles import (
@@ -53,6 +54,7 @@ def obstacles(config: Config, optional: Collection[str] = ()) -> list[tuple[str,
         *_missing_models(config),
         *_missing_rows(config),
         *_missing_columns(config),
+        *_templates(config),
         *_too_many_tokens(config),
     ]
 
@@ -227,6 +229,11 @@ def _missing_columns(config: Config) -> Iterator[tuple[str, str]]:
             hint = f"did you mean {close[0]!r}? " if close else ""
             columns = ", ".join(row) or "nothing"
             yield f"data.{name}", f"the first row of {path} has no {column!r}; {hint}it has: {columns}"
+
+
+def _templates(config: Config) -> Iterator[tuple[str, str]]:
+    if config.data.chat_template is not None and (problem := chat_template_problem(config.data.chat_template)):
+        yield "data.chat_template", problem
 
 
 def num_rows_of(config: Config) -> int | None:

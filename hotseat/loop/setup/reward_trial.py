@@ -7,7 +7,6 @@ run starts with a warning. A problem that no answer can cause is refused.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -18,8 +17,10 @@ from typing import Any
 from hotseat.config import Config
 from hotseat.errors import UserError
 from hotseat.loop.setup.refusals import first_row
+from hotseat.loop.setup.reward_columns import label_hint_of
 from hotseat.loop.setup.user_files import line_of_function
 from hotseat.rewards.trial import Trial, try_reward
+from hotseat.words import label_text
 
 # Outcomes for which a run is refused, by whether the call was made for a row of the data. The function may be unable to
 # score a made-up row.
@@ -29,12 +30,16 @@ _MAX_SHOWN = 200  # characters of a prompt, or of what was returned
 
 @dataclass(frozen=True)
 class TrialRow:
-    """Row to call a reward function with. source: the file whose first row it is; None if it is made up."""
+    """Row to call a reward function with. source: the file whose first row it is; None if it is made up.
+
+    columns: of that row, for functions that are called by names.
+    """
 
     prompt: str
-    label: str | None
+    label: Any
     answer: str
     source: str | None
+    columns: dict[str, Any] | None = None
 
 
 def try_rewards(config: Config, show: Callable[[str], object]) -> list[str]:
@@ -61,18 +66,20 @@ def try_rewards(config: Config, show: Callable[[str], object]) -> list[str]:
             seed=config.seed,
             # Ray's workers, in which the function will run, can import from the folder that the command is given in.
             extra_path=[os.getcwd()] if config.cluster.runtime == "ray" else [],
+            columns=row.columns,
         )
         is_elsewhere = trial.outcome == "not here" and bool(os.environ.get("RAY_ADDRESS"))
         if trial.outcome == "late":
             notes.append(f"{key}: {path} was not tried: no answer within {limit_s:g} s (reward.trial_timeout_s)")
         elif trial.outcome in _REFUSED[row.source is not None] and not is_elsewhere:
             problems.append(
-                f"  {key}: {_described(path, trial, row, num_samples)}\n    docs/rewards.md has what it gets and what"
-                " it may return; reward.trial_timeout_s=0 starts without this trial"
+                f"  {key}: {_described(config, path, trial, row, num_samples)}\n"
+                "    docs/rewards.md has what it gets and what it may return; reward.trial_timeout_s=0 starts without"
+                " this trial"
             )
         elif is_elsewhere or trial.outcome == "unusable" or (trial.outcome == "failed" and row.source is not None):
             notes.append(
-                f"warning: {key}: {_described(path, trial, row, num_samples)}\n    The run stops if more than"
+                f"warning: {key}: {_described(config, path, trial, row, num_samples)}\n    The run stops if more than"
                 f" {config.reward.max_failed_fraction:.0%} of a step's samples have no reward"
                 " (reward.max_failed_fraction)"
             )
@@ -89,15 +96,12 @@ def trial_row(config: Config, path: str | None) -> TrialRow:
     prompt = None if row is None else _text(row.get(data.input_key))
     is_unlabelled = row is not None and data.label_key is not None and row.get(data.label_key) is None
     if row is None or prompt is None or is_unlabelled:
-        label = None if data.label_key is None else "2"
-        return TrialRow("1 + 1 = ", label, "2", None)
+        return TrialRow("1 + 1 = ", "" if data.label_key is None else "2", "2", None)
     if data.input_template is not None and not data.apply_chat_template:
         prompt = data.input_template.replace("{}", prompt)
-    label = None
-    if data.label_key is not None:
-        value = row.get(data.label_key)
-        label = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return TrialRow(prompt, label, "an answer" if label is None else label, path)
+    label = "" if data.label_key is None else row.get(data.label_key)
+    columns = {**row, "prompt": row.get(data.input_key)}
+    return TrialRow(prompt, label, label_text(label) or "an answer", path, columns)
 
 
 def _reward_files(config: Config) -> Iterator[tuple[str, str, str | None, int]]:
@@ -121,7 +125,7 @@ def _text(value: Any) -> str | None:
     return None
 
 
-def _described(path: str, trial: Trial, row: TrialRow, num_samples: int) -> str:
+def _described(config: Config, path: str, trial: Trial, row: TrialRow, num_samples: int) -> str:
     """Describe where the function is, what went wrong, its arguments and its result."""
     file, _, name = path.partition(".py:")
     file = f"{file}.py" if name else file
@@ -129,7 +133,7 @@ def _described(path: str, trial: Trial, row: TrialRow, num_samples: int) -> str:
     line = line_of_function(Path(file).expanduser(), name)
     where = file if line is None else f"{file}:{line}"
     source = "a made-up row" if row.source is None else f"the first row of {row.source}"
-    answer = "the label" if row.label is not None else repr(row.answer)
+    answer = "the label" if label_text(row.label) is not None else repr(row.answer)
     times = f", {num_samples} times" if num_samples > 1 else ""
     lines = [
         f"{where}: {name} {trial.problem}",
@@ -138,6 +142,9 @@ def _described(path: str, trial: Trial, row: TrialRow, num_samples: int) -> str:
     ]
     if trial.returned is not None:
         lines.append(f"    returned: {_shown(trial.returned)}")
+    if label_text(row.label) is None and row.columns is not None:
+        hint = label_hint_of(config, [name for name in row.columns if name != "prompt"])
+        lines += [f"    {hint}"] if hint else []
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from hotseat.agents import Deadlines, ProgramSettings
 from hotseat.agents.environments.families import EnvironmentSettings, settings_of
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, num_checkpointed, token_budget, tokens_per_micro_batch, warmup_steps
+from hotseat.config.chat_template import chat_template_text
 from hotseat.config.images import filler_image, has_images, image_folder, largest_image
 from hotseat.config.maths import (
     aggregation,
@@ -418,7 +419,7 @@ def program_settings(config: Config) -> ProgramSettings:
         command=None if agent.command is None else tuple(agent.command),
         sampling=agent.sampling,
         history=agent.history,
-        chat_template=config.data.chat_template,
+        chat_template=chat_template_text(config.data.chat_template),
         tool_parser=agent.tool_parser,
         bind=agent.gateway.bind,
         advertise_url=agent.gateway.advertise_url,

@@ -22,12 +22,13 @@ _AGENT_FORMS = (
 class Names:
     """Names that a module binds at its top level.
 
-    functions: those defined there, with their lines. can_be_class: some name is bound to a class, or to the result of a
-    call. is_certain: the module's text shows all of its names.
+    functions: those defined there, with their lines. arguments: of those without decorators. can_be_class: some name is
+    bound to a class, or to the result of a call. is_certain: the module's text shows all of its names.
     """
 
     bound: set[str] = field(default_factory=set)
     functions: dict[str, int] = field(default_factory=dict)
+    arguments: dict[str, ast.arguments] = field(default_factory=dict)
     can_be_class: bool = False
     is_certain: bool = True
 
@@ -62,6 +63,23 @@ def line_of_function(file: Path, function: str) -> int | None:
     """Return the line on which a file defines a function; None if its text does not show it."""
     names = _names_in(file)
     return None if isinstance(names, str) else names.functions.get(function)
+
+
+def parameters_of(file: Path, function: str) -> dict[str, bool] | None:
+    """Return the parameters that a function can be called with by name, and whether each of them is required.
+
+    None if the file's text does not show them.
+    """
+    names = _names_in(file)
+    found = None if isinstance(names, str) or not names.is_certain else names.arguments.get(function)
+    if found is None:
+        return None
+    positional = [*found.posonlyargs, *found.args]
+    num_required = len(positional) - len(found.defaults)
+    parameters = {each.arg: at < num_required for at, each in enumerate(positional) if each not in found.posonlyargs}
+    return parameters | {
+        each.arg: default is None for each, default in zip(found.kwonlyargs, found.kw_defaults, strict=True)
+    }
 
 
 def agent_problem(file: Path, name: str | None = None) -> str | None:
@@ -102,6 +120,8 @@ def _collect(node: ast.AST, names: Names) -> None:
             names.can_be_class = names.can_be_class or not node.name.startswith("_")
         else:
             names.functions[node.name] = node.lineno
+            if not node.decorator_list:
+                names.arguments[node.name] = node.args
         names.is_certain = names.is_certain and node.name != "__getattr__"
         for inner in ast.walk(node):
             _note_dynamic(inner, names)

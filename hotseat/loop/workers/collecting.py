@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -14,7 +14,8 @@ from hotseat.agents.host import EpisodeFuture
 from hotseat.errors import RunError
 from hotseat.loop.workers.facts import Job
 from hotseat.rewards import Score, Scorer
-from hotseat.types import Episode, Failed, SampleKey, Sampling, ScoredEpisode
+from hotseat.rewards.scorer import NamedArguments
+from hotseat.types import Episode, Failed, Prompt, SampleKey, Sampling, ScoredEpisode
 
 
 @dataclass
@@ -34,10 +35,11 @@ class Scoring:
     """How the groups of a collection get their rewards.
 
     waits_for_model: a reward model scores them later, or a judge adds to what `scorer` gives. ignores_agents: rewards
-    that agents gave do not count.
+    that agents gave do not count. tokenizer: decodes answers for reward functions that are called by names.
     """
 
     scorer: Scorer | None
+    tokenizer: Any
     waits_for_model: bool = False
     ignores_agents: bool = False
 
@@ -93,7 +95,7 @@ class Collecting:
             if group.num_open == 0 and self._scoring.waits_for_model and self._scoring.scorer is None:
                 return group, None
             if group.num_open == 0:
-                self._report(group, None, _score(group, self._scoring.scorer))
+                self._report(group, None, _score(group, self._scoring))
                 self._reach("scoring.during")
 
     def interrupt(self, reason: RunError) -> None:
@@ -123,21 +125,21 @@ class _Done(NamedTuple):
     ended_s: float
 
 
-def _score(group: OpenGroup, scorer: Scorer | None) -> Future[Any]:
+def _score(group: OpenGroup, scoring: Scoring) -> Future[Any]:
     """Have the episodes scored, all at once, that have no reward of their agent's own."""
     episodes = [outcome for outcome in group.outcomes if isinstance(outcome, Episode)]
     if not episodes:
         nothing: Future[Any] = Future()
         nothing.set_result([])
         return nothing
-    if scorer is None:
+    if scoring.scorer is None:
         missing: Future[Any] = Future()
         missing.set_result([Failed("the agent gave no reward, and the run has no reward function")] * len(episodes))
         return missing
-    return submit_group(scorer, group)
+    return submit_group(scoring.scorer, group, scoring.tokenizer)
 
 
-def submit_group(scorer: Scorer, group: OpenGroup) -> Future[list[Score | Failed]]:
+def submit_group(scorer: Scorer, group: OpenGroup, tokenizer: Any) -> Future[list[Score | Failed]]:
     """Submit the episodes of a complete group that have no reward of their agent's own."""
     episodes = [outcome for outcome in group.outcomes if isinstance(outcome, Episode)]
     prompt = group.job.prompt
@@ -146,4 +148,20 @@ def submit_group(scorer: Scorer, group: OpenGroup) -> Future[list[Score | Failed
         [prompt.text] * len(episodes),
         [prompt.label] * len(episodes),
         [str(episode.key) for episode in episodes],
+        None if prompt.columns is None else _named(prompt.columns, prompt, episodes, tokenizer),
     )
+
+
+def _named(columns: Mapping[str, Any], prompt: Prompt, episodes: Sequence[Episode], tokenizer: Any) -> NamedArguments:
+    """Return what a reward function that is called by names gets: answers are what follows the prompt's tokens.
+
+    Where an agent begins its context otherwise, an answer begins with the first token that was sampled.
+    """
+    ids = []
+    for episode in episodes:
+        segment = episode.played_segments[-1]
+        tokens, begin = segment.token_ids.tolist(), len(prompt.token_ids)
+        if tuple(tokens[:begin]) != prompt.token_ids:
+            begin = int(segment.mask.int().argmax())
+        ids.append(tokens[begin:])
+    return NamedArguments(columns, [tokenizer.decode(each, skip_special_tokens=True) for each in ids], ids)

@@ -20,6 +20,7 @@ from hotseat.loop.workers.losses import ADVANTAGES, PolicyObjective
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch, Prompt, SampleKey, ScoredEpisode
 from hotseat.vision import is_packed
+from hotseat.words import label_text
 
 MAX_FRAMES = 200  # of a film
 NO_GRADIENT, SKIPPED = "no gradient", "skipped"
@@ -53,7 +54,7 @@ class SampleRecord:
     key: SampleKey
     source: str
     prompt_text: str
-    label: str | None
+    label: Any  # None: the prompt has none
     reward: float
     score: float
     is_truncated: bool
@@ -80,7 +81,7 @@ def record_of(sample: ScoredEpisode, prompt: Prompt, tokenizer: Any) -> SampleRe
         key=sample.episode.key,
         source=prompt.source,
         prompt_text=prompt.text,
-        label=prompt.label,
+        label=None if label_text(prompt.label) is None else prompt.label,
         reward=sample.reward,
         score=sample.score,
         is_truncated=sample.episode.is_truncated,

@@ -381,6 +381,7 @@ class RolloutHost:
         is_model = self._settings.has_reward_model or (judge is not None and judge.engine is not None)
         return Scoring(
             self._eval_reward if has_own else self._reward,
+            self._tokenizer,
             waits_for_model=is_model and not has_own,
             ignores_agents=has_own,
         )
@@ -419,7 +420,7 @@ class RolloutHost:
         assert engines is not None
         grader = Grader("judge", settings.name, settings.weight)
         groups = list(self._unscored)
-        asked = [submit_group(judge, group) for group in groups]
+        asked = [submit_group(judge, group, self._tokenizer) for group in groups]
         judged = [future.result() for future in asked]
         engines.check()
         self._unscored = self._unscored[len(groups) :]
@@ -484,7 +485,7 @@ class RolloutHost:
             [sample] = [sample for sample in group.samples if sample.episode.key == key]
             records.append(record_of(sample, group.prompt, self._tokenizer))
             if self._player is not None and len(records) <= self._player.num_films:
-                assert group.prompt.label is not None
+                assert isinstance(group.prompt.label, str)
                 records[-1] = replace(records[-1], film=self._player.film(group.prompt.label, sample.episode))
         return records
 
@@ -545,7 +546,8 @@ class RolloutHost:
             else:
                 samples.append(outcome)
         job = group.job
-        prompt_group = PromptGroup(job.prompt, tuple(samples), len(failures))
+        prompt = replace(job.prompt, columns=None)  # of no use once the group is scored
+        prompt_group = PromptGroup(prompt, tuple(samples), len(failures))
         return Finished(job.epoch, prompt_group, tuple(failures), tuple(group.episode_s), group.scoring_s)
 
     def _group(self, key: GroupKey) -> PromptGroup:

@@ -423,7 +423,7 @@ class Player(Agent):
         self._free = [(stage, slot) for slot in reversed(range(size)) for stage in reversed(range(len(self._stages)))]
 
     async def run(self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction) -> ScoredEpisode:
-        assert prompt.label is not None, "a prompt without task and seed"
+        assert isinstance(prompt.label, str), "a prompt without task and seed"
         task, seed = map(int, prompt.label.split("/"))
         index, slot = self._free.pop()
         stage = self._stages[index]

@@ -10,6 +10,7 @@ from typing import Any
 
 from hotseat.observe.report.encoding import encoded
 from hotseat.observe.report.reading import finite, json_lines_at, parsed, shortened
+from hotseat.words import label_text
 
 MAX_TOKENS = 1_600  # of one sample: the first three quarters and the last quarter
 MAX_PROMPT_CHARACTERS = 6_000
@@ -93,7 +94,7 @@ def pack(record: dict[str, Any]) -> dict[str, Any]:
         "reward": finite(record.get("reward")),
         "score": finite(record.get("score")),
         "is_truncated": bool(record.get("is_truncated")),
-        "label": shortened(record["label"]) if record.get("label") is not None else None,
+        "label": None if (label := label_text(record.get("label"))) is None else shortened(label),
         "prompt_text": shortened(record.get("prompt_text") or "", MAX_PROMPT_CHARACTERS),
         "extra": record.get("extra") if isinstance(record.get("extra"), dict) else {},
         "images": _pack_images(record.get("images")),

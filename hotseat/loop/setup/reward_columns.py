@@ -1,0 +1,73 @@
+"""Columns of the data: for reward functions of TRL's form, which are called by names, and for hints at labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hotseat.config import Config
+from hotseat.config.roles import has_reward_model, has_simulator
+from hotseat.errors import UserError
+from hotseat.loop.setup.user_files import parameters_of
+from hotseat.rewards.function import locate
+from hotseat.words import label_text
+
+if TYPE_CHECKING:
+    from hotseat.types import Prompt
+
+# Names under which such a function gets the prompts and the answers.
+_PASSED = ("prompts", "completions", "completion_ids")
+
+
+def keeps_columns(config: Config) -> bool:
+    """Return whether prompts have to keep the columns of their rows: some function may be called by names."""
+    return any(parameters is None or "completions" in parameters for _, _, parameters in _functions(config))
+
+
+def check_columns(config: Config, prompts: Sequence[Prompt], *, is_evaluation: bool = False) -> None:
+    """Raise `UserError` if a function that is called by names requires a column that the data does not have."""
+    used = "eval.reward" if is_evaluation and config.eval.reward is not None else "reward.function"
+    there = [name for name in prompts[0].columns or () if name not in ("prompt", "completion", *_PASSED)]
+    for key, path, parameters in _functions(config):
+        if key != used or parameters is None or "completions" not in parameters:
+            continue
+        missing = [name for name, is_required in parameters.items() if is_required and name not in (*_PASSED, *there)]
+        if missing:
+            raise UserError(
+                f"{key} {path}: it has a parameter completions, so it is called by names, as TRL does, and it requires"
+                f" {', '.join(missing)}: no such column. It can have the columns {', '.join(there) or '(none)'}, and"
+                f" {', '.join(_PASSED)}: rename the parameter or the column, or give the parameter a default"
+            )
+
+
+def _functions(config: Config) -> Iterator[tuple[str, str, dict[str, bool] | None]]:
+    """Yield (key, path, parameters) of the reward functions; parameters is None where the text does not show them."""
+    for key, path in (("reward.function", config.reward.function), ("eval.reward", config.eval.reward)):
+        if path is not None:
+            yield key, path, parameters_of(*locate(path))
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+def label_hint(config: Config, prompts: Sequence[Prompt]) -> str:
+    """Return a hint at `data.label_key` if no prompt has a label that a reward could use; "" if some prompt has."""
+    data = config.data
+    if data.path is None or has_simulator(config) or has_reward_model(config) or not prompts:
+        return ""
+    if any(label_text(prompt.label) is not None for prompt in prompts):
+        return ""
+    from hotseat.data import load_rows  # not above: a trial, before torch is loaded, uses the rest of this file
+
+    row = next(iter(load_rows(data.path, split=data.split, max_samples=1)), None)
+    return label_hint_of(config, () if row is None else row.values)
+
+
+def label_hint_of(config: Config, columns: Iterable[str]) -> str:
+    """Return the hint for data with these columns and without labels; "" if no function would get them."""
+    if any(parameters is not None and "completions" in parameters for _, _, parameters in _functions(config)):
+        return ""  # it gets the columns themselves
+    key = config.data.label_key
+    why = "data.label_key is not set" if key is None else f"under data.label_key {key!r} every label is empty"
+    others = [name for name in columns if name not in (config.data.input_key, key)]
+    return f'hint: {why}, so every label is "": set it to one of the other columns: {", ".join(others) or "none"}'

@@ -1,0 +1,47 @@
+"""`data.chat_template`: a template, or a file with one; what cannot be one is refused."""
+
+import pytest
+
+from hotseat.config import loads
+from hotseat.config.chat_template import chat_template_problem, chat_template_text
+from hotseat.loop.setup.refusals import obstacles
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+MARKED = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+
+
+def test_a_file_stands_for_its_text(tmp_path):
+    (tmp_path / "tmpl.jinja").write_text(TEMPLATE)
+    assert chat_template_text(str(tmp_path / "tmpl.jinja")) == TEMPLATE
+    assert chat_template_text(TEMPLATE) == TEMPLATE
+    assert chat_template_text(None) is None
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED, "{{ messages[0]['content'] }}"])
+def test_templates_that_use_the_messages(template, tmp_path):
+    assert chat_template_problem(template) is None
+    (tmp_path / "file").write_text(template)
+    assert chat_template_problem(str(tmp_path / "file")) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("tmpl.jinja", "'tmpl.jinja' is no template, which would contain {{ or {%, and cannot be read as a file"),
+        (".", "Is a directory"),
+        ("Question: {{ prompt }}", "the template ignores the messages"),
+        ("{{ 'messages' }}", "the template ignores the messages"),
+        ("{% for m in messages %}\n{{ m }", "no Jinja template: unexpected '}' at line 2"),
+    ],
+)
+def test_what_is_no_template_is_refused(template, problem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert problem in chat_template_problem(template)
+
+
+def test_a_run_is_refused_before_anything_loads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    overrides = ["data.apply_chat_template=true", "data.chat_template=tmpl.jinja"]
+    assert [key for key, _ in obstacles(loads("{}", overrides)) if "template" in key] == ["data.chat_template"]
+    (tmp_path / "tmpl.jinja").write_text(TEMPLATE)
+    assert [key for key, _ in obstacles(loads("{}", overrides)) if "template" in key] == []
