@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hotseat import interrupts
 from hotseat.caches import keep_compiled
 from hotseat.cluster import started_template
 from hotseat.config import Config
@@ -32,6 +33,11 @@ def start(config: Config, launched: bool = False, is_command: bool = False) -> d
 
     is_command: this process is a command that has just begun, not a program of the user's.
     """
+    with interrupts.heard() as heard, heard.of_run():
+        return _start(config, launched, is_command)
+
+
+def _start(config: Config, launched: bool, is_command: bool) -> dict[str, float]:
     refuse_at_once(config)
     keep_compiled()
     with make_view(config, launched) as view:
@@ -47,6 +53,7 @@ def start(config: Config, launched: bool = False, is_command: bool = False) -> d
             with without_collector():
                 from hotseat.loop import run
 
+            interrupts.current().check()
             return run.start(config, launched, view, notes, template)
 
 
