@@ -18,6 +18,7 @@ from hotseat import interrupts
 from hotseat.caches import keep_compiled
 from hotseat.cluster import started_template
 from hotseat.config import Config
+from hotseat.loop.setup.agent_trial import agent_trial
 from hotseat.loop.setup.graders import try_sandbox
 from hotseat.loop.setup.job_directory import check_job_directory
 from hotseat.loop.setup.refusals import refuse_at_once
@@ -40,7 +41,7 @@ def start(config: Config, launched: bool = False, is_command: bool = False) -> d
 def _start(config: Config, launched: bool, is_command: bool) -> dict[str, float]:
     refuse_at_once(config)
     keep_compiled()
-    with make_view(config, launched) as view:
+    with make_view(config, launched) as view, agent_trial(config) as trial:
         notes = check_job_directory(config, Path.cwd())
         notes += [*check_reward_servers(config, view.stage), *try_rewards(config, view.stage)]
         notes += try_sandbox(config, view.stage)
@@ -54,6 +55,9 @@ def _start(config: Config, launched: bool, is_command: bool) -> dict[str, float]
                 from hotseat.loop import run
 
             interrupts.current().check()
+            if trial is not None:
+                view.stage(f"loading {config.agent.path} once, to see that it works")
+                notes += trial.notes()
             return run.start(config, launched, view, notes, template)
 
 
