@@ -1,5 +1,5 @@
 """`python -m hotseat` is the `hotseat` command."""
 
-from hotseat.cli.main import entry
+from hotseat.cli.command import entry
 
 entry()

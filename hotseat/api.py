@@ -102,8 +102,9 @@ def run(config: str | Path | Mapping[str, Any] | Config, *overrides: str) -> Run
 
     config: path of a YAML file, YAML text (a string with a line break or a colon and a space), a mapping of the same
     keys, or a `Config`. overrides: `key=value` with dotted keys, as on the command line. A config that cannot work
-    raises a `UserError` before any model loads; a run that fails raises another `HotseatError`. Ctrl-C and SIGTERM
-    raise KeyboardInterrupt.
+    raises a `UserError` before any model loads; a run that fails raises another `HotseatError`. Called in the main
+    thread, it hears Ctrl-C and SIGTERM until it returns: the first one lets the current step finish and saves it, then
+    KeyboardInterrupt is raised, with a note on what is lost and how to resume; a second one raises it at once.
     """
     from hotseat.openmp import wait_passively
 

@@ -42,6 +42,14 @@ POINTS = {
     "save.after": "driver: after the rename",
 }
 
+# Points before the first step and after the last one, each of which a run passes once.
+EDGE_POINTS = {
+    "inputs": "driver: before tokenizer and data are read",
+    "ray": "driver: before a daemon of Ray is started",
+    "export": "driver: before the model is exported",
+    "closing": "driver: before the cluster is closed",
+}
+
 # Points that only runs with simulators reach.
 SIMULATOR_POINTS = {"simulators.during": "env: a stage of simulators is about to step"}
 
@@ -74,7 +82,7 @@ class Fault:
     skip: int = 0  # how many times the point is passed before the fault happens
 
     def arm(self, directory: Path, name: str) -> None:
-        assert self.point in POINTS | SIMULATOR_POINTS | MEMORY_POINTS, self.point
+        assert self.point in POINTS | EDGE_POINTS | SIMULATOR_POINTS | MEMORY_POINTS, self.point
         writing = directory / f".{name}"
         writing.write_text(json.dumps(asdict(self)))
         writing.rename(directory / f"{name}.fault")

@@ -27,6 +27,7 @@ LAYERS = (
         "openmp",
         "determinism",
         "clock",
+        "interrupts",
         "words",
         "caches",
         "vision",

@@ -65,6 +65,14 @@ def load_agent(
     return agent
 
 
+def load_file(file: Path, class_name: str | None) -> tuple[types.CodeType, types.ModuleType]:
+    """Load the file of an agent without making the agent; return its code and module. Raises if it has none."""
+    source = _Source(file)
+    module = source.load()
+    _choose(module, file, class_name)
+    return source.code, module
+
+
 def _load(
     file: Path,
     class_name: str | None,
@@ -134,7 +142,7 @@ class _Source:
         self._file = file
         try:
             self.text = file.read_text(encoding="utf-8")
-            self._code = compile(self.text, str(file), "exec")
+            self.code = compile(self.text, str(file), "exec")
         except OSError as error:
             raise UserError(f"agent: {file}: {error.strerror or error}") from None
         except (SyntaxError, ValueError) as error:
@@ -152,7 +160,7 @@ class _Source:
             before = sys.modules.get(_MODULE)
             sys.modules[_MODULE] = module
             try:
-                exec(self._code, module.__dict__)
+                exec(self.code, module.__dict__)
             except NotBuiltError as error:
                 raise NotBuiltError(f"{self._file}: {error}") from error
             except BaseException as error:

@@ -7,7 +7,7 @@ exit codes:
   0    done
   1    failed while running
   2    refused before anything ran: a wrong key, value, file or command line
-  130  stopped by Ctrl-C or SIGTERM (SIGTERM lets the step finish and saves it first)"""
+  130  stopped by Ctrl-C or SIGTERM (the first lets the step finish and saves it, a second ends at once)"""
 
 _SETTINGS = """\
 settings:

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from hotseat import __version__, clock
+from hotseat import __version__, clock, interrupts
 from hotseat.cli import completion, help_texts, new, offline_arguments, serving
 from hotseat.cli.ending import OK, REFUSED, reported
 from hotseat.errors import UserError
@@ -15,7 +15,8 @@ from hotseat.openmp import wait_passively
 
 
 def entry() -> None:
-    """Console entry point."""
+    """Run the command that the arguments of this process name, and exit."""
+    interrupts.hear_to_the_end()
     wait_passively()
     if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"], ["completion"], ["openrlhf-path"]):
         # These only print, so `| head` ends them like any such command. A run must not die of a closed pipe.

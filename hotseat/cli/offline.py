@@ -15,6 +15,7 @@ from hotseat.errors import UserError
 from hotseat.loop.offline.group_file import partial_path
 from hotseat.loop.offline.options import has_reward, offline_config, play_config, refuse
 from hotseat.loop.offline.selection import Selection, check_output
+from hotseat.loop.setup.agent_trial import agent_trial
 from hotseat.loop.setup.graders import try_sandbox
 from hotseat.loop.setup.reward_servers import check_reward_servers
 from hotseat.loop.setup.reward_trial import try_rewards
@@ -204,6 +205,9 @@ def _try_user_code(config: Config, view: LiveView) -> None:
         *check_reward_servers(config, view.stage),
     ):
         view.say(note)
+    with agent_trial(config) as trial:
+        for note in [] if trial is None else trial.notes():
+            view.say(note)
 
 
 @contextmanager

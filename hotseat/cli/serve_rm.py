@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hotseat import interrupts
 from hotseat.cli import serving
-from hotseat.cli.ending import FAILED, OK, REFUSED, STOPPED, interrupted_by_sigterm
+from hotseat.cli.ending import FAILED, OK, REFUSED, STOPPED
 from hotseat.errors import HotseatError, UserError
 from hotseat.openmp import wait_passively
 from hotseat.rewards.addresses import bearer_token
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve until the process is told to stop, and return the exit code."""
     arguments = make_parser().parse_args(argv)
     try:
-        with interrupted_by_sigterm():
+        with interrupts.heard():
             _serve(arguments, is_newer=any(token.startswith("--") and "." in token for token in argv))
     except UserError as error:
         print(f"serve_rm: {error}", file=sys.stderr)

@@ -43,8 +43,11 @@ class BatchAlgebra:
 
 
 def warmup_steps(schedule_length: int, ratio: float) -> int:
-    """Return the number of optimizer steps over which the learning rate rises, rounded up as in OpenRLHF."""
-    return math.ceil(schedule_length * ratio)
+    """Return the number of optimizer steps over which the learning rate rises, rounded up as in OpenRLHF.
+
+    At least one step is left at the peak: a run of one step has no warm-up.
+    """
+    return min(math.ceil(schedule_length * ratio), max(0, schedule_length - 1))
 
 
 def nearest_multiples(number: int, of: int) -> str:

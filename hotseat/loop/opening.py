@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hotseat import clock, faults
+from hotseat import clock, faults, interrupts
 from hotseat.config import Config, loads_saved
 from hotseat.config.precision import idle_in_fp32, with_dtype, with_dtype_of
 from hotseat.data import check_saved, digest_of
@@ -92,7 +90,9 @@ def open_run(
             config = with_budgets_of(config, kept)
         saver = Saver(config, run_dir, inputs.tokenizer)
         savers.append(saver)
-        stack.enter_context(_advice(saver, command.format(run_dir=run_dir)))
+        advice = command.format(run_dir=run_dir)
+        interrupts.current().describe = lambda: saver.ending(advice)
+        stack.enter_context(_advice(saver, advice))
         checkpoint = saver.find(stack, inputs.notes.append)
         _begin_records(config, run_dir, inputs.rows, saver, checkpoint)
         if checkpoint is not None and _is_finished(config, checkpoint, inputs.algebra.num_steps or 0, run_dir):
@@ -122,6 +122,8 @@ def on_cluster(
     journal.stage(_starting(run.config))
     with ExitStack() as stack:
         cluster = stack.enter_context(_cluster(Cluster, run.config, dry_plan, template))
+        stack.callback(faults.reach, "closing")
+        interrupts.current().check()
         config, has_new_budgets = _for_devices(run, cluster)
         plan = plan_on(config, cluster)
         save_plan(run.run_dir, plan)
@@ -200,6 +202,7 @@ def export_models(run: OpenRun, export: Callable[..., object], tokenizer: Any) -
     """
     path = run.model_folder
     run.journal.phase("export")
+    faults.reach("export")
     # The model last: its presence shows that everything was exported.
     if run.config.train.ema.enabled:
         average = path.with_name(f"{path.name}_ema")
@@ -312,26 +315,11 @@ def _starting(config: Config) -> str:
 
 @contextmanager
 def stoppable() -> Iterator[list[Saver]]:
-    """Make SIGTERM end a run as Ctrl-C does, with the clean-up of everything that was started.
-
-    With a saver in the list that this yields, the first SIGTERM lets the current step finish and be saved.
-    """
+    """Hear Ctrl-C and SIGTERM. With a saver in the list that this yields, the first one lets the run save its work."""
     savers: list[Saver] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield savers
-        return
 
-    def stop(number: int, frame: object) -> None:
-        waiting = [saver for saver in savers if saver.can_save and saver.has_begun and not saver.is_stopping]
-        if not waiting:
-            raise KeyboardInterrupt
-        for saver in waiting:
-            saver.is_stopping = True
-        # Straight to the file descriptor: the interrupted code may hold the locks of every other way to print.
-        os.write(2, b"hotseat: SIGTERM: this step is finished and saved, then the run ends; a second one ends it now\n")
+    def finish() -> str | None:
+        return next(filter(None, [saver.stop_when_finished() for saver in savers]), None)
 
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
+    with interrupts.heard() as heard, heard.finishing(finish):
         yield savers
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -12,10 +12,11 @@ from hotseat.config.batches import BatchAlgebra, batch_algebra, left_over_note
 from hotseat.config.precision import with_dtype
 from hotseat.config.roles import has_critic, has_judge_engine
 from hotseat.errors import PlacementError, TooFewDevicesError, UserError
-from hotseat.loop.planning.plan import is_offloaded, make_plan, num_data_parallel
+from hotseat.loop.devices.memory import available_bytes
+from hotseat.loop.planning.plan import host_needs, is_offloaded, make_plan, num_data_parallel
 from hotseat.loop.setup.refusals import refuse_at_once
 from hotseat.loop.setup.value_models import check_readers
-from hotseat.placement import Inventory, Plan
+from hotseat.placement import GIB, Inventory, Plan
 from hotseat.types import Prompt
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def rl_inputs(config: Config) -> RlInputs:
     num_ranks = num_data_parallel(config, plan)
     batch_algebra(config, num_ranks)
     _check_runtime(config, plan)
+    check_host_memory(config, plan)
     _check_transport(config, plan)
     check_own_functions(config)
     check_components(config, plan)
@@ -96,6 +98,7 @@ def supervised_inputs(config: Config, num_launched: int | None = None) -> Superv
     if num_launched is None:
         plan = make_plan(config, local_inventory(config))
         _check_runtime(config, plan)
+        check_host_memory(config, plan)
         _check_reference_place(plan)
         num_ranks = num_data_parallel(config, plan)
     else:
@@ -188,6 +191,29 @@ def _check_runtime(config: Config, plan: Plan) -> None:
                 f" {len(role.processes)} ranks on {role.on}: set cluster.runtime to ray, or place {role.name} on one"
                 " device"
             )
+
+
+def check_host_memory(config: Config, plan: Plan, available: int | None = None) -> None:
+    """Raise if the roles of a run on the CPUs of this machine need more memory than it has.
+
+    Counted is what every such run holds at once, so a run that could work is never refused. available: bytes of host
+    memory; None: as measured now.
+    """
+    import torch
+
+    if is_cluster_there(config) or torch.cuda.is_available():
+        return
+    available = available_bytes() if available is None else available
+    needs = host_needs(with_dtype(config, has_gpus=False), plan)
+    needed = sum(needs.values())
+    if not available or needed * GIB <= available:
+        return
+    listed = ", ".join(f"{role} {gib:.1f} GiB" for role, gib in needs.items() if gib >= 0.05)
+    raise UserError(
+        f"this run cannot start:\n  actor.model: weights, gradients and optimizer state take {needed:.1f} GiB of host"
+        f" memory on CPUs ({listed}), and {available / GIB:.1f} GiB are available: choose a smaller model, set"
+        " train.lora.rank, leave out roles, or run it on a machine with more memory or with GPUs"
+    )
 
 
 def _check_transport(config: Config, plan: Plan) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotseat import clock
+from hotseat import clock, faults
 from hotseat.cluster import Template
 from hotseat.config import Config
 from hotseat.config.maths import maths_notes
@@ -42,6 +42,7 @@ def start(
         refuse_what_cannot_start(config)
         _quieten_transformers()
         view.stage("reading tokenizer and data")
+        faults.reach("inputs")
         if config.task == "rl":
             return _start_rl(config, view, notes, template, recording)
         if launched:
@@ -86,12 +87,13 @@ def _start_rl(
                     rl.samples.record_left_over(
                         rl.num_steps, config.train.num_episodes, config.rollout.samples_per_prompt
                     )
-                if config.checkpoint.export_critic:  # before the model, whose presence marks the run as finished
-                    path = critic_folder(run.model_folder)
-                    rl.checkpoints.export(path, role="critic")
-                    inputs.tokenizer.save_pretrained(path)
-                    journal.say(f"critic: {path}")
-                export_models(run, rl.checkpoints.export, inputs.tokenizer)
+                with saver.exporting():
+                    if config.checkpoint.export_critic:  # before the model, whose presence marks the run as finished
+                        path = critic_folder(run.model_folder)
+                        rl.checkpoints.export(path, role="critic")
+                        inputs.tokenizer.save_pretrained(path)
+                        journal.say(f"critic: {path}")
+                    export_models(run, rl.checkpoints.export, inputs.tokenizer)
         _remove_images(run)
     return evaluation
 
@@ -136,7 +138,8 @@ def _start_supervised(config: Config, view: LiveView, template: Template | None)
             def export(path: Path, is_averaged: bool = False) -> None:
                 actor.call(SupervisedWorker.export, str(path), is_averaged)
 
-            export_models(run, export, inputs.tokenizer)
+            with saver.exporting():
+                export_models(run, export, inputs.tokenizer)
     return evaluation
 
 

@@ -14,9 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hotseat import interrupts
 from hotseat.caches import keep_compiled
 from hotseat.cluster import started_template
 from hotseat.config import Config
+from hotseat.loop.setup.agent_trial import agent_trial
 from hotseat.loop.setup.graders import try_sandbox
 from hotseat.loop.setup.job_directory import check_job_directory
 from hotseat.loop.setup.refusals import refuse_at_once
@@ -32,9 +34,14 @@ def start(config: Config, launched: bool = False, is_command: bool = False) -> d
 
     is_command: this process is a command that has just begun, not a program of the user's.
     """
+    with interrupts.heard() as heard, heard.of_run():
+        return _start(config, launched, is_command)
+
+
+def _start(config: Config, launched: bool, is_command: bool) -> dict[str, float]:
     refuse_at_once(config)
     keep_compiled()
-    with make_view(config, launched) as view:
+    with make_view(config, launched) as view, agent_trial(config) as trial:
         notes = check_job_directory(config, Path.cwd())
         notes += [*check_reward_servers(config, view.stage), *try_rewards(config, view.stage)]
         notes += try_sandbox(config, view.stage)
@@ -47,6 +54,10 @@ def start(config: Config, launched: bool = False, is_command: bool = False) -> d
             with without_collector():
                 from hotseat.loop import run
 
+            interrupts.current().check()
+            if trial is not None:
+                view.stage(f"loading {config.agent.path} once, to see that it works")
+                notes += trial.notes()
             return run.start(config, launched, view, notes, template)
 
 

@@ -6,6 +6,8 @@ back as a message instead of an error: from another process vLLM would hand on n
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -37,6 +39,8 @@ class WorkerExtension:
 
     def hotseat_start(self, names: WeightNames) -> dict[str, Any]:
         """Find the weights; return the bytes of each part on this rank's device, and names that no digest reaches."""
+        if multiprocessing.parent_process() is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this process
         model, model_config = self.model_runner.model, self.model_runner.model_config
         problem = (
             inside.experts_problem(model) or inside.widen_head(model, model_config) or fp8_problem(model, model_config)

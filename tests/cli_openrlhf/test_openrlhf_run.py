@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from model_shells import make_shell
 
 from hotseat.cli.openrlhf.argv import hide_secrets
 from hotseat.cli.openrlhf.flags import COMMANDS, TASKS
@@ -68,8 +69,7 @@ def test_a_run_without_what_it_needs_is_refused_by_flag(capsys):
 def test_without_vllm_a_command_says_what_to_install_in_flags(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is no such module
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text("{}")
+    make_shell(tmp_path / "m")
     (tmp_path / "d").mkdir()
     (tmp_path / "r.py").write_text("def reward_func(queries, prompts, labels): return [0.0] * len(queries)\n")
     text = COMPLETE["train_ppo_ray"].replace(" --engine transformers", "")

@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -318,6 +319,26 @@ def test_an_interrupt_gives_up_what_is_under_way(tmp_path, ranks):
     assert time.monotonic() - started_s < 10  # it does not wait for the ranks
     ranks.is_written = True
     time.sleep(1)
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == []
+
+
+def test_a_checkpoint_that_was_given_up_never_becomes_current(tmp_path, ranks):
+    """All of it is written and hashed when the run is interrupted: another run may have the folder from then on."""
+    saver, committing, given_up = saver_of(tmp_path), threading.Event(), threading.Event()
+    ranks.is_written = True
+
+    def wait() -> bool:
+        committing.set()
+        return given_up.wait(60)
+
+    with held("save.commit", wait):
+        save(saver, ranks, 1)
+        under_way = saver._background_save
+        assert committing.wait(60)
+        with pytest.raises(KeyboardInterrupt), saver.settled(Silence()):
+            raise KeyboardInterrupt
+        given_up.set()
+        assert isinstance(under_way.done.exception(60), CheckpointError)
     assert CheckpointStore(tmp_path / "checkpoints").steps() == []
 
 

@@ -47,6 +47,19 @@ def forks_of(driver: subprocess.Popen, pids: list[int]) -> list[int]:
     return [pid for pid in pids if pid != driver.pid and command_of(pid) == command_of(driver.pid)]
 
 
+def members_of_group(group: int) -> list[int]:
+    """List the processes of a process group."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, of_group = path.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(of_group) == group and state != "Z":
+            members.append(int(path.parent.name))
+    return members
+
+
 def have_terminal() -> None:
     """Make standard input the terminal by which a child is interrupted."""
     hear_interrupts()
@@ -119,21 +132,26 @@ def test_nothing_is_left_of_a_run_that_is(ending, tmp_path):
         text=True,
         env={**env, MARK: mark},
         preexec_fn=hear_interrupts,
+        process_group=0,
     )
     try:
         metrics = task / "runs" / "run" / "metrics.jsonl"
         assert wait_for(lambda: metrics.exists() and len(read_lines(metrics)) > 3, 300)
+        # A terminal sends Ctrl-C to the whole group, and the step still needs all the other processes.
+        assert members_of_group(driver.pid) == [driver.pid]
         processes = marked(MARK, [mark])
         assert len(processes) > 5  # the driver, Ray's own, actor, engine, agents, the reward function
         assert not can_fork() or forks_of(driver, processes)
-        driver.send_signal(ending)
-        _, errors = driver.communicate(timeout=600)
+        os.killpg(driver.pid, ending)
+        out, errors = driver.communicate(timeout=600)
         if ending is signal.SIGINT:
             assert driver.returncode == 130
-            # Of an endless run without checkpoints: the first would have come after ten minutes.
-            last, told = errors.strip().splitlines()[-2:]
+            assert "died" not in out + errors
+            # Of an endless run, whose first checkpoint would have come after ten minutes.
+            first, last, told = errors.strip().splitlines()[-3:]
+            assert first.startswith("hotseat: Ctrl-C: this step is finished and saved, then the run ends; a second one")
             assert last == "hotseat: stopped"
-            assert re.fullmatch(r"\d+ steps are lost: there is no checkpoint to resume from \(.*10 minutes.*\)", told)
+            assert re.match(r"nothing is lost: the last checkpoint is of step \d+\. Resume with: hotseat resume ", told)
         within_s = 10 if ending is signal.SIGKILL else 60  # ten seconds are what docs/reliability.md says of a kill
         assert wait_for(lambda: not marked(MARK, [mark]), within_s), marked(MARK, [mark])
     finally:

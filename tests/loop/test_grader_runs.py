@@ -5,6 +5,7 @@ import os
 import sys
 
 import pytest
+from model_shells import make_shell
 
 from hotseat.config import loads
 from hotseat.errors import ConfigError, UserError
@@ -13,8 +14,7 @@ from hotseat.loop.setup.refusals import refuse_at_once
 
 
 def refusal(tmp_path, graders: str) -> str:
-    (tmp_path / "model").mkdir(exist_ok=True)
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 32}')
+    make_shell(tmp_path / "model", model_type="llama", max_position_embeddings=32)
     (tmp_path / "rows.jsonl").write_text('{"input": "1+1="}\n')
     with pytest.raises(UserError) as caught:
         refuse_at_once(

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from model_shells import make_shell
 
 from hotseat.cli.batch_inference import main as batch_inference
 from hotseat.cli.ending import REFUSED
@@ -21,8 +22,7 @@ SETTINGS = {"seed": 1}
 def folder(tmp_path, monkeypatch):
     """A folder with the config of a model, which no test here loads, a row of data and a reward."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 128}))
+    make_shell(tmp_path / "model", model_type="llama", max_position_embeddings=128)
     (tmp_path / "rows.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n")
     return tmp_path

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+from model_shells import make_shell
 
 from hotseat.config import loads
 from hotseat.errors import NotBuiltError, UserError
@@ -38,8 +39,7 @@ print(sorted({"torch", "transformers", "ray", "vllm", "numpy", "datasets"} & set
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A folder with a model of 32 positions, rows and a reward file, in which a run could start."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 32}')
+    make_shell(tmp_path / "model", model_type="llama", max_position_embeddings=32)
     (tmp_path / "rows.jsonl").write_text('{"input": "1+1="}\n')
     (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n")
     (tmp_path / "run.yaml").write_text(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from model_shells import make_shell
 
 from hotseat.config import loads
 from hotseat.errors import UserError
@@ -20,8 +21,7 @@ FIRST_ROW = "called as for the first row of rows.jsonl, 3 times: prompt '1+1=', 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
     """A folder with a model, rows and no reward file yet."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 32}')
+    make_shell(tmp_path / "model", model_type="llama", max_position_embeddings=32)
     (tmp_path / "rows.jsonl").write_text('{"input": "1+1=", "label": 2}\n{"input": "1+2=", "label": 3}\n')
     (tmp_path / "run.yaml").write_text(
         "{actor: {model: model}, data: {path: rows.jsonl, label_key: label, max_length: 16}, name: mine,"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_shells import make_shell
 from rich.console import Console
 
 from hotseat.config import loads
@@ -175,8 +176,7 @@ def test_the_arguments_of_the_installed_vllm_are_found():
 
 def test_a_run_is_refused_before_a_model_loads(vllm, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    Path("m").mkdir()
-    Path("m/config.json").write_text("{}")
+    make_shell(Path("m"))
     Path("p").mkdir()
     Path("reward.py").write_text("def reward_func(queries, prompts, labels): ...\n")
     with pytest.raises(UserError) as caught:

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from model_shells import make_shell
 from transformers import (
     DeepseekV3Config,
     GptOssConfig,
@@ -47,8 +48,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_without_vllm_a_run_names_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is no such module
     monkeypatch.chdir(tmp_path)
-    Path("m").mkdir()
-    Path("m/config.json").write_text("{}")
+    make_shell(Path("m"))
     Path("p").mkdir()
     Path("reward.py").write_text("def reward_func(queries, prompts, labels): ...\n")
     with pytest.raises(UserError) as caught:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hotseat import clock
+from hotseat import clock, interrupts
 from hotseat.cli.ending import OK, reported
 from hotseat.cli.openrlhf.argv import hide_secrets
 from hotseat.cli.openrlhf.flags import TASKS
@@ -24,6 +24,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 def entry(command: str) -> None:
     """Run a command with this process's arguments, after hiding secrets in sys.argv, which other code may log."""
+    interrupts.hear_to_the_end()
     wait_passively()
     argv = sys.argv[1:]
     sys.argv[1:] = hide_secrets(command, argv)

@@ -18,12 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hotseat import faults
 from hotseat.cluster import _guard
 from hotseat.cluster._ray.library import RAY_ENV, import_ray, refresh_settings
 from hotseat.cluster._ray.template import Template
 from hotseat.cluster.environment import restore_environment
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
+
+_NO_HANDLER = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"  # of a process that connects to Ray
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class RayConnection:
         address = address or os.environ.get("RAY_ADDRESS") or None
         self._did_init = not ray.is_initialized()
         self.is_own = self._did_init and (address is None or address == "local")
-        with _sigterm_handler_kept():
+        with _signals_left_alone(ray):
             if self.is_own:
                 self._start_own(num_devices, num_cpus, object_store_bytes, log_to_driver)
             elif num_devices is not None:
@@ -229,12 +232,22 @@ class RayConnection:
 
 
 @contextlib.contextmanager
-def _sigterm_handler_kept() -> Iterator[None]:
-    """Restore the handler of SIGTERM afterwards: Ray sets one below Python's, which makes the signal a crash."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    if before is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
+def _signals_left_alone(ray: Any) -> Iterator[None]:
+    """Connect without Ray's handlers of SIGTERM: one exits without a word, and one below Python's makes it a crash.
+
+    SIGTERM then does while Ray starts what it does at any other time.
+    """
+    utils = ray._private.utils
+    usual, before, variable = utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM), os.environ.get(_NO_HANDLER)
+    utils.set_sigterm_handler = lambda handler: None
+    os.environ[_NO_HANDLER] = "1"
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = usual
+        restore_environment({_NO_HANDLER: variable})
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # a Ray that does not know the variable has set its own
 
 
 @contextlib.contextmanager
@@ -249,6 +262,9 @@ def _lean_daemons(template: Template | None, log_to_driver: bool) -> Iterator[No
 
     class Daemon(services.ConsolePopen):
         def __init__(self, command: Any, *args: Any, **options: Any):
+            faults.reach("ray")
+            if options.get("env"):  # workers keep the handler that prints where they crashed
+                options["env"] = {name: value for name, value in options["env"].items() if name != _NO_HANDLER}
             super().__init__(_lean_command(command, template), *args, process_group=0, **options)
 
     unneeded = ["start_monitor", "start_api_server", *([] if log_to_driver else ["start_log_monitor"])]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -320,6 +321,26 @@ def inventory_of(cluster: Any) -> Inventory:
             Node(rank, num_devices=node.num_devices, device_kind=kind(node)) for rank, node in enumerate(cluster.nodes)
         )
     )
+
+
+def host_needs(config: Config, made: Plan) -> dict[str, float]:
+    """Return the GiB of weights, gradients and optimizer state that each role holds where everything is on the host.
+
+    Roles whose models are not described count nothing.
+    """
+    specs = {spec.name: spec for spec in role_specs(config)}
+    needs = {}
+    for role in made.roles:
+        spec, num_processes = specs[role.name], len(role.processes)
+        layout = Layout(num_processes, role.tensor_parallel, has_device=False)
+        memory = estimate(spec.name, spec.memory, spec.model, layout)
+        terms = (
+            () if memory is None else (*memory.host, *chain(*memory.parts.values()), *memory.working.get("train", ()))
+        )
+        # FSDP's gradients are no part: they exist only during an update, when all the rest is there as well.
+        held = [term for term in terms if term.part in _TRAINED or term.name.partition(",")[0] == "gradients"]
+        needs[role.name] = num_processes * sum(term.gib for term in held)
+    return needs
 
 
 def num_data_parallel(config: Config, made: Plan) -> int:

@@ -29,7 +29,8 @@ from hotseat.loop.planning.plan import flow_problem
 from hotseat.loop.setup.graders import grader_obstacles
 from hotseat.loop.setup.hub import hub_problem
 from hotseat.loop.setup.judge import judge_obstacles
-from hotseat.loop.setup.user_files import agent_problem, function_problem, reward_problem
+from hotseat.loop.setup.user_files import agent_problem, function_problem, reward_problem, spelling_problem
+from hotseat.loop.setup.weight_files import weights_problem
 from hotseat.loop.state.run_dir import check_name
 
 # Endings of data files: a path with one of them is no name on the hub.
@@ -105,8 +106,12 @@ def _user_files(config: Config) -> Iterator[tuple[str, str]]:
         ("data.sampler", config.data.sampler, function_problem),
         *((f"components.{name}.path", each.path, agent_problem) for name, each in config.components.items()),
     ):
-        match = re.fullmatch(r"(.+\.py)(?::(\w+))?", path or "")
+        match = re.fullmatch(r"([^,]+\.py)(?::(\w+))?", path or "")
         if match is None:
+            # The schema checks the names of functions, and the class of a component may be a module's.
+            is_checked = path is not None and key in ("reward.function", "eval.reward", "agent.path")
+            if is_checked and (problem := spelling_problem(key, str(path))) is not None:
+                yield key, problem
             continue
         file = Path(match[1]).expanduser()
         if not file.is_file():
@@ -168,7 +173,7 @@ def _missing_models(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def model_problem(name: str) -> str | None:
-    """Return why there is no model under a name that can only be a path; None: there may be one."""
+    """Return why there is no model under a name that can only be a path, or none that loads; None: there may be one."""
     path = Path(name)
     if path.is_file():
         return f"{name} is a file: give the folder of a checkpoint, which holds config.json and weights"
@@ -181,7 +186,7 @@ def model_problem(name: str) -> str | None:
         if home.is_dir():
             return f"{name}: ~ is not replaced here; write {home}"
         return f"there is no folder {name}{near(home)}"
-    return None
+    return weights_problem(path) if path.is_dir() else None
 
 
 def _parts(joined: str | None) -> list[str]:

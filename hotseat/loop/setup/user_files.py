@@ -7,9 +7,12 @@ refused here, but by the process that loads it.
 from __future__ import annotations
 
 import ast
+import difflib
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from hotseat.rewards.builtin import FUNCTIONS
 
 _MAKES_NAMES = ("exec", "eval", "globals", "locals", "vars", "setattr")
 _AGENT_FORMS = (
@@ -46,6 +49,35 @@ def reward_problem(file: Path, function: str | None = None) -> str | None:
         f"{file} has no {function_name}(queries, prompts, labels); its functions are: {there or 'none'}. Rename one of"
         f" them, or say which to use: {file}:NAME"
     )
+
+
+def spelling_problem(key: str, path: str) -> str | None:
+    """Return why the value of a key is neither FILE.py, nor FILE.py:NAME, nor a built-in reward; None if it is one."""
+    is_reward = key in ("reward.function", "eval.reward")
+    if is_reward and path in FUNCTIONS:
+        return None
+    if not is_reward and Path(path).expanduser().is_file():
+        return agent_problem(Path(path).expanduser())
+    what = "function" if is_reward else "class"
+    fits = f"FILE.py or FILE.py:NAME, where NAME is a {what} in it" + f", {' or '.join(FUNCTIONS)}" * is_reward
+    if path.startswith(("http://", "https://")):
+        return f"{path} is an address: set reward.url to it" if is_reward else f"{path} is an address: give {fits}"
+    if "," in path:
+        return f"given {path!r}, which is several: give one {what}, as {fits}"
+    if ".py:" in path:
+        return f"given {path!r}: after .py: comes the name of a {what}; give {fits}"
+    return f"given {path!r}, must be {fits}{_meant(path, is_reward)}"
+
+
+def _meant(path: str, is_reward: bool) -> str:
+    """Return a hint at what a value was meant to be: a file by the name of its module, or a built-in reward."""
+    module, _, name = path.partition(":")
+    for stem, attribute in ((module, name), (module.rpartition(".")[0], name or module.rpartition(".")[2])):
+        for file in (Path(f"{stem}.py"), Path(f"{stem.replace('.', '/')}.py")):
+            if stem and file.is_file():
+                return f"; did you mean {file}{f':{attribute}' if attribute else ''}?"
+    close = difflib.get_close_matches(path, FUNCTIONS, n=1) if is_reward else []
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def function_problem(file: Path, function: str | None = None) -> str | None:

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,13 @@ class CheckpointStore:
         """Return the path of the checkpoint of a step once it is complete."""
         return self.directory / _name(step)
 
-    def commit(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Make what was written since `begin` the current checkpoint, then delete old ones."""
+    def commit(
+        self, step: int, state: Mapping[str, Any], when_current: AbstractContextManager[None] | None = None
+    ) -> Path:
+        """Make what was written since `begin` the current checkpoint, then delete old ones.
+
+        when_current: context in which it becomes current; if it raises, there is no checkpoint.
+        """
         writing = self._writing(step)
         target = self.path(step)
         if target.exists():
@@ -112,7 +117,8 @@ class CheckpointStore:
             for path in [*_files(writing), *(path for path in writing.rglob("*") if path.is_dir()), writing]:
                 _sync(path)
             faults.reach("save.commit")
-            writing.rename(target)
+            with when_current or nullcontext():
+                writing.rename(target)
             faults.reach("save.after")
             _sync(self.directory)
         self._delete_old(target)

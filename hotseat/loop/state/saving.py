@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hotseat import faults
+from hotseat import faults, interrupts
 from hotseat.config import Config, to_saved
 from hotseat.config.changes import Change, changes_between
 from hotseat.errors import CheckpointError, DeadlineError, UserError
@@ -59,17 +59,25 @@ def critic_folder(model: Path) -> Path:
 class _BackgroundSave:
     """Checkpoint that a thread completes while the run continues.
 
-    The thread calls `is_written` until the ranks have written their shares, then `commit`. It ends with the error of
-    either, or when it is given up: then nothing is committed, unless the commit had begun.
+    The thread calls `is_written` until the ranks have written their shares, then `commit`, which makes the checkpoint
+    current inside the context that it is passed. It ends with the error of either, or when it is given up: then the
+    checkpoint is current already, or never will be.
     """
 
-    def __init__(self, step: int, is_written: Callable[[], bool], commit: Callable[[], object], timeout_s: float):
+    def __init__(
+        self,
+        step: int,
+        is_written: Callable[[], bool],
+        commit: Callable[[AbstractContextManager[None]], object],
+        timeout_s: float,
+    ):
         self.step = step
         self.done: Future[None] = Future()
         self._is_written = is_written
         self._commit = commit
         self._timeout_s = timeout_s
         self._is_given_up = threading.Event()
+        self._current = threading.Lock()  # held while the checkpoint becomes current, or is given up
         threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=True).start()
 
     def wait(self, timeout_s: float) -> None:
@@ -80,13 +88,21 @@ class _BackgroundSave:
         self.done.result()
 
     def give_up(self) -> None:
-        """Stop waiting for the ranks, and commit nothing."""
-        self._is_given_up.set()
+        """Stop waiting for the ranks, and commit nothing unless it is done."""
+        with self._current:
+            self._is_given_up.set()
+
+    @contextmanager
+    def _unless_given_up(self) -> Iterator[None]:
+        with self._current:
+            if self._is_given_up.is_set():
+                raise CheckpointError(f"the checkpoint of step {self.step} was given up")
+            yield
 
     def _run(self) -> None:
         try:
             if self._wait_for_ranks():
-                self._commit()
+                self._commit(self._unless_given_up())
         except BaseException as error:  # torch raises errors that are no `Exception`; `wait` raises them again
             self.done.set_exception(error)
         else:
@@ -137,7 +153,9 @@ class Saver:
         self._cost_s = 0.0  # time for which the last save held up the run
         self._warned_of_room = False
         self._last_made: int | None = None  # the last step that was finished
-        self.has_begun = False  # steps are being made: SIGTERM lets the current one finish
+        self.has_begun = False  # steps are being made: the first signal lets the current one finish
+        self._is_exporting = False  # all steps are made: the first signal lets the export finish
+        self._is_finished = False  # the model is exported
         self._has_stopped = False  # the current step was finished and saved, and the run ends
         self.is_stopping = False  # the run ends after the current step; a signal sets it, at any moment
         self._store = CheckpointStore(
@@ -215,12 +233,24 @@ class Saver:
             least_s = max(least_s, _TIME_PARTS * self._cost_s)
         return self._clock() - self._saved_s >= least_s
 
+    def stop_when_finished(self) -> str | None:
+        """Have the run end once it has saved what it does now, and return what that is; None if it cannot, or will.
+
+        A signal calls this at any moment.
+        """
+        if self.is_stopping or not (self._is_exporting or (self.has_begun and self.can_save)):
+            return None
+        self.is_stopping = True
+        return "the model is exported" if self._is_exporting else "this step is finished and saved"
+
     def made(self, step: int) -> None:
         """Record that a step was finished."""
         self._last_made = step
 
     def ending(self, command: str) -> str:
         """Describe which steps are lost if the run is interrupted now, and how to resume it."""
+        if self._is_finished:
+            return "nothing is lost: the run is finished, and its model is exported"
         saved = self.last_step()
         made = self._last_made or saved or 0
         if saved is None and not made:
@@ -242,6 +272,7 @@ class Saver:
     ) -> None:
         """Save if a checkpoint is due or the run is to stop; then stop. Raises if the previous save failed."""
         self.made(step)
+        interrupts.current().check()
         is_stopping = self.is_stopping  # read once: a signal that comes later must not end the run without a save
         path = self.save_if_due(step, source, evaluation, journal, is_stopping)
         if path is not None and (is_stopping or self.is_stopping):
@@ -327,7 +358,10 @@ class Saver:
             with self._store.explained(step):
                 return is_written()
 
-        self._background_save = _BackgroundSave(step, ask, lambda: self._store.commit(step, state), self._timeout_s)
+        def commit(when_current: AbstractContextManager[None]) -> None:
+            self._store.commit(step, state, when_current)
+
+        self._background_save = _BackgroundSave(step, ask, commit, self._timeout_s)
         return self._store.path(step)
 
     def _saves_in_background(self, num_bytes: int) -> bool:
@@ -351,12 +385,24 @@ class Saver:
         self._background_save = None
 
     @contextmanager
+    def exporting(self) -> Iterator[None]:
+        """Enclose the export of the model, which completes the run. Ends by KeyboardInterrupt if it was to stop."""
+        self._is_exporting, self.has_begun = True, False
+        try:
+            yield
+            self._is_finished = True
+        finally:
+            self._is_exporting = False
+        if self.is_stopping:
+            raise KeyboardInterrupt
+
+    @contextmanager
     def settled(self, journal: Journal) -> Iterator[None]:
         """Enclose the steps of a run: however they end, a checkpoint that is being written is completed if possible."""
         self.has_begun = True
         try:
             yield
-            self.has_begun = False  # nothing after the last step is saved
+            self._is_exporting, self.has_begun = True, False  # nothing after the last step is saved
             if self._background_save is not None:
                 journal.phase("save")
             self.wait()

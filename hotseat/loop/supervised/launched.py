@@ -105,9 +105,10 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
                 ranks = LaunchedRanks(worker, led_ranks, num_ranks)
                 supervised = SupervisedRun(num_steps, eval_every, inputs.data, ranks, budget)
                 evaluation = train_supervised(supervised, run.journal, saver, run.checkpoint)
-            export_models(
-                run, lambda path, *how: worker.export(str(path), *how), inputs.tokenizer if rank == 0 else None
-            )
+            with run.saver.exporting():
+                export_models(
+                    run, lambda path, *how: worker.export(str(path), *how), inputs.tokenizer if rank == 0 else None
+                )
         return evaluation
     finally:
         worker.close()

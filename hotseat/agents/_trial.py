@@ -1,0 +1,83 @@
+"""Loads the file of an agent in a process of its own, before a run starts, and reports what is wrong with it.
+
+Run as `python _trial.py FD SPEC`: FD is a pipe to write one line of JSON to, and SPEC is JSON with `file`, `name` (that
+of a class, or null), `path`, the folders to import from, and `limit_s`, after which the process ends itself.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import json
+import os
+import signal
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+# With one of these a file may make names that the check would miss.
+_MAKES_NAMES = {"exec", "eval", "globals", "setattr", "NameError"}
+
+
+def undefined_names(code: types.CodeType, names: dict[str, Any]) -> list[tuple[str, int, str]]:
+    """List (name, line, function) of the global names that functions of a module use and nothing defines.
+
+    code: the module's. names: its globals after it was loaded.
+    """
+    codes = list(_inside(code))
+    if any(_MAKES_NAMES & set(each.co_names) for each in (code, *codes)):
+        return []
+    made_later = {each.argval for one in codes for each in dis.get_instructions(one) if each.opname == "STORE_GLOBAL"}
+    known = {*names, *vars(builtins), *made_later}
+    found = []
+    for one in codes:
+        line = one.co_firstlineno
+        for each in dis.get_instructions(one):
+            line = _line_of(each) or line
+            if each.opname == "LOAD_GLOBAL" and each.argval not in known:
+                known.add(each.argval)  # once
+                found.append((each.argval, line, one.co_name))
+    return found
+
+
+def _line_of(instruction: dis.Instruction) -> int | None:
+    positions = instruction.positions
+    return None if positions is None else positions.lineno
+
+
+def _inside(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code of every function in a module, methods and nested ones too."""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _inside(constant)
+
+
+def problem_of(file: str, name: str | None) -> dict[str, Any]:
+    """Load an agent's file; return its `problem`, and whether a package is `absent`, which another machine may have."""
+    from pathlib import Path
+
+    from hotseat.agents.loading import load_file
+    from hotseat.errors import HotseatError
+
+    try:
+        code, module = load_file(Path(file), name)
+    except HotseatError as error:
+        return {"problem": str(error), "absent": isinstance(error.__cause__, ImportError)}
+    found = undefined_names(code, vars(module))
+    listed = [f"{file}:{line}: {user} uses the name {each!r}, which nothing defines" for each, line, user in found]
+    return {"problem": "; ".join(listed[:3]) or None, "absent": False}
+
+
+def main(handle: str, text: str) -> None:
+    spec = json.loads(text)
+    signal.alarm(spec["limit_s"])
+    sys.path[:] = spec["path"]
+    answer = problem_of(spec["file"], spec["name"])
+    os.write(int(handle), json.dumps(answer).encode() + b"\n")
+    os._exit(0)  # threads of the agent's file have nothing left to do
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

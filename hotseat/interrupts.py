@@ -1,0 +1,156 @@
+"""Ctrl-C and SIGTERM, which mean the same at every moment of a command or a run.
+
+The first one lets a run finish what it has under way, if it has something to save, and then raises KeyboardInterrupt;
+otherwise it raises KeyboardInterrupt at once, and everything that was started is closed. One more after that ends a
+command where it stands: its processes end with it. In a program of the user's it raises KeyboardInterrupt again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+STOPPED = 130  # exit code of a command that was stopped
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+class Interrupts:
+    """Reaction of this process to the signals.
+
+    describe: tells what the newest run loses if it ends now, and how to resume it; None before a run is open.
+    is_raised: a signal has raised KeyboardInterrupt, which a library may have replaced by another error, or dropped.
+    is_over: the command has nothing left to do but to exit.
+    """
+
+    def __init__(self, ends_process: bool = False):
+        """Take no signals yet. ends_process: this process is a command, which a further signal may end at once."""
+        self.describe: Callable[[], str] | None = None
+        self.is_raised = False
+        self.is_over = False
+        self._ends_process = ends_process
+        self._is_run = False
+        self._finish: Callable[[], str | None] | None = None
+
+    @contextmanager
+    def of_run(self) -> Iterator[None]:
+        """Enclose a run, whose parts take a while to close: a signal is answered before they are."""
+        self._is_run = True
+        try:
+            yield
+        finally:
+            self._is_run = False
+
+    @contextmanager
+    def finishing(self, finish: Callable[[], str | None]) -> Iterator[None]:
+        """Let the first signal call `finish`, which returns what is finished before the run ends; None if nothing is.
+
+        It is called at any moment, between any two instructions.
+        """
+        self._finish, before = finish, self._finish
+        try:
+            yield
+        finally:
+            self._finish = before
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal has done so before and was not heard."""
+        if self.is_raised:
+            raise KeyboardInterrupt
+
+    def hear(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal."""
+        name = _NAMES[signal.Signals(number)]
+        if not (self.is_raised or self.is_over):
+            finished = None if self._finish is None else self._finish()
+            if finished is not None:
+                _write(f"hotseat: {name}: {finished}, then the run ends; a second one ends it at once\n")
+                return
+            self.is_raised = True
+            if self._is_run:
+                _write(f"hotseat: {name}: the run ends; one more ends it without closing what it started\n")
+            raise KeyboardInterrupt
+        if self._ends_process:
+            _write(f"{_SHOW_CURSOR * os.isatty(2)}hotseat: {name}: ended at once\n")
+            os._exit(STOPPED)
+        raise KeyboardInterrupt
+
+
+_current: Interrupts | None = None  # of this process
+
+
+def current() -> Interrupts:
+    """Return what hears the signals of this process now; in other threads than the main one, nothing does."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return _current if _current is not None and is_main else Interrupts()
+
+
+def hear_to_the_end() -> None:
+    """Hear the signals from now on, up to the end of this process, which is a command."""
+    if _current is None:
+        _install(Interrupts(ends_process=True))
+
+
+@contextmanager
+def installed() -> Iterator[Interrupts]:
+    """Have the signals of this process heard inside the context. Only its main thread can: elsewhere this does nothing.
+
+    What a user's program does on these signals, it does again afterwards.
+    """
+    if _current is not None or threading.current_thread() is not threading.main_thread():
+        yield current()
+        return
+    interrupts = Interrupts()
+    before = _install(interrupts)
+    try:
+        yield interrupts
+    finally:
+        _restore(before)
+
+
+@contextmanager
+def heard() -> Iterator[Interrupts]:
+    """Hear the signals inside the context, and leave it by KeyboardInterrupt if one has raised that.
+
+    Libraries that are interrupted while they load, or while they save, raise errors of their own, or none.
+    """
+    with installed() as interrupts:
+        try:
+            yield interrupts
+            interrupts.check()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if interrupts.is_raised:
+                raise KeyboardInterrupt from error
+            raise
+
+
+def _install(interrupts: Interrupts) -> dict[signal.Signals, Any]:
+    """Have the signals heard; return the handlers before. What a shell starts in its background ignores Ctrl-C."""
+    global _current
+    _current = interrupts
+    before = {number: signal.getsignal(number) for number in _NAMES}
+    for number, handler in before.items():
+        if not (number == signal.SIGINT and handler == signal.SIG_IGN):
+            signal.signal(number, interrupts.hear)
+    return before
+
+
+def _restore(before: dict[signal.Signals, Any]) -> None:
+    global _current
+    for number, handler in before.items():
+        if handler is not None:  # None: it was not set by Python
+            signal.signal(number, handler)
+    _current = None
+
+
+def _write(text: str) -> None:
+    """Write to standard error by its descriptor: the interrupted code may hold the locks of other ways to print."""
+    with suppress(OSError):  # nobody reads it any more; the signal counts
+        os.write(2, text.encode())

@@ -1,0 +1,112 @@
+"""Loads the user's agent file once before a run starts, so that a broken one is refused before a model loads.
+
+It happens in a process of its own, beside the driver's imports: the file needs torch as the driver does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hotseat.config import Config
+from hotseat.errors import UserError
+from hotseat.openmp import wait_policy
+
+_TRIAL = Path(__file__).parents[2] / "agents" / "_trial.py"
+_LIMIT_S = 120.0  # after which the run starts without the answer
+
+
+class AgentTrial:
+    """Trial of an agent's file in a process that `end` ends, with all that the file has started."""
+
+    def __init__(self, path: str, extra_path: list[str]):
+        named = re.fullmatch(r"(.+\.py):(\w+)", path)
+        file = Path(named[1] if named else path).expanduser().absolute()
+        spec = {
+            "file": str(file),
+            "name": named[2] if named else None,
+            "path": [*sys.path, *extra_path],
+            "limit_s": int(2 * _LIMIT_S),  # should this process be killed
+        }
+        self._path = path
+        self._has_ended = False
+        self._began_s = time.monotonic()
+        self._inbox, outbox = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_TRIAL), str(outbox), json.dumps(spec)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, **wait_policy()},
+                pass_fds=(outbox,),
+                start_new_session=True,  # Ctrl-C is for the driver, and the group of all that it starts can be ended
+            )
+        finally:
+            os.close(outbox)
+
+    def notes(self) -> list[str]:
+        """Wait for the answer, and return notes for the user. Raises `UserError` for a broken file."""
+        try:
+            answer = self._answer()
+        finally:
+            self.end()
+        if answer is None:
+            return [f"agent.path: {self._path} was not tried: it did not load within {_LIMIT_S:g} s"]
+        problem = answer["problem"]
+        if problem is None:
+            return []
+        if answer["absent"] and os.environ.get("RAY_ADDRESS"):
+            return [f"warning: agent.path: {problem}, on this machine: the cluster must have the package"]
+        raise UserError(f"this run cannot start:\n  agent.path: {problem}")
+
+    def _answer(self) -> dict[str, Any] | None:
+        """Return the answer of the process; None if it takes too long."""
+        text = b""
+        while not text.endswith(b"\n"):
+            left_s = self._began_s + _LIMIT_S - time.monotonic()
+            if left_s <= 0 or not select.select([self._inbox], [], [], left_s)[0]:
+                return None
+            part = os.read(self._inbox, 1 << 16)
+            if not part:
+                code = self._process.wait()
+                problem = f"{self._path} ends its process when it is loaded (exit code {code})"
+                return {"problem": problem, "absent": False}
+            text += part
+        answer: dict[str, Any] = json.loads(text)
+        return answer
+
+    def end(self) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._inbox)
+
+
+@contextmanager
+def agent_trial(config: Config) -> Iterator[AgentTrial | None]:
+    """Try the agent's file of a config inside the context; None if there is none, or another interpreter runs it."""
+    path = config.agent.path
+    if config.task != "rl" or path is None or config.agent.python is not None:
+        yield None
+        return
+    # Ray's workers, in which the agent will run, can import from the folder that the command is given in.
+    trial = AgentTrial(path, [os.getcwd()] if config.cluster.runtime == "ray" else [])
+    try:
+        yield trial
+    finally:
+        trial.end()
