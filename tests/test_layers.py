@@ -29,6 +29,7 @@ LAYERS = (
         "clock",
         "words",
         "caches",
+        "files",
         "vision",
         "cuda_ipc",
     ),
@@ -41,6 +42,7 @@ ALLOWED_SIBLINGS = {
     ("types", "errors"),
     ("types", "failed"),
     ("faults", "errors"),
+    ("files", "errors"),
     ("config", "words"),
     ("vision", "errors"),
 }

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotseat.files import opened
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.state.run_dir import LEDGER
 from hotseat.types import SampleKey
@@ -62,7 +63,7 @@ class Ledger:
                 for sample, why in facts.failures
             ]
         data = "".join(json.dumps(vars(line)) + "\n" for line in lines).encode()
-        with self._path.open("ab") as file:
+        with opened(self._path, "ab") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
