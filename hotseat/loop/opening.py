@@ -33,7 +33,7 @@ from hotseat.loop.state.run_dir import (
     save_plan,
     write_config,
 )
-from hotseat.loop.state.saving import MODEL, Saver, critic_folder, sole_owner
+from hotseat.loop.state.saving import MODEL, Saver, critic_folder, for_ranks, sole_owner
 from hotseat.loop.workers.exports import Origin, is_exported
 from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.observe import LiveView
@@ -227,10 +227,10 @@ def export_models(run: OpenRun, ranks_of: Callable[[Exported], ExportingRanks], 
         if run.checkpoint is not None and origin.checkpoint is not None and is_exported(folder, origin):
             continue  # before the run was ended, in another export
         ranks = ranks_of(what)
-        writing = ranks.on_first(BackendWorker.begin_export, str(folder))
+        writing = ranks.on_first(BackendWorker.begin_export, for_ranks(folder))
         try:
             ranks.write(writing)
-            ranks.on_first(BackendWorker.finish_export, writing, str(folder), files, origin)
+            ranks.on_first(BackendWorker.finish_export, writing, for_ranks(folder), files, origin)
         except Exception as error:
             with suppress(Exception):  # the error of the export counts
                 ranks.on_first(BackendWorker.drop_export, writing)

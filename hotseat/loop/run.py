@@ -26,7 +26,7 @@ from hotseat.loop.planning.budgets import smaller_budget_kept
 from hotseat.loop.preflight import INDEPENDENT, refuse_what_cannot_start, rl_inputs, supervised_inputs
 from hotseat.loop.start import make_view, without_collector
 from hotseat.loop.state.episode_images import remove_unneeded_images
-from hotseat.loop.state.saving import BACKEND
+from hotseat.loop.state.saving import BACKEND, for_ranks
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
 
@@ -123,7 +123,9 @@ def _start_supervised(config: Config, view: LiveView, template: Template | None)
             with folder_witness(place.config, run.run_dir, place.cluster.runtime == "local") as proof:
                 actor = launch_ranks(place, inputs, journal, proof)
             if run.checkpoint is not None:
-                actor.call(SupervisedWorker.resume, str(run.checkpoint.path / BACKEND), dict(run.checkpoint.state))
+                actor.call(
+                    SupervisedWorker.resume, for_ranks(run.checkpoint.path / BACKEND), dict(run.checkpoint.state)
+                )
             budget = TokenBudget(place.config, journal, saver.keep)
             with saver.settled(journal), smaller_budget_kept(lambda: budget.config, saver.keep):
                 if place.has_new_budgets and are_budgets_tried(actor.call(SupervisedWorker.device_type)[0] == "cuda"):

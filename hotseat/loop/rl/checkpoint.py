@@ -15,7 +15,7 @@ from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.stream import Stream
 from hotseat.loop.state.checkpoints import Checkpoint
-from hotseat.loop.state.saving import BACKENDS, CheckpointSource, critic_folder
+from hotseat.loop.state.saving import BACKENDS, CheckpointSource, critic_folder, for_ranks
 from hotseat.loop.workers.models import ModelWorker
 
 
@@ -55,7 +55,7 @@ class RlCheckpoints:
             self._stream.save(path)
             for role, group in self._trained.items():
                 with self._scheduler.lease("update", role):
-                    group.call(method, str(path / BACKENDS[role]))
+                    group.call(method, for_ranks(path / BACKENDS[role]))
 
         def snapshot(path: Path) -> Callable[[], bool]:
             write(path, ModelWorker.snapshot)
@@ -89,7 +89,7 @@ class RlCheckpoints:
         self._stream.restore(checkpoint.state.get("stream"), checkpoint.path, checkpoint.step)
         for role, group in self._trained.items():
             with self._scheduler.lease("update", role):
-                group.call(ModelWorker.load, str(checkpoint.path / BACKENDS[role]))
+                group.call(ModelWorker.load, for_ranks(checkpoint.path / BACKENDS[role]))
 
     def exporting(self, what: Exported) -> ExportingRanks:
         """Return the calls that export a model at the end of the run."""
@@ -103,4 +103,4 @@ class RlCheckpoints:
     def export(self, path: Path, is_averaged: bool = False, role: str = "actor") -> None:
         """Write a role's model as a Hugging Face checkpoint; `is_averaged`: its moving average."""
         with self._scheduler.lease("update", role):
-            self._groups.models[role].call(ModelWorker.export, str(path), is_averaged)
+            self._groups.models[role].call(ModelWorker.export, for_ranks(path), is_averaged)

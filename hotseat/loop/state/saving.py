@@ -60,6 +60,11 @@ def critic_folder(model: Path) -> Path:
     return model.with_name(CRITIC) if model.name == MODEL else model.with_name(f"{model.name}_{CRITIC}")
 
 
+def for_ranks(path: Path) -> str:
+    """Return a path as ranks get it: on a cluster that was there before, their working directory is another one."""
+    return str(path.absolute())
+
+
 class _BackgroundSave:
     """Checkpoint that a thread completes while the run continues.
 

@@ -35,7 +35,7 @@ from hotseat.loop.planning.budgets import (
 from hotseat.loop.planning.plan import is_offloaded, make_plan, with_budgets
 from hotseat.loop.preflight import supervised_inputs
 from hotseat.loop.state.run_dir import write_config
-from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver
+from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
 from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
 from hotseat.loop.supervised.loop import SupervisedRun, TokenBudget, columns, train_supervised, worker_arguments
 from hotseat.loop.supervised.worker import Preparation, StepResult, SupervisedWorker
@@ -71,8 +71,8 @@ class LaunchedRanks:
         worker, led_ranks = self._worker, self._led
         return CheckpointSource(
             num_bytes=lambda: sum(led_ranks.call(SupervisedWorker.saved_bytes)),
-            write=lambda path: led_ranks.call(SupervisedWorker.save, str(path / BACKEND)),
-            export=lambda path: led_ranks.call(SupervisedWorker.export, str(path)),
+            write=lambda path: led_ranks.call(SupervisedWorker.save, for_ranks(path / BACKEND)),
+            export=lambda path: led_ranks.call(SupervisedWorker.export, for_ranks(path)),
             state=lambda: {**worker.state(), "evaluation": evaluation, "num_ranks": self._num_ranks},
             num_ranks={BACKEND: self._num_ranks},
         )
@@ -111,7 +111,7 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
                 run = stack.enter_context(open_run(config, inputs, columns(inputs.data), view, AGAIN))
                 if run.checkpoint is not None and run.evaluation is None:
                     led_ranks.call(
-                        SupervisedWorker.resume, str(run.checkpoint.path / BACKEND), dict(run.checkpoint.state)
+                        SupervisedWorker.resume, for_ranks(run.checkpoint.path / BACKEND), dict(run.checkpoint.state)
                     )
                 return run
 
@@ -143,7 +143,7 @@ def _folder_proof(config: Config, rank: int, num_ranks: int) -> Iterator[FolderP
         yield None
     elif rank > 0:
         # The first rank may still be reading the data.
-        yield FolderProof(str(folder.absolute()), name, appears_s=config.cluster.call_timeout_s)
+        yield FolderProof(for_ranks(folder), name, appears_s=config.cluster.call_timeout_s)
     else:
         with witness(folder, name) as proof:
             yield proof

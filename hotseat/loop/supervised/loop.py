@@ -22,7 +22,7 @@ from hotseat.loop.setup import settings
 from hotseat.loop.setup.inputs import SupervisedData
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.readiness import Readiness
-from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver
+from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
 from hotseat.loop.supervised.led_ranks import LedSaver
 from hotseat.loop.supervised.worker import Preparation, StepResult, SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof
@@ -216,15 +216,15 @@ class RanksOnCluster:
         actor = self._actor
 
         def snapshot(path: Path) -> Callable[[], bool]:
-            actor.call(SupervisedWorker.snapshot, str(path / BACKEND))
+            actor.call(SupervisedWorker.snapshot, for_ranks(path / BACKEND))
             return lambda: all(actor.call(SupervisedWorker.is_written))
 
         return CheckpointSource(
             num_bytes=lambda: sum(actor.call(SupervisedWorker.saved_bytes)),
-            write=lambda path: actor.call(SupervisedWorker.save, str(path / BACKEND)),
+            write=lambda path: actor.call(SupervisedWorker.save, for_ranks(path / BACKEND)),
             snapshot=snapshot,
             num_ranks={BACKEND: actor.size},
-            export=lambda path: actor.call(SupervisedWorker.export, str(path)),
+            export=lambda path: actor.call(SupervisedWorker.export, for_ranks(path)),
             state=lambda: {**actor.call(SupervisedWorker.state)[0], "evaluation": evaluation, "num_ranks": actor.size},
         )
 
