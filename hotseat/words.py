@@ -27,3 +27,9 @@ def cause_of(reason: str) -> str:
     `0/17/3: the reward is 1.5` and `0/18/0: the reward is -2` both are `#/#/#: the reward is #`.
     """
     return _NUMBER.sub("#", reason)
+
+
+def without_url_secrets(text: str) -> str:
+    """Return a text without users, passwords and query strings of the addresses in it: tokens may be in any of them."""
+    text = re.sub(r"(\w+://)[^/?#@\s]+@", r"\1***@", text)
+    return re.sub(r"(\w+://[^?#\s]*\?)[^#\s]+", r"\1***", text)

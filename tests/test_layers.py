@@ -30,6 +30,7 @@ LAYERS = (
         "interrupts",
         "words",
         "caches",
+        "files",
         "vision",
         "cuda_ipc",
         "openrlhf_helpers",
@@ -43,6 +44,7 @@ ALLOWED_SIBLINGS = {
     ("types", "errors"),
     ("types", "failed"),
     ("faults", "errors"),
+    ("files", "errors"),
     ("config", "words"),
     ("vision", "errors"),
 }

@@ -256,16 +256,15 @@ def _resume(arguments: argparse.Namespace) -> int:
     here = [f"run_dir={path.parent}", f"name={path.name}", "checkpoint.resume=true"]
     here += _allowing(arguments.allow_change)
     config = loads_saved((path / "config.yaml").read_text(), [*arguments.overrides, *here])
-    if not Path(config.checkpoint.path or path / "checkpoints").is_dir():
+    from hotseat.loop.state.checkpoints import CheckpointStore
+
+    folder = Path(config.checkpoint.path or path / "checkpoints")
+    if not CheckpointStore(folder).steps():
         model = Path(config.checkpoint.export_path or path / "model")
-        if (model / "config.json").is_file():
-            raise UserError(
-                f"{path} is finished, and kept no checkpoint to resume from: its model is {model}; to train it further,"
-                f" start another run from it (actor.model={model})"
-            )
+        further = f", or from its model (actor.model={model})" if (model / "config.json").is_file() else ""
         raise UserError(
-            f"{path} has no checkpoints: it ended before its first (checkpoint.every, checkpoint.every_minutes). Start"
-            " it again with `hotseat run`, under another name if it made a step"
+            f"{path} has no checkpoint to resume from: {folder} holds none. Start it again with `hotseat run`, under"
+            f" another name if it made a step{further}; checkpoint.every=1 makes a checkpoint after each step"
         )
     from hotseat.loop.start import start
 

@@ -117,7 +117,7 @@ def _short(config: Config, factor: float, size: int, directory: str) -> Config:
         f"train.batch_size={int(samples)}",
         *(_of_simulators if has_simulator(config) else _of_data)(config, factor, int(groups)),
         "overlap={}",
-        "checkpoint={}",
+        "checkpoint={every_minutes: 0}",
         "eval={}",
         "log={}",
         f"run_dir={directory}",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotseat.config.checks import no_effect
+from hotseat.config.hiding import without_secrets
 from hotseat.config.load import nearest_key, valid_keys
 from hotseat.config.precision import with_dtype_of
 from hotseat.config.saved import loads_saved
@@ -135,6 +136,7 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
 # They decide the default of algorithm.correction, so a change of them counts even where another engine has neither.
 _IN_8_BITS = ("rollout.quantization", "rollout.kv_cache_dtype")
 _PASSES = "train.max_epochs"  # passes over the data in supervised training; in rl it is part of the algorithm
+NUM_STEPS = ("train.num_episodes", _PASSES)  # the length of a run, and so of its schedules
 _NEVER = ("task", "seed")  # refused even if the user names them: the order of prompts follows from the seed
 _SILENT = ("checkpoint.resume", "checkpoint.allow_changes", "name", "run_dir")  # not reported: they change no result
 
@@ -149,7 +151,8 @@ class Change:
     is_allowed: bool = False
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.before} when the checkpoint was written, now {self.after}"
+        before, after = (without_secrets(value, self.key.rpartition(".")[2]) for value in (self.before, self.after))
+        return f"{self.key}: {before} when the checkpoint was written, now {after}"
 
 
 def may_change(task: str | None = None) -> list[tuple[str, tuple[str, ...]]]:

@@ -418,7 +418,9 @@ RULES: tuple[Rule, ...] = (
         _says("eval.path is not set, so nothing is evaluated (eval=null clears the section)"),
     ),
     Rule(
-        tuple(f"checkpoint.{name}" for name in ("path", "keep_last", "max_gib", "save_state", "export_each")),
+        tuple(
+            f"checkpoint.{name}" for name in ("path", "keep_last", "keep_final", "max_gib", "save_state", "export_each")
+        ),
         lambda c: _saves(c) or c.checkpoint.resume,
         _says("checkpoint.every is not set, so no checkpoint is made"),
     ),

@@ -831,10 +831,12 @@ class CheckpointConfig(Section):
     """Minutes between checkpoints, 0: none by time; unset: 10 if `every` is unset, or more if saving takes over 5%."""
     keep_last: Positive = 3
     """Checkpoints kept, besides the best."""
+    keep_final: bool = True
+    """Make and keep a checkpoint of the last step, to extend the run; false deletes all that hold no exported model."""
     max_gib: Annotated[float, Field(gt=0)] | None = None
     """Disk space all checkpoints may take; unset is no bound."""
     resume: bool = False
-    """Resume from the newest checkpoint."""
+    """Resume from the newest checkpoint; without any, start from the first step."""
     allow_changes: list[str] = []
     """Keys that may differ from the checkpoint, although results then differ from an uninterrupted run's."""
     best_metric: str | None = None
@@ -856,6 +858,11 @@ class CheckpointConfig(Section):
         if self.every_minutes is None:
             return DEFAULT_MINUTES if self.every is None else None
         return self.every_minutes or None
+
+    @property
+    def is_used(self) -> bool:
+        """Checkpoints are made, or one is looked for to resume from."""
+        return self.every is not None or self.minutes is not None or self.resume
 
     @property
     def is_asked_for(self) -> bool:

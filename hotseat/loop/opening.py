@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal
 
 from hotseat import clock, faults, interrupts
 from hotseat.config import Config, loads_saved
@@ -20,7 +21,7 @@ from hotseat.loop.planning.plan import are_devices_logical, budgets_on, plan_not
 from hotseat.loop.preflight import Inputs, is_cluster_there
 from hotseat.loop.setup.cpu import slow_dtype
 from hotseat.loop.setup.trackers import renaming, trackers
-from hotseat.loop.state.checkpoints import Checkpoint
+from hotseat.loop.state.checkpoints import Checkpoint, digest_of_checkpoint
 from hotseat.loop.state.run_dir import (
     forget_records,
     kept_config,
@@ -31,7 +32,9 @@ from hotseat.loop.state.run_dir import (
     without_empty_folders,
     write_config,
 )
-from hotseat.loop.state.saving import MODEL, Saver, sole_owner
+from hotseat.loop.state.saving import MODEL, Saver, critic_folder, for_ranks, sole_owner
+from hotseat.loop.workers.exports import Origin, is_exported
+from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
 
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from hotseat.observe import Journal
 
 RESUME = "hotseat resume {run_dir}"  # the command that continues a run
+Exported = Literal["critic", "moving average", "model"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ def open_run(
     """
     with ExitStack() as stack:
         savers = stack.enter_context(stoppable())
-        planned = Path(config.run_dir) / str(named_run(config).name)
+        config = named_run(config)
+        planned = Path(config.run_dir) / str(config.name)
         kept_apart = config.checkpoint.path
         checkpoints = planned / "checkpoints" if kept_apart is None else Path(kept_apart)
         stack.enter_context(without_empty_folders(checkpoints, planned, planned.parent))
@@ -88,7 +93,7 @@ def open_run(
         kept = kept_config(run_dir) if config.checkpoint.resume else None
         if kept is not None and kept.task == config.task:
             config = with_budgets_of(config, kept)
-        saver = Saver(config, run_dir, inputs.tokenizer)
+        saver = Saver(config, run_dir, inputs.tokenizer, num_steps=inputs.algebra.num_steps)
         savers.append(saver)
         advice = command.format(run_dir=run_dir)
         interrupts.current().describe = lambda: saver.ending(advice)
@@ -99,6 +104,7 @@ def open_run(
             from hotseat.observe import Silence
 
             evaluation = dict(checkpoint.state["evaluation"])
+            saver.finish(print)
             yield OpenRun(config, run_dir, saver, checkpoint, Silence(), evaluation)
             return
         journal = stack.enter_context(_journal(config, run_dir, inputs, columns, view, checkpoint))
@@ -195,25 +201,72 @@ def model_folder(config: Config, run_dir: Path) -> Path:
     return Path(config.checkpoint.export_path) if config.checkpoint.export_path else run_dir / MODEL
 
 
-def export_models(run: OpenRun, export: Callable[..., object], tokenizer: Any) -> None:
-    """Export the Hugging Face model with its tokenizer, and beside it the moving average if there is one.
+def export_folders(config: Config, run_dir: Path) -> dict[Exported, Path]:
+    """Return the models that a run exports at its end, and the folder of each."""
+    model = model_folder(config, run_dir)
+    folders: dict[Exported, Path] = {}
+    if config.checkpoint.export_critic:
+        folders["critic"] = critic_folder(model)
+    if config.train.ema.enabled:
+        folders["moving average"] = model.with_name(f"{model.name}_ema")
+    return folders | {"model": model}
 
-    export: writes the model into a folder; with True, the moving average. tokenizer: None on ranks that write none.
+
+@dataclass(frozen=True)
+class ExportingRanks:
+    """Calls to the ranks that export a model. The first rank writes, perhaps on another node than the driver's."""
+
+    on_first: Callable[..., Any]  # calls a method of the first rank's worker: (method, *arguments)
+    write: Callable[[str], object]  # writes the model into a folder, with all ranks
+
+
+def export_models(run: OpenRun, ranks_of: Callable[[Exported], ExportingRanks], tokenizer: Any, num_steps: int) -> None:
+    """Export every model that is not exported yet, each with the tokenizer, and conclude the run's checkpoints.
+
+    num_steps: the steps that the run has made.
     """
-    path = run.model_folder
+    from hotseat.loop.workers.models import BackendWorker
+
     run.journal.phase("export")
     faults.reach("export")
-    # The model last: its presence shows that everything was exported.
-    if run.config.train.ema.enabled:
-        average = path.with_name(f"{path.name}_ema")
-        export(average, True)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(average)
-        run.journal.say(f"moving average: {average}")
-    export(path)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(path)
-    run.journal.say(f"model: {path}")
+    origin = Origin(run.run_dir.name, num_steps, run.saver.digest(num_steps))
+    files = _files_of(tokenizer)
+    for what, folder in export_folders(run.config, run.run_dir).items():
+        if run.checkpoint is not None and origin.checkpoint is not None and is_exported(folder, origin):
+            continue  # before the run was ended, in another export
+        ranks = ranks_of(what)
+        writing = ranks.on_first(BackendWorker.begin_export, for_ranks(folder))
+        try:
+            ranks.write(writing)
+            ranks.on_first(BackendWorker.finish_export, writing, for_ranks(folder), files, origin)
+        except Exception as error:
+            with suppress(Exception):  # the error of the export counts
+                ranks.on_first(BackendWorker.drop_export, writing)
+            raise RunError(
+                f"the {what} could not be exported to {folder}: {error}; once the cause is removed, a resumed run"
+                " exports it"
+            ) from error
+        is_here = is_exported(folder, origin)
+        run.journal.say(f"{what}: {folder}{'' if is_here else ' on the node of the first rank'}")
+    run.saver.finish(run.journal.say)
+
+
+def _files_of(tokenizer: Any) -> dict[str, bytes]:
+    """Return the files of a tokenizer by name, to be written where the model is."""
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def folder_witness(config: Config, run_dir: Path, is_local: bool) -> AbstractContextManager[FolderProof | None]:
+    """Answer ranks that prove that they see the folder of checkpoints; None: they need not.
+
+    is_local: all ranks are in this process.
+    """
+    if is_local or not config.checkpoint.is_used:
+        return nullcontext()
+    return witness(Path(config.checkpoint.path) if config.checkpoint.path else run_dir)
 
 
 # --- the parts of opening ---------------------------------------------------------------------------------------------
@@ -242,13 +295,11 @@ def _is_finished(config: Config, checkpoint: Checkpoint, num_steps: int, run_dir
             f" {'train.num_episodes' if config.task == 'rl' else 'train.max_epochs'} higher, or use the model of that"
             " checkpoint"
         )
-    model = model_folder(config, run_dir)
-    exported = model / "config.json"
-    # `export_path` may hold the model of an earlier run.
-    is_ours = exported.is_file() and exported.stat().st_mtime >= checkpoint.path.stat().st_mtime
-    if checkpoint.step != num_steps or not is_ours:
+    origin = Origin(run_dir.name, num_steps, digest_of_checkpoint(checkpoint.path))
+    folders = export_folders(config, run_dir)
+    if checkpoint.step != num_steps or not all(is_exported(folder, origin) for folder in folders.values()):
         return False
-    print(f"nothing to do: all {checkpoint.step} steps are done, the model is {model}")
+    print(f"nothing to do: all {checkpoint.step} steps are done, the model is {folders['model']}")
     return True
 
 

@@ -11,12 +11,22 @@ from hotseat import clock, faults
 from hotseat.cluster import Template
 from hotseat.config import Config
 from hotseat.config.maths import maths_notes
-from hotseat.loop.opening import OpenRun, are_budgets_tried, export_models, on_cluster, open_run, record_plan
+from hotseat.loop.opening import (
+    Exported,
+    ExportingRanks,
+    OpenRun,
+    are_budgets_tried,
+    export_models,
+    folder_witness,
+    on_cluster,
+    open_run,
+    record_plan,
+)
 from hotseat.loop.planning.budgets import smaller_budget_kept
 from hotseat.loop.preflight import INDEPENDENT, refuse_what_cannot_start, rl_inputs, supervised_inputs
 from hotseat.loop.start import make_view, without_collector
 from hotseat.loop.state.episode_images import remove_unneeded_images
-from hotseat.loop.state.saving import BACKEND, critic_folder
+from hotseat.loop.state.saving import BACKEND, for_ranks
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
 
@@ -88,12 +98,7 @@ def _start_rl(
                         rl.num_steps, config.train.num_episodes, config.rollout.samples_per_prompt
                     )
                 with saver.exporting():
-                    if config.checkpoint.export_critic:  # before the model, whose presence marks the run as finished
-                        path = critic_folder(run.model_folder)
-                        rl.checkpoints.export(path, role="critic")
-                        inputs.tokenizer.save_pretrained(path)
-                        journal.say(f"critic: {path}")
-                    export_models(run, rl.checkpoints.export, inputs.tokenizer)
+                    export_models(run, rl.checkpoints.exporting, inputs.tokenizer, rl.num_steps)
         _remove_images(run)
     return evaluation
 
@@ -121,9 +126,12 @@ def _start_supervised(config: Config, view: LiveView, template: Template | None)
         with on_cluster(run, inputs.plan, template=template) as place:
             record_plan(journal, place)
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
-            actor = launch_ranks(place, inputs, journal)
+            with folder_witness(place.config, run.run_dir, place.cluster.runtime == "local") as proof:
+                actor = launch_ranks(place, inputs, journal, proof)
             if run.checkpoint is not None:
-                actor.call(SupervisedWorker.resume, str(run.checkpoint.path / BACKEND), dict(run.checkpoint.state))
+                actor.call(
+                    SupervisedWorker.resume, for_ranks(run.checkpoint.path / BACKEND), dict(run.checkpoint.state)
+                )
             budget = TokenBudget(place.config, journal, saver.keep)
             with saver.settled(journal), smaller_budget_kept(lambda: budget.config, saver.keep):
                 if place.has_new_budgets and are_budgets_tried(actor.call(SupervisedWorker.device_type)[0] == "cuda"):
@@ -135,11 +143,14 @@ def _start_supervised(config: Config, view: LiveView, template: Template | None)
                 )
                 evaluation = train_supervised(supervised, journal, saver, run.checkpoint)
 
-            def export(path: Path, is_averaged: bool = False) -> None:
-                actor.call(SupervisedWorker.export, str(path), is_averaged)
+            def exporting(what: Exported) -> ExportingRanks:
+                return ExportingRanks(
+                    on_first=lambda method, *args: actor.on(0).call(method, *args)[0],
+                    write=lambda folder: actor.call(SupervisedWorker.export, folder, what == "moving average"),
+                )
 
             with saver.exporting():
-                export_models(run, export, inputs.tokenizer)
+                export_models(run, exporting, inputs.tokenizer, supervised.num_steps)
     return evaluation
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from hotseat.files import opened
+
 Value = float | int | str | None
 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
@@ -45,7 +47,7 @@ class JsonLines(Closing):
         drop_cut_line(path)
         if last_step is not None:
             _drop_later(path, last_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = opened(path, "a")
 
     def write(self, record: Mapping[str, Any]) -> None:
         plain = {name: _plain(value) for name, value in record.items()}
@@ -87,7 +89,7 @@ def drop_cut_line(path: Path) -> None:
     """Remove a last line that a crash cut short, so that appended text begins on a new line."""
     if not path.exists():
         return
-    with path.open("rb+") as file:
+    with opened(path, "rb+") as file:
         end = start = file.seek(0, os.SEEK_END)
         while start > 0:
             start = max(0, start - _CHUNK)
@@ -103,7 +105,7 @@ def _drop_later(path: Path, last_step: int) -> None:
     """Cut the file off before the first record of a later step."""
     if not path.exists():
         return
-    with path.open("rb+") as file:
+    with opened(path, "rb+") as file:
         place = 0
         for line in file:
             step = _STEP.match(line)

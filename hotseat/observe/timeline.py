@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from hotseat.files import opened
 from hotseat.observe.metrics import drop_cut_line
 
 
@@ -21,7 +22,7 @@ class Timeline:
     def __init__(self, path: Path):
         drop_cut_line(path)
         is_new = not path.exists() or path.stat().st_size == 0
-        self._file = path.open("a", encoding="utf-8")
+        self._file = opened(path, "a")
         self._lock = threading.Lock()
         self._named: set[tuple[int, int]] = set()
         if is_new:

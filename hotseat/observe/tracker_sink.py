@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotseat.config.hiding import without_secrets
+from hotseat.files import write_whole
 from hotseat.observe._tracker_process import KEY as KEY
 from hotseat.observe._tracker_process import end_with_children
-from hotseat.observe.hiding import without_secrets
 from hotseat.observe.metrics import Value
 
 MAX_WAITING = 1000  # records
@@ -188,7 +189,7 @@ class TrackerSink:
 
     def _keep_id(self, run_id: str) -> None:
         try:
-            self._id_path.write_text(json.dumps({"id": run_id}) + "\n")
+            write_whole(self._id_path, json.dumps({"id": run_id}) + "\n")
         except OSError as error:
             self._warn(f"would begin a new run at a resume: {self._id_path.name}: {error}")
 

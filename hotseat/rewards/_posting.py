@@ -19,7 +19,7 @@ from hotseat.failed import Failed
 from hotseat.rewards._servers import Server, Servers
 from hotseat.rewards.answers import BadAnswer
 from hotseat.rewards.scorer import named_samples
-from hotseat.words import quantity
+from hotseat.words import quantity, without_url_secrets
 
 _CONNECT_TIMEOUT_S = 10.0
 _KEEP_IDLE_S = 2.0  # many servers close a connection that was idle for five seconds
@@ -233,7 +233,7 @@ class Poster:
                 raise
             else:
                 if server.num_failures:
-                    self._report(f"{self._kind.name} {server.url}: answers again")
+                    self._report(f"{self._kind.name} {without_url_secrets(server.url)}: answers again")
                 self._servers.answered(server)
                 return result
 
@@ -242,14 +242,14 @@ class Poster:
         note = self._servers.failed if is_reachable else self._servers.unreachable
         note(server, self._loop.time(), problem)
         if was_well:
-            self._report(f"{self._kind.name} {server.url}: {problem}; trying again")
+            self._report(without_url_secrets(f"{self._kind.name} {server.url}: {problem}; trying again"))
 
     def _pause_s(self, num_attempts: int) -> float:
         longest_s = min(_LONGEST_PAUSE_S, self._back_off_s * 2.0 ** (num_attempts - 1))
         return longest_s * self._random.uniform(0.5, 1.0)
 
     def _failed(self, job: _Job, reason: str) -> Any:
-        return job.failed(Failed(f"{self._kind.name} {reason}; {named_samples(job.ids)}"))
+        return job.failed(Failed(f"{self._kind.name} {without_url_secrets(reason)}; {named_samples(job.ids)}"))
 
     async def _ask(self, url: str, job: _Job) -> Any:
         """Make one request. Raises one of the errors above, or `BadAnswer`."""
@@ -265,7 +265,7 @@ class Poster:
         except (aiohttp.ClientError, OSError) as error:
             raise _Broken(f"the connection broke: {str(error) or type(error).__name__}") from None
         if 200 <= status < 300:
-            return job.read(content, url)
+            return job.read(content, without_url_secrets(url))
         if self._token:  # which some proxies quote in their refusals
             content = content.replace(self._token.encode(), b"***")
         problem = f"status {status}: {excerpt(content)}"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hotseat.failed import Failed
+from hotseat.files import opened
 from hotseat.rewards._posting import Poster, ServerKind, excerpt
 from hotseat.rewards.answers import BadAnswer, Score
 from hotseat.rewards.builtin import answer_of
@@ -259,7 +260,7 @@ class VerdictFile:
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._file = opened(path, "ab", buffering=0)
         content = path.read_bytes()
         for line in content.splitlines():
             record = _record(line)

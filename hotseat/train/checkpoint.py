@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hotseat import faults
 from hotseat.errors import RunError
+from hotseat.files import write_whole
 from hotseat.train.checkpoint_metadata import MetadataReader, MetadataWriter
 from hotseat.train.ranks import Ranks
 
@@ -65,6 +66,15 @@ class CheckpointFiles:
         _silence_single_rank_warning()
         writer = MetadataWriter(directory)
         dcp.save(state, storage_writer=writer, process_group=self._ranks.saving, no_dist=self._ranks.size == 1)
+        self._list_files(directory)
+
+    def _list_files(self, directory: Path) -> None:
+        """Write the list of this rank's files, by which the commit of the checkpoint sees that all of them arrived."""
+        paths = [*directory.glob(f"__{self._ranks.rank}_*")]  # as torch names them
+        if self._ranks.rank == 0:
+            paths += [path for path in directory.iterdir() if not path.name.startswith(("__", "rank-", ".rank-"))]
+        files = {path.name: path.stat().st_size for path in paths}
+        write_whole(directory / f"rank-{self._ranks.rank}.json", json.dumps(files) + "\n")
 
     def write_in_background(self, directory: Path, state: dict[str, Tensor], base: FrozenBase | None) -> None:
         """Copy the state to host memory and let a thread write the copy. All ranks together."""

@@ -226,8 +226,8 @@ def test_a_finished_run_without_checkpoints_names_its_model(tmp_path, monkeypatc
     )
     assert main(["resume", "runs/done"]) == 2
     said = capsys.readouterr().err
-    assert "runs/done is finished, and kept no checkpoint to resume from: its model is runs/done/model" in said
-    assert "actor.model=runs/done/model" in said
+    assert "runs/done has no checkpoint to resume from: runs/done/checkpoints holds none" in said
+    assert "or from its model (actor.model=runs/done/model)" in said
 
 
 def test_a_command_without_its_file_asks_for_that_alone(capsys):

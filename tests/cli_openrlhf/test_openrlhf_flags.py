@@ -133,6 +133,7 @@ WITHOUT_A_FLAG = {
     "algorithm.ratio_step",
     "algorithm.turn_credit",
     "checkpoint.background",
+    "checkpoint.keep_final",
     "cluster.call_timeout_s",
     "cluster.component_names",
     "components",

@@ -74,7 +74,7 @@ def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def state_of(checkpoint: Path) -> dict:
     state = json.loads((checkpoint / "state.json").read_text())
-    del state["config"]
+    del state["config"], state["run"]  # which have the name of the run
     return state
 
 

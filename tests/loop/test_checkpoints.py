@@ -6,8 +6,10 @@ import os
 import random
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -190,3 +192,73 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path):
         assert found.step >= last
         contents = {path.read_bytes() for path in found.path.glob("shard-*")}
         assert contents == {bytes([found.step % 256]) * 300_000}
+
+
+def listed(folder: Path, rank: int, **files: str) -> None:
+    """What a rank leaves in its folder of a checkpoint: files, and the list of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    (folder / f"rank-{rank}.json").write_text(json.dumps({name: len(text) for name, text in files.items()}))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda folder: (folder / "rank-1.json").unlink(), "actor has no file of rank 1 of 2"),
+        (lambda folder: (folder / "shard1").unlink(), "actor/shard1 of rank 1 is missing or not whole"),
+        (lambda folder: (folder / "shard1").write_text("w"), "actor/shard1 of rank 1 is missing or not whole"),
+        (shutil.rmtree, "actor has no file of rank 0 of 2; actor has no file of rank 1 of 2"),
+    ],
+    ids=["list", "file", "part", "all"],
+)
+def test_a_checkpoint_without_the_files_of_every_rank_is_not_committed(tmp_path, loss, message):
+    """As on nodes that do not share the folder: what other ranks wrote is on their disks."""
+    store = CheckpointStore(tmp_path, patience_s=0.0)
+    write(store, 1)
+    folder = store.begin(2, 100) / "actor"
+    listed(folder, 0, shard0="weights")
+    listed(folder, 1, shard1="weights")
+    loss(folder)
+    with pytest.raises(CheckpointError, match=f"step 2 is not complete in .*: {message}. Every rank has to write to"):
+        store.commit(2, {}, {"actor": 2})
+    assert store.steps() == [1]
+
+
+def test_files_of_another_node_may_appear_late(tmp_path):
+    store = CheckpointStore(tmp_path)
+    folder = store.begin(1, 100) / "actor"
+    listed(folder, 0, shard0="weights")
+    late = threading.Timer(0.2, listed, (folder, 1), {"shard1": "weights"})
+    late.start()
+    store.commit(1, {}, {"actor": 2})
+    assert store.newest().step == 1
+
+
+@pytest.mark.parametrize("state", ["", "[]", "{", '{"best_metric": "much"}', None], ids=str)
+def test_an_older_one_that_cannot_be_read_is_left_alone_and_warned_of_once(store, state):
+    said = []
+    store.warn = said.append
+    broken = write(store, 1) / "state.json"
+    broken.unlink()
+    if state is not None:
+        broken.write_text(state)
+    for step in (2, 3, 4, 5):
+        write(store, step, best_metric=float(step))
+    assert store.steps() == [1, 4, 5]
+    [text] = said
+    assert text.startswith(f"{broken.parent} cannot be read (")
+    assert text.endswith("), and is left as it is")
+
+
+def test_only_this_user_reads_states_with_secrets(tmp_path):
+    for is_private, mode in ((True, 0o600), (False, 0o666 & ~_umask())):
+        store = CheckpointStore(tmp_path / str(is_private), is_private=is_private)
+        assert stat.S_IMODE((write(store, 1) / "state.json").stat().st_mode) == mode
+
+
+def _umask() -> int:
+    """Of this process; asking sets it."""
+    umask = os.umask(0o022)
+    os.umask(umask)
+    return umask

@@ -1,7 +1,10 @@
 """Checkpoints of ranks that a launcher started: they save and go on together, and none is left waiting."""
 
 import os
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +25,8 @@ from hotseat.loop.state.checkpoints import CheckpointStore
 from hotseat.loop.state.saving import CheckpointSource, Saver
 from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
 from hotseat.observe import Silence, read_lines
+
+HAS_MOUNTS = bool(shutil.which("unshare")) and not subprocess.run(["unshare", "-rm", "true"]).returncode
 
 RANK = """
 import sys
@@ -47,9 +52,9 @@ def task(tmp_path):
 
 @contextmanager
 def started_ranks(
-    task: Path, name: str, *overrides: str, faults: dict[int, Fault] | None = None
+    task: Path, name: str, *overrides: str, faults: dict[int, Fault] | None = None, prefix: tuple[str, ...] = ()
 ) -> Iterator[list[preloaded.Process]]:
-    """Two ranks, as a launcher starts them. Each has faults of its own."""
+    """Two ranks, as a launcher starts them. Each has faults of its own. prefix: of the second rank's command."""
     (task / f"{name}.yaml").write_text(sft_yaml(task, name=name))
     command = [sys.executable, str(task / "rank.py"), str(task / f"{name}.yaml"), *overrides]
     processes: list[preloaded.Process] = []
@@ -59,9 +64,10 @@ def started_ranks(
                 directory = task / f"faults-{time.monotonic_ns()}"
                 arm(directory, [faults[rank]] if faults and rank in faults else [])
                 env = {**os.environ, **own, "LOCAL_RANK": str(rank), VARIABLE: str(directory)}
-                processes.append(
-                    preloaded.popen(command, env=env, stdout=preloaded.PIPE, stderr=preloaded.PIPE, text=True)
-                )
+                own_command, popen = command, preloaded.popen
+                if prefix and rank == 1:
+                    own_command, popen = [*prefix, *command], subprocess.Popen
+                processes.append(popen(own_command, env=env, stdout=preloaded.PIPE, stderr=preloaded.PIPE, text=True))
             yield processes
         finally:
             for process in processes:
@@ -252,3 +258,21 @@ def test_a_run_that_leaves_the_layers_to_itself_recomputes_all_on_cpus(task, cap
     assert "train.checkpointed_layers: all" in capsys.readouterr().out
     [kept] = (task / "runs").glob("*/config.yaml")
     assert load(kept).train.checkpointed_layers is None
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not HAS_MOUNTS, reason="needs `unshare -rm`")
+def test_a_launched_rank_on_another_mount_is_named_before_it_loads_a_model(task):
+    """Scenario 64: a disk of its own under the same path, as on nodes that share nothing."""
+    (task / "runs").mkdir()
+    prefix = ("unshare", "-rm", "sh", "-c", f'mount -t tmpfs none {task}/runs && exec "$0" "$@"')
+    with started_ranks(task, "run", "cluster.call_timeout_s=20", prefix=prefix) as processes:
+        [(code, _, complaint)] = finish([processes[1]])
+        processes[0].kill()
+    assert code == 1
+    told = f"actor rank 1 on {socket.gethostname()} does not see the folder {task}/runs in which this run makes its"
+    assert told in complaint
+    assert "put run_dir, or checkpoint.path, on a disk that all nodes share" in complaint
+    assert not (task / "runs" / "run").exists()

@@ -289,12 +289,24 @@ def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_made(task, capsys):
 def test_what_holds_no_run_or_no_checkpoint_is_said(task, tmp_path, capsys):
     assert main(["resume", str(tmp_path / "nothing")]) == 2
     assert "holds no run" in capsys.readouterr().err
-    run(task, "sft", "run")
-    assert main(["resume", str(task / "runs" / "run")]) == 2
-    assert "is finished, and kept no checkpoint to resume from" in capsys.readouterr().err
-    shutil.rmtree(task / "runs" / "run" / "model")  # as if it had been ended before
-    assert main(["resume", str(task / "runs" / "run")]) == 2
-    assert "has no checkpoints" in capsys.readouterr().err
+    run(task, "sft", "run", "checkpoint.keep_final=false")
+    folder = task / "runs" / "run" / "checkpoints"
+    # Whatever the state of the folder is: finished, with an unfinished checkpoint, or without a model.
+    changes = [
+        lambda: None,
+        lambda: (folder / ".writing-step-000008").mkdir(parents=True),
+        lambda: shutil.rmtree(task / "runs" / "run" / "model"),
+        lambda: shutil.rmtree(folder),
+    ]
+    for change in changes:
+        change()
+        before = sorted((task / "runs" / "run").rglob("*"))
+        assert main(["resume", str(task / "runs" / "run")]) == 2
+        text = (
+            f"{task}/runs/run has no checkpoint to resume from: {folder} holds none. Start it again with `hotseat run`"
+        )
+        assert text in capsys.readouterr().err
+        assert sorted((task / "runs" / "run").rglob("*")) == before
 
 
 def test_a_directory_in_use_is_refused(task):
@@ -328,7 +340,7 @@ def test_without_a_checkpoint_a_run_starts_anew_and_nothing_is_counted_twice(uni
 
 
 def test_a_finished_run_without_checkpoints_is_not_overwritten(task):
-    run(task, "sft", "run")
+    run(task, "sft", "run", "checkpoint.keep_final=false")
     with pytest.raises(UserError, match="finished without checkpoints"):
         run(task, "sft", "run", "checkpoint.every=2", "checkpoint.resume=true")
     assert (task / "runs" / "run" / "metrics.jsonl").stat().st_size > 0
@@ -446,6 +458,8 @@ def test_openrlhf_load_checkpoint_resumes(task, monkeypatch, capsys):
             openrlhf("train_sft", command, {}, in_process)
     assert openrlhf("train_sft", command, {}, in_process) == 0
     assert "resuming from" in capsys.readouterr().out
+    [same_run] = (task / "runs").iterdir()  # with its metrics, and the ids under which trackers know it
+    assert [record["step"] for record in read_lines(same_run / "metrics.jsonl")] == list(range(1, 9))
     resumed = load_file(task / "out" / "model.safetensors")
     whole = [word if word != f"{task}/ckpt" else f"{task}/other" for word in command]
     assert openrlhf("train_sft", whole, {}, in_process) == 0

@@ -69,6 +69,21 @@ def test_minutes_and_steps_are_as_they_are_set(tmp_path):
     ]
 
 
+def test_the_last_step_is_saved_unless_it_is_not_to_be_kept(tmp_path):
+    def saved(name: str, *overrides: str, num_bytes: int = 0) -> list[int]:
+        saver = Saver(loads("", ["checkpoint.background=false", *overrides]), tmp_path / name, num_steps=7)
+        for step in range(1, 8):
+            saver.after_step(step, Clock().parts(num_bytes), {}, Said())
+        return CheckpointStore(tmp_path / name / "checkpoints").steps()
+
+    assert saved("default") == [7]
+    assert saved("by steps", "checkpoint.every=3") == [3, 6, 7]
+    assert saved("dropped", "checkpoint.keep_final=false") == []
+    assert saved("without state", "checkpoint.every=5", "checkpoint.save_state=false") == [5]
+    # Where only the end asks for it, it must not cost the export its room.
+    assert saved("full", "checkpoint.every=100", num_bytes=shutil.disk_usage(tmp_path).total) == []
+
+
 def test_none_are_made_if_nobody_wants_any(tmp_path):
     saver = Saver(loads("checkpoint: {every_minutes: 0}"), tmp_path)
     assert not saver.can_save
@@ -166,10 +181,10 @@ def test_a_signal_before_the_first_step_or_after_the_last_does_not_wait(tmp_path
 
 
 @pytest.mark.slow
-def test_a_short_run_has_no_folder_for_checkpoints_and_a_long_one_can_be_resumed(tmp_path):
+def test_a_short_run_keeps_a_checkpoint_of_its_last_step_and_a_long_one_can_be_resumed(tmp_path):
     task = make_task(tmp_path)
     start(loads(sft_yaml(task)))
-    assert not (task / "runs" / "sft" / "checkpoints").exists()
+    assert CheckpointStore(task / "runs" / "sft" / "checkpoints").steps() == [8]
     often = "checkpoint.every_minutes=1e-6"
     start(loads(sft_yaml(task, name="often"), [often]))
     assert CheckpointStore(task / "runs" / "often" / "checkpoints").steps() == [6, 7, 8]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hotseat.observe.hiding import without_secrets
+from hotseat.config.hiding import without_secrets
 from hotseat.observe.tracker_sink import MLFLOW, TRACKIO, WANDB, TrackerSink, is_wandb_requested
 
 pytestmark = pytest.mark.slow  # each starts a process, some wait for it to be given up
@@ -234,12 +234,12 @@ def test_a_folder_of_that_name_is_not_the_package(tmp_path, monkeypatch):
 def test_a_config_is_sent_without_what_is_nobodys_business():
     config = {
         "cluster": {"node_groups": [{"env_configs": [{"env_vars": [{"HF_TOKEN": "s3cret"}]}]}]},
-        "reward": {"url": ["http://me:s3cret@host/score", "http://host/@x"]},
+        "reward": {"url": ["http://me:s3cret@host/score", "http://host/@x", "https://host/score?key=s3cret&n=2"]},
         "seed": 3,
     }
     assert without_secrets(config) == {
         "cluster": {"node_groups": [{"env_configs": [{"env_vars": [{"HF_TOKEN": "***"}]}]}]},
-        "reward": {"url": ["http://***@host/score", "http://host/@x"]},
+        "reward": {"url": ["http://***@host/score", "http://host/@x", "https://host/score?***"]},
         "seed": 3,
     }
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.config import Config, to_saved
+from hotseat.config.hiding import has_secrets
 from hotseat.errors import RunError
+from hotseat.files import write_whole
 from hotseat.loop.offline.answering import answer_all, prepare
 from hotseat.loop.offline.generate import write_lines
 from hotseat.loop.offline.group_file import GroupFile
@@ -95,7 +97,7 @@ def _write(
     folder: Path, config: Config, file: GroupFile, groups: Sequence[GroupFacts], metrics: Mapping[str, float]
 ) -> None:
     """Write the files of a run that `hotseat report` shows, and the answers."""
-    (folder / "config.yaml").write_text(to_saved(config))
+    write_whole(folder / "config.yaml", to_saved(config), is_private=has_secrets(config))
     values = {
         "reward": [reward for facts in groups for reward in facts.rewards],
         "length": [float(length) for facts in groups for length in facts.num_sampled],

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotseat.files import opened
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.loop.workers.facts import GroupFacts, GroupKey
@@ -64,7 +65,7 @@ class Arrivals:
         self._write({"event": "restored", "step": step, "stream": state})
 
     def _write(self, *lines: dict[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
+        with opened(self._path, "a") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 

@@ -22,6 +22,7 @@ from hotseat.config import Config
 from hotseat.config.maths import overlap_queue
 from hotseat.config.roles import has_simulator
 from hotseat.errors import UserError
+from hotseat.files import write_whole
 from hotseat.loop.planning.candidates import Candidate
 from hotseat.loop.planning.plan import engine_slots, num_data_parallel
 from hotseat.loop.rl.forecast import NUM_COUNTED, NUM_WARM_UP, pace_with
@@ -265,7 +266,8 @@ def record_prediction(config: Config, plan: Plan, run_dir: Path, say: Callable[[
     if config.cluster.profile is None:
         return
     predicted = predict(config, plan, Profile.read(Path(config.cluster.profile)))
-    (run_dir / PREDICTION).write_text(json.dumps({"step_s": predicted.step_s, "phases": dict(predicted.phases)}) + "\n")
+    facts = {"step_s": predicted.step_s, "phases": dict(predicted.phases)}
+    write_whole(run_dir / PREDICTION, json.dumps(facts) + "\n")
     say(f"predicted: {predicted.step_s:.3g} s per step, by {config.cluster.profile}")
 
 

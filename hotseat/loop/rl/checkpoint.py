@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hotseat.cluster import WorkerGroup
 from hotseat.loop.devices.scheduler import DeviceScheduler
+from hotseat.loop.opening import Exported, ExportingRanks
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.launch import Groups
 from hotseat.loop.rl.ledger import Ledger
@@ -14,7 +15,7 @@ from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.stream import Stream
 from hotseat.loop.state.checkpoints import Checkpoint
-from hotseat.loop.state.saving import BACKENDS, CheckpointSource, critic_folder
+from hotseat.loop.state.saving import BACKENDS, CheckpointSource, critic_folder, for_ranks
 from hotseat.loop.workers.models import ModelWorker
 
 
@@ -54,7 +55,7 @@ class RlCheckpoints:
             self._stream.save(path)
             for role, group in self._trained.items():
                 with self._scheduler.lease("update", role):
-                    group.call(method, str(path / BACKENDS[role]))
+                    group.call(method, for_ranks(path / BACKENDS[role]))
 
         def snapshot(path: Path) -> Callable[[], bool]:
             write(path, ModelWorker.snapshot)
@@ -69,6 +70,7 @@ class RlCheckpoints:
             num_bytes=lambda: sum(sum(group.call(ModelWorker.saved_bytes)) for group in self._trained.values()),
             write=write,
             snapshot=snapshot,
+            num_ranks={BACKENDS[role]: group.size for role, group in self._trained.items()},
             export=export,
             state=lambda: {
                 **self._state.save(),
@@ -87,9 +89,18 @@ class RlCheckpoints:
         self._stream.restore(checkpoint.state.get("stream"), checkpoint.path, checkpoint.step)
         for role, group in self._trained.items():
             with self._scheduler.lease("update", role):
-                group.call(ModelWorker.load, str(checkpoint.path / BACKENDS[role]))
+                group.call(ModelWorker.load, for_ranks(checkpoint.path / BACKENDS[role]))
+
+    def exporting(self, what: Exported) -> ExportingRanks:
+        """Return the calls that export a model at the end of the run."""
+        role = "critic" if what == "critic" else "actor"
+        group = self._groups.models[role]
+        return ExportingRanks(
+            on_first=lambda method, *args: group.on(0).call(method, *args)[0],
+            write=lambda folder: self.export(Path(folder), what == "moving average", role),
+        )
 
     def export(self, path: Path, is_averaged: bool = False, role: str = "actor") -> None:
         """Write a role's model as a Hugging Face checkpoint; `is_averaged`: its moving average."""
         with self._scheduler.lease("update", role):
-            self._groups.models[role].call(ModelWorker.export, str(path), is_averaged)
+            self._groups.models[role].call(ModelWorker.export, for_ranks(path), is_averaged)

@@ -25,7 +25,7 @@ from hotseat.config.roles import (
 )
 from hotseat.errors import RunError
 from hotseat.loop.devices.scheduler import Movable
-from hotseat.loop.opening import OnCluster
+from hotseat.loop.opening import OnCluster, folder_witness
 from hotseat.loop.planning.plan import (
     are_devices_logical,
     cache_limit,
@@ -44,6 +44,7 @@ from hotseat.loop.state.run_dir import LOGS
 from hotseat.loop.workers.component import ComponentWorker
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.engines import EngineSettings
+from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.models import ActorWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.teachers import TeachersWorker
@@ -131,8 +132,12 @@ def launch_groups(
             kept_rollouts=folder,
         )
         engine = None
-    with closing(Readiness(journal.progress)) as readiness:
-        groups = _launch(place, algebra.schedule_length, engine, judge, host, journal, readiness)
+    is_local = place.cluster.runtime == "local"
+    with (
+        closing(Readiness(journal.progress)) as readiness,
+        folder_witness(config, run_dir, is_local) as proof,
+    ):
+        groups = _launch(place, algebra.schedule_length, engine, judge, host, journal, readiness, proof)
     return replace(groups, adapters_alone=adapters_alone)
 
 
@@ -144,6 +149,7 @@ def _launch(
     host: HostSettings,
     journal: Journal,
     readiness: Readiness,
+    folder_proof: FolderProof | None,
 ) -> Groups:
     config, plan, cluster = place.config, place.plan, place.cluster
     by_role: dict[str, WorkerGroup[Movable]] = {}
@@ -219,11 +225,13 @@ def _launch(
     if judge is not None and judges is None:
         judges = launch("judge", EngineWorker, judge)
     options = settings.train_options(config, schedule_length)
-    actor = launch("actor", ActorWorker, config.actor.model, options, settings.engine_dtype(config), trust)
+    dtype = settings.engine_dtype(config)
+    actor = launch("actor", ActorWorker, config.actor.model, options, dtype, trust, folder_proof)
     critic = reference = reward = inference = None
     if has_critic(config):
         options = settings.critic_options(config, schedule_length)
-        critic = launch("critic", CriticWorker, critic_model(config), options, trust)
+        proof = folder_proof and folder_proof.of("critic")
+        critic = launch("critic", CriticWorker, critic_model(config), options, trust, proof)
     if has_reference(config):
         options = settings.train_options(config, schedule_length, is_trained=False)
         if config.reference.teachers:
@@ -236,7 +244,6 @@ def _launch(
         reward = launch("reward", RewardWorker, config.reward.model, settings.reward_options(config), trust)
     if has_inference(config):
         options = settings.train_options(config, schedule_length, is_trained=False)
-        dtype = settings.engine_dtype(config)
         inference = launch("inference", InferenceWorker, config.actor.model, options, dtype, trust)
     components: dict[str, WorkerGroup[ComponentWorker]] = {}
     if engine is not None:  # what they changed is in the groups that are replayed

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotseat.files import opened
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.state.run_dir import LEDGER
 from hotseat.loop.workers.facts import GroupKey
@@ -74,7 +75,7 @@ class Ledger:
 
     def _append(self, lines: Sequence[LedgerEntry]) -> None:
         data = "".join(json.dumps(vars(line)) + "\n" for line in lines).encode()
-        with self._path.open("ab") as file:
+        with opened(self._path, "ab") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -11,6 +11,7 @@ from hotseat.config.urls import as_list
 from hotseat.errors import UserError
 from hotseat.rewards.addresses import bearer_token, connect_problems
 from hotseat.rewards.rubrics import TOKEN as JUDGE_TOKEN
+from hotseat.words import without_url_secrets
 
 _CONNECT_TIMEOUT_S = 10.0
 
@@ -34,11 +35,11 @@ def check_reward_servers(config: Config, show: Callable[[str], object]) -> list[
 
 
 def _check(kind: str, key: str, urls: Sequence[str], show: Callable[[str], object]) -> list[str]:
-    show(f"connecting to {', '.join(urls)}")
+    show(f"connecting to {', '.join(map(without_url_secrets, urls))}")
     problems = connect_problems(urls, _CONNECT_TIMEOUT_S)
     if not problems:
         return []
-    lines = "\n".join(f"  {key} {url}: {problem}" for url, problem in problems.items())
+    lines = "\n".join(f"  {key} {without_url_secrets(url)}: {problem}" for url, problem in problems.items())
     if os.environ.get("RAY_ADDRESS"):
         return [f"warning: from this machine, which need not be the one that scores:\n{lines}"]
     if len(problems) < len(urls):

@@ -6,6 +6,7 @@
         manifest.json         size and hash of every file; checked before any of them is opened
         state.json            facts of the loop: step, order of prompts, KL coefficient, config
         actor/                state of the actor's backend; a critic's is in critic_state/
+          rank-0.json         files that this rank wrote, and their sizes; a commit needs those of every rank
 
 The newest complete one is current. Older ones are deleted only when a newer one is complete.
 """
@@ -19,14 +20,18 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hotseat import faults
 from hotseat.errors import CheckpointError, HotseatError, UserError
+from hotseat.files import sync, sync_tree, write_whole
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -35,6 +40,7 @@ _WITH_PICKLES = 1  # the format of earlier versions
 _COMPLETE = re.compile(r"step-(\d{6,})")
 _WRITING, _DELETING = ".writing-", ".deleting-"
 _CHUNK = 1 << 20
+_PATIENCE_S, _LOOK_EVERY_S = 60.0, 0.1  # for files of other nodes to appear: network disks keep listings for a while
 # For the small files beside the tensors, and for the file system itself.
 _SPARE_BYTES = 16 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -57,10 +63,27 @@ class CheckpointStore:
     ones are deleted; the newest and the best stay.
     """
 
-    def __init__(self, directory: Path, *, keep_last: int = 3, max_bytes: int | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep_last: int = 3,
+        max_bytes: int | None = None,
+        is_private: bool = False,
+        patience_s: float = _PATIENCE_S,
+    ):
+        """Make a store over a directory, which need not exist yet.
+
+        is_private: the states of checkpoints hold secrets, and only this user may read them. patience_s: how long
+        `commit` waits for the files of other nodes to appear.
+        """
         self.directory = directory
+        self.warn: Callable[[str], object] = _to_stderr
         self._keep_last = keep_last
         self._max_bytes = max_bytes
+        self._is_private = is_private
+        self._patience_s = patience_s
+        self._warned_of: set[Path] = set()
 
     # --- writing --------------------------------------------------------------------------------------------------
 
@@ -99,33 +122,50 @@ class CheckpointStore:
         return self.directory / _name(step)
 
     def commit(
-        self, step: int, state: Mapping[str, Any], when_current: AbstractContextManager[None] | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        num_ranks: Mapping[str, int] = MappingProxyType({}),
+        when_current: AbstractContextManager[None] | None = None,
     ) -> Path:
         """Make what was written since `begin` the current checkpoint, then delete old ones.
 
-        when_current: context in which it becomes current; if it raises, there is no checkpoint.
+        num_ranks: the number of ranks that wrote into each folder of the checkpoint. Raises if a file of any is not
+        there. when_current: context in which it becomes current; if it raises, there is no checkpoint.
         """
         writing = self._writing(step)
         target = self.path(step)
         if target.exists():
             raise CheckpointError(f"{target} is there already: a checkpoint is never overwritten")
         with self.explained(step):
-            (writing / STATE).write_text(json.dumps(state, indent=1) + "\n")
+            self._wait_for_ranks(step, writing, num_ranks)
+            write_whole(writing / STATE, json.dumps(state, indent=1) + "\n", is_private=self._is_private)
             files = {str(path.relative_to(writing)): _facts(path) for path in _files(writing)}
             manifest = {"format": FORMAT, "step": step, "files": files}
             (writing / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-            for path in [*_files(writing), *(path for path in writing.rglob("*") if path.is_dir()), writing]:
-                _sync(path)
+            sync_tree(writing)
             faults.reach("save.commit")
             with when_current or nullcontext():
                 writing.rename(target)
             faults.reach("save.after")
-            _sync(self.directory)
+            sync(self.directory)
         self._delete_old(target)
         return target
 
     def _earlier(self) -> str:
         return "earlier checkpoints are intact" if self.steps() else "there is no earlier checkpoint"
+
+    def _wait_for_ranks(self, step: int, writing: Path, num_ranks: Mapping[str, int]) -> None:
+        """Wait for the files of all ranks, which may appear late on a network disk. Raises if they do not."""
+        until_s = time.monotonic() + self._patience_s
+        while missing := [each for folder, number in num_ranks.items() for each in _missing(writing, folder, number)]:
+            if time.monotonic() > until_s:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} is not complete in {writing}: {'; '.join(missing)}. Every rank has"
+                    " to write to this folder: put run_dir, or checkpoint.path, on a disk that all nodes share;"
+                    f" {self._earlier()}"
+                )
+            time.sleep(_LOOK_EVERY_S)
 
     def _writing(self, step: int) -> Path:
         return self.directory / f"{_WRITING}{_name(step)}"
@@ -232,8 +272,10 @@ class CheckpointStore:
     # --- what stays -----------------------------------------------------------------------------------------------
 
     def _delete_old(self, newest: Path) -> None:
-        paths = [self.directory / _name(step) for step in self.steps()]
-        best = max((path for path in paths if _metric(path) is not None), key=_metric, default=None)
+        metrics = self._metrics()
+        paths = list(metrics)
+        measured = {path: metric for path, metric in metrics.items() if metric is not None}
+        best = max(measured, key=lambda path: measured[path], default=None)
         keep = {*paths[-self._keep_last :], newest} | ({best} if best is not None else set())
         if self._max_bytes is not None:
             sizes = {path: sum(file.stat().st_size for file in _files(path)) for path in keep}
@@ -242,16 +284,76 @@ class CheckpointStore:
                     keep.discard(path)
         for path in paths:
             if path not in keep:
-                # Renamed first: a half-deleted checkpoint must not look complete.
-                doomed = path.with_name(f"{_DELETING}{path.name}")
-                path.rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
+                self._delete(path)
+
+    def _metrics(self) -> dict[Path, float | None]:
+        """Return the checkpoints, oldest first, with the metric that chooses the best; None: not measured, not finite.
+
+        One that cannot be read is left out, so that nothing deletes it: somebody has to look at it.
+        """
+        metrics: dict[Path, float | None] = {}
+        for step in self.steps():
+            path = self.directory / _name(step)
+            try:
+                value = json.loads((path / STATE).read_text()).get("best_metric")
+                metrics[path] = value if value is not None and math.isfinite(value) else None
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                self._warn_of(path, f"cannot be read ({_reason(error)}), and is left as it is")
+        return metrics
+
+    def _delete(self, path: Path) -> None:
+        # Renamed first: a half-deleted checkpoint must not look complete.
+        doomed = path.with_name(f"{_DELETING}{path.name}")
+        try:
+            path.rename(doomed)
+        except OSError as error:
+            self._warn_of(path, f"is not needed any more, but cannot be deleted ({_reason(error)})")
+            return
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def _warn_of(self, path: Path, what: str) -> None:
+        if path not in self._warned_of:
+            self._warned_of.add(path)
+            self.warn(f"{path} {what}")
+
+    def size(self, step: int) -> int:
+        """Return the bytes of a checkpoint."""
+        return sum(path.stat().st_size for path in _files(self.path(step)))
+
+    def delete_all(self, but_with: str) -> list[int]:
+        """Delete the complete checkpoints, except those with a folder of that name; return the steps of the deleted."""
+        doomed = [step for step in self.steps() if not (self.path(step) / but_with).is_dir()]
+        for step in doomed:
+            self._delete(self.path(step))
+        return doomed
 
 
-def _metric(path: Path) -> Any:
-    """Return the metric by which the best checkpoint is chosen; None if it was not measured or is not finite."""
-    value = json.loads((path / STATE).read_text()).get("best_metric")
-    return value if value is not None and math.isfinite(value) else None
+def digest_of_checkpoint(path: Path) -> str:
+    """Return what tells a complete checkpoint from every other one."""
+    return str(_facts(path / MANIFEST)["hash"])
+
+
+def _missing(writing: Path, folder: str, num_ranks: int) -> Iterator[str]:
+    """Yield which files are not there that the ranks of a folder say they have written."""
+    for rank in range(num_ranks):
+        listing = writing / folder / f"rank-{rank}.json"
+        try:
+            files: dict[str, int] = json.loads(listing.read_text())
+        except FileNotFoundError:
+            yield f"{folder} has no file of rank {rank} of {num_ranks}"
+            continue
+        for name, num_bytes in files.items():
+            file = listing.with_name(name)
+            if not file.is_file() or file.stat().st_size != num_bytes:
+                yield f"{folder}/{name} of rank {rank} is missing or not whole"
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _name(step: int) -> str:
@@ -268,11 +370,3 @@ def _facts(path: Path) -> dict[str, Any]:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
         return {"bytes": file.tell(), "hash": digest.hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,10 @@ from typing import TYPE_CHECKING
 
 from hotseat.config import Config, loads_saved, to_saved
 from hotseat.config.changes import Change
+from hotseat.config.hiding import has_secrets, without_secrets
 from hotseat.errors import CheckpointError, UserError
+from hotseat.files import link_error, opened, write_whole
+from hotseat.loop.state.checkpoints import STATE, CheckpointStore
 from hotseat.observe import METRICS, RECORDS, JsonLines, read_lines
 
 if TYPE_CHECKING:
@@ -33,7 +37,8 @@ HANGS = "hangs.txt"  # what the doctor found, with stacks
 
 def make_run_dir(config: Config) -> Path:
     """Make `run_dir/name`. Raises if it holds a run already, unless that is to be resumed or made no step."""
-    path = _named(config) if config.name is not None else _numbered(config)
+    config = named_run(config)
+    path = _named(config)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -57,14 +62,36 @@ def without_empty_folders(*folders: Path) -> Iterator[None]:
 
 def named_run(config: Config) -> Config:
     """Return the config with the name that its run will have, so that the directory is known beforehand."""
-    return config if config.name is not None else config.model_copy(update={"name": _numbered(config).name})
+    if config.name is not None:
+        return config
+    path = _run_of_checkpoints(config) or _numbered(config)
+    return config.model_copy(update={"run_dir": str(path.parent), "name": path.name})
+
+
+def _run_of_checkpoints(config: Config) -> Path | None:
+    """Return the folder of the run whose checkpoints are resumed from `checkpoint.path`; None if there is none.
+
+    Run and checkpoints have to name each other: checkpoints that were copied elsewhere begin another run.
+    """
+    if not config.checkpoint.resume or config.checkpoint.path is None:
+        return None
+    folder = Path(config.checkpoint.path)
+    try:
+        steps = CheckpointStore(folder).steps()
+        run = Path(json.loads((CheckpointStore(folder).path(steps[-1]) / STATE).read_text())["run"])
+        kept = kept_config(run)
+    except (OSError, ValueError, LookupError, TypeError, UserError):
+        return None  # a damaged checkpoint is named when it is opened
+    if kept is None or kept.checkpoint.path is None:
+        return None
+    return run if Path(kept.checkpoint.path).resolve() == folder.resolve() else None
 
 
 def write_config(path: Path, config: Config) -> None:
     """Write the config as it was checked, without the options that resume a run."""
     how = {"resume": False, "allow_changes": []}
     kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=how)})
-    (path / CONFIG).write_text(to_saved(kept))
+    write_whole(path / CONFIG, to_saved(kept), is_private=has_secrets(kept))
 
 
 def check_name(config: Config) -> None:
@@ -76,7 +103,7 @@ def check_name(config: Config) -> None:
 def owner_of(run_dir: Path) -> str | None:
     """Name the process that a run directory belongs to at this moment; None if no run is under way there."""
     try:
-        with (run_dir / LOCK).open(encoding="utf-8") as file:
+        with opened(run_dir / LOCK) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -99,6 +126,9 @@ def _named(config: Config) -> Path:
     owner = owner_of(path)
     if owner is not None:
         raise in_use(path, owner)
+    for each in path.iterdir() if path.is_dir() else ():
+        if each.is_symlink():
+            raise link_error(each)
     if path.exists() and any(path.iterdir()) and not config.checkpoint.resume and not _made_no_step(path):
         resume = f"resume it (`hotseat resume {path}`), " if _has_checkpoint(path, config) else ""
         raise UserError(f"{path} holds a run already: {resume}choose another name (name=...), or remove it")
@@ -144,8 +174,8 @@ def record_changes(path: Path, last_step: int, changes: Sequence[Change]) -> Non
                     "step": last_step + 1,
                     "time": time.time(),
                     "key": change.key,
-                    "from": change.before,
-                    "to": change.after,
+                    "from": without_secrets(change.before, change.key.rpartition(".")[2]),
+                    "to": without_secrets(change.after, change.key.rpartition(".")[2]),
                     "is_allowed": change.is_allowed,
                 }
             )
@@ -158,4 +188,5 @@ def kept_config(path: Path) -> Config | None:
 
 
 def save_plan(path: Path, plan: Plan) -> None:
-    (path / "plan.json").write_text(plan.to_json())
+    """Write the plan, for this user alone if it holds environment variables of nodes."""
+    write_whole(path / "plan.json", plan.to_json(), is_private=any(node.env for node in plan.inventory.nodes))

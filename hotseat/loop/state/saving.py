@@ -12,16 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hotseat import faults, interrupts
 from hotseat.config import Config, to_saved
-from hotseat.config.changes import Change, changes_between
+from hotseat.config.changes import NUM_STEPS, Change, changes_between
+from hotseat.config.hiding import has_secrets
 from hotseat.errors import CheckpointError, DeadlineError, UserError
+from hotseat.files import opened
 from hotseat.loop.devices.memory import available_bytes
-from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore
+from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint
 from hotseat.loop.state.run_dir import LOCK, in_use, owner_of, write_config
 from hotseat.observe import Journal
 
@@ -49,11 +51,18 @@ class CheckpointSource:
     state: Callable[[], Mapping[str, Any]]  # facts of the loop, as JSON
     # As `write`, but returns once the state is copied, with a call that tells whether all is written, or raises.
     snapshot: Callable[[Path], Callable[[], bool]] | None = None
+    # By folder of the checkpoint: how many ranks write into it; a checkpoint without the files of any is not committed.
+    num_ranks: Mapping[str, int] = field(default_factory=dict)
 
 
 def critic_folder(model: Path) -> Path:
     """Return the folder to which the critic of a model is exported."""
     return model.with_name(CRITIC) if model.name == MODEL else model.with_name(f"{model.name}_{CRITIC}")
+
+
+def for_ranks(path: Path) -> str:
+    """Return a path as ranks get it: on a cluster that was there before, their working directory is another one."""
+    return str(path.absolute())
 
 
 class _BackgroundSave:
@@ -137,13 +146,15 @@ class Saver:
         run_dir: Path,
         tokenizer: Any = None,
         *,
+        num_steps: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Make a saver for a run directory. `tokenizer` is exported beside each model."""
+        """Make a saver for a run directory. `tokenizer` is exported beside each model. num_steps: those of the run."""
         section = config.checkpoint
         self._config = config
         self._run_dir = run_dir
         self._tokenizer = tokenizer
+        self._num_steps = num_steps
         self._timeout_s = config.cluster.call_timeout_s
         self._background_save: _BackgroundSave | None = None
         self._stood_still_s: float | None = None  # time that saves held up the run since the last `metrics`
@@ -162,6 +173,7 @@ class Saver:
             Path(section.path) if section.path else run_dir / "checkpoints",
             keep_last=section.keep_last,
             max_bytes=None if section.max_gib is None else int(section.max_gib * 2**30),
+            is_private=has_secrets(config),
         )
 
     def find(self, stack: ExitStack, say: Callable[[str], object]) -> Checkpoint | None:
@@ -194,6 +206,9 @@ class Saver:
         self.changes = changes_between(str(checkpoint.state["config"]), self._config)
         for change in self.changes:
             say(f"{change}{' (allowed)' * change.is_allowed}")
+        schedule = self._config.actor.optimizer.schedule
+        if any(change.key in NUM_STEPS for change in self.changes) and schedule != "constant":
+            say(f"learning rate: from the next step on that of the {schedule} schedule over the new number of steps")
         say(f"resuming from {checkpoint.path}, after step {checkpoint.step}")
         return checkpoint
 
@@ -219,9 +234,16 @@ class Saver:
 
     def is_due(self, step: int, is_stopping: bool) -> bool:
         """Tell whether a checkpoint is to be made after a step."""
+        return self._is_at_step(step) or self._is_late() or (is_stopping and self.can_save) or self._is_last(step)
+
+    def _is_at_step(self, step: int) -> bool:
         every = self._config.checkpoint.every
-        is_at_step = every is not None and step % every == 0
-        return is_at_step or self._is_late() or (is_stopping and self.can_save)
+        return every is not None and step % every == 0
+
+    def _is_last(self, step: int) -> bool:
+        """Tell whether a checkpoint is made because the run ends, so that it can be extended, or export its model."""
+        section = self._config.checkpoint
+        return step == self._num_steps and self.can_save and section.keep_final and section.save_state
 
     def _is_late(self) -> bool:
         """Tell whether a checkpoint is due by time: the minutes have passed, and saving takes a small part of them."""
@@ -286,7 +308,10 @@ class Saver:
             self.wait()
         if not self.is_due(step, is_stopping):
             return None
-        if not (self._config.checkpoint.is_asked_for or is_stopping or self._has_room(source, journal)):
+        self._store.warn = lambda text: journal.say(text, kind="warning")
+        # The last step's, if nobody asked for it, must not cost the model that is exported next.
+        is_asked_for = self._config.checkpoint.is_asked_for and (self._is_at_step(step) or self._is_late())
+        if not (is_asked_for or is_stopping or self._has_room(source, journal)):
             self._saved_s = self._clock()
             return None
         journal.phase("save")
@@ -314,6 +339,25 @@ class Saver:
         self._warned_of_room = True
         return False
 
+    def digest(self, step: int) -> str | None:
+        """Return the digest of the checkpoint of a step; None if there is none."""
+        return digest_of_checkpoint(self._store.path(step)) if step in self._store.steps() else None
+
+    def finish(self, say: Callable[[str], object]) -> None:
+        """After the run's end: name the last checkpoint and its size, or delete what `keep_final` does not keep."""
+        if not self._config.checkpoint.keep_final:
+            deleted = self._store.delete_all(but_with=MODEL)
+            if deleted:
+                say(f"checkpoints deleted (checkpoint.keep_final is false): {', '.join(map(str, deleted))}")
+            return
+        step = self.last_step()
+        if step is not None:
+            size = _bytes(self._store.size(step))
+            say(
+                f"checkpoint: {self._store.path(step)}, {size}; the run can be extended from it"
+                " (checkpoint.keep_final=false deletes it)"
+            )
+
     def stop(self, path: Path, journal: Journal) -> NoReturn:
         """End the run once that checkpoint is complete. Raises `KeyboardInterrupt`."""
         self.wait()
@@ -332,11 +376,13 @@ class Saver:
         section = self._config.checkpoint
         faults.reach("save.before")
         num_bytes = source.num_bytes() if section.save_state else 0
-        snapshot = source.snapshot if self._saves_in_background(num_bytes) else None
+        is_alone = step == self._num_steps  # nothing runs beside it
+        snapshot = source.snapshot if not is_alone and self._saves_in_background(num_bytes) else None
         state = {
             "step": step,
             "task": self._config.task,
             "config": to_saved(self._config),
+            "run": str(self._run_dir.absolute()),
             "best_metric": _best(section.best_metric, evaluation),
             **copy.deepcopy(dict(source.state())),  # a copy: the run may change it before it is written
         }
@@ -351,15 +397,16 @@ class Saver:
                 is_written = snapshot(path)
             elif section.save_state:
                 source.write(path)
+        num_ranks = source.num_ranks if section.save_state else {}
         if is_written is None:
-            return self._store.commit(step, state)
+            return self._store.commit(step, state, num_ranks)
 
         def ask() -> bool:
             with self._store.explained(step):
                 return is_written()
 
         def commit(when_current: AbstractContextManager[None]) -> None:
-            self._store.commit(step, state, when_current)
+            self._store.commit(step, state, num_ranks, when_current)
 
         self._background_save = _BackgroundSave(step, ask, commit, self._timeout_s)
         return self._store.path(step)
@@ -419,6 +466,11 @@ class Saver:
             raise
 
 
+def _bytes(number: int) -> str:
+    """Write a number of bytes in MiB, or in GiB from one on."""
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
+
+
 def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:
     if name == "none" or not evaluation:
         return None
@@ -431,13 +483,19 @@ def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:
 
 
 @contextmanager
-def sole_owner(run_dir: Path) -> Iterator[None]:
+def sole_owner(run_dir: Path, lock: Callable[[Any, int], object] = fcntl.flock) -> Iterator[None]:
     """Hold the lock of a directory for this process; it is free again however the process ends."""
-    with (run_dir / LOCK).open("a+", encoding="utf-8") as file:
+    with opened(run_dir / LOCK, "a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise in_use(run_dir, owner_of(run_dir) or "another run") from None
+        except OSError as error:
+            raise UserError(
+                f"{run_dir} is on a disk without locks (flock: {error.strerror}), so that two runs could write there at"
+                " once: set run_dir, or checkpoint.path, to a disk that has them, or mount this one with them (Lustre:"
+                " -o flock; NFS: without nolock)"
+            ) from None
         file.truncate(0)
         file.write(f"process {os.getpid()}")
         file.flush()

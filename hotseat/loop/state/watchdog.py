@@ -12,6 +12,7 @@ from typing import Any
 from hotseat.cluster import Cluster, WorkerGroup, activity
 from hotseat.cluster.doctor import Diagnosis, Watch, examine, is_hang
 from hotseat.errors import DeadlineError, RunError
+from hotseat.files import opened
 from hotseat.loop.state.readiness import ENGINES
 from hotseat.loop.state.run_dir import HANGS
 from hotseat.loop.workers.models import BackendWorker
@@ -68,5 +69,5 @@ def doing_in(cluster: Cluster) -> list[str]:
 
 
 def _keep(run_dir: Path, diagnosis: Diagnosis) -> None:
-    with (run_dir / HANGS).open("a", encoding="utf-8") as file:
+    with opened(run_dir / HANGS, "a") as file:
         file.write(diagnosis.text() + "\n")

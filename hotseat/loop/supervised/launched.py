@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ from hotseat.config.precision import with_dtype
 from hotseat.config.roles import has_reference
 from hotseat.errors import UserError
 from hotseat.loop.devices.memory import has_gpu
-from hotseat.loop.opening import OpenRun, are_budgets_tried, export_models, open_run, stoppable, with_known_dtype
+from hotseat.loop.opening import (
+    Exported,
+    ExportingRanks,
+    OpenRun,
+    are_budgets_tried,
+    export_models,
+    open_run,
+    stoppable,
+    with_known_dtype,
+)
 from hotseat.loop.planning.budgets import (
     are_layers_chosen,
     smaller_budget_kept,
@@ -25,10 +35,11 @@ from hotseat.loop.planning.budgets import (
 from hotseat.loop.planning.plan import is_offloaded, make_plan, with_budgets
 from hotseat.loop.preflight import supervised_inputs
 from hotseat.loop.state.run_dir import write_config
-from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver
+from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
 from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
 from hotseat.loop.supervised.loop import SupervisedRun, TokenBudget, columns, train_supervised, worker_arguments
 from hotseat.loop.supervised.worker import Preparation, StepResult, SupervisedWorker
+from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.observe import LiveView, Silence
 from hotseat.placement import GIB, DeviceKind, Inventory, Node
 
@@ -60,9 +71,10 @@ class LaunchedRanks:
         worker, led_ranks = self._worker, self._led
         return CheckpointSource(
             num_bytes=lambda: sum(led_ranks.call(SupervisedWorker.saved_bytes)),
-            write=lambda path: led_ranks.call(SupervisedWorker.save, str(path / BACKEND)),
-            export=lambda path: led_ranks.call(SupervisedWorker.export, str(path)),
+            write=lambda path: led_ranks.call(SupervisedWorker.save, for_ranks(path / BACKEND)),
+            export=lambda path: led_ranks.call(SupervisedWorker.export, for_ranks(path)),
             state=lambda: {**worker.state(), "evaluation": evaluation, "num_ranks": self._num_ranks},
+            num_ranks={BACKEND: self._num_ranks},
         )
 
 
@@ -77,12 +89,21 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
     inputs = supervised_inputs(config, num_ranks)
     config = with_dtype(config, has_gpu())  # a checkpoint with another dtype is refused, by this key
     view.stage(f"loading {Path(config.actor.model or '').name} in {num_ranks} {'ranks' if num_ranks > 1 else 'rank'}")
-    worker = SupervisedWorker(
-        *worker_arguments(config, inputs.algebra, inputs.data, _is_reference_offloaded(config, num_ranks)),
-        rank=rank // config.train.num_model_parallel,
-        num_ranks=inputs.algebra.num_ranks,
-    )
+    with _folder_proof(config, rank, num_ranks) as proof:
+        worker = SupervisedWorker(
+            *worker_arguments(config, inputs.algebra, inputs.data, _is_reference_offloaded(config, num_ranks)),
+            rank=rank // config.train.num_model_parallel,
+            num_ranks=inputs.algebra.num_ranks,
+            folder_proof=proof,
+        )
     led_ranks = LedRanks(worker, rank)
+
+    def exporting(what: Exported) -> ExportingRanks:
+        return ExportingRanks(
+            on_first=lambda method, *args: method(worker, *args),
+            write=lambda folder: led_ranks.call(SupervisedWorker.export, folder, what == "moving average"),
+        )
+
     try:
         with ExitStack() as stack:
 
@@ -90,7 +111,7 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
                 run = stack.enter_context(open_run(config, inputs, columns(inputs.data), view, AGAIN))
                 if run.checkpoint is not None and run.evaluation is None:
                     led_ranks.call(
-                        SupervisedWorker.resume, str(run.checkpoint.path / BACKEND), dict(run.checkpoint.state)
+                        SupervisedWorker.resume, for_ranks(run.checkpoint.path / BACKEND), dict(run.checkpoint.state)
                     )
                 return run
 
@@ -106,12 +127,27 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
                 supervised = SupervisedRun(num_steps, eval_every, inputs.data, ranks, budget)
                 evaluation = train_supervised(supervised, run.journal, saver, run.checkpoint)
             with run.saver.exporting():
-                export_models(
-                    run, lambda path, *how: worker.export(str(path), *how), inputs.tokenizer if rank == 0 else None
-                )
+                led_ranks.led(lambda: export_models(run, exporting, inputs.tokenizer, num_steps))
         return evaluation
     finally:
         worker.close()
+
+
+@contextmanager
+def _folder_proof(config: Config, rank: int, num_ranks: int) -> Iterator[FolderProof | None]:
+    """Have the first rank witness that the others see the folder of checkpoints; None: they need not."""
+    folder = Path(config.checkpoint.path or config.run_dir)
+    # All ranks, and no other job at the same time, have this address.
+    job = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+    name = f".proof-{hashlib.blake2b(repr(job).encode(), digest_size=8).hexdigest()}"
+    if num_ranks == 1 or not config.checkpoint.is_used:
+        yield None
+    elif rank > 0:
+        # The first rank may still be reading the data.
+        yield FolderProof(for_ranks(folder), name, appears_s=config.cluster.call_timeout_s)
+    else:
+        with witness(folder, name) as proof:
+            yield proof
 
 
 def _open_on_first(

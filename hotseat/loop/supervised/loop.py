@@ -22,9 +22,10 @@ from hotseat.loop.setup import settings
 from hotseat.loop.setup.inputs import SupervisedData
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.readiness import Readiness
-from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver
+from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
 from hotseat.loop.supervised.led_ranks import LedSaver
 from hotseat.loop.supervised.worker import Preparation, StepResult, SupervisedWorker
+from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.observe import Journal
 
 
@@ -166,8 +167,10 @@ def worker_arguments(
     )
 
 
-def launch_ranks(place: OnCluster, inputs: SupervisedInputs, journal: Journal) -> WorkerGroup[SupervisedWorker]:
-    """Start the ranks that train, on the devices of the plan."""
+def launch_ranks(
+    place: OnCluster, inputs: SupervisedInputs, journal: Journal, folder_proof: FolderProof | None = None
+) -> WorkerGroup[SupervisedWorker]:
+    """Start the ranks that train, on the devices of the plan. folder_proof: what they prove before they load."""
     config, processes = place.config, place.plan.role("actor").processes
     started_s = time.monotonic()
     actor = place.cluster.launch(
@@ -175,7 +178,11 @@ def launch_ranks(place: OnCluster, inputs: SupervisedInputs, journal: Journal) -
         SupervisedWorker,
         args=worker_arguments(config, inputs.algebra, inputs.data, is_offloaded(place.plan, "reference")),
         per_rank=[
-            {"rank": rank // config.train.num_model_parallel, "num_ranks": inputs.algebra.num_ranks}
+            {
+                "rank": rank // config.train.num_model_parallel,
+                "num_ranks": inputs.algebra.num_ranks,
+                "folder_proof": folder_proof,
+            }
             for rank in range(len(processes))
         ],
         processes=processes,
@@ -209,14 +216,15 @@ class RanksOnCluster:
         actor = self._actor
 
         def snapshot(path: Path) -> Callable[[], bool]:
-            actor.call(SupervisedWorker.snapshot, str(path / BACKEND))
+            actor.call(SupervisedWorker.snapshot, for_ranks(path / BACKEND))
             return lambda: all(actor.call(SupervisedWorker.is_written))
 
         return CheckpointSource(
             num_bytes=lambda: sum(actor.call(SupervisedWorker.saved_bytes)),
-            write=lambda path: actor.call(SupervisedWorker.save, str(path / BACKEND)),
+            write=lambda path: actor.call(SupervisedWorker.save, for_ranks(path / BACKEND)),
             snapshot=snapshot,
-            export=lambda path: actor.call(SupervisedWorker.export, str(path)),
+            num_ranks={BACKEND: actor.size},
+            export=lambda path: actor.call(SupervisedWorker.export, for_ranks(path)),
             state=lambda: {**actor.call(SupervisedWorker.state)[0], "evaluation": evaluation, "num_ranks": actor.size},
         )
 

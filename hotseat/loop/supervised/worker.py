@@ -18,6 +18,7 @@ from hotseat.data import PromptOrder, digest_of
 from hotseat.loop.devices.memory import Held
 from hotseat.loop.planning.budgets import Use
 from hotseat.loop.workers.cutting import BatchSettings
+from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.models import BackendWorker
 from hotseat.loop.workers.objectives import Objective
 from hotseat.loop.workers.preferences import ScoredPair, sums_of_items, with_reference
@@ -80,9 +81,10 @@ class SupervisedWorker(BackendWorker):
         *,
         rank: int,
         num_ranks: int,
+        folder_proof: FolderProof | None = None,
     ):
         """Load the model. `rank` and `num_ranks` count data-parallel ranks. reference: of an objective that has one."""
-        super().__init__(model, options, trust_remote_code)
+        super().__init__(model, options, trust_remote_code, folder_proof=folder_proof)
         self._trust_remote_code = trust_remote_code
         self._reference_settings = reference
         self._reference: Reference | None = None  # that scores in every step

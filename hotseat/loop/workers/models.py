@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ from hotseat.loop.workers.experience import (
     without_bootstraps,
     without_truncated,
 )
+from hotseat.loop.workers.exports import Origin, begin_export, finish_export
+from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.losses import (
     CORRECTION_SCALES,
     OLD_LOG_PROBS,
@@ -96,7 +99,18 @@ class PolicySettings:
 class BackendWorker:
     """One rank of a model behind a training backend, which can be saved."""
 
-    def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
+    def __init__(
+        self,
+        model: str,
+        options: TrainOptions,
+        trust_remote_code: bool = False,
+        *,
+        folder_proof: FolderProof | None = None,
+    ):
+        """Load the model. folder_proof: what this rank proves first, if checkpoints are made of it."""
+        if folder_proof is not None:
+            with activity.doing("looking for the folder of checkpoints"):
+                folder_proof.give(int(os.environ.get("RANK", "0")))
         with activity.doing("loading weights"):
             self._backend = make_backend(
                 model, options, device=device_of_process(), trust_remote_code=trust_remote_code
@@ -145,6 +159,18 @@ class BackendWorker:
     def saved_bytes(self) -> int:
         """Return the size of what `save` would write on this rank."""
         return self._backend.saved_bytes()
+
+    def begin_export(self, folder: str) -> str:
+        """Make the folder to write a model into that will go to `folder`. On the rank that writes it."""
+        return str(begin_export(Path(folder)))
+
+    def finish_export(self, writing: str, folder: str, more: Mapping[str, bytes], origin: Origin) -> None:
+        """Put a model that was written into place, with further files. On the rank that wrote it."""
+        finish_export(Path(writing), Path(folder), more, origin)
+
+    def drop_export(self, writing: str) -> None:
+        """Remove a model that could not be written to its end."""
+        shutil.rmtree(writing, ignore_errors=True)
 
     def close(self) -> None:
         self._backend.close()
@@ -263,8 +289,15 @@ class ActorWorker(ModelWorker):
     engine_dtype: the dtype in which engines hold weights, in which they are sent and their digests computed.
     """
 
-    def __init__(self, model: str, options: TrainOptions, engine_dtype: str, trust_remote_code: bool = False):
-        super().__init__(model, options, trust_remote_code)
+    def __init__(
+        self,
+        model: str,
+        options: TrainOptions,
+        engine_dtype: str,
+        trust_remote_code: bool = False,
+        folder_proof: FolderProof | None = None,
+    ):
+        super().__init__(model, options, trust_remote_code, folder_proof=folder_proof)
         self._steps: list[MicroBatch | None] = []
         self._totals: list[StepTotals] = []
         self._returns = BySample()

@@ -20,6 +20,7 @@ from hotseat.loop.workers.experience import (
     with_bootstraps,
     with_fields,
 )
+from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.losses import OLD_VALUES, RETURNS, ValueObjective
 from hotseat.loop.workers.models import BySample, ModelWorker, by_sample, in_order
 from hotseat.train.backend import TrainOptions, UpdateReport
@@ -41,8 +42,14 @@ class CriticSettings:
 class CriticWorker(ModelWorker):
     """One rank of the critic: it computes values of a rollout, and learns from the returns that the actor computed."""
 
-    def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
-        super().__init__(model, options, trust_remote_code)
+    def __init__(
+        self,
+        model: str,
+        options: TrainOptions,
+        trust_remote_code: bool = False,
+        folder_proof: FolderProof | None = None,
+    ):
+        super().__init__(model, options, trust_remote_code, folder_proof=folder_proof)
         self._batch: MicroBatch | None = None  # the rollout whose values were computed last
         self._starts: Tensor | None = None  # first tokens of its steps of time; None: each token is one
         self._sample_steps: dict[str, int] = {}

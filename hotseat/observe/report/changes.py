@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hotseat.observe.hiding import without_secrets
+from hotseat.config.hiding import without_secrets
 from hotseat.observe.report.curves import Table
 from hotseat.observe.report.reading import json_lines, shortened
 

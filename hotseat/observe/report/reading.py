@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hotseat.config.hiding import without_secrets
 from hotseat.errors import UserError
-from hotseat.observe.hiding import without_secrets
 
 MAX_CONFIG_CHARACTERS = 40_000
 MAX_TEXT_CHARACTERS = 2_000
