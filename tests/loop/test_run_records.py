@@ -128,8 +128,8 @@ def test_distributions_count_every_sample(run_dir):
 def test_recording_changes_no_number(tmp_path):
     """The same run with and without: what is only written down must not be felt."""
     task = make_task(tmp_path)
-    for name, count in (("much", 16), ("none", 0)):
-        start(loads(rl_yaml(task, name=name), [f"log.samples_per_step={count}", "log.samples_every=1"]))
+    for name, *log in (("much", "log.samples_per_step=16", "log.samples_every=1"), ("none", "log.samples_per_step=0")):
+        start(loads(rl_yaml(task, name=name), log))
     much, none = ((task / "runs" / name / "model" / "model.safetensors").read_bytes() for name in ("much", "none"))
     assert much == none
     assert (task / "runs" / "none" / "samples.jsonl").read_text() == ""

@@ -286,6 +286,14 @@ def test_adapters_recomputation_and_the_seed_are_taken(cluster, task):
     [options] = actor.options().wait()
     assert options.lora == LoraOptions(4, alpha=4, seed=7)  # RLinf's adapters have alpha = rank
     assert not options.gradient_checkpointing
+    actor.init_worker().wait()
+    channel = Channel.create("Adapters")
+    for _ in range(2):
+        for group in groups_of(TRAJECTORIES):
+            channel.put(group)
+        [metrics] = actor.run_training(channel).wait()
+    assert metrics["actor/version"] == 2
+    assert metrics["actor/loss"] < expected_loss(task)  # adapters begin as nothing, and have learned by the second step
     for key in ("actor__gradient_checkpointing", "actor__fsdp_config__gradient_checkpointing"):
         [options] = launched(cluster, task, key, **{key: True}).options().wait()
         assert (options.gradient_checkpointing, options.lora) == (True, None)
