@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -80,6 +81,11 @@ class Interrupts:
             os._exit(STOPPED)
         raise KeyboardInterrupt
 
+    def drop(self, unraisable: Any) -> None:
+        """Print nothing of a KeyboardInterrupt that came where nothing can be raised: `check` raises it again."""
+        if not (self.is_raised and issubclass(unraisable.exc_type, KeyboardInterrupt)):
+            sys.__unraisablehook__(unraisable)
+
 
 _current: Interrupts | None = None  # of this process
 
@@ -106,11 +112,12 @@ def installed() -> Iterator[Interrupts]:
         yield current()
         return
     interrupts = Interrupts()
-    before = _install(interrupts)
+    hook, before = sys.unraisablehook, _install(interrupts)
     try:
         yield interrupts
     finally:
         _restore(before)
+        sys.unraisablehook = hook
 
 
 @contextmanager
@@ -135,6 +142,7 @@ def _install(interrupts: Interrupts) -> dict[signal.Signals, Any]:
     """Have the signals heard; return the handlers before. What a shell starts in its background ignores Ctrl-C."""
     global _current
     _current = interrupts
+    sys.unraisablehook = interrupts.drop
     before = {number: signal.getsignal(number) for number in _NAMES}
     for number, handler in before.items():
         if not (number == signal.SIGINT and handler == signal.SIG_IGN):

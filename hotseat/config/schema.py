@@ -155,7 +155,7 @@ class OptimizerConfig(Section):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after warm-up."""
     warmup_ratio: Fraction = 0.03
-    """Share of all optimizer steps over which the learning rate rises."""
+    """Share of all optimizer steps over which the learning rate rises; at least one step has the peak."""
     min_learning_rate_ratio: Fraction = 0.1
     """Learning rate at the end, as a share of its peak (cosine and linear)."""
     max_grad_norm: Amount = 1.0

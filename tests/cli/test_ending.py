@@ -56,6 +56,19 @@ def test_an_interrupt_that_a_library_drops_is_raised_again():
         drop()
 
 
+def test_an_interrupt_where_nothing_can_be_raised_prints_no_traceback_and_is_raised_later(capfd):
+    class Interrupted:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    def drop():
+        Interrupted()
+
+    with pytest.raises(KeyboardInterrupt), interrupts.heard():
+        drop()
+    assert capfd.readouterr().err == ""
+
+
 def test_the_first_signal_waits_for_what_can_be_finished_and_the_second_does_not(capfd):
     finished = iter(["this step is finished and saved"])
     with interrupts.heard() as heard, heard.finishing(lambda: next(finished, None)):
