@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import pytest
 from markdown_it import MarkdownIt
 
-from hotseat.cli.main import main
+from hotseat.cli.main import main, make_parser
 from hotseat.cli.openrlhf.flags import COMMANDS
 from hotseat.cli.openrlhf.table import feature_of
 from hotseat.cli.options_view import options
@@ -91,6 +91,35 @@ def test_links_between_pages_lead_somewhere(page):
         target = (page.parent / path) if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_pages_that_texts_mention_are_there():
+    """In code, comments and messages, and in pages without a link."""
+    sources = [*PAGES, *(ROOT / "hotseat").rglob("*.py"), *(ROOT / "examples").rglob("*.yaml")]
+    dead = [
+        (str(source.relative_to(ROOT)), page)
+        for source in sources
+        for page in re.findall(r"\bdocs/[\w/.-]+\.md\b", source.read_text())
+        if not (ROOT / page).is_file()
+    ]
+    assert not dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_pages_name_are_there(page):
+    named = re.findall(r"`((?:bench|docs|examples|hotseat|scripts|tests)/[\w./-]+)`", page.read_text())
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_commands_that_pages_name_are_there():
+    commands = set(make_parser()._subparsers._group_actions[0].choices)
+    for page in PAGES:
+        named = re.findall(r"(?:^|`)hotseat ([a-z][a-z-]+)\b", page.read_text(), re.MULTILINE)
+        assert not set(named) - commands, page
+
+
+def test_the_readme_says_what_has_not_run():
+    assert "Nothing has run on several GPUs yet" in (ROOT / "README.md").read_text()
 
 
 def test_the_long_description_renders():

@@ -159,10 +159,11 @@ A key is listed as `key: values = default`, its meaning below it. In a file sect
 joined by dots: `rollout.top_p=0.9` is `rollout: {top_p: 0.9}`.""",
     "openrlhf-path": """\
 example:
-  export PYTHONPATH=$(hotseat openrlhf-path)${PYTHONPATH:+:$PYTHONPATH}
+  hotseat openrlhf-path                         the directory, for PYTHONPATH
 
-Then `python -m openrlhf.cli.train_ppo_ray` and OpenRLHF's other commands run on Hotseat, so that scripts which name
-them need no change. For `ray job submit` the variable goes into the runtime environment, as
+After `export PYTHONPATH=$(hotseat openrlhf-path)${PYTHONPATH:+:$PYTHONPATH}` the command
+`python -m openrlhf.cli.train_ppo_ray` and OpenRLHF's other commands run on Hotseat, so that scripts which name them
+need no change. For `ray job submit` the variable goes into the runtime environment, as
 --runtime-env-json='{"env_vars": {"PYTHONPATH": "DIRECTORY"}}', followed by a colon and what it has there already. Where
 OpenRLHF itself can be imported, the commands are refused.""",
     "profile": """\

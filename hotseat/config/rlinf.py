@@ -224,7 +224,7 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("data.train_data_paths", "data.path", _paths),
     RlinfKey("data.val_data_paths", "eval.path", _paths),
     RlinfKey("data.seed", because="actor.seed is the seed of everything random"),
-    RlinfKey("data", because="data is read by datasets, in a fixed random order; see docs/data.md"),
+    RlinfKey("data", because="data is read by datasets, in a fixed random order; see docs/first-run.md"),
     RlinfKey("algorithm", because="it has no counterpart here"),
     RlinfKey("runner", because="it has no counterpart here"),
     RlinfKey("rollout", because="it is a setting of SGLang, or of RLinf's engine"),

@@ -326,7 +326,8 @@ def _simplest(
         shares = [each for value in knob if not trials.missed(each := {**without, **value}, is_roomy)]
         roomy = [each for each in shares if (plan := trials.plan(each)) is not None and plan.verdict == "fits"]
         settings = next(iter([*roomy, *shares]), settings)
-    return settings
+    cheap = {key: settings[key] for knob in reliefs for key in knob[0] if key in settings}
+    return {**cheap, **settings}
 
 
 def _reliefs(config: Config, engines: _Engines) -> Iterator[Sequence[Settings]]:
