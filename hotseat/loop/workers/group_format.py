@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -26,6 +26,7 @@ _HEAD = struct.Struct("<8sQ")  # the mark and the length of the header
 _MARK = b"group 2\n"
 _PICKLE = b"\x80"  # the first byte of files of earlier versions
 _UTF_8 = ("utf-8", "surrogatepass")  # a decoded text may have half a pair
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, StopIteration, struct.error)
 _NUMBERS = "biuf"  # kinds of numpy types that files may hold
 
 
@@ -80,7 +81,7 @@ def decode_group(data: bytes) -> tuple[PromptGroup, dict[str, Any]]:
         raise NotAGroup(earlier if is_earlier else "does not begin as one")
     try:
         return _decode(memoryview(data))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, struct.error) as error:
+    except _DAMAGE as error:
         raise NotAGroup(f"is damaged ({type(error).__name__}: {error})") from None
 
 
@@ -115,11 +116,12 @@ def _decode(data: memoryview) -> tuple[PromptGroup, dict[str, Any]]:
     prompt_ids, *columns = arrays
     rows = header["samples"]
     lengths = [length for row in rows for length in row[-2]]
-    parts = zip(*(torch.from_numpy(column.copy()).split(lengths) for column in columns), strict=True)
+    split = [torch.from_numpy(column.copy()).split(lengths) for column in columns]
+    parts: Iterator[Any] = zip(*split, strict=True)  # the tensors of each segment
     prompt_fields, episode_fields, score_fields = header["fields"]
     samples = []
     for (key, about, score, extra, facts, own_lengths, shown), query in zip(rows, queries, strict=True):
-        segments = tuple([Segment(*next(parts), images=images(names)) for names in shown or [()] * len(own_lengths)])
+        segments = tuple([Segment(*(*next(parts), images(names))) for names in shown or [()] * len(own_lengths)])
         known = dict(zip(episode_fields, map(_tuple, about), strict=True))
         episode = Episode(key=SampleKey(*key), segments=segments, query=query, facts=_facts(facts), **known)
         scored = dict(zip(score_fields, map(_tuple, score), strict=True))
