@@ -57,10 +57,10 @@ def stand_in() -> Iterator[None]:
                 modules[name].__dict__.update(helpers)
             for name in ("openrlhf", "openrlhf.utils"):
                 modules[name].__dict__["__path__"] = []
-            for name, module in modules.items():
+            for name, stand_in_module in modules.items():
                 package, _, child = name.rpartition(".")
                 if package:
-                    setattr(modules[package], child, module)
+                    setattr(modules[package], child, stand_in_module)
         before = {name: sys.modules.get(name) for name in modules}
         sys.modules.update(modules)
         try:

@@ -23,6 +23,7 @@ from hotseat.loop.setup.cpu import slow_dtype
 from hotseat.loop.setup.trackers import renaming, trackers
 from hotseat.loop.state.checkpoints import Checkpoint, digest_of_checkpoint
 from hotseat.loop.state.run_dir import (
+    NOTES,
     forget_records,
     kept_config,
     make_run_dir,
@@ -123,6 +124,7 @@ def on_cluster(
     """
     from hotseat.cluster import Cluster
     from hotseat.loop.state.watchdog import watch_processes
+    from hotseat.loop.workers.notes import notes_shown
 
     journal = run.journal
     journal.stage(_starting(run.config))
@@ -135,6 +137,7 @@ def on_cluster(
         save_plan(run.run_dir, plan)
         silence_s = config.cluster.silence_timeout_s
         stack.enter_context(watch_processes(cluster, journal, run.run_dir, silence_s, pinged))
+        stack.enter_context(notes_shown(run.run_dir / NOTES, lambda note: journal.say(note, kind="warning")))
         yield OnCluster(config, cluster, plan, has_new_budgets)
 
 

@@ -65,6 +65,7 @@ def main(task: dict[str, Any]) -> None:
             answer = {"result": plain(result)}
         except BaseException as error:  # whatever the user's code raises, even SystemExit, is reported as its answer
             answer = {"error": describe(error, task["file"]), "is_mistake": isinstance(error, ArgumentMissing)}
+            answer |= {"note": note} if (note := _take_note()) else {}
         send(outbox, answer)
 
 
@@ -190,6 +191,7 @@ def describe(error: BaseException, file: str) -> str:
 
 
 _times_raised: Counter[str] = Counter()
+_notes: list[str] = []  # what was printed and is not part of an answer yet
 
 
 def _print_once(error: BaseException, text: str, cause: str) -> None:
@@ -197,9 +199,17 @@ def _print_once(error: BaseException, text: str, cause: str) -> None:
     _times_raised[cause] += 1
     count = _times_raised[cause]
     if count == 1:
-        traceback.print_exception(error)
+        _notes.append("".join(traceback.format_exception(error)).rstrip())
     elif re.fullmatch("10+", str(count)):
-        print(f"raised {count:,} times by now, the last time: {text}", file=sys.stderr, flush=True)
+        _notes.append(f"raised {count:,} times by now, the last time: {text}")
+    else:
+        return
+    print(_notes[-1], file=sys.stderr, flush=True)
+
+
+def _take_note() -> str | None:
+    """Return what `_print_once` has printed last, once."""
+    return _notes.pop() if _notes else None
 
 
 def plain(value: Any, depth: int = 0) -> Any:

@@ -49,6 +49,8 @@ class RewardFunction:
     With a `seed`, Python's, numpy's and torch's generators are seeded before each call, from it and the samples' ids,
     so that a group that is scored again gets the same random numbers in any process.
 
+    say: is called with notes for the user: the first time-out, and tracebacks. None: they go to standard error.
+
     The owner threads take jobs in the order of `submit`, each gives one list to its future, and waits for its worker
     at most `timeout_s`, for a starting one `start_timeout_s`; `close` wakes them within a tenth of a second.
     """
@@ -65,6 +67,7 @@ class RewardFunction:
         max_memory_bytes: int | None = None,
         log_path: str | Path | None = None,
         seed: int | None = None,
+        say: Callable[[str], object] | None = None,
     ):
         file, function = locate(str(path))
         self.name = f"{file}: {function}"
@@ -82,6 +85,8 @@ class RewardFunction:
         self._lock = threading.Lock()
         self._is_closed = False
         self._has_been_late = False
+        self._say = say or _to_stderr
+        self._show: Callable[[str], object] = say or (lambda note: None)  # the process has printed it
         self._pids: dict[int, int] = {}
         loaded: Future[None] = Future()
         self._threads = [
@@ -158,7 +163,7 @@ class RewardFunction:
 
     def _own(self, number: int, loaded: Future[None]) -> None:
         """Run one owner thread, which has one worker process at a time and serves jobs until `close`."""
-        worker = _Worker(self._task, self._start_timeout_s, lambda: self._is_closed, self._note(number))
+        worker = _Worker(self._task, self._start_timeout_s, lambda: self._is_closed, self._note(number), self._show)
         try:
             self._load_first(number, worker, loaded)
             while (job := self._jobs.get()) is not None:
@@ -230,11 +235,9 @@ class RewardFunction:
             is_first, self._has_been_late = not self._has_been_late, True
         if is_first:
             then = "they have failed" if is_last else "it is called again in another process"
-            print(
+            self._say(
                 f"{self.name}: no answer within {self.timeout_s:g} s (reward.timeout_s) for {named_samples(job.ids)};"
-                f" {then}. Later time-outs are counted, not shown",
-                file=sys.stderr,
-                flush=True,
+                f" {then}. Later time-outs are counted, not shown"
             )
 
     def _named(self, sample: Score | Failed, attempts: str, name: str) -> Score | Failed:
@@ -250,12 +253,18 @@ class _Worker:
     """The current worker process of an owner thread, if any."""
 
     def __init__(
-        self, task: Task, start_timeout_s: float, is_closed: Callable[[], bool], note: Callable[[int | None], None]
+        self,
+        task: Task,
+        start_timeout_s: float,
+        is_closed: Callable[[], bool],
+        note: Callable[[int | None], None],
+        show: Callable[[str], object],
     ):
         self._task = task
         self._start_timeout_s = start_timeout_s
         self._is_closed = is_closed
         self._note = note
+        self._show = show
         self._process: WorkerProcess | None = None
 
     def start(self) -> WorkerProcess:
@@ -274,6 +283,8 @@ class _Worker:
             self.end()
             raise
         if "error" in answer:
+            if "note" in answer:
+                self._show(answer["note"])
             limit = self._task.max_memory_bytes
             is_full = limit is not None and answer["error"].startswith(("MemoryError", "_ArrayMemoryError"))
             hint = f" (it may take {limit / 2**30:g} GiB: reward.max_memory_gib)" if is_full and limit else ""
@@ -299,6 +310,10 @@ def locate(path: str) -> tuple[Path, str]:
             f" one of {', '.join(builtin.FUNCTIONS)}"
         )
     return file, function
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _num_failed(samples: list[Score | Failed]) -> int:

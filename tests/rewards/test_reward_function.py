@@ -55,6 +55,9 @@ def test_a_cause_has_one_traceback_and_then_a_count(make, tmp_path):
     assert log.count("Traceback") == 1
     assert log.count("raised 10 times by now, the last time: ValueError: no number in 'prompt 9' at line 2\n") == 1
     assert len(log.splitlines()) < 15
+    notes = []
+    submit(make(body("raise ValueError('no')"), say=notes.append), 1).result(WAIT_S)
+    assert [(note.count("Traceback"), note.splitlines()[-1]) for note in notes] == [(1, "ValueError: no")]
 
 
 def test_the_first_time_out_is_a_line_and_the_others_are_not(make, capfd):

@@ -39,7 +39,7 @@ from hotseat.loop.planning.plan import KEPT_PROMPTS, CacheLimit, engine_slots, e
 from hotseat.loop.setup.graders import eval_graders_of, graders_of, sandbox_of
 from hotseat.loop.setup.judge import judge_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
-from hotseat.loop.state.run_dir import EPISODE_IMAGES, ROLLOUTS, SPOOL
+from hotseat.loop.state.run_dir import EPISODE_IMAGES, NOTES, ROLLOUTS, SPOOL
 from hotseat.loop.workers.component import ComponentSettings
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.engines import EngineSettings, VllmSettings
@@ -360,6 +360,7 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
         images=_host_images(config, run_dir),
+        notes=str(folder / NOTES) if run_dir is not None and config.cluster.runtime == "ray" else None,
     )
 
 

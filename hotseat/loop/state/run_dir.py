@@ -32,6 +32,7 @@ ARRIVALS = "arrivals.jsonl"  # which groups were sampled when, and in which orde
 ROLLOUTS = "rollouts"  # groups that were trained or dropped, where they are kept
 EPISODE_IMAGES = "episode_images"  # prepared images that environments and programs showed
 LOCK = ".lock"  # held by the process of the run
+NOTES = "notes.jsonl"  # notes of rollout hosts for the user
 HANGS = "hangs.txt"  # what the doctor found, with stacks
 
 
@@ -155,7 +156,7 @@ def _numbered(config: Config) -> Path:
 
 def forget_records(path: Path) -> None:
     """Remove the records of an earlier run that ended before its first checkpoint, and the groups that it sampled."""
-    for name in (*RECORDS, LEDGER, HANGS, CHANGES, ARRIVALS):
+    for name in (*RECORDS, LEDGER, HANGS, NOTES, CHANGES, ARRIVALS):
         (path / name).unlink(missing_ok=True)
     for name in (SPOOL, ROLLOUTS):
         if (path / name).exists():

@@ -75,6 +75,7 @@ class HostSettings:
     spool: str | None = None  # folder for finished groups; None: they stay in memory
     kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
     images: HostImages | None = None  # for environments that show some; None: the run has none, or no environment
+    notes: str | None = None  # file for notes that the driver shows; None: they go to standard error
 
 
 class RolloutHost:

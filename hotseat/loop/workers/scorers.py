@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hotseat.loop.workers.notes import note_writer
 from hotseat.rewards import Grader, Graders, RewardFunction, Scorer
 from hotseat.rewards.rubrics import JudgeSettings
 
@@ -65,4 +66,5 @@ def _reward_function(path: str, settings: HostSettings) -> RewardFunction:
         retries=settings.reward_retries,
         max_memory_bytes=settings.reward_max_bytes,
         seed=settings.run_seed,
+        say=None if settings.notes is None else note_writer(settings.notes),
     )
