@@ -1,6 +1,7 @@
 """Checkpoints by time: without being asked, cheap, the same on all ranks; and what an interrupted run says."""
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -188,3 +189,14 @@ def test_a_short_run_keeps_a_checkpoint_of_its_last_step_and_a_long_one_can_be_r
     often = "checkpoint.every_minutes=1e-6"
     start(loads(sft_yaml(task, name="often"), [often]))
     assert CheckpointStore(task / "runs" / "often" / "checkpoints").steps() == [6, 7, 8]
+
+
+def test_a_run_that_is_extended_says_what_its_learning_rate_becomes(tmp_path):
+    text = "{task: sft, actor: {model: m, optimizer: {schedule: cosine}}, data: {path: d}, checkpoint: {every: 1}}"
+    saver = Saver(loads(text, ["checkpoint.background=false"]), tmp_path)
+    saver.after_step(1, Clock().parts(), {}, Said())
+    said = Said()
+    longer = loads(text, ["train.max_epochs=4", "checkpoint.resume=true", "checkpoint.background=false"])
+    with ExitStack() as stack:
+        assert Saver(longer, tmp_path).find(stack, said.say).step == 1
+    assert "learning rate: from the next step on that of the cosine schedule over the new number of steps" in said.texts
