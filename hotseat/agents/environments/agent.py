@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.agents import _reaper
+from hotseat.agents._confinement import best_confinement, warn_if_open
 from hotseat.agents._programs import environment
 from hotseat.agents.agent import AgentError
 from hotseat.agents.black_box import BlackBox, Client
@@ -89,10 +90,13 @@ class _Started:
         self._written = b""
         self.connection, theirs = socket.socketpair()
         env = environment(self._folder, passed_on, {_reaper.MARK: f"{self._name}.0"})
+        confinement = best_confinement()
+        warn_if_open(confinement, False)
+        confined = confinement.prefix  # what it starts is ended by its mark, too, so it needs no control group
         env["PATH"] = os.pathsep.join([os.path.dirname(settings.command[0]), env.get("PATH", os.defpath)])
         try:
             self._process = subprocess.Popen(
-                [*settings.command, str(theirs.fileno()), settings.spec],
+                [*confined, *settings.command, str(theirs.fileno()), settings.spec],
                 cwd=self._folder,
                 env=env,
                 stdin=subprocess.DEVNULL,
