@@ -27,7 +27,7 @@ from hotseat.agents._confinement import (
     warn_if_open,
     works,
 )
-from hotseat.agents._programs import ProgramHost, _check_startable, environment
+from hotseat.agents._programs import ProgramHost, check_startable, environment
 from hotseat.errors import UserError
 from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
@@ -439,7 +439,7 @@ def test_a_program_need_not_be_readable(tmp_path):
     try:
         if user == 0:
             os.seteuid(65534)  # root reads everything
-        _check_startable(str(file))
+        check_startable(str(file))
     finally:
         os.seteuid(user)
 
