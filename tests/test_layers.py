@@ -20,6 +20,7 @@ LAYERS = (
     ("algorithms", "placement"),
     (
         "config",
+        "connections",
         "types",
         "errors",
         "failed",

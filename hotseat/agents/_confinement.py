@@ -1,7 +1,8 @@
 """Ways to run a program so that everything it starts can be ended: found out by trying them.
 
+PID namespace   by bubblewrap or `unshare`, with a /proc of its own: everything in it ends with its first process, and
+                it sees no process outside, nor the environment of one
 control group   of version 2, where this process may make one: nothing leaves it
-PID namespace   by `unshare` or bubblewrap: everything in it ends with its first process
 process group   everywhere; what leaves the group is found by the mark in its environment, unless it removes that
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import shutil
 import subprocess
@@ -19,7 +21,16 @@ from typing import Literal
 
 from hotseat.agents._reaper import end_group
 
+logger = logging.getLogger(__name__)
+
 _PROBE_S = 10.0
+# Of root's rights a program keeps those over files and users. With the others it could take its /proc away.
+_KEPT = {
+    "CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "FSETID": 4, "KILL": 5, "SETGID": 6, "SETUID": 7,
+    "NET_BIND_SERVICE": 10, "NET_RAW": 13, "SYS_CHROOT": 18, "AUDIT_WRITE": 29, "SETFCAP": 31,
+}  # fmt: skip
+# Succeeds if few processes can be seen, which are then those of a namespace of its own.
+_TRIAL = {"PID namespace": "set -- /proc/[0-9]*; [ $# -lt 8 ] && exit 7"}
 _ENTER = 'echo 0 > "$0/cgroup.procs" && exec "$@"'
 
 
@@ -30,6 +41,15 @@ class Confinement:
     kind: Literal["control group", "PID namespace", "process group"]
     prefix: tuple[str, ...] = ()
     groups: Path | None = None
+
+    @property
+    def hides_processes(self) -> bool:
+        """Tell whether a program sees no processes outside, and so no environment that may have secrets."""
+        return self.kind == "PID namespace"
+
+    def exit_code(self, code: int) -> int:
+        """Return the exit code of a program, minus the signal that ended it: bubblewrap adds that to 128."""
+        return 128 - code if self.hides_processes and 128 < code <= 192 else code
 
     def command(self, command: Sequence[str], name: str) -> list[str]:
         """Return a command that runs another one in confinement. name: of the episode, with its host."""
@@ -55,22 +75,41 @@ class Confinement:
 
 
 @functools.cache
-def best_confinement() -> Confinement:
-    """Return the surest way that works here."""
+def best_confinement(has_containers: bool = False) -> Confinement:
+    """Return the surest way that works here. has_containers: programs start some, which no namespace allows."""
+    for prefix in () if has_containers else namespaces():
+        if works(Confinement("PID namespace", prefix)):
+            return Confinement("PID namespace", prefix)
     groups = own_groups()
     if groups is not None and works(Confinement("control group", groups=groups)):
         return Confinement("control group", groups=groups)
-    for prefix in namespaces():
-        if works(Confinement("PID namespace", prefix)):
-            return Confinement("PID namespace", prefix)
     return Confinement("process group")
+
+
+@functools.cache
+def warn_if_open(confinement: Confinement, has_containers: bool) -> None:
+    """Log, once in a process, that programs can see the processes of this user, and what would change that."""
+    if confinement.hides_processes:
+        return
+    cause = (
+        "agent.containers is set, and engines of containers do not work in a namespace"
+        if has_containers
+        else "no PID namespace can be made here: install bubblewrap and allow user namespaces"
+        " (kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; containers:"
+        " --security-opt seccomp=unconfined --security-opt systempaths=unconfined), or run as a user without secrets"
+    )
+    logger.warning(
+        "agents' programs are not confined: they can read the environment of this user's processes in /proc, with the"
+        " secrets that are in it, since %s",
+        cause,
+    )
 
 
 def works(confinement: Confinement) -> bool:
     """Try a way out."""
     name = f"probe.{os.getpid()}"
     try:
-        command = confinement.command(["/bin/sh", "-c", "exit 7"], name)
+        command = confinement.command(["/bin/sh", "-c", _TRIAL.get(confinement.kind, "exit 7")], name)
         if not confinement.can_end(name):
             return False
         ran = subprocess.run(
@@ -87,14 +126,25 @@ def works(confinement: Confinement) -> bool:
 def namespaces() -> list[tuple[str, ...]]:
     """Return the words before a command by which the programs of this system start it in a PID namespace."""
     commands = []
-    unshare, bubblewrap = shutil.which("unshare"), shutil.which("bwrap")
-    if unshare is not None:
-        user = () if os.geteuid() == 0 else ("--user", "--map-current-user")
-        commands.append((unshare, *user, "--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--"))
+    is_root = os.geteuid() == 0
+    unshare, setpriv, bubblewrap = shutil.which("unshare"), shutil.which("setpriv"), shutil.which("bwrap")
     if bubblewrap is not None:
-        words = ("--unshare-pid", "--die-with-parent", "--dev-bind", "/", "/", "--proc", "/proc", "--")
-        commands.append((bubblewrap, *words))
+        rights = [word for name in _held() for word in ("--cap-add", f"CAP_{name}")] if is_root else []
+        words = ("--unshare-pid", "--die-with-parent", "--dev-bind", "/", "/", "--proc", "/proc")
+        commands.append((bubblewrap, *words, "--cap-drop", "ALL", *rights, "--"))
+    if unshare is not None and (setpriv is not None or not is_root):
+        user = () if is_root else ("--user", "--map-current-user")
+        names = ",".join(["-all", *(f"+{name.lower()}" for name in _held())])
+        rights = [setpriv, f"--bounding-set={names}", "--"] if is_root and setpriv is not None else []
+        commands.append((unshare, *user, "--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--", *rights))
     return commands
+
+
+def _held() -> list[str]:
+    """Return the names of the rights that this process has and its programs keep."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    mine = int(next(line for line in lines if line.startswith("CapEff:")).split()[1], 16)
+    return [name for name, number in _KEPT.items() if mine >> number & 1]
 
 
 def own_groups() -> Path | None:

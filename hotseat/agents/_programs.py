@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotseat.agents import _reaper
-from hotseat.agents._confinement import Confinement, best_confinement
+from hotseat.agents._confinement import Confinement, best_confinement, warn_if_open
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,8 @@ class ProgramHost:
 
     def __init__(self, containers: str | None = None, confinement: Confinement | None = None):
         self.name = secrets.token_hex(8)
-        self._confinement = confinement or best_confinement()
+        self._confinement = confinement or best_confinement(containers is not None)
+        warn_if_open(self._confinement, containers is not None)
         self._containers = containers
         self._numbers = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="hotseat-agents-"))
@@ -98,13 +99,14 @@ class ProgramHost:
         self, command: Sequence[str], folder: ProgramFolder, env: Mapping[str, str], line: bytes
     ) -> tuple[int, str]:
         """Run a program with a line on its standard input; return its exit code and the end of what it wrote."""
-        await asyncio.get_running_loop().run_in_executor(None, _check_startable, command[0])
+        await asyncio.get_running_loop().run_in_executor(None, check_startable, command[0])
         stores = {} if self._containers is None else container_environment()
         marked = {**stores, **env, _reaper.MARK: folder.name, "HOTSEAT_LABEL_FILE": str(folder.labels)}
-        return await _run(self._confinement.command(command, folder.name), folder.path, marked, line)
+        code, written = await _run(self._confinement.command(command, folder.name), folder.path, marked, line)
+        return self._confinement.exit_code(code), written
 
 
-def _check_startable(file: str) -> None:
+def check_startable(file: str) -> None:
     """Raise what starting the file would raise: in confinement another program starts it, and only says so."""
     first = b""
     with contextlib.suppress(PermissionError), open(file, "rb") as opened:  # what can be executed need not be readable

@@ -16,11 +16,13 @@ import hashlib
 import heapq
 import hmac
 import json
+import math
 import os
 import resource
 import secrets
 import selectors
 import socket
+import stat
 import struct
 import time
 import weakref
@@ -87,6 +89,8 @@ class Memory:
         pieces, at = [], 0
         while at < self.size:
             pieces.append(os.pread(self.descriptor, self.size - at, at))
+            if not pieces[-1]:
+                raise OSError(errno.ENODATA, f"memory of {self.size} bytes ends after {at}")
             at += len(pieces[-1])
         return b"".join(pieces)
 
@@ -140,7 +144,10 @@ def pack_items(items: list[Any]) -> list[bytes]:
 
 
 def unpack_items(payload: memoryview, passed: deque[int]) -> list[Packed | Kept]:
-    """Return the items of a payload. passed: descriptors that came with it, of which it takes its own."""
+    """Return the items of a payload. passed: descriptors that came with it, of which it takes its own.
+
+    Raises `ValueError`, `IndexError` or `struct.error` if they do not make up the payload.
+    """
     (count,) = COUNT.unpack_from(payload)
     items: list[Packed | Kept] = []
     at = COUNT.size
@@ -159,7 +166,21 @@ def unpack_items(payload: memoryview, passed: deque[int]) -> list[Packed | Kept]
             data = payload[at : at + size]
             at += size
         items.append(Kept(data, passed.popleft()) if length & KEPT else data)
+    if at != len(payload):
+        raise ValueError(f"{len(payload)} bytes with items of {at}")
     return items
+
+
+def check_passed(items: list[Any]) -> None:
+    """Raise `ValueError` for descriptors that are no memory of the stated size, or no token."""
+    for item in items:
+        data = item.data if isinstance(item, Kept) else item
+        if isinstance(data, Memory):
+            facts = os.fstat(data.descriptor)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size < data.size:
+                raise ValueError(f"no memory of {data.size} bytes")
+        if isinstance(item, Kept) and not stat.S_ISSOCK(os.fstat(item.token).st_mode):
+            raise ValueError("a token that is no socket")
 
 
 def receive_with(connection: socket.socket, size: int) -> tuple[bytes, list[int]]:
@@ -453,6 +474,8 @@ class _Connection:
             payload = bytes(memoryview(self._received)[HEAD.size : HEAD.size + length])
             del self._received[: HEAD.size + length]
             self._handle(kind, payload)
+            if self.socket.fileno() < 0:  # it has ended
+                return
 
     def _receive(self) -> bytes:
         if self.socket.family != socket.AF_UNIX:
@@ -486,7 +509,7 @@ class _Connection:
         if not self._unsent:
             self._server.watch(self)
 
-    def end(self) -> None:
+    def end(self, how: str = "went away without closing it") -> None:
         """End the connection, and fail the channel if the process at its other end left without notice."""
         self._drop_passed()
         self._server.withdraw(self._greeting_timer)
@@ -500,7 +523,7 @@ class _Connection:
         is_missed_producer = self.is_producer and self.client not in self._served.done
         if not self._said_bye and (is_missed_producer or self.is_consumer):
             role = "producer" if is_missed_producer else "consumer"
-            self._served.queue.fail(f"its {role} {self.who} went away without closing it")
+            self._served.queue.fail(f"its {role} {self.who} {how}")
         self._server.free(self._served)
 
     def _check_proof(self, nonce: bytes) -> bool:
@@ -516,47 +539,104 @@ class _Connection:
         return True
 
     def _handle(self, kind: int, payload: bytes) -> None:
-        if kind == HELLO:
-            hello = json.loads(payload)
-            self.client, self.who = hello["client"], hello["who"]
-            self._served = self._server.served(hello["channel"], hello["capacity"], hello["num_producers"])
-            self._served.connections.add(self)
-            self._server.withdraw(self._greeting_timer)
-            self._answer(DONE, [])
+        """Carry out a request. One that makes no sense ends the connection: no other process has to do with it."""
+        try:
+            carry_out = self._understood(kind, payload)
+        except (ValueError, TypeError, LookupError, struct.error, RecursionError, OSError) as error:
+            self.end(f"sent a message that makes no sense ({type(error).__name__}: {error})")
             return
+        carry_out()
+
+    def _understood(self, kind: int, payload: bytes) -> Callable[[], None]:
+        """Return what a request asks for, after a check of all that it says. Nothing is changed before."""
+        if kind == BYE:
+            return self._leave
+        if self._waiter is not None:
+            raise ValueError("a request before the answer to another")
+        if kind == HELLO:
+            return self._greeting(json.loads(payload))
         served = self._served
         assert served is not None
         if kind == PUT:
-            self.is_producer = True
             timeout_s, weight = ASK_PUT.unpack_from(payload)
-            batch = self._server.held(unpack_items(memoryview(payload)[ASK_PUT.size :], self._passed))
-            self._wait(served.queue, timeout_s, lambda answer: served.queue.put(batch, answer, weight))
-        elif kind == GET:
-            self.is_consumer = True
+            _check_numbers(timeout_s, weight)
+            items = unpack_items(memoryview(payload)[ASK_PUT.size :], self._passed)
+            check_passed(items)
+            return functools.partial(self._put, served, self._server.held(items), timeout_s, weight)
+        if kind == GET:
             timeout_s, most, at_least, weight = ASK_GET.unpack(payload)
-            self._wait(served.queue, timeout_s, lambda answer: served.queue.get(most, at_least, answer, weight))
-        elif kind == CLOSE:
-            served.done.add(self.client)
-            served.queue.close()
-            self._answer(DONE, [])
-        elif kind == FAIL:
-            served.queue.fail(payload.decode())
-            self._answer(DONE, [])
-        elif kind == SIZE:
-            self._answer(DONE, [served.facts()])
-        elif kind == RECORD:
+            _check_numbers(timeout_s, weight)
+            if not 1 <= at_least <= most:
+                raise ValueError(f"{at_least} to {most} items")
+            return functools.partial(self._get, served, timeout_s, most, at_least, weight)
+        if kind == CLOSE:
+            return functools.partial(self._close, served)
+        if kind == FAIL:
+            return functools.partial(self._fail, served, payload.decode())
+        if kind == SIZE:
+            return lambda: self._answer(DONE, [served.facts()])
+        if kind == RECORD:
             replaces, length = ASK_RECORD.unpack_from(payload)
             name, value = payload[ASK_RECORD.size :][:length], payload[ASK_RECORD.size + length :]
-            record = served.records[name.decode()]
-            is_written = record.write(value, replaces=replaces)
-            self._answer(DONE, []) if is_written else self._give([record.value])
-        elif kind == LOOK_UP:
+            if len(name) < length:
+                raise ValueError(f"a name of {length} bytes in {len(payload)}")
+            return functools.partial(self._record, served, name.decode(), value, replaces)
+        if kind == LOOK_UP:
             (timeout_s,) = ASK_LOOK_UP.unpack_from(payload)
-            record = served.records[payload[ASK_LOOK_UP.size :].decode()]
-            self._wait(record, timeout_s, record.read)
-        else:
-            self._said_bye = True
-            self.end()
+            _check_numbers(timeout_s)
+            return functools.partial(self._look_up, served, payload[ASK_LOOK_UP.size :].decode(), timeout_s)
+        raise ValueError(f"kind {kind}")
+
+    def _greeting(self, hello: dict[str, Any]) -> Callable[[], None]:
+        if self._served is not None:
+            raise ValueError("a second greeting")
+        texts = [hello[name] for name in ("client", "who", "channel")]
+        numbers = [hello[name] for name in ("capacity", "num_producers")]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"names {texts}")
+        for text in texts:
+            text.encode()  # others are to read it
+        if any(type(number) is not int or number < 1 for number in numbers):
+            raise ValueError(f"capacity and num_producers {numbers}")
+
+        def greet() -> None:
+            self.client, self.who, channel = texts
+            self._served = self._server.served(channel, *numbers)
+            self._served.connections.add(self)
+            self._server.withdraw(self._greeting_timer)
+            self._answer(DONE, [])
+
+        return greet
+
+    def _leave(self) -> None:
+        self._said_bye = True
+        self.end()
+
+    def _put(self, served: _Served, batch: list[Any], timeout_s: float, weight: float) -> None:
+        self.is_producer = True
+        self._wait(served.queue, timeout_s, lambda answer: served.queue.put(batch, answer, weight))
+
+    def _get(self, served: _Served, timeout_s: float, most: int, at_least: int, weight: float) -> None:
+        self.is_consumer = True
+        self._wait(served.queue, timeout_s, lambda answer: served.queue.get(most, at_least, answer, weight))
+
+    def _close(self, served: _Served) -> None:
+        served.done.add(self.client)
+        served.queue.close()
+        self._answer(DONE, [])
+
+    def _fail(self, served: _Served, reason: str) -> None:
+        served.queue.fail(reason)
+        self._answer(DONE, [])
+
+    def _record(self, served: _Served, name: str, value: bytes, replaces: bool) -> None:
+        record = served.records[name]
+        is_written = record.write(value, replaces=replaces)
+        self._answer(DONE, []) if is_written else self._give([record.value])
+
+    def _look_up(self, served: _Served, name: str, timeout_s: float) -> None:
+        record = served.records[name]
+        self._wait(record, timeout_s, record.read)
 
     def _wait(
         self, source: BoundedQueue | Record, timeout_s: float, ask: Callable[[Callable[[int, Any], None]], Waiter]
@@ -615,7 +695,14 @@ class _Connection:
             elif isinstance(item, Kept):
                 fetched.append((at, item))
             else:
-                items[at] = item.read()
+                try:
+                    items[at] = item.read()
+                except OSError as error:  # its producer has shortened it since
+                    assert self._served is not None
+                    reason = f"an item of it cannot be read ({error})"
+                    self._served.queue.fail(reason)
+                    self._answer(FAILED, [reason.encode()])
+                    return
         num_asked = len(fetched)
         if not fetched:
             self._hand(items)
@@ -648,6 +735,12 @@ class _Connection:
             self._server.watch(self)
 
 
+def _check_numbers(timeout_s: float, weight: float = 0.0) -> None:
+    """Raise `ValueError` for numbers by which nothing can be ordered: a timer that is none would stop all others."""
+    if not (math.isfinite(timeout_s) and timeout_s >= 0 and weight >= 0):
+        raise ValueError(f"timeout {timeout_s}, weight {weight}")
+
+
 class Server:
     """One thread that serves every queue: on a socket file, and on a port of `host` where other nodes take part."""
 
@@ -678,7 +771,8 @@ class Server:
         """Serve until the file descriptor `until_ended` is closed at its other end."""
         self._selector.register(until_ended, selectors.EVENT_READ, None)
         while True:
-            wait_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            # Selectors refuse to wait for weeks at a time.
+            wait_s = min(max(0.0, self._timers[0][0] - time.monotonic()), 3600.0) if self._timers else None
             for key, events in self._selector.select(wait_s):
                 if key.data is None:
                     if not os.read(until_ended, 1024):
@@ -743,9 +837,12 @@ class Server:
                 descriptors = []
             self._selector.unregister(token)
             token.close()
-            data = item.data.read() if isinstance(item.data, Memory) else bytes(item.data)
-            for descriptor in descriptors:
-                data += Memory(descriptor, os.fstat(descriptor).st_size).read()
+            memories = [Memory(descriptor, os.fstat(descriptor).st_size) for descriptor in descriptors]
+            data = b""
+            with contextlib.suppress(OSError):  # of what is no memory, too, nothing is there
+                data = item.data.read() if isinstance(item.data, Memory) else bytes(item.data)
+                for memory in memories:
+                    data += memory.read()
             answer(data)
 
         with contextlib.suppress(OSError):  # it may have sent them, and ended

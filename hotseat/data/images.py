@@ -2,7 +2,8 @@
 
 A row's image is a path (relative ones from the folder of the data file), bytes, a `data:` URI, an image of Pillow, or
 an object with `bytes` or `path`, as `datasets` stores them. Whatever is wrong with one is a `BadValue`, so that all bad
-rows are named in one error. Nothing is decoded before its header was found to be within the limits.
+rows are named in one error. It quotes nothing of a file, and so no error of Pillow: a path may lead to any file, and
+errors are logged and sent. Nothing is decoded before its header was found to be within the limits.
 
 `ImageStore` prepares an image with the processor of the model, and writes the tensors that the model's forward takes,
 and the tokens that stand for the image in a prompt, to a file whose name is a digest of the image and of everything
@@ -84,14 +85,13 @@ def read_image(value: Any, key: str, folder: Path, limits: ImageLimits) -> Any:
         try:
             image = PIL.Image.open(io.BytesIO(stored), formats=FORMATS)
         except PIL.UnidentifiedImageError:
-            start = stored[:12]
             raise BadValue(
-                f"{key}: not an image in one of the formats {', '.join(FORMATS)}; it begins with {start!r}"
+                f"{key}: not an image in one of the formats {', '.join(FORMATS)}; it has {len(stored):,} bytes"
             ) from None
         except PIL.Image.DecompressionBombError as error:
             raise BadValue(f"{key}: {len(stored):,} bytes that may be meant to fill the memory: {error}") from None
         except Exception as error:  # Pillow's readers raise many kinds for broken headers
-            raise BadValue(f"{key}: broken or truncated {_described(error)}") from None
+            raise BadValue(f"{key}: broken or truncated ({type(error).__name__})") from None
         _check_size(image, key, limits)
         try:
             frames = getattr(image, "n_frames", 1)  # seeks through the later ones
@@ -99,7 +99,7 @@ def read_image(value: Any, key: str, folder: Path, limits: ImageLimits) -> Any:
                 image.load()
                 return PIL.ImageOps.exif_transpose(image).convert("RGB")
         except Exception as error:
-            raise BadValue(f"{key}: broken or truncated {image.format} {_described(error)}") from None
+            raise BadValue(f"{key}: broken or truncated {image.format} ({type(error).__name__})") from None
     raise BadValue(f"{key}: {image.format} with {frames} frames, and a prompt takes still images: choose one")
 
 
@@ -116,10 +116,6 @@ def _is_decoded(value: Any) -> bool:
     import PIL.Image
 
     return isinstance(value, PIL.Image.Image)
-
-
-def _described(error: Exception) -> str:
-    return f"({type(error).__name__}: {error})"
 
 
 def _check_size(image: Any, key: str, limits: ImageLimits) -> None:

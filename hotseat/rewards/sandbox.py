@@ -9,6 +9,7 @@ that it started, because they share a namespace of process ids.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -31,11 +32,14 @@ from hotseat.rewards._seccomp import system_call_filter
 
 _INSIDE = Path(__file__).with_name("_inside.py")
 _STARTED = b"hotseat: started\n"
-_LOOK_EVERY_S = 0.02  # interval of looks at the processes: memory grows by some 100 MB meanwhile
+_LOOK_EVERY_S = 0.02  # longest interval of looks at the processes; shorter as their memory nears its limit
+_GROWTH = 8 * 2**30  # bytes a second by which one thread can fill memory
+_PAGE, _TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 _MAX_ERROR_BYTES = 4096
 _MAX_OPEN_FILES = 64
 _CAP_SYS_ADMIN = 21
 _USERS = (0x70000000, 60000)  # first of the user ids for code that root starts; the second where ids end at 65535
+_SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64")
 _FORBIDDEN = (
     "Operation not permitted",
     "Permission denied",
@@ -129,7 +133,7 @@ class Sandbox:
             )
         groups = self._memory_groups()
         if isinstance(groups, str):
-            every = f"every {_LOOK_EVERY_S * 1000:.0f} ms"
+            every = f"every {_LOOK_EVERY_S * 1000:.0f} ms or more often"
             return f"sandbox: memory is summed over all processes of a program {every}, since {groups}"
         return (
             f"sandbox: the kernel bounds memory over all processes of a program, by control groups in {groups.parent}"
@@ -231,10 +235,10 @@ class Sandbox:
 
 @dataclass(frozen=True)
 class _Interpreter:
-    """The interpreter of generated code. folders: what it needs of the file system, apart from system libraries."""
+    """The interpreter of generated code. paths: what it needs of the file system, apart from system libraries."""
 
     command: tuple[str, ...]
-    folders: tuple[str, ...]
+    paths: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -253,22 +257,43 @@ class _Runner:
 def _interpreter(python: str | None) -> _Interpreter:
     if python is None:
         executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-        return _Interpreter((executable, "-s", "-S", "-B"), (executable, os.path.join(sys.base_prefix, "lib")))
-    ask = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix]))"
+        return _Interpreter((executable, "-s", "-S", "-B"), (executable, *_libraries(sys.base_prefix)))
+    ask = "import json, sys; print(json.dumps([sys.executable, sys.prefix, sys.base_prefix, sys.path]))"
     try:
-        answer = subprocess.run([python, "-c", ask], capture_output=True, timeout=60, check=True, text=True)
-        prefix, base = json.loads(answer.stdout)
+        answer = subprocess.run([python, "-E", "-s", "-c", ask], capture_output=True, timeout=60, check=True, text=True)
+        # The file that was named may be a script that starts the interpreter, as pyenv's are.
+        executable, prefix, base, searched = json.loads(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise SandboxError(f"reward.sandbox.python {python} is no interpreter: {error}") from None
-    folders = [os.path.join(base, "lib"), *([prefix] if prefix != base else [])]
-    path = executable = os.path.abspath(shutil.which(python) or python)
-    while True:  # the interpreter of a virtual environment is a link, maybe to another one
-        if not any(Path(path).is_relative_to(folder) for folder in folders):
-            folders.append(path)
-        if not os.path.islink(path):
-            break
-        path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
-    return _Interpreter((executable, "-s", "-B"), tuple(folders))
+    paths = (executable, *([prefix] if prefix != base else []), *_libraries(base))
+    # Folders of packages that .pth files add. Others, such as a project's own, have no business in the sandbox.
+    packages = [path for path in searched if os.path.basename(path) in ("site-packages", "dist-packages")]
+    return _Interpreter((executable, "-s", "-B"), (*paths, *filter(os.path.isdir, packages)))
+
+
+def _libraries(prefix: str) -> list[str]:
+    return [path for name in ("lib", "lib64") if os.path.isdir(path := os.path.join(prefix, name))]
+
+
+def _resolved(paths: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the links on the way to paths, with their targets, and where the paths lead; nothing inside another."""
+    links: dict[str, str] = {}
+    ends: list[str] = []
+    for path in paths:
+        at, left = "/", list(Path(path).parts[1:])
+        while left:
+            at = os.path.normpath(os.path.join(at, left.pop(0)))
+            if os.path.islink(at):
+                links[at] = os.readlink(at)
+                left[:0] = [part for part in Path(links[at]).parts if part != "/"]
+                at = "/" if os.path.isabs(links[at]) else os.path.dirname(at)
+        ends.append(at)
+    outer = [end for end in dict.fromkeys(ends) if not _is_inside(end, [other for other in ends if other != end])]
+    return {link: target for link, target in links.items() if not _is_inside(link, outer)}, outer
+
+
+def _is_inside(path: str, folders: Sequence[str]) -> bool:
+    return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
 def _bubblewrap(bwrap: str, python: _Interpreter, folder: Path, max_file_bytes: int) -> _Runner:
@@ -296,28 +321,29 @@ def _bubblewrap(bwrap: str, python: _Interpreter, folder: Path, max_file_bytes: 
     ):
         options += ["--setenv", name, value]
     options += ["--dir", "/usr", "--dir", "/etc"]
-    for path in ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64"):
+    for path in _SYSTEM:
         if os.path.islink(path):
             options += ["--symlink", os.readlink(path), path]
         elif os.path.isdir(path):
             options += ["--ro-bind", path, path]
     options += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    seen: set[str] = set()
-    for source in dict.fromkeys(python.folders):
-        for parent in reversed(Path(source).parents[:-1]):  # bwrap itself would make them for root alone
-            if str(parent) not in seen and not str(parent).startswith(("/usr/lib", "/lib")):
-                options += ["--dir", str(parent)]
-            seen.add(str(parent))
-        if not source.startswith(("/usr/lib/", "/lib/")) and source != "/usr/lib":
-            options += ["--ro-bind", source, source]
     size = str(max_file_bytes // 4)
     options += [
-        *("--ro-bind", str(folder), "/program"),
         *("--proc", "/proc", "--dev", "/dev"),
-        *("--perms", "1777", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+        *("--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"),
         *("--perms", "1777", "--size", size, "--tmpfs", "/tmp", "--chdir", "/tmp"),
-        *("--remount-ro", "/"),
     ]
+    # After /tmp and /dev/shm, which would hide an interpreter that is there.
+    links, ends = _resolved(python.paths)
+    shown = [("--symlink", target, link) for link, target in links.items()] + [("--ro-bind", end, end) for end in ends]
+    for option, source, place in shown:
+        if _is_inside(place, _SYSTEM):
+            continue
+        for parent in reversed(Path(place).parents[:-1]):  # bwrap itself would make them for root alone
+            if not _is_inside(str(parent), _SYSTEM):
+                options += ["--dir", str(parent)]
+        options += [option, source, place]
+    options += ["--ro-bind", str(folder), "/program", "--remount-ro", "/dev", "--remount-ro", "/"]
     return _Runner(
         (bwrap, *options, "--", *python.command, "/program/main.py"),
         has_pipes=True,
@@ -417,6 +443,8 @@ class _Running:
                 **more,
             )
         except OSError as error:
+            if more and error.errno in (errno.EPERM, errno.EINVAL):
+                raise SandboxError(_same_user(f"starting bwrap as another user failed: {error.strerror}")) from None
             raise SandboxError(f"{command[0]} cannot be started: {error}") from None
         finally:
             if info is not None:
@@ -438,6 +466,7 @@ class _Running:
     ) -> Literal["exited", "time", "cpu", "memory", "processes", "output"]:
         """Read what the processes write until they end, or pass a limit."""
         settings = self._settings
+        watch = _Watch(settings)
         assert process.stdout is not None
         assert process.stderr is not None
         with selectors.DefaultSelector() as selector:
@@ -457,11 +486,10 @@ class _Running:
                 if now_s >= deadline_s:
                     return "time"
                 if now_s >= next_look_s:
-                    # Never more than a fifth of the time goes into looking.
-                    over = _over_limit(process.pid, settings)
-                    next_look_s = time.monotonic() + max(_LOOK_EVERY_S, 4 * (time.monotonic() - now_s))
+                    over = watch.look(process.pid)
                     if over is not None:
                         return over
+                    next_look_s = time.monotonic() + watch.wait_s
                 for key, _ in selector.select(max(0.0, min(next_look_s, deadline_s) - time.monotonic())):
                     target, limit = key.data
                     part = os.read(key.fd, 1 << 16)
@@ -477,10 +505,10 @@ class _Running:
                 raise SandboxClosed
             if time.monotonic() >= deadline_s:
                 return "time"
-            over = _over_limit(process.pid, settings)
+            over = watch.look(process.pid)
             if over is not None:
                 return over
-            time.sleep(0.002)
+            time.sleep(min(0.002, watch.wait_s))  # it may end at any time
         return "exited"
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
@@ -516,6 +544,8 @@ class _Running:
                 " Start the container with --security-opt systempaths=unconfined (procMount: Unmasked in Kubernetes),"
                 " or set reward.sandbox.command to another runner"
             )
+        if self._runner.has_pipes and "main.py" in said and ("os.setgroups" in said or "os.setres" in said):
+            return _same_user(f"it said {said}")
         if self._runner.has_pipes and "source path" in said and "Permission denied" in said:
             return (
                 f"its user cannot read the interpreter: bwrap said {said}; set reward.sandbox.python to one that every"
@@ -533,52 +563,159 @@ class _Running:
         return f"{name} {how} before it ran the code: it said {said}"
 
 
-def _over_limit(root: int, settings: SandboxSettings) -> Literal["cpu", "memory", "processes"] | None:
-    """Return the limit that the processes below `root` exceed together; None if they exceed none."""
-    memory, cpu_s, count = 0, 0.0, 0
-    for pid in _below(root):
-        count += 1
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            cpu_s += _cpu_s(pid)
-            memory += _memory(pid)
-    if memory > settings.max_memory_bytes:
-        return "memory"
-    if cpu_s > settings.max_cpu_s:
-        return "cpu"
-    # bwrap has one process inside; the kernel's own limit counts those of the user.
-    return "processes" if settings.command is None and count > settings.max_processes + 2 else None
+def _same_user(cause: str) -> str:
+    return (
+        f"generated code must not be root's, and root may not change its user and groups here: {cause}. In a container"
+        " that has root alone (cat /proc/self/uid_map), give it a range of ids: entries in /etc/subuid and /etc/subgid"
+        " for rootless podman, Apptainer without --fakeroot; elsewhere give it the capabilities SETUID and SETGID; or"
+        " run hotseat as another user; or set reward.sandbox.command to another runner"
+    )
 
 
-def _below(root: int) -> Iterator[int]:
+@dataclass(frozen=True)
+class _Counts:
+    """The kernel's counts of one process: bytes of its own memory and of memory to share, page faults, and threads."""
+
+    anonymous: int
+    shared: int
+    faults: int
+    num_threads: int
+    cpu_s: float
+
+
+class _Watch:
+    """Looks at all processes of a program, and tells which limit they exceed together.
+
+    The kernel's counts of a process are cheap to read, but a page that processes share is in the count of each. To
+    count it once takes tens of milliseconds, in which memory grows. So pages are counted only if the limit can be
+    exceeded, by the kernel's counts and how they changed since pages were counted last.
+    """
+
+    def __init__(self, settings: SandboxSettings, proc: str = "/proc"):
+        self._settings = settings
+        self._proc = proc
+        self._counted = 0  # bytes of all processes, when pages were counted
+        self._then: dict[int, _Counts] = {}  # of each process at that time
+        self._next_count_s = 0.0
+        self.wait_s = 0.0  # until the next look
+
+    def look(self, root: int) -> Literal["cpu", "memory", "processes"] | None:
+        """Look at the processes below `root`; return the limit that they exceed, None if they exceed none."""
+        begun_s = time.monotonic()
+        settings, limit = self._settings, self._settings.max_memory_bytes
+        now: dict[int, _Counts] = {}
+        for pid in _below(root, self._proc):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                now[pid] = _counts(pid, self._proc)
+        # bwrap has one process inside; the kernel's own limit counts those of the user.
+        if settings.command is None and len(now) > settings.max_processes + 2:
+            return "processes"
+        if sum(counts.cpu_s for counts in now.values()) > settings.max_cpu_s:
+            return "cpu"
+        most = self._most(now)
+        look_s = time.monotonic() - begun_s
+        # No more than half of the time goes into counting, unless the limit is probably exceeded.
+        if most > limit and (begun_s >= self._next_count_s or self._likely(now) > limit):
+            self._counted, self._then = self._count(now), now
+            if self._counted > limit:
+                return "memory"
+            most = self._counted
+            self._next_count_s = 2 * time.monotonic() - begun_s
+        self.wait_s = _wait_s(limit - most, sum(counts.num_threads for counts in now.values()), look_s)
+        return None
+
+    def _likely(self, now: dict[int, _Counts]) -> int:
+        """Return how much memory there probably is: new pages of a process belong to it alone."""
+        grown = 0
+        for pid, then in self._then.items():
+            grown += now[pid].anonymous - then.anonymous if pid in now else -then.anonymous - then.shared
+        return self._counted + grown
+
+    def _most(self, now: dict[int, _Counts]) -> int:
+        """Return how much memory there is at most: a page fault may have copied a page that was shared."""
+        grown = 0
+        for pid, counts in now.items():
+            then = self._then.get(pid)
+            if then is None:
+                grown += counts.anonymous + counts.shared
+            else:
+                grown += max(0, counts.anonymous - then.anonymous) + max(0, counts.shared - then.shared)
+                grown += (counts.faults - then.faults) * _PAGE
+        return self._counted + grown
+
+    def _count(self, pids: Iterable[int]) -> int:
+        memory = 0
+        for pid in pids:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                memory += _memory(pid, self._proc)
+            if memory > self._settings.max_memory_bytes:
+                break
+        return memory
+
+
+def _wait_s(headroom: int, num_threads: int, look_s: float) -> float:
+    """Return how long to wait after a look: no longer than threads need to fill the headroom.
+
+    No more than a fifth of the time goes into looking.
+    """
+    grown_s = max(0, headroom) / (_GROWTH * max(1, min(num_threads, os.cpu_count() or 1)))
+    return max(min(grown_s, _LOOK_EVERY_S), 4 * look_s)
+
+
+def _below(root: int, proc: str = "/proc") -> Iterator[int]:
     """Yield the ids of all processes below one. Orphans stay below the first process of their namespace."""
-    waiting: list[int] = _children(root)
+    waiting: list[int] = _children(root, proc)
     while waiting:
         pid = waiting.pop()
         yield pid
-        waiting += _children(pid)
+        waiting += _children(pid, proc)
 
 
-def _children(pid: int) -> list[int]:
+def _children(pid: int, proc: str = "/proc") -> list[int]:
     children: list[int] = []
     with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
+        for task in os.listdir(f"{proc}/{pid}/task"):
             with contextlib.suppress(OSError):
-                children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+                children += map(int, _read(f"{proc}/{pid}/task/{task}/children").split())
     return children
 
 
-def _cpu_s(pid: int) -> float:
-    """Return the CPU seconds of a process and of its children that have ended."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+def _counts(pid: int, proc: str) -> _Counts:
+    fields = _read(f"{proc}/{pid}/stat").rpartition(b")")[2].split()
+    ticks = sum(map(int, fields[11:15]))  # its own, and of children that have ended
+    status = _read(f"{proc}/{pid}/status")
+    return _Counts(
+        _bytes(status, b"RssAnon:"),
+        _bytes(status, b"RssShmem:"),
+        faults=int(fields[7]),
+        num_threads=int(fields[17]),
+        cpu_s=ticks / _TICKS,
+    )
 
 
-def _memory(pid: int) -> int:
+def _memory(pid: int, proc: str) -> int:
     """Return the bytes of a process's own memory; a page that n processes share counts as an n-th of itself."""
-    names: Sequence[str] = ("Pss_Anon:", "Pss_Shmem:")
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        pages = _read(f"{proc}/{pid}/smaps_rollup")
+        return _bytes(pages, b"Pss_Anon:") + _bytes(pages, b"Pss_Shmem:")
     except PermissionError:
-        names = ("RssAnon:", "RssShmem:")
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(tuple(names)))
+        status = _read(f"{proc}/{pid}/status")
+        return _bytes(status, b"RssAnon:") + _bytes(status, b"RssShmem:")
+
+
+def _bytes(text: bytes, name: bytes) -> int:
+    """Return the number of bytes behind a name in a file of /proc; 0 for a process that has ended."""
+    _, _, rest = text.partition(b"\n" + name)
+    return int(rest.split(None, 1)[0]) * 1024 if rest else 0
+
+
+def _read(path: str) -> bytes:
+    """Read a file of /proc. Python's own files take several times as long, and there are some for each process."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        parts = []
+        while part := os.read(file, 1 << 16):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(file)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -178,6 +182,92 @@ def test_an_endless_loop_of_tools_ends_at_the_deadline_and_the_next_episode_is_g
         reason = host.submit(Prompt(1, "q", (1,), "loops"), SampleKey(0, 1, 0), SAMPLING).result(WAIT_S).reason
         assert reason.endswith("the agent took longer than 10 s")
         assert host.submit(Prompt(1, "q", (1,), "good"), SampleKey(0, 1, 1), SAMPLING).result(WAIT_S).reward == 1.0
+
+
+# --- clients without a token ------------------------------------------------------------------------------------------
+
+
+def connected(client: Any, *headers: str) -> socket.socket:
+    """A connection to the gateway that has sent the headers of a request, and nothing else."""
+    url = urlsplit(client.base_url)
+    connection = socket.create_connection((url.hostname, url.port), WAIT_S)
+    if headers:
+        lines = ("POST /v1/chat/completions HTTP/1.1", "Host: x", *headers, "", "")
+        connection.sendall("\r\n".join(lines).encode())
+    return connection
+
+
+def answer_of(connection: socket.socket) -> str:
+    """The gateway's answer, which is one JSON object; "" if it ends the connection instead."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while not received.endswith(b"}}") and (data := connection.recv(1 << 16)):
+            received += data
+    return received.decode()
+
+
+def beside_strangers(attack: Any) -> None:
+    """Play one episode, whose program asks once before an attack by clients without a token, and once after it."""
+
+    def program(prompt: Any, client: Any) -> float:
+        for act in (lambda: None, lambda: attack(client)):
+            act()
+            status, reply = asyncio.run(post(client, asking(QUESTION)))
+            assert status == 200, reply
+        return 1.0
+
+    agent = PlayFunction(program, tokenizer_of("smollm2"), ProgramSettings(), max_length=600)
+    with AgentHost(agent, Engine(), run_seed=5, timeout_s=WAIT_S) as host:
+        outcome = host.submit(Prompt(1, "q", (1,), "good"), SampleKey(0, 1, 0), SAMPLING).result(WAIT_S)
+        assert isinstance(outcome, ScoredEpisode), outcome
+
+
+def test_a_request_without_a_token_is_refused_before_its_body_is_read_or_asked_for():
+    def attack(client: Any) -> None:
+        for more in ("Expect: 100-continue", "Content-Encoding: gzip", "Authorization: Bearer wrong"):
+            with connected(client, "Content-Length: 3000000000", more) as connection:
+                assert answer_of(connection).startswith("HTTP/1.1 401 ")
+
+    beside_strangers(attack)
+
+
+def test_packed_bodies_are_refused_and_unpacked_for_nobody():
+    packed = gzip.compress(bytes(20 << 20), 1)
+
+    def attack(client: Any) -> None:
+        strangers = [connected(client, f"Content-Length: {len(packed)}", "Content-Encoding: gzip") for _ in range(6)]
+        for stranger in strangers:
+            with contextlib.suppress(OSError):
+                stranger.sendall(packed)
+        token = f"Authorization: Bearer {client.api_key}"
+        for encoding in ("gzip", "br", "identity, gzip"):
+            with connected(client, token, f"Content-Length: {len(packed)}", f"Content-Encoding: {encoding}") as holder:
+                answer = answer_of(holder)
+                assert answer.startswith("HTTP/1.1 415 ")
+                assert f"Content-Encoding '{encoding}' is not supported: send the body as it is" in answer
+        for stranger in strangers:
+            assert answer_of(stranger).startswith("HTTP/1.1 401 ")
+            stranger.close()
+
+    beside_strangers(attack)
+
+
+def test_connections_without_a_token_make_way_for_others(monkeypatch):
+    monkeypatch.setattr("hotseat.connections._MAX_UNKNOWN", 60)
+
+    def attack(client: Any) -> None:
+        with contextlib.ExitStack() as opened:
+            silent = [opened.enter_context(connected(client)) for _ in range(50)]
+            silent += [opened.enter_context(connected(client)) for _ in range(50)]
+            for connection in silent[50:]:
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nX-Half: op")
+            for connection in silent[:40]:  # the last 60 of 100 stay, and one that asks comes on top
+                assert answer_of(connection) == ""
+            status, reply = asyncio.run(post(client, asking(QUESTION)))
+            assert status == 200, reply
+
+    beside_strangers(attack)
 
 
 @pytest.mark.long

@@ -19,8 +19,15 @@ from chat_templates import tokenizer_of
 from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned, processes_of
 
 from hotseat.agents import AgentHost, ProgramSettings, _reaper, load_agent
-from hotseat.agents._confinement import Confinement, namespaces, own_groups, works
-from hotseat.agents._programs import ProgramHost, _check_startable, environment
+from hotseat.agents._confinement import (
+    Confinement,
+    best_confinement,
+    namespaces,
+    own_groups,
+    warn_if_open,
+    works,
+)
+from hotseat.agents._programs import ProgramHost, check_startable, environment
 from hotseat.errors import UserError
 from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
@@ -160,6 +167,54 @@ def confinement_of(name: str) -> Confinement:
     for confinement in filter(works, found):
         return confinement
     pytest.skip(f"this system allows no {name}")
+
+
+# Prints whether it finds a text in the environment of any process that it sees, and how many it sees.
+SEARCHES = """
+import os, subprocess
+subprocess.run(['umount', '/proc'], stderr=subprocess.DEVNULL)
+seen = [name for name in os.listdir('/proc') if name.isdigit()]
+def environ(pid):
+    try:
+        return open(f'/proc/{pid}/environ', 'rb').read()
+    except OSError:
+        return b''
+print(any(b'hun' + b'ter2' in environ(pid) for pid in seen), len(seen) < 8)
+"""
+
+
+@pytest.mark.parametrize("name", ["unshare", "bwrap"])
+def test_a_program_cannot_read_the_environment_of_its_hosts_processes(name, tmp_path):
+    programs = ProgramHost(confinement=confinement_of(name))
+    secret = subprocess.Popen(["sleep", "1000"], env={"API_KEY": "hunter2"})
+
+    async def main():
+        async with programs.folder() as folder:
+            return await programs.run([sys.executable, "-c", SEARCHES], folder, environment(folder.path, (), {}), b"")
+
+    try:
+        assert asyncio.run(main()) == (0, "False True")
+    finally:
+        secret.kill()
+        secret.wait()
+        programs.close()
+
+
+def test_where_namespaces_work_programs_run_in_one_unless_they_start_containers():
+    if any(works(Confinement("PID namespace", prefix)) for prefix in namespaces()):
+        assert best_confinement().hides_processes
+    assert not best_confinement(has_containers=True).hides_processes
+
+
+def test_programs_that_are_not_confined_are_said_to_be_so_once(caplog):
+    warn_if_open.cache_clear()
+    for _ in range(2):
+        warn_if_open(Confinement("process group"), False)
+        warn_if_open(Confinement("PID namespace", ("bwrap",)), False)
+    assert caplog.text.count("programs are not confined: they can read the environment of this user's processes") == 1
+    assert "install bubblewrap" in caplog.text
+    warn_if_open(Confinement("control group", groups=Path("/")), True)
+    assert "since agent.containers is set" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["control group", "unshare", "bwrap", "process group"])
@@ -384,7 +439,7 @@ def test_a_program_need_not_be_readable(tmp_path):
     try:
         if user == 0:
             os.seteuid(65534)  # root reads everything
-        _check_startable(str(file))
+        check_startable(str(file))
     finally:
         os.seteuid(user)
 

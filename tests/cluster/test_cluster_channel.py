@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import pickle
 import signal
@@ -17,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from hotseat.cluster import Channel, ChannelClosed
+from hotseat.cluster import _broker as wire
 from hotseat.cluster._broker import CLOSED, DONE, FAILED, ITEMS, MAX_PASSED, BoundedQueue, receive_with
 from hotseat.cluster.channel import Broker, _BrokerClient
 from hotseat.errors import DeadlineError, WorkerError
@@ -486,6 +489,126 @@ def test_strangers_are_turned_away(broker):
         stranger.sendall(b"x" * 64)
         assert stranger.recv(64) == b""
     assert outside(broker).size() == 0  # and the broker goes on
+
+
+def greeted(broker: Broker, **hello) -> socket.socket:
+    """Connect with the key; greet, too, with what a greeting has otherwise."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(300)
+    connection.connect(broker.address[0])
+    nonce = received(connection, wire.NONCE)
+    connection.sendall(wire.proof(broker.key, nonce, b"client") + bytes(wire.NONCE))
+    received(connection, wire.NONCE)
+    whole = {"client": "c", "who": "a stranger", "channel": "strange/1", "capacity": 4, "num_producers": 1}
+    connection.sendall(message(wire.HELLO, json.dumps({**whole, **hello}).encode()))
+    return connection
+
+
+def received(connection: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        data += connection.recv(num_bytes - len(data))
+    return data
+
+
+def message(kind: int, payload: bytes) -> bytes:
+    return wire.HEAD.pack(kind, len(payload)) + payload
+
+
+def put_of(rest: bytes, timeout_s: float = 1.0, weight: float = 0.0) -> bytes:
+    return message(wire.PUT, wire.ASK_PUT.pack(timeout_s, weight) + rest)
+
+
+ONE = wire.COUNT.pack(1)
+MALFORMED = {
+    "no greeting's JSON": message(wire.HELLO, b"{"),
+    "deep JSON": message(wire.HELLO, b"[" * 60_000),
+    "a second greeting": message(wire.HELLO, json.dumps({"client": "", "who": "", "channel": ""}).encode()),
+    "unknown kind": message(200, b""),
+    "short put": message(wire.PUT, b"x"),
+    "no items": put_of(b""),
+    "fewer items than counted": put_of(wire.COUNT.pack(2**32 - 1)),
+    "an item longer than the message": put_of(ONE + wire.LENGTH.pack(1000) + b"x"),
+    "more than its items": put_of(ONE + wire.LENGTH.pack(1) + b"xyz"),
+    "memory that was not passed": put_of(ONE + wire.LENGTH.pack(8 | wire.IN_MEMORY)),
+    "a token that was not passed": put_of(ONE + wire.LENGTH.pack(1 | wire.KEPT) + b"x"),
+    "no time": put_of(wire.COUNT.pack(0), timeout_s=math.nan),
+    "endless time": put_of(wire.COUNT.pack(0), timeout_s=math.inf),
+    "no weight": put_of(wire.COUNT.pack(0), weight=math.nan),
+    "long get": message(wire.GET, wire.ASK_GET.pack(1.0, 1, 1, 0.0) + b"x"),
+    "get of nothing": message(wire.GET, wire.ASK_GET.pack(1.0, 0, 0, 0.0)),
+    "two gets at once": 2 * message(wire.GET, wire.ASK_GET.pack(3600.0, 1, 1, 0.0)),
+    "a reason that is no text": message(wire.FAIL, b"\xff"),
+    "short record": message(wire.RECORD, b"x"),
+    "a record's name longer than it": message(wire.RECORD, wire.ASK_RECORD.pack(True, 1000) + b"name"),
+    "a name that is no text": message(wire.LOOK_UP, wire.ASK_LOOK_UP.pack(1.0) + b"\xff"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_message_ends_its_connection_alone(broker, name):
+    bystander = outside(broker)
+    bystander.put(1)
+    with greeted(broker) as connection:
+        connection.sendall(MALFORMED[name])
+        while connection.recv(4096):  # the answer to the greeting, and then the end
+            pass
+    bystander.put(2)
+    assert bystander.get_many(2, at_least=2) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "hello", [{"capacity": "4"}, {"capacity": 0}, {"num_producers": None}, {"who": 5}, {"channel": "\ud800"}]
+)
+def test_a_malformed_greeting_ends_its_connection_alone(broker, hello):
+    with greeted(broker, **hello) as connection:
+        assert connection.recv(4096) == b""
+    assert outside(broker).size() == 0
+
+
+@pytest.mark.parametrize("is_token", [False, True])
+def test_descriptors_that_are_something_else_end_the_connection_alone(broker, is_token):
+    """Here of a pipe, where memory or a socket is to be."""
+    length = wire.LENGTH.pack(1 | wire.KEPT) + b"x" if is_token else wire.LENGTH.pack(1 << 20 | wire.IN_MEMORY)
+    reading, writing = os.pipe()
+    with greeted(broker) as connection:
+        socket.send_fds(connection, [put_of(ONE + length)], [reading])
+        while connection.recv(4096):
+            pass
+    os.close(reading)
+    with pytest.raises(BrokenPipeError):  # the broker has closed its copy, too
+        os.write(writing, b"x")
+    os.close(writing)
+    assert outside(broker).size() == 0
+
+
+def test_the_channel_of_a_malformed_message_fails_with_the_reason(broker):
+    channel = Channel("numbers", object, 4, broker=(broker.address, broker.key), token="broken")
+    with greeted(broker, channel="numbers/broken") as connection:
+        connection.sendall(put_of(ONE + wire.LENGTH.pack(1) + b"x") + message(200, b""))
+        while connection.recv(4096):
+            pass
+    with pytest.raises(
+        WorkerError, match=r"its producer a stranger sent a message that makes no sense \(ValueError: kind"
+    ):
+        channel.get(timeout_s=300)
+
+
+def test_memory_that_its_producer_shortens_fails_the_channel_and_not_the_broker(tmp_path):
+    broker = Broker(str(tmp_path), host="127.0.0.1")
+    path, host, port = broker.address
+    memory = wire.Memory.of(b"x" * 4096)
+    with greeted(broker, channel="numbers/short") as connection:
+        socket.send_fds(connection, [put_of(ONE + wire.LENGTH.pack(4096 | wire.IN_MEMORY))], [memory.descriptor])
+        for _ in range(2):
+            assert wire.HEAD.unpack(received(connection, wire.HEAD.size)) == (wire.DONE, 0)
+        os.ftruncate(memory.descriptor, 10)
+        far = Channel("numbers", object, 4, broker=(broker.address, broker.key), token="short")
+        far._link = _BrokerClient((f"{path}-of-another-machine", host, port), broker.key, "numbers/short", 4, 1)
+        with pytest.raises(WorkerError, match="an item of it cannot be read .* memory of 4096 bytes ends after 10"):
+            far.get(timeout_s=300)
+    assert outside(broker).size() == 0
+    broker.close()
 
 
 def test_over_tcp_as_between_machines(tmp_path):

@@ -76,7 +76,7 @@ def test_an_image_stands_as_its_camera_was_held(tmp_path):
         ("data:image/png;base64,\u00e9", "a data URI with broken base64"),
         (7, "photo: a number, neither a path nor the bytes"),
         ({"height": 3}, "photo: an object without bytes or path"),
-        (b"hello, this is a text", "photo: not an image in one of the formats PNG, .* begins with b'hello, this '"),
+        (b"hello, this is a text", "photo: not an image in one of the formats PNG, .*; it has 21 bytes"),
         (b"", "photo: not an image"),
         (encoded()[:200], "photo: broken or truncated PNG"),
         (encoded(kind="JPEG")[:-300], "photo: broken or truncated .*OSError"),
@@ -102,6 +102,17 @@ def test_an_image_stands_as_its_camera_was_held(tmp_path):
 def test_a_bad_image_is_refused_by_what_is_wrong_with_it(value, message, tmp_path):
     with pytest.raises(BadValue, match=message):
         read_image(value, "photo", tmp_path, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "text", ["hunter2", "P3 hunter2 1 255\n1 2 3", "P1\n2 1\nhunter2", "P3 1 1 255\nhunter2hunter2"]
+)
+def test_an_error_about_a_file_quotes_nothing_of_it(text, tmp_path):
+    """Some are PPM images to Pillow, whose errors quote what is wrong."""
+    (tmp_path / "secrets.env").write_text(text)
+    with pytest.raises(BadValue) as caught:
+        read_image("secrets.env", "photo", tmp_path, LIMITS)
+    assert "hunter" not in str(caught.value)
 
 
 def test_a_row_has_no_more_images_than_allowed():

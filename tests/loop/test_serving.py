@@ -13,8 +13,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -197,6 +198,19 @@ def test_a_text_that_cannot_be_scored_fails_its_request_alone():
     assert "query[0] has 9 tokens, and the longest text has 8" in str(results[2])
 
 
+def test_a_text_that_cannot_be_tokenized_fails_its_request_alone():
+    class Strict(Counting):
+        def tokenize(self, texts):
+            for text in texts:
+                text.encode()
+            return super().tokenize(texts)
+
+    results, _ = in_batcher(Strict(), [["a"], ["bb"], ["c", "\ud800"], ["d"]])
+    assert [results[0], results[1], results[3]] == [[1.0], [2.0], [1.0]]
+    assert isinstance(results[2], Rejected)
+    assert "the texts in 'query' cannot be tokenized: UnicodeEncodeError" in str(results[2])
+
+
 def test_a_model_that_raises_fails_the_round_and_works_on():
     model = Counting()
     results, _ = in_batcher(model, [["!"], ["b"]])
@@ -275,6 +289,7 @@ def test_our_client_gets_the_models_rewards_from_many_requests_at_a_time(folder,
         ({"queries": ["a"]}, 422, "no JSON object with 'query', the list of texts"),
         ({"query": "7"}, 422, "'query' is a str, not a list of texts"),
         ({"query": ["7", 7]}, 422, "query[1] is a int, not a text"),
+        ({"query": ["7", "7\ud800"]}, 422, "query[1] has a lone surrogate, which is no character: UnicodeEncodeError"),
         ({"query": ["7"], "labels": ["a", "b"]}, 422, "'labels' is no list with an entry for each of the 1 texts"),
         ({"query": ["7", ""]}, 422, "query[1] is empty"),
         ({"query": ["7" * 33]}, 422, "query[0] has 33 tokens, and the longest text has 32"),
@@ -318,6 +333,37 @@ def test_with_a_token_only_those_that_have_it_are_answered():
         assert ask(f"{address}/health")[0] == 200
         with RewardService([f"{address}/get_reward"], token="abc") as service:
             assert service.submit(["77"], ["p"], ["l"], [0]).result(WAIT_S) == [Score(2.0, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ("Expect: 100-continue", 401),
+        ("Content-Encoding: gzip", 401),
+        ("Authorization: Bearer abc\r\nContent-Encoding: gzip", 415),
+        ("Authorization: Bearer abc\r\nExpect: 100-continue", 100),
+    ],
+)
+def test_a_body_is_neither_read_nor_asked_for_before_its_request_is_allowed(headers, status):
+    with serving(Counting(), token="abc") as address:
+        url = urlsplit(address)
+        with socket.create_connection((url.hostname, url.port), WAIT_S) as connection:
+            connection.sendall(f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n{headers}\r\n\r\n".encode())
+            with connection.makefile("rb") as answer:
+                assert answer.readline().split()[1] == str(status).encode()
+
+
+def test_connections_without_the_token_make_way_for_others(monkeypatch):
+    monkeypatch.setattr("hotseat.connections._MAX_UNKNOWN", 60)
+    model = Counting()
+    model.may_work.set()
+    with serving(model, token="abc") as address, ExitStack() as opened:
+        url = urlsplit(address)
+        silent = [opened.enter_context(socket.create_connection((url.hostname, url.port), WAIT_S)) for _ in range(100)]
+        for connection in silent[:40]:
+            with suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+        assert ask(f"{address}/get_reward", {"query": ["7"]}, "abc")[1]["rewards"] == [1.0]
 
 
 def test_a_model_that_raises_is_500_and_no_reward_of_it_is_a_number():

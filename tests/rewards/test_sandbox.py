@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -83,6 +85,18 @@ ATTACKS = {
         "exited",
         1,
     ),
+    "memory of another process": (
+        "import ctypes, errno\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "assert libc.process_vm_readv(1, None, 0, None, 0, 0) == 0, errno.errorcode[ctypes.get_errno()]",
+        "exited",
+        1,
+    ),
+    "a call of a later kernel": (
+        "import ctypes, errno\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "assert libc.syscall(470, 0, 0, 0, 0) == -1 and ctypes.get_errno() == errno.ENOSYS",
+        "exited",
+        0,
+    ),
     "a crash": ("import ctypes\nctypes.string_at(0)", "exited", 139),
 }
 
@@ -144,7 +158,8 @@ for action in (
 for folder in ("/program", os.path.dirname(json.__file__)):
     shutil.rmtree(folder, ignore_errors=True)
     print(len(os.listdir(folder)) > 0)
-print(os.environ.get("API_TOKEN"), "secret" in str(os.environ), sorted(os.listdir("/tmp")), os.getuid() == 0)
+files = [name for name in os.listdir("/tmp") if not os.__file__.startswith("/tmp/" + name)]
+print(os.environ.get("API_TOKEN"), "secret" in str(os.environ), files, os.getuid() == 0)
 print([pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) > 10])
 """
     run = sandbox.run(program)
@@ -287,6 +302,80 @@ def test_another_interpreter_brings_its_packages(sandbox):
     assert sandbox.run("import yaml").exit_code == 1
 
 
+def made_interpreter(folder: Path, layout: str) -> Path:
+    """Make an interpreter in a folder, in one of the layouts that people have."""
+    base = Path(os.path.realpath(sys._base_executable))
+    if layout == "behind a linked folder":
+        (folder / "linked").symlink_to(base.parents[1])
+        base = folder / "linked" / "bin" / base.name
+    subprocess.run([base, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    python = folder / "venv" / "bin" / "python"
+    if layout == "behind a shell script":
+        (folder / "shim").write_text(f'#!/bin/sh\nexec {python} "$@"\n')
+        (folder / "shim").chmod(0o755)
+        return folder / "shim"
+    if layout == "with linked packages":
+        (folder / "more" / "site-packages").mkdir(parents=True)
+        (folder / "more" / "site-packages" / "in_more.py").touch()
+        (folder / "project").mkdir()
+        [packages] = folder.glob("venv/lib/python*/site-packages")
+        (packages / "all.pth").write_text(f"{folder}/more/site-packages\n{folder}/project\n")
+    return python
+
+
+LAYOUTS = ["alone", "behind a linked folder", "behind a shell script", "with linked packages"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "layout"), [*(("/tmp", layout) for layout in LAYOUTS), ("/dev/shm", "alone")])
+def test_an_interpreter_works_wherever_it_is(sandbox, place, layout):
+    with tempfile.TemporaryDirectory(dir=place) as name:
+        folder = Path(os.path.realpath(name))
+        folder.chmod(0o755)
+        python = made_interpreter(folder, layout)
+        program = (
+            f"import json, os, sys\nassert sys.prefix == {str(folder / 'venv')!r}\n"
+            f"print(os.path.exists({str(folder / 'project')!r}))\nimport in_more"
+        )
+        run = Sandbox(dataclasses.replace(TIGHT, python=str(python))).run(program)
+    # The sandbox shows packages, and no project that happens to be importable.
+    assert run == Run("exited", 0 if layout == "with linked packages" else 1, b"False\n")
+
+
+def test_links_on_the_way_to_an_interpreter_stay_links(tmp_path):
+    for name in ("real/bin", "real/lib64", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "real" / "bin" / "python3.11").touch()
+    (tmp_path / "real" / "bin" / "python").symlink_to("python3.11")
+    (tmp_path / "linked").symlink_to("real")
+    (tmp_path / "elsewhere" / "python").symlink_to("../linked/bin/python")
+    (tmp_path / "top").symlink_to(tmp_path / "elsewhere")
+    links, ends = sandbox_module._resolved([f"{tmp_path}/top/python", f"{tmp_path}/linked/lib64"])
+    assert links == {
+        f"{tmp_path}/top": f"{tmp_path}/elsewhere",
+        f"{tmp_path}/elsewhere/python": "../linked/bin/python",
+        f"{tmp_path}/linked": "real",
+        f"{tmp_path}/real/bin/python": "python3.11",
+    }
+    assert ends == [f"{tmp_path}/real/bin/python3.11", f"{tmp_path}/real/lib64"]
+    # A folder that is shown as a whole shows what is in it.
+    assert sandbox_module._resolved([f"{tmp_path}/linked/bin/python", f"{tmp_path}/real"]) == (
+        {f"{tmp_path}/linked": "real"},
+        [f"{tmp_path}/real"],
+    )
+
+
+def test_an_interpreter_needs_lib_and_lib64_of_its_base(tmp_path):
+    for name in ("base/lib", "base/lib64"):
+        (tmp_path / name).mkdir(parents=True)
+    answer = json.dumps([f"{tmp_path}/venv/bin/python", f"{tmp_path}/venv", f"{tmp_path}/base", []])
+    (tmp_path / "shim").write_text(f"#!/bin/sh\necho '{answer}'\n")
+    (tmp_path / "shim").chmod(0o755)
+    found = sandbox_module._interpreter(str(tmp_path / "shim"))
+    assert found.command[0] == f"{tmp_path}/venv/bin/python"
+    assert found.paths[1:] == (f"{tmp_path}/venv", f"{tmp_path}/base/lib", f"{tmp_path}/base/lib64")
+
+
 RUNS_FOR_EVER = """
 from hotseat.rewards import Sandbox, SandboxSettings
 Sandbox(SandboxSettings(timeout_s=600.0, max_cpu_s=600.0)).run("import os, time\\nos.fork()\\ntime.sleep(600)")
@@ -354,6 +443,11 @@ def test_missing_and_forbidden_are_told_apart(tmp_path, monkeypatch):
             'echo "bwrap: Can\'t mount proc on /newroot/proc: Operation not permitted" >&2; exit 1',
             "this container hides parts of /proc",
         ),
+        (
+            "echo '  File \"/program/main.py\", line 23, in main' >&2; echo '    os.setgroups([])' >&2;"
+            " echo 'PermissionError: [Errno 1] Operation not permitted' >&2; exit 1",
+            "root may not change its user and groups here: it said File",
+        ),
         ("echo boom >&2; exit 3", "bwrap exited with code 3 before it ran the code: it said boom"),
         (
             "echo 'hotseat: started'; echo '0 True [eth0]'",
@@ -364,6 +458,28 @@ def test_missing_and_forbidden_are_told_apart(tmp_path, monkeypatch):
 def test_a_sandbox_that_does_not_work_says_why(tmp_path, monkeypatch, script, said):
     fake(tmp_path, monkeypatch, script)
     assert said in probe_error()
+
+
+PROBES = """
+import sys, types
+package = sys.modules["hotseat.rewards"] = types.ModuleType("hotseat.rewards")  # without torch, which takes seconds
+package.__path__ = [sys.argv[1]]
+from hotseat.rewards.sandbox import Sandbox, SandboxSettings
+Sandbox(SandboxSettings()).probe()
+"""
+
+
+@pytest.mark.slow
+def test_where_root_may_not_change_its_groups_the_error_says_what_to_do(sandbox):
+    """In a user namespace that has root alone, as a container without a range of ids."""
+    alone = ["unshare", "--user", "--map-root-user"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], stderr=subprocess.DEVNULL).returncode != 0:
+        pytest.skip("this system allows no user namespaces")
+    command = [*alone, sys.executable, "-c", PROBES, str(Path(sandbox_module.__file__).parent)]
+    said = subprocess.run(command, capture_output=True, text=True).stderr
+    assert "root may not change its user and groups here" in said
+    assert "/etc/subuid" in said
+    assert "reward.sandbox.command" in said
 
 
 def test_code_that_could_not_run_is_a_failed_sample(tmp_path, monkeypatch):
@@ -544,16 +660,79 @@ def test_the_kernel_bounds_the_memory_of_all_processes_together():
     assert sandbox.run(f"{forks}block = b'x' * {100 * 2**20}\ntime.sleep(30)").end == "memory"
 
 
+# --- the watch over memory --------------------------------------------------------------------------------------------
+
+
+class FakeProcesses:
+    """Processes with two threads, as the kernel shows them in files."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def set(self, pid: int, children: str = "", kib: int = 1000, counted_kib: int | None = None, faults: int = 0):
+        """Write the files of a process. kib: the kernel's count; counted_kib: its share of pages, None: not shown."""
+        folder = self.folder / str(pid)
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "task" / str(pid)).mkdir(parents=True)
+        (folder / "task" / str(pid) / "children").write_text(children)
+        times = f"0 0 0 0 0 0 {faults} 0 0 0 5 5 0 0 20 0 2 0 1"  # from the parent's id on
+        (folder / "stat").write_text(f"{pid} (python3 (x)) S {times}\n")
+        counts = f"Name:\tpython3\nRssAnon:\t{kib - 1000} kB\nRssFile:\t9 kB\nRssShmem:\t1000 kB\n"
+        (folder / "status").write_text(counts)
+        if counted_kib is not None:
+            (folder / "smaps_rollup").write_text(f"x\nPss: 7 kB\nPss_Anon:  {counted_kib} kB\nPss_Shmem:  0 kB\n")
+
+
+def test_pages_are_counted_only_if_the_kernels_counts_allow_memory_above_its_limit(tmp_path):
+    fake, watch = FakeProcesses(tmp_path), sandbox_module._Watch(TIGHT, str(tmp_path))  # 131,072 KiB
+    fake.set(1, "2 3", 1 << 30)  # outside of what is looked at
+    fake.set(2, kib=40_000)  # pages that cannot be counted are not asked for
+    fake.set(3, "4", kib=40_000)
+    fake.set(4, kib=40_000)
+    assert watch.look(1) is None
+    assert watch._counted == 0
+    # Forks share pages, of which each counts all: 400,000 KiB are 90,000.
+    for pid in (2, 4):
+        fake.set(pid, kib=160_000, counted_kib=40_000)
+    fake.set(3, "4", kib=80_000, counted_kib=10_000)
+    assert watch.look(1) is None
+    assert watch._counted == 90_000 * 1024
+    # From then on changes are added up: 20,000 KiB more, and 20 MB that page faults may have copied.
+    for pid in (2, 3, 4):
+        (tmp_path / str(pid) / "smaps_rollup").unlink()
+    pages = 20 * 2**20 // os.sysconf("SC_PAGE_SIZE")
+    fake.set(2, kib=180_000, faults=pages)
+    assert watch.look(1) is None
+    assert watch._counted == 90_000 * 1024
+    # At most 135,000 and probably as much: counted at once, and above the limit.
+    fake.set(2, kib=205_000, counted_kib=85_000)
+    fake.set(3, "4", kib=80_000, counted_kib=10_000)
+    fake.set(4, kib=160_000, counted_kib=40_000)
+    assert watch.look(1) == "memory"
+
+
+def test_looks_become_more_frequent_as_memory_nears_its_limit():
+    wait_s = sandbox_module._wait_s
+    assert wait_s(1 << 30, 1, 0.0) == 0.02
+    assert wait_s(64 << 20, 1, 0.0) == pytest.approx(1 / 128)  # at 8 GiB a second
+    assert wait_s(8 << 20, 1, 0.0) == pytest.approx(1 / 1024)
+    assert wait_s(64 << 20, 1000, 0.0) == pytest.approx(1 / 128 / os.cpu_count())
+    assert wait_s(0, 1, 0.003) == pytest.approx(0.012)  # a fifth of the time goes into looking
+
+
+# --- the filter -------------------------------------------------------------------------------------------------------
+
+
 def test_the_filter_refuses_where_it_should():
     """The kernel's rules for filters, in short: run every number through the program."""
-    for machine, audit, memfd, clone, socket_call in (
-        ("x86_64", 0xC000003E, 319, 56, 41),
-        ("aarch64", 0xC00000B7, 279, 220, 198),
+    for machine, audit, memfd, clone, socket_call, reading, writing in (
+        ("x86_64", 0xC000003E, 319, 56, 41, 310, 311),
+        ("aarch64", 0xC00000B7, 279, 220, 198, 270, 271),
     ):
         program = system_call_filter(machine)
         for number, argument, expected in (
             (memfd, 0, "refused"),
-            (435, 0, "refused"),
+            (435, 0, "absent"),
             (clone, 0x10000000, "refused"),
             (clone, 0x003D0F00, "allowed"),
             (socket_call, 40, "refused"),
@@ -561,7 +740,16 @@ def test_the_filter_refuses_where_it_should():
             (socket_call, 1, "allowed"),
             (socket_call, 2, "allowed"),
             (socket_call, 10, "allowed"),
-            (0x40000000 + 1, 0, "refused"),
+            (reading, 0, "refused"),  # process_vm_readv
+            (writing, 0, "refused"),
+            (438, 0, "refused"),  # pidfd_getfd
+            (428, 0, "refused"),  # open_tree
+            (467, 0, "refused"),  # open_tree_attr
+            (469, 0, "allowed"),
+            (470, 0, "absent"),  # added by later kernels
+            (1000, 0, "absent"),
+            (0x40000000 + 1, 0, "absent"),
+            (0xFFFFFFFF, 0, "absent"),
             (1, 0, "allowed"),
         ):
             assert outcome(program, audit, number, argument) == expected, (machine, number, argument)
@@ -578,7 +766,8 @@ def outcome(program: bytes, audit: int, number: int, argument: int) -> str:
         code, if_true, if_false, value = steps[at]
         at += 1
         if code == 0x06:
-            return {0x7FFF0000: "allowed", 0x00050000: "refused", 0x80000000: "killed"}[value & 0xFFFF0000]
+            errors = {0x00050000 | errno.EPERM: "refused", 0x00050000 | errno.ENOSYS: "absent"}
+            return {0x7FFF0000: "allowed", **errors, 0x80000000: "killed"}[value]
         if code == 0x20:
             loaded = values[value]
         else:

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.agents import _reaper
-from hotseat.agents._programs import environment
+from hotseat.agents._confinement import best_confinement, warn_if_open
+from hotseat.agents._programs import check_startable, environment
 from hotseat.agents.agent import AgentError
 from hotseat.agents.black_box import BlackBox, Client
 from hotseat.agents.environments.families import EnvironmentSettings
@@ -29,6 +31,7 @@ from hotseat.types import Prompt
 _MAX_LINE = 1 << 26
 _MAX_SHOWN = 400  # characters of what a process wrote last
 _KEEPING_S = 1.0
+_ENDING_S = 5.0
 _READY = 0  # the id of the first line of a process
 
 
@@ -89,10 +92,14 @@ class _Started:
         self._written = b""
         self.connection, theirs = socket.socketpair()
         env = environment(self._folder, passed_on, {_reaper.MARK: f"{self._name}.0"})
+        self._confinement = best_confinement()
+        warn_if_open(self._confinement, False)
+        confined = self._confinement.prefix  # what it starts is found by its mark, too: it needs no control group
         env["PATH"] = os.pathsep.join([os.path.dirname(settings.command[0]), env.get("PATH", os.defpath)])
         try:
+            check_startable(shutil.which(settings.command[0]) or settings.command[0])
             self._process = subprocess.Popen(
-                [*settings.command, str(theirs.fileno()), settings.spec],
+                [*confined, *settings.command, str(theirs.fileno()), settings.spec],
                 cwd=self._folder,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -122,11 +129,17 @@ class _Started:
         _reaper.remove_folder(self._folder)
         _reaper.dismiss(self._supervisor)
 
-    def end(self) -> str:
-        """Kill the process and what it started, and return how it had ended, with the end of what it wrote."""
+    def end(self, *, has_hung_up: bool = False) -> str:
+        """Kill the process and what it started, and return how it had ended, with the end of what it wrote.
+
+        has_hung_up: its end of the socket is closed, so that it is about to end by itself, if it has not yet.
+        """
+        if has_hung_up:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_ENDING_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
+        code = self._confinement.exit_code(self._process.wait())
         self._clean_up()
         self._keeping.join(_KEEPING_S)  # a process that has removed its mark may hold the pipe open
         text = self._written.decode(errors="replace").strip()[-_MAX_SHOWN:]
@@ -181,7 +194,7 @@ class _Process:
             raise AgentError(f"{self._settings}: its process has ended")
 
     async def _read(self) -> None:
-        how = ""
+        how, has_hung_up = "", False
         try:
             self._started = _Started(self._settings, self._passed_on)
             reader, self._writer = await asyncio.open_connection(sock=self._started.connection, limit=_MAX_LINE)
@@ -194,6 +207,7 @@ class _Process:
                     waiting.set_exception(AgentError(f"{self._settings}: {answer['error']}"))
                 else:
                     waiting.set_result(answer["result"])
+            has_hung_up = True
         except AgentError as error:
             how = str(error)
         finally:
@@ -201,7 +215,7 @@ class _Process:
             if self._writer is not None:
                 self._writer.close()
             if self._started is not None:
-                how = f"{self._settings}: its process ended with {self._started.end()}"
+                how = f"{self._settings}: its process ended with {self._started.end(has_hung_up=has_hung_up)}"
             for waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_exception(AgentError(how))
@@ -237,6 +251,7 @@ def _ask(settings: EnvironmentSettings, passed_on: Sequence[str], asked: dict[st
         started = _Started(settings, passed_on)
     except AgentError as error:
         raise UserError(f"agent.environment: {error}") from None
+    answers = [b"-"]
     try:
         with started.connection, started.connection.makefile("rwb") as stream:
             answers = [stream.readline()]
@@ -245,7 +260,7 @@ def _ask(settings: EnvironmentSettings, passed_on: Sequence[str], asked: dict[st
                 stream.flush()
                 answers.append(stream.readline())
     finally:
-        how = started.end()
+        how = started.end(has_hung_up=not answers[-1])
     if not answers[-1]:
         raise UserError(f"agent.environment: {settings}: its process ended with {how}")
     answer = json.loads(answers[-1])

@@ -19,6 +19,7 @@ from hotseat.agents.gateway.asking import BadRequest
 from hotseat.agents.gateway.reply import Begin, Reply
 from hotseat.agents.gateway.retries import Replies
 from hotseat.agents.gateway.session import Session
+from hotseat.connections import Connections, Holder, ask_for_body, encoding_problem, expect_nothing_yet
 from hotseat.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 32 << 20  # of a request; where programs send images, one of the largest comes on top
 _MAX_OPEN = 512  # requests of one episode at a time
 _MAX_OPEN_BYTES = 64 << 20  # of their bodies together, and two images on top
+_MAX_CONNECTIONS = 1024  # of one episode
 _SHUTDOWN_S = 1.0
 _BACKLOG = 4096  # connections that wait to be accepted; where there is no room, a client tries again after a second
 _ACCEPTED = 16  # of them at a time: each takes as long as a small request
@@ -59,6 +61,7 @@ class _Open:
     """An episode that can be reached, and its replies."""
 
     session: Session
+    holder: Holder = field(default_factory=Holder)
     replies: Replies = field(default_factory=Replies)
     num_open: int = 0
     num_open_bytes: int = 0
@@ -79,7 +82,9 @@ class Gateway:
         encoded = 4 * -(-max_image_bytes // 3)  # in base64
         self._max_body_bytes, self._max_open_bytes = _MAX_BODY_BYTES + encoded, _MAX_OPEN_BYTES + 2 * encoded
         self._episodes: dict[str, _Open] = {}
+        self._connections = Connections()
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
         self._url = ""
         self._starting = asyncio.Lock()
 
@@ -97,32 +102,59 @@ class Gateway:
         episode = self._episodes.pop(address.token, None)
         if episode is not None:
             episode.replies.cancel()
+            self._connections.release(episode.holder)
 
     async def close(self) -> None:
-        if self._runner is not None:
+        if self._runner is not None and self._server is not None:
             runner, self._runner = self._runner, None
+            self._server.close()
             await runner.cleanup()
 
     async def _start(self) -> None:
-        app = web.Application(middlewares=[_errors])
+        app = web.Application(middlewares=[self._connections.watch, _errors, self._check])
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name}", self._models)
         for path in _HANDLERS:
-            app.router.add_post(path, self._answer)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+            app.router.add_post(path, self._answer, expect_handler=expect_nothing_yet)
+        runner = self._connections.runner(app, _SHUTDOWN_S, ends_handlers=True)
         await runner.setup()
         try:
-            await _listen(runner, self._host, self._port)
+            self._server = await self._listen(runner)
         except OSError as error:
             await runner.cleanup()
             where = f"{self._host}:{self._port}" if self._port else self._host
             raise UserError(f"agent.gateway.bind: cannot listen at {where}: {error.strerror or error}") from error
         self._runner = runner
-        name, port = runner.addresses[0][:2]
+        name, port = self._server.sockets[0].getsockname()[:2]
         shown = f"[{name}]" if ":" in name else name
         self._url = (self._advertise_url or f"http://{shown}:{port}").rstrip("/").removesuffix("/v1")
 
+    async def _listen(self, runner: web.AppRunner) -> asyncio.Server:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listening = socket.create_server((self._host, self._port), family=family)
+        try:
+            # The loop accepts as many connections in one go as it lets wait, so that is set apart.
+            server = await self._connections.listen(runner, listening, _ACCEPTED)
+            listening.listen(_BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+        return server
+
     # --- requests -----------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _check(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+        """Pass on requests that have a token. Those without one are answered by a 401 before anything else is read."""
+        episode = self._episode(request)
+        self._connections.admit(request, episode.holder)
+        if episode.holder.num_connections > _MAX_CONNECTIONS:
+            shown = f"the episode has more than {_MAX_CONNECTIONS} connections"
+            raise BadRequest(shown, status=429, code="rate_limit_exceeded")
+        problem = encoding_problem(request)
+        if problem is not None:
+            raise BadRequest(problem, status=415)
+        return await handler(request)
 
     def _episode(self, request: web.Request) -> _Open:
         """Return the episode whose token a request has."""
@@ -134,7 +166,6 @@ class Gateway:
         return episode
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._episode(request)
         name = request.match_info.get("name")
         model = {"id": name or "policy", "object": "model", "created": 0, "owned_by": "hotseat"}
         return web.json_response(model if name else {"object": "list", "data": [model]})
@@ -154,6 +185,7 @@ class Gateway:
 
     async def _read(self, request: web.Request, episode: _Open, raw: bytearray) -> None:
         """Read the body of a request piece by piece, within the bounds of a request and of its episode."""
+        await ask_for_body(request)
         async for piece in request.content.iter_any():
             raw += piece
             episode.num_open_bytes += len(piece)
@@ -181,18 +213,6 @@ class Gateway:
             work = episode.replies.begin(name, digest, handling, begun)
         send = _stream if body.get("stream") else _whole
         return await episode.replies.wait(name, work, lambda reply: send(request, reply))
-
-
-async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, port), family=family)
-    try:
-        # The loop accepts as many connections in one go as it lets wait, so that is set apart.
-        await web.SockSite(runner, listening, backlog=_ACCEPTED).start()
-        listening.listen(_BACKLOG)
-    except BaseException:
-        listening.close()
-        raise
 
 
 def _retry_count(request: web.Request) -> int:
@@ -272,6 +292,6 @@ def _error(
     else:
         body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     response = web.json_response(body, status=status, headers=headers)
-    if status in (401, 413, 429):
+    if status in (401, 413, 415, 429):
         response.force_close()  # nothing of such a client is kept open
     return response

@@ -61,7 +61,7 @@ class Batcher:
 
     Takes requests from `submit` and gives each its rewards. `run` is the background task: it waits for the first
     request, has a thread of its own score the round, and ends when it is cancelled. Nothing waits for a batch to fill.
-    A request that cannot be scored is `Rejected` alone; a round that raises fails all of its requests.
+    A request that cannot be tokenized or scored is `Rejected` alone; a model that raises fails all of a round.
 
     note: is called after each round.
     """
@@ -119,9 +119,7 @@ class Batcher:
 
     def _score(self, requests: Sequence[list[str]]) -> tuple[list[Scored | Exception], Round]:
         """Score a round, in the thread."""
-        tokens = iter(self._model.tokenize([text for texts in requests for text in texts]))
-        sequences = [[next(tokens) for _ in texts] for texts in requests]
-        problems = [self._problem(each) for each in sequences]
+        sequences, problems = self._tokenized(requests)
         good = [tokens for each, problem in zip(sequences, problems, strict=True) if problem is None for tokens in each]
         rewards = [0.0] * len(good)
         pieces = cut_by_padded_tokens([len(tokens) for tokens in good], self._max_tokens)
@@ -134,6 +132,18 @@ class Batcher:
             for each, problem in zip(sequences, problems, strict=True)
         ]
         return results, Round(len(requests), len(good), sum(map(len, good)), len(pieces))
+
+    def _tokenized(self, requests: Sequence[list[str]]) -> tuple[list[list[list[int]]], list[str | None]]:
+        """Return the token sequences of each request, and why it cannot be scored, None if it can."""
+        try:
+            tokens = iter(self._model.tokenize([text for texts in requests for text in texts]))
+        except Exception as error:
+            if len(requests) == 1:
+                return [[]], [f"the texts in 'query' cannot be tokenized: {type(error).__name__}: {error}"]
+            alone = [self._tokenized([texts]) for texts in requests]  # whose fault it is
+            return [sequences for [sequences], _ in alone], [problem for _, [problem] in alone]
+        sequences = [[next(tokens) for _ in texts] for texts in requests]
+        return sequences, [self._problem(each) for each in sequences]
 
     def _problem(self, sequences: Sequence[Sequence[int]]) -> str | None:
         """Return why a request cannot be scored; None if it can."""

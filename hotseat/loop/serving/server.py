@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from hotseat.connections import Connections, Holder, ask_for_body, encoding_problem, expect_nothing_yet
 from hotseat.errors import RunError, UserError
 from hotseat.loop.serving.batching import Batcher, Rejected, Round, ScoresTexts
 from hotseat.rewards.addresses import TOKEN
@@ -23,7 +24,7 @@ from hotseat.rewards.addresses import TOKEN
 ROUTE = "/get_reward"
 _ROUTES = f"POST {ROUTE} (or /), GET /health, GET /metrics"
 _BACKLOG = 1024  # connections that wait to be accepted
-_KEEP_IDLE_S = 75.0
+_MAX_CONNECTIONS = 4096  # of those that have the token
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -98,30 +99,33 @@ class RewardServer:
         self._options = options
         self._batcher = Batcher(model, options.max_batch_tokens, lambda facts: self._metrics.note(facts))
         self._metrics = _Metrics(lambda: self._batcher.num_waiting)
+        self._connections, self._holder = Connections(), Holder()
 
     async def serve(self, bound: socket.socket, stop: asyncio.Event, is_ready: Callable[[], object]) -> None:
         """Serve at a bound socket until `stop` is set; then finish the open requests. is_ready: called when it listens.
 
         Raises if the task that scores ends by itself.
         """
-        app = web.Application(client_max_size=self._options.max_request_bytes, middlewares=[self._with_reason])
-        app.router.add_post(ROUTE, self._reward)
-        app.router.add_post("/", self._reward)
+        middlewares = [self._connections.watch, self._with_reason, self._check]
+        app = web.Application(client_max_size=self._options.max_request_bytes, middlewares=middlewares)
+        app.router.add_post(ROUTE, self._reward, expect_handler=expect_nothing_yet)
+        app.router.add_post("/", self._reward, expect_handler=expect_nothing_yet)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._show_metrics)
-        runner = web.AppRunner(
-            app, access_log=None, keepalive_timeout=_KEEP_IDLE_S, shutdown_timeout=self._options.stop_timeout_s
-        )
+        runner = self._connections.runner(app, self._options.stop_timeout_s)
+        server: asyncio.Server | None = None
         scoring = asyncio.create_task(self._batcher.run())
         stopped = asyncio.create_task(stop.wait())
         await runner.setup()
         try:
-            await web.SockSite(runner, bound, backlog=_BACKLOG).start()
+            server = await self._connections.listen(runner, bound, _BACKLOG)
             is_ready()
             await asyncio.wait([scoring, stopped], return_when=asyncio.FIRST_COMPLETED)
             if scoring.done():
                 raise RunError("the thread that scores ended") from scoring.exception()
         finally:
+            if server is not None:
+                server.close()
             await runner.cleanup()
             for task in (scoring, stopped):
                 task.cancel()
@@ -130,8 +134,7 @@ class RewardServer:
     # --- routes -------------------------------------------------------------------------------------------------------
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
-        if not self._is_allowed(request):
-            return self._unauthorized()
+        await ask_for_body(request)
         texts = _texts(await request.read())
         if isinstance(texts, str):
             return _error(422, texts)
@@ -152,8 +155,6 @@ class RewardServer:
         return web.json_response({"status": "ok", "waiting": self._batcher.num_waiting})
 
     async def _show_metrics(self, request: web.Request) -> web.StreamResponse:
-        if not self._is_allowed(request):
-            return self._unauthorized()
         return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @web.middleware
@@ -174,6 +175,19 @@ class RewardServer:
             self._metrics.seconds.observe(time.perf_counter() - begun_s)
         return response
 
+    @web.middleware
+    async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Pass on requests that have the token, and what asks for the health. No body of others is read."""
+        if request.path == "/health":
+            return await handler(request)
+        if not self._is_allowed(request):
+            return self._unauthorized()
+        self._connections.admit(request, self._holder)
+        if self._holder.num_connections > _MAX_CONNECTIONS:
+            return _closing(_error(429, f"there are {_MAX_CONNECTIONS} connections already", {"Retry-After": "1"}))
+        problem = encoding_problem(request)
+        return await handler(request) if problem is None else _closing(_error(415, problem))
+
     def _is_allowed(self, request: web.Request) -> bool:
         if self._options.token is None:
             return True
@@ -182,7 +196,7 @@ class RewardServer:
 
     def _unauthorized(self) -> web.Response:
         text = f"the header 'Authorization: Bearer TOKEN' is missing or wrong; {TOKEN} has the token where this runs"
-        return _error(401, text, {"WWW-Authenticate": "Bearer"})
+        return _closing(_error(401, text, {"WWW-Authenticate": "Bearer"}))
 
 
 def _texts(body: bytes) -> list[str] | str:
@@ -199,6 +213,10 @@ def _texts(body: bytes) -> list[str] | str:
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             return f"query[{number}] is a {type(text).__name__}, not a text"
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            return f"query[{number}] has a lone surrogate, which is no character: {type(error).__name__}: {error}"
     for key in ("prompts", "labels"):
         values = message.get(key)
         if values is not None and (not isinstance(values, list) or len(values) != len(texts)):
@@ -208,6 +226,12 @@ def _texts(body: bytes) -> list[str] | str:
 
 def _error(status: int, reason: str, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.json_response({"error": reason}, status=status, headers=headers)
+
+
+def _closing(response: web.Response) -> web.Response:
+    """Have an answer end its connection: the body of its request is not read."""
+    response.force_close()
+    return response
 
 
 def run_server(
