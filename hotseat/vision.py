@@ -29,6 +29,7 @@ What is in transformers 5.17 and 5.19, found out with tiny random models on a CP
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import itertools
@@ -210,6 +211,21 @@ def _packed(stored: bytes, digest: str) -> PackedImage:
     middle = stored[len(stored) // 2 :][:_PROBE]
     is_small = len(stored) >= _WORTH_IT and len(zlib.compress(middle, 1)) < len(middle) // 4
     return PackedImage(f"{_PACKED}{digest}", zlib.compress(stored, 1) if is_small else stored, is_small)
+
+
+def image_as_json(image: str) -> str | list[Any]:
+    """Return an image for a file of JSON: the path of its file, or its name and its pixels in base64."""
+    if not isinstance(image, PackedImage):
+        return image
+    return [str(image), base64.b64encode(image.stored).decode(), image.is_compressed]
+
+
+def image_from_json(image: str | list[Any]) -> str:
+    """Return the image that `image_as_json` described."""
+    if isinstance(image, str):
+        return image
+    name, stored, is_compressed = image
+    return PackedImage(name, base64.b64decode(stored), is_compressed)
 
 
 def is_packed(image: str) -> bool:

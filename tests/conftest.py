@@ -127,6 +127,15 @@ def _environment_as_before() -> Iterator[None]:
             os.environ[name] = value
 
 
+@pytest.fixture(autouse=True)
+def _products_as_before() -> Iterator[None]:
+    """Switch oneDNN on again: on ARM CPUs without units for bf16, torch's first product in bf16 switches it off."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch._C._set_mkldnn_enabled(True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Have hypothesis try the same examples each time, and new ones only where long tests run, too."""
     expression = config.option.markexpr

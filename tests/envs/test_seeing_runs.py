@@ -91,9 +91,16 @@ def test_on_ray_frames_never_come_to_the_driver(folder, one, monkeypatch):
     monkeypatch.setattr(vision, "_unpickled", Refusing())
     with pytest.raises(AssertionError, match="came to the driver"):
         pickle.loads(pickle.dumps(vision.pack_pixels({"pixel_values": torch.zeros(1)})))
-    on_ray = run(folder, "on-ray", "pipeline_stage_num: 2", PPO, cluster=cluster)
+    # A checkpoint holds the canary's frames.
+    on_ray = run(folder, "on-ray", "pipeline_stage_num: 2", PPO, cluster=cluster, checkpoint="{every_minutes: 0}")
     here, there = ((done / "model" / "model.safetensors").read_bytes() for done in (one, on_ray))
     assert here == there
+
+
+def test_a_run_in_simulators_that_are_seen_resumes_with_the_frames_of_its_canary(folder):
+    path = run(folder, "extended", "pipeline_stage_num: 1", PPO, checkpoint="{every: 2}")
+    assert main(["resume", str(path), "train.num_episodes=2"]) == 0
+    assert json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])["canary_gap"] < 1e-4
 
 
 def test_images_and_the_sight_of_the_model_go_together(folder, capsys):

@@ -17,6 +17,7 @@ import torch
 import transformers
 from family_cases import BY_NAME, FAMILIES, VOCAB_SIZE, Family
 from loop_cases import REWARD, rl_yaml, sft_yaml, write_rows
+from model_shells import NO_WEIGHTS
 from transformers import PreTrainedModel
 
 from hotseat.algorithms.digest import tensor_digest
@@ -288,6 +289,7 @@ def make_task(directory: Path, family: Family, *, with_weights: bool = True) -> 
 
         make_tokenizer().save_pretrained(directory / "model")
         family.make_config().save_pretrained(directory / "model")
+        (directory / "model" / "model.safetensors").write_bytes(NO_WEIGHTS)
     rows = [{"input": f"{a}+{a + 1}=", "label": str(a)} for a in range(1, 9)]
     write_rows(directory / "prompts.jsonl", rows)
     write_rows(directory / "examples.jsonl", [{"input": row["input"], "output": "777777"} for row in rows])

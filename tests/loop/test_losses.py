@@ -122,8 +122,8 @@ def test_gspo_is_corrected_by_one_ratio_to_the_engine():
     ratio = math.exp(0.1)
     assert loss.item() == pytest.approx((-ratio * 1.0 + ratio * 2.0) / 2)
     loss.backward()
-    # The derivative of exp(mean) is ratio / 2 at each of the two tokens, of the sum of both tokens' losses.
-    assert given.log_probs.grad.tolist() == pytest.approx([0.0, ratio / 4, ratio / 4])
+    # The advantages are 1 and -2, so each token learns by its own (GSPO-token): -A * ratio / 2.
+    assert given.log_probs.grad.tolist() == pytest.approx([0.0, -ratio / 2, ratio])
     assert metrics["policy_kl"].item() == pytest.approx(0.1 - 0.3)  # of the update alone: old to new
     assert "corrected" not in metrics
 

@@ -9,12 +9,13 @@ from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads, loads_saved, to_saved
 from hotseat.config.changes import changes_between
 from hotseat.config.precision import dtype_of, idle_in_fp32, with_dtype, with_dtype_of
+from hotseat.errors import UserError
 from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.canary import CanarySettings
 from hotseat.loop.run import start
 from hotseat.loop.setup import settings
-from hotseat.loop.setup.cpu import has_bf16_units, slow_dtype
+from hotseat.loop.setup.cpu import check_vllm_dtype, has_bf16_units, slow_dtype
 from hotseat.observe import read_lines
 from hotseat.train.zero_config import check_zero
 
@@ -92,6 +93,16 @@ def test_bf16_on_a_cpu_without_units_for_it_is_reported_with_what_to_set():
     assert slow_dtype(loads("train: {dtype: bf16}"), "") is None
 
 
+def test_vllm_in_bf16_is_refused_on_an_arm_cpu_without_units_for_it():
+    config = loads("{train: {dtype: bf16}, rollout: {engine: vllm}}")
+    with pytest.raises(UserError, match="needs a CPU with units for bf16, .* or set rollout.engine to transformers"):
+        check_vllm_dtype(config, WITHOUT, "aarch64")
+    check_vllm_dtype(config, WITHOUT, "x86_64")
+    check_vllm_dtype(config, WITH["arm"], "aarch64")
+    check_vllm_dtype(loads("{train: {dtype: fp32}, rollout: {engine: vllm}}"), WITHOUT, "aarch64")
+    check_vllm_dtype(loads("train: {dtype: bf16}"), WITHOUT, "aarch64")
+
+
 def test_openrlhf_commands_keep_their_type_and_its_way_out_works():
     flags = ["--pretrain", "m", "--dataset", "d", "--backend", "fsdp"]
     assert translate("train_sft", [*flags, "--bf16"], {}).config.train.dtype == "bf16"
@@ -123,13 +134,13 @@ def test_a_run_records_what_it_chose_and_says_it(tmp_path):
 def test_a_run_in_bf16_resumes_in_bf16_though_dtype_is_unset(tmp_path):
     task = make_task(tmp_path)
     made = "{dtype: bf16, batch_size: 4, micro_batch_size: 2, max_epochs: 2}"
-    unset = made.replace("dtype: bf16, ", "")
+    unset = made.replace("dtype: bf16, ", "").replace("max_epochs: 2", "max_epochs: 3")
     checkpoints = ("checkpoint.every=3",)
     start(loads(sft_yaml(task, train=made), checkpoints))
     events = task / "runs" / "sft" / "events.jsonl"
     warned = [event for event in read_lines(events) if event["kind"] == "warning" and "no units" in event["text"]]
     assert len(warned) == (not has_gpu() and slow_dtype(loads("train: {dtype: bf16}")) is not None)
-    start(loads(sft_yaml(task, train=unset), (*checkpoints, "checkpoint.resume=true")))  # step 4 again
+    start(loads(sft_yaml(task, train=unset), (*checkpoints, "checkpoint.resume=true")))
     texts = [event["text"] for event in read_lines(events)]
     assert "train.dtype: bf16, as in the checkpoint (it is unset)" in texts
     assert main(["resume", str(task / "runs" / "sft")]) == 0

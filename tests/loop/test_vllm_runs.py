@@ -17,6 +17,7 @@ import pytest
 import torch
 from environments import own_environment
 from loop_cases import make_task, rl_yaml
+from model_shells import NO_WEIGHTS
 from safetensors.torch import load_file
 
 from hotseat.cluster._guard import end_marked, marked
@@ -234,7 +235,7 @@ def test_the_same_episodes_give_the_same_weights_whatever_engine_made_them(coloc
 
 def test_engines_and_ranks_that_do_not_fit_the_devices_are_refused_before_anything_loads(tmp_path: Path) -> None:
     task = make_task(tmp_path)
-    (task / "model" / "model.safetensors").unlink()
+    (task / "model" / "model.safetensors").write_bytes(NO_WEIGHTS)
     text = rl_yaml(
         task,
         cluster="{component_placement: {actor: 0-7, rollout: '@actor'}}",

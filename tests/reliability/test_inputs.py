@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from loop_cases import make_task, rl_yaml
+from model_shells import NO_WEIGHTS
 
 from hotseat.config import loads
 from hotseat.errors import BatchError, DataError, UserError
@@ -19,7 +20,7 @@ def task(tmp_path) -> Path:
     task = make_task(tmp_path)
     # A model that cannot be loaded: whoever gets so far fails in another way.
     (task / "weights").write_bytes((task / "model" / "model.safetensors").read_bytes())
-    (task / "model" / "model.safetensors").write_bytes(b"none")
+    (task / "model" / "model.safetensors").write_bytes(NO_WEIGHTS)
     return task
 
 

@@ -131,8 +131,8 @@ def test_a_checkpoint_that_was_forged_as_a_whole_runs_no_code(broken, capsys, tm
     newest, traces = broken / "checkpoints" / "step-000002", tmp_path / "went off"
     pickled = pickle.dumps(Bomb(traces), protocol=2)
     names = [name for name in files(newest) if name.startswith("actor/")]
-    assert names == ["actor/__0_0.distcp", "actor/backend.json", "actor/metadata.json"]
-    for name in names:
+    assert names == ["actor/__0_0.distcp", "actor/backend.json", "actor/metadata.json", "actor/rank-0.json"]
+    for name in names[:3]:  # the last is read when a checkpoint is committed, and by no resumed run
         data = (newest / name).read_bytes()
         (newest / name).write_bytes(pickled)
         sign(newest)

@@ -7,6 +7,7 @@ import sys
 import pytest
 from fault_cases import TWO_RANKS, Faulty, make_faulty_task
 from loop_cases import REWARD, rl_yaml, sft_yaml
+from model_shells import NO_WEIGHTS
 
 from hotseat.cli.main import main
 from hotseat.config import load, loads
@@ -34,7 +35,7 @@ def warnings_of(task) -> list[dict]:
 @pytest.mark.parametrize("place", ["prompts.jsonl", "prompts.jsonl/below", "/proc/nowhere"])
 def test_a_place_for_checkpoints_that_cannot_be_written_is_refused_before_a_model_loads(task, place):
     """Scenario 19."""
-    (task / "model" / "model.safetensors").write_bytes(b"none")
+    (task / "model" / "model.safetensors").write_bytes(NO_WEIGHTS)
     config = loads(rl_yaml(task), ["checkpoint.every=1", f"checkpoint.path={task / place}"])
     with pytest.raises(UserError, match="cannot be written: .*; set checkpoint.path to another place"):
         start(config)

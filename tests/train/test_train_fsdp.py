@@ -259,9 +259,9 @@ def test_a_group_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "backend.json").write_text(json.dumps({"backend": "deepspeed", "format": 2, "num_ranks": 1}))
+    (tmp_path / "backend.json").write_text(json.dumps({"backend": "deepspeed", "format": 3, "num_ranks": 1}))
     backend = fsdp_factory.make(tiny_model(), OPTIONS)
-    with pytest.raises(RunError, match="saved in format 2, and this version reads format 1: resume with the version"):
+    with pytest.raises(RunError, match="saved in format 3, and this version reads format 2: resume with the version"):
         backend.load(tmp_path)
     backend.close()
 

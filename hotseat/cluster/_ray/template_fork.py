@@ -88,7 +88,7 @@ def _be_template(
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         template.env.update(env)
         os.environ.update(env)
-        template_process.serve(template, path, env.get("OMP_NUM_THREADS"))
+        template_process.serve(template, path)
     except SystemExit as ended:
         code = ended.code
     except BaseException:  # as the interpreter would: it ends this process, which has nobody above it

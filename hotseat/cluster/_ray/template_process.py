@@ -231,7 +231,7 @@ def _is_plain(context: Mapping[str, Any]) -> bool:
     return is_ours and not any(context.get(key) for key in ("command_prefix", "override_worker_entrypoint"))
 
 
-def _become(request: Request, path: Sequence[str], threads: str | None) -> NoReturn:
+def _become(request: Request, path: Sequence[str]) -> NoReturn:
     """Make this process the one that was asked for."""
     os.setpgid(0, 0)
     with contextlib.suppress(OSError):
@@ -251,7 +251,7 @@ def _become(request: Request, path: Sequence[str], threads: str | None) -> NoRet
     os.chdir(request.cwd)
     code: object = 0
     try:
-        _reseed(threads)
+        _reseed()
         sys.argv[:] = command
         own = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
         sys.path[:] = [os.path.dirname(os.path.abspath(command[0])), *own, *path]
@@ -273,16 +273,14 @@ def _mark() -> None:
     refresh_settings()
 
 
-def _reseed(threads: str | None) -> None:
+def _reseed() -> None:
     """Give this process a random state of its own, and its number of threads."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         numpy.random.seed()
     if torch is not None:
         torch.default_generator.seed()
-    own = os.environ.get("OMP_NUM_THREADS")
-    if own != threads:  # the libraries read it when they were loaded
-        set_threads(own)
+    set_threads(os.environ.get("OMP_NUM_THREADS"))  # on ARM torch does not keep what it read when it was loaded
 
 
 def set_threads(number: str | None) -> None:
@@ -303,23 +301,23 @@ def load(modules: Sequence[str]) -> None:
         gc.enable()
 
 
-def serve(template: Template, path: Sequence[str], threads: str | None) -> NoReturn:
-    """Be a template that has loaded its modules. path: what its forks import from. threads: of OpenMP, while it loaded.
+def serve(template: Template, path: Sequence[str]) -> NoReturn:
+    """Be a template that has loaded its modules. path: what its forks import from.
 
     Raises `SystemExit`, in the template when its standard input is closed and in a fork when its program ends.
     """
     gc.collect()
     gc.freeze()  # forks do not look through what they share with this process
     atexit.register(gc.unfreeze)
-    _become(template.serve(), path, threads)
+    _become(template.serve(), path)
 
 
 def _main(address: str, modules: Sequence[str], for_workers: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
-    path, threads = [each for each in sys.path if each], os.environ.get("OMP_NUM_THREADS")
+    path = [each for each in sys.path if each]
     template = Template(address, for_workers)
     load(modules)
-    serve(template, path, threads)
+    serve(template, path)
 
 
 if __name__ == "__main__":

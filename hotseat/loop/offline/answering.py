@@ -25,6 +25,7 @@ from hotseat.errors import RewardError
 from hotseat.loop.offline.group_file import GroupFile, settings_of
 from hotseat.loop.rl.sample_records import ChosenSample, written
 from hotseat.loop.setup import settings
+from hotseat.loop.setup.cpu import check_vllm_dtype
 from hotseat.loop.setup.inputs import check_models, eos_token_ids, load_tokenizer, prompts_alone
 from hotseat.loop.setup.reward_columns import label_hint
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
@@ -62,6 +63,8 @@ def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, firs
     view.stage("reading the tokenizer and the prompts")
     config = with_dtype(config, torch.cuda.is_available())
     settings.check_8_bits(config, on_gpu=torch.cuda.is_available())
+    if not torch.cuda.is_available():
+        check_vllm_dtype(config)
     tokenizer = load_tokenizer(config)
     check_models(config)
     prompts, notes = prompts_alone(config, tokenizer, is_evaluation=is_evaluation, first_row=first_row)

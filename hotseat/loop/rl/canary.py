@@ -43,6 +43,7 @@ from hotseat.loop.workers.models import ActorWorker, InferenceWorker
 from hotseat.loop.workers.proof import Canary
 from hotseat.train.exact import NO_8_BITS, EightBits
 from hotseat.types import Prompt, Request, Sampling
+from hotseat.vision import image_as_json, image_from_json
 
 ANSWER_TOKENS = 128  # length of an answer, where data.max_length leaves room for it
 NUM_SEARCHED = 256  # prompts to choose the shortest from; prompts cost time, since they are scored too
@@ -148,7 +149,7 @@ class CanaryState:
         """Read a state from the JSON of its `asdict`."""
         canary, first = state["canary"], state["first"]
         sequences = tuple(tuple(sequence) for sequence in canary["sequences"])
-        images = tuple(tuple(each) for each in canary.get("images", ()))
+        images = tuple(tuple(map(image_from_json, each)) for each in canary.get("images", ()))
         return cls(
             Canary(sequences, tuple(canary["num_prompt"]), float(canary["temperature"]), images),
             GapStatistics(**state["rounding"]),
@@ -213,7 +214,11 @@ class CanaryGuard:
 
     def state(self) -> dict[str, Any] | None:
         """Return the guard's part of a checkpoint; None before the first push was judged."""
-        return None if self._state is None or self._state.first is None else asdict(self._state)
+        if self._state is None or self._state.first is None:
+            return None
+        state = asdict(self._state)
+        state["canary"]["images"] = [[image_as_json(image) for image in each] for each in self._state.canary.images]
+        return state
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from the state in a checkpoint; a checkpoint without one changes nothing.

@@ -37,6 +37,7 @@ from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.rl.replay import NoWorkers, Recording
 from hotseat.loop.setup import settings
+from hotseat.loop.setup.cpu import check_vllm_dtype
 from hotseat.loop.setup.inputs import judge_eos_token_ids
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
@@ -103,6 +104,8 @@ def launch_groups(
     config = place.config
     adapters_alone = settings.are_adapters_alone(config, on_gpu=not are_devices_logical(place.cluster))
     settings.check_8_bits(config, on_gpu=not are_devices_logical(place.cluster))
+    if are_devices_logical(place.cluster):
+        check_vllm_dtype(config)
     limit = cache_limit(config, place.plan) if config.rollout.engine == "vllm" else None
     engine: EngineSettings | None = settings.engine_settings(
         config,

@@ -1,12 +1,15 @@
-"""Warns of a dtype that the CPU of this machine computes slowly."""
+"""Finds a dtype that the CPU of this machine computes slowly, or that vLLM cannot compute on it."""
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 from hotseat.config import Config
+from hotseat.errors import UserError
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16", "svebf16")  # Intel and AMD; ARM
+_FP32 = "Set train.dtype to fp32 or leave it unset; in OpenRLHF's commands, give --param_dtype fp32"
 
 
 def has_bf16_units(cpuinfo: str) -> bool | None:
@@ -17,17 +20,28 @@ def has_bf16_units(cpuinfo: str) -> bool | None:
 
 def slow_dtype(config: Config, cpuinfo: str | None = None) -> str | None:
     """Return a warning about bf16 on a CPU without units for it; None if there is nothing to warn of."""
-    if config.train.dtype != "bf16":
-        return None
-    if cpuinfo is None:
-        try:
-            cpuinfo = Path("/proc/cpuinfo").read_text()
-        except OSError:
-            return None
-    if has_bf16_units(cpuinfo) is not False:
+    if config.train.dtype != "bf16" or has_bf16_units(_cpuinfo() if cpuinfo is None else cpuinfo) is not False:
         return None
     return (
         "train.dtype is bf16, and this CPU has no units for it (/proc/cpuinfo lists none of"
-        f" {', '.join(BF16_FLAGS)}): a step can take many times as long as in fp32. Set train.dtype to fp32 or leave it"
-        " unset; in OpenRLHF's commands, give --param_dtype fp32"
+        f" {', '.join(BF16_FLAGS)}): a step can take many times as long as in fp32. {_FP32}"
     )
+
+
+def check_vllm_dtype(config: Config, cpuinfo: str | None = None, machine: str | None = None) -> None:
+    """Raise if vLLM is to sample in bf16 on an ARM CPU without units for it: its build for them ends the process."""
+    if config.rollout.engine != "vllm" or config.train.dtype != "bf16" or (machine or platform.machine()) != "aarch64":
+        return
+    if has_bf16_units(_cpuinfo() if cpuinfo is None else cpuinfo) is False:
+        raise UserError(
+            "train.dtype is bf16 and rollout.engine vllm, whose build for ARM needs a CPU with units for bf16, which"
+            f" this one lacks. {_FP32}, or set rollout.engine to transformers"
+        )
+
+
+def _cpuinfo() -> str:
+    """Return the text of /proc/cpuinfo; nothing where there is none."""
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""

@@ -377,7 +377,7 @@ class Saver:
         faults.reach("save.before")
         num_bytes = source.num_bytes() if section.save_state else 0
         is_alone = step == self._num_steps  # nothing runs beside it
-        snapshot = source.snapshot if not is_alone and self._saves_in_background(num_bytes) else None
+        snapshot = source.snapshot if self._saves_in_background(num_bytes) and not is_alone else None
         state = {
             "step": step,
             "task": self._config.task,
