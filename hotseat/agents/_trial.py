@@ -23,13 +23,19 @@ _MAKES_NAMES = {"exec", "eval", "globals", "setattr", "NameError"}
 def undefined_names(code: types.CodeType, names: dict[str, Any]) -> list[tuple[str, int, str]]:
     """List (name, line, function) of the global names that functions of a module use and nothing defines.
 
-    code: the module's. names: its globals after it was loaded.
+    code: the module's. names: its globals after it was loaded. What the module assigns on a line that was not reached
+    counts as defined: an optional import, or names under `if __name__ == "__main__"`.
     """
     codes = list(_inside(code))
     if any(_MAKES_NAMES & set(each.co_names) for each in (code, *codes)):
         return []
-    made_later = {each.argval for one in codes for each in dis.get_instructions(one) if each.opname == "STORE_GLOBAL"}
-    known = {*names, *vars(builtins), *made_later}
+    assigned = {
+        each.argval
+        for one in (code, *codes)
+        for each in dis.get_instructions(one)
+        if each.opname == "STORE_GLOBAL" or (one is code and each.opname == "STORE_NAME")
+    }
+    known = {*names, *vars(builtins), *assigned}
     found = []
     for one in codes:
         line = one.co_firstlineno

@@ -132,7 +132,8 @@ def _label(values: Mapping[str, Any], key: str | None) -> Any:
         return ""
     value = value_of(values, key)
     try:
-        return value if isinstance(value, str) else json.loads(json.dumps(value))  # tuples of columnar files: lists
+        # Through JSON: tuples of columnar files become lists.
+        return value if isinstance(value, str) else json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError):
         raise BadValue(f"{key}: a {type(value).__name__}, which has no JSON text to hand to a reward") from None
 

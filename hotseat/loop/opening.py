@@ -34,7 +34,7 @@ from hotseat.loop.state.run_dir import (
     write_config,
 )
 from hotseat.loop.state.saving import MODEL, Saver, critic_folder, for_ranks, sole_owner
-from hotseat.loop.workers.exports import Origin, is_exported
+from hotseat.loop.workers.exports import Origin, is_exported, run_of
 from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
@@ -158,7 +158,8 @@ def _begin_records(
         check_saved(checkpoint.state["order"], len(rows), config.seed, digest_of(rows))
         record_changes(run_dir, checkpoint.step, saver.changes)
     else:
-        if (run_dir / MODEL).exists():
+        was_exported = config.checkpoint.resume and run_of(model_folder(config, run_dir)) == run_dir.name
+        if (run_dir / MODEL).exists() or (was_exported and kept_config(run_dir) is not None):
             raise UserError(f"{run_dir} holds a run that was finished without checkpoints: choose another name")
         forget_records(run_dir)
     write_config(run_dir, config)
@@ -233,22 +234,27 @@ def export_models(run: OpenRun, ranks_of: Callable[[Exported], ExportingRanks], 
     run.journal.phase("export")
     faults.reach("export")
     origin = Origin(run.run_dir.name, num_steps, run.saver.digest(num_steps))
-    files = _files_of(tokenizer)
     for what, folder in export_folders(run.config, run.run_dir).items():
         if run.checkpoint is not None and origin.checkpoint is not None and is_exported(folder, origin):
             continue  # before the run was ended, in another export
         ranks = ranks_of(what)
-        writing = ranks.on_first(BackendWorker.begin_export, for_ranks(folder))
+        writing, is_written = None, False
         try:
+            writing = ranks.on_first(BackendWorker.begin_export, for_ranks(folder))
             ranks.write(writing)
-            ranks.on_first(BackendWorker.finish_export, writing, for_ranks(folder), files, origin)
+            is_written = True
+            ranks.on_first(BackendWorker.finish_export, writing, for_ranks(folder), _files_of(tokenizer), origin)
         except Exception as error:
-            with suppress(Exception):  # the error of the export counts
-                ranks.on_first(BackendWorker.drop_export, writing)
-            raise RunError(
-                f"the {what} could not be exported to {folder}: {error}; once the cause is removed, a resumed run"
-                " exports it"
-            ) from error
+            if is_written and origin.checkpoint is None:
+                hint = f"its weights are in {writing}"  # nowhere else
+            else:
+                if writing is not None:
+                    with suppress(Exception):  # the error of the export counts
+                        ranks.on_first(BackendWorker.drop_export, writing)
+                hint = "once the cause is removed, a resumed run exports it"
+                if origin.checkpoint is None:
+                    hint = "there is no checkpoint of the last step to export it from"
+            raise RunError(f"the {what} could not be exported to {folder}: {error}; {hint}") from error
         is_here = is_exported(folder, origin)
         run.journal.say(f"{what}: {folder}{'' if is_here else ' on the node of the first rank'}")
     run.saver.finish(run.journal.say)

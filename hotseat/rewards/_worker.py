@@ -80,11 +80,15 @@ class ArgumentMissing(TypeError):
 
 
 def takes_names(function: Any) -> bool:
-    """Return whether a function is of TRL's form, which is called by names: it has a parameter `completions`."""
+    """Return whether a function is of TRL's form, which is called by names: it has a parameter `completions`.
+
+    One with a parameter `queries` as well is of the other form.
+    """
     try:
-        parameter = inspect.signature(function).parameters.get("completions")
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
+    parameter = None if "queries" in parameters else parameters.get("completions")
     return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 

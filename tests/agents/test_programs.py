@@ -206,6 +206,14 @@ def test_where_namespaces_work_programs_run_in_one_unless_they_start_containers(
     assert not best_confinement(has_containers=True).hides_processes
 
 
+def test_namespaces_can_be_switched_off(monkeypatch, caplog):
+    monkeypatch.setenv("HOTSEAT_CONFINE", "0")
+    confinement = best_confinement.__wrapped__()
+    assert not confinement.hides_processes
+    warn_if_open.__wrapped__(confinement, False)
+    assert "since HOTSEAT_CONFINE is 0" in caplog.text
+
+
 def test_programs_that_are_not_confined_are_said_to_be_so_once(caplog):
     warn_if_open.cache_clear()
     for _ in range(2):

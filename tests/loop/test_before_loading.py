@@ -208,6 +208,9 @@ def test_names_that_a_function_defines_or_finds_are_not_missed():
     assert (
         names_missing("def f():\n    try:\n        return unicode\n    except NameError:\n        return str\n") == []
     )
+    optional = "try:\n    import nowhere\nexcept ImportError:\n    pass\ndef f():\n    return nowhere\n"
+    assert names_missing(optional) == []
+    assert names_missing("if __name__ == '__main__':\n    args = 1\ndef f():\n    return args\n") == []
     assert names_missing("class A:\n    def f(self):\n        return lambda: later\nlater = 1\n") == []
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from hotseat.cli.main import main
 from hotseat.config import loads
-from hotseat.errors import RunError
+from hotseat.errors import RunError, UserError
 from hotseat.loop.opening import ExportingRanks, export_models
 from hotseat.loop.run import start
 from hotseat.loop.state.checkpoints import CheckpointStore
@@ -157,9 +157,47 @@ def test_model_average_and_tokenizer_are_together_where_the_first_rank_is(tmp_pa
 def test_an_export_that_fails_leaves_nothing_and_says_that_resuming_exports(tmp_path):
     run = finished_run(tmp_path / "run", [])
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with pytest.raises(RunError, match=r"model could not be exported to .*/run/model: .*No space left .* resumed run"):
+    failed = r"model could not be exported to .*/run/model: .*No space left .*"
+    with pytest.raises(RunError, match=f"{failed} no checkpoint of the last step"):
+        export_models(run, Ranks(tmp_path, tmp_path, full).of, Tokenizer(), 3)
+    run.saver.digest = lambda step: "aa"
+    with pytest.raises(RunError, match=f"{failed} resumed run exports it"):
         export_models(run, Ranks(tmp_path, tmp_path, full).of, Tokenizer(), 3)
     assert not list((tmp_path / "run").iterdir())
+
+
+def test_weights_that_are_nowhere_else_stay_though_the_export_fails(tmp_path):
+    class Broken:
+        def save_pretrained(self, folder: str) -> None:
+            raise OSError("no room for the tokenizer")
+
+    run = finished_run(tmp_path / "run", [])
+    with pytest.raises(RunError, match=r"no room for the tokenizer; its weights are in .*/run/\.model\.exporting"):
+        export_models(run, Ranks(tmp_path, tmp_path).of, Broken(), 3)
+    assert (tmp_path / "run" / ".model.exporting" / "model.safetensors").read_text() == "weights"
+    run.saver.digest = lambda step: "aa"
+    with pytest.raises(RunError, match="no room for the tokenizer; .* a resumed run exports it"):
+        export_models(run, Ranks(tmp_path, tmp_path).of, Broken(), 3)
+    assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.slow
+def test_a_last_checkpoint_that_nobody_asked_for_costs_no_model(tmp_path, capsys):
+    """A metric that nothing measures is found when the first checkpoint with an evaluation is made."""
+    task = make_task(tmp_path)
+    text = rl_yaml(task, name="run", eval=f"{{path: {task}/prompts.jsonl}}")
+    start(loads(text, ["checkpoint.best_metric=accurcy"]))
+    assert "no checkpoint of the last step is made, and the model is exported: " in capsys.readouterr().out
+    assert is_exported(task / "runs" / "run" / "model", Origin("run", 2, None))
+
+
+@pytest.mark.slow
+def test_a_finished_run_without_checkpoints_is_not_trained_again_over_its_export(tmp_path):
+    task = make_task(tmp_path)
+    keys = ["checkpoint.keep_final=false", f"checkpoint.export_path={task}/out", "checkpoint.resume=true"]
+    start(loads(sft_yaml(task), keys))
+    with pytest.raises(UserError, match="was finished without checkpoints"):
+        start(loads(sft_yaml(task), keys))
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ class AgentTrial:
         spec = {
             "file": str(file),
             "name": named[2] if named else None,
-            "path": [*sys.path, *extra_path],
+            "path": [*map(str, sys.path), *extra_path],
             "limit_s": int(2 * _LIMIT_S),  # should this process be killed
         }
         self._path = path

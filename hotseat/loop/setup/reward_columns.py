@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hotseat.config import Config
@@ -21,15 +21,17 @@ _PASSED = ("prompts", "completions", "completion_ids")
 
 def keeps_columns(config: Config) -> bool:
     """Return whether prompts have to keep the columns of their rows: some function may be called by names."""
-    return any(parameters is None or "completions" in parameters for _, _, parameters in _functions(config))
+    return any(parameters is None or _takes_names(parameters) for _, _, parameters in _functions(config))
 
 
 def check_columns(config: Config, prompts: Sequence[Prompt], *, is_evaluation: bool = False) -> None:
     """Raise `UserError` if a function that is called by names requires a column that the data does not have."""
+    if is_evaluation and config.eval.reward is None and config.eval.graders:
+        return  # the function scores no evaluation
     used = "eval.reward" if is_evaluation and config.eval.reward is not None else "reward.function"
     there = [name for name in prompts[0].columns or () if name not in ("prompt", "completion", *_PASSED)]
     for key, path, parameters in _functions(config):
-        if key != used or parameters is None or "completions" not in parameters:
+        if key != used or parameters is None or not _takes_names(parameters):
             continue
         missing = [name for name, is_required in parameters.items() if is_required and name not in (*_PASSED, *there)]
         if missing:
@@ -38,6 +40,10 @@ def check_columns(config: Config, prompts: Sequence[Prompt], *, is_evaluation: b
                 f" {', '.join(missing)}: no such column. It can have the columns {', '.join(there) or '(none)'}, and"
                 f" {', '.join(_PASSED)}: rename the parameter or the column, or give the parameter a default"
             )
+
+
+def _takes_names(parameters: Collection[str]) -> bool:
+    return "completions" in parameters and "queries" not in parameters
 
 
 def _functions(config: Config) -> Iterator[tuple[str, str, dict[str, bool] | None]]:

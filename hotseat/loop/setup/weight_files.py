@@ -15,11 +15,11 @@ _AGAIN = "copy or download it again"
 
 def weights_problem(folder: Path) -> str | None:
     """Return why a folder with a config.json has no weights that can be loaded, by file; None if it has."""
-    if (folder / INDEX).is_file():
-        return _index_problem(folder)
-    if (folder / SINGLE).is_file():
+    if (folder / SINGLE).is_file():  # transformers takes it before an index
         found = _names_in(folder / SINGLE)
         return found if isinstance(found, str) else None
+    if (folder / INDEX).is_file():
+        return _index_problem(folder)
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     if others:
         listed = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")

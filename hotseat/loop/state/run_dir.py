@@ -55,7 +55,8 @@ def without_empty_folders(*folders: Path) -> Iterator[None]:
         yield
     except (UserError, CheckpointError):
         for folder in new:
-            if folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK}:
+            # Not that of a run which began at the same time, and has nothing in it but its lock yet.
+            if folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK} and owner_of(folder) is None:
                 (folder / LOCK).unlink(missing_ok=True)
                 folder.rmdir()
         raise

@@ -20,7 +20,7 @@ from hotseat import faults, interrupts
 from hotseat.config import Config, to_saved
 from hotseat.config.changes import NUM_STEPS, Change, changes_between
 from hotseat.config.hiding import has_secrets
-from hotseat.errors import CheckpointError, DeadlineError, UserError
+from hotseat.errors import CheckpointError, DeadlineError, HotseatError, UserError
 from hotseat.files import opened
 from hotseat.loop.devices.memory import available_bytes
 from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint
@@ -316,7 +316,13 @@ class Saver:
             return None
         journal.phase("save")
         started_s = self._clock()
-        path = self.save(step, source, evaluation)
+        try:
+            path = self.save(step, source, evaluation)
+        except HotseatError as error:
+            if is_asked_for or is_stopping or not self._is_last(step):
+                raise
+            journal.say(f"no checkpoint of the last step is made, and the model is exported: {error}", kind="warning")
+            return None
         self._saved_s = self._clock()
         self._cost_s = self._saved_s - started_s
         self._stood_still_s = (self._stood_still_s or 0.0) + self._cost_s
@@ -464,6 +470,8 @@ class Saver:
                     background_save.wait(min(self._timeout_s, _LAST_WAIT_S))
                 background_save.give_up()
             raise
+        finally:
+            self.has_begun = False  # a step that failed is not finished
 
 
 def _bytes(number: int) -> str:

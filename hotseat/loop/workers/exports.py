@@ -86,6 +86,14 @@ def is_exported(folder: Path, origin: Origin) -> bool:
         return False
 
 
+def run_of(folder: Path) -> str | None:
+    """Return the name of the run whose model a folder holds; None if it does not say."""
+    try:
+        return str(json.loads((folder / MARKER).read_text())["run"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _replaced(folder: Path) -> list[str]:
     """List the files of the model that a folder holds: those that its marker names, or weights."""
     try:
