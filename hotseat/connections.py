@@ -107,7 +107,7 @@ class Connections:
 
     @property
     def unknown(self) -> Holder:
-        """Those of nobody."""
+        """Return the connections that have shown no token."""
         return self._unknown
 
     def _make_room(self) -> None:

@@ -34,7 +34,7 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a part of a tensor is stored. Attributes are named as torch's reader asks for them."""
+    """Place of a stored part of a tensor. Attributes are named as torch's reader asks for them."""
 
     relative_path: str
     offset: int

@@ -32,7 +32,7 @@ _SHARE = (
 
 @dataclass(frozen=True)
 class FolderProof:
-    """What the ranks of a role have to prove, and where.
+    """Task of the ranks of a role: what they prove, and where.
 
     folder: in which checkpoints are made. name: of the folder below it for this proof. appears_s, answer_s: how long a
     rank waits for the witness's folder, and for its answer.
