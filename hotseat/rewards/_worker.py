@@ -23,6 +23,7 @@ import struct
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -79,16 +80,18 @@ class ArgumentMissing(TypeError):
     """A function requires an argument by a name that nothing has."""
 
 
-def takes_names(function: Any) -> bool:
-    """Return whether a function is of TRL's form, which is called by names: it has a parameter `completions`.
+def is_trl_form(parameters: Collection[str]) -> bool:
+    """Tell by its parameters whether a function is of TRL's form: it takes `completions`, and no `queries`."""
+    return "completions" in parameters and "queries" not in parameters
 
-    One with a parameter `queries` as well is of the other form.
-    """
+
+def takes_names(function: Any) -> bool:
+    """Return whether a function is of TRL's form, which is called by names."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
-    parameter = None if "queries" in parameters else parameters.get("completions")
+    parameter = parameters["completions"] if is_trl_form(parameters) else None
     return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hotseat.config import Config
 from hotseat.config.roles import has_reward_model, has_simulator
 from hotseat.errors import UserError
 from hotseat.loop.setup.user_files import parameters_of
+from hotseat.rewards._worker import is_trl_form
 from hotseat.rewards.function import locate
 from hotseat.words import label_text
 
@@ -21,7 +22,7 @@ _PASSED = ("prompts", "completions", "completion_ids")
 
 def keeps_columns(config: Config) -> bool:
     """Return whether prompts have to keep the columns of their rows: some function may be called by names."""
-    return any(parameters is None or _takes_names(parameters) for _, _, parameters in _functions(config))
+    return any(parameters is None or is_trl_form(parameters) for _, _, parameters in _functions(config))
 
 
 def check_columns(config: Config, prompts: Sequence[Prompt], *, is_evaluation: bool = False) -> None:
@@ -31,7 +32,7 @@ def check_columns(config: Config, prompts: Sequence[Prompt], *, is_evaluation: b
     used = "eval.reward" if is_evaluation and config.eval.reward is not None else "reward.function"
     there = [name for name in prompts[0].columns or () if name not in ("prompt", "completion", *_PASSED)]
     for key, path, parameters in _functions(config):
-        if key != used or parameters is None or not _takes_names(parameters):
+        if key != used or parameters is None or not is_trl_form(parameters):
             continue
         missing = [name for name, is_required in parameters.items() if is_required and name not in (*_PASSED, *there)]
         if missing:
@@ -40,10 +41,6 @@ def check_columns(config: Config, prompts: Sequence[Prompt], *, is_evaluation: b
                 f" {', '.join(missing)}: no such column. It can have the columns {', '.join(there) or '(none)'}, and"
                 f" {', '.join(_PASSED)}: rename the parameter or the column, or give the parameter a default"
             )
-
-
-def _takes_names(parameters: Collection[str]) -> bool:
-    return "completions" in parameters and "queries" not in parameters
 
 
 def _functions(config: Config) -> Iterator[tuple[str, str, dict[str, bool] | None]]:
@@ -71,7 +68,7 @@ def label_hint(config: Config, prompts: Sequence[Prompt]) -> str:
 
 def label_hint_of(config: Config, columns: Iterable[str]) -> str:
     """Return the hint for data with these columns and without labels; "" if no function would get them."""
-    if any(parameters is not None and "completions" in parameters for _, _, parameters in _functions(config)):
+    if any(parameters is not None and is_trl_form(parameters) for _, _, parameters in _functions(config)):
         return ""  # it gets the columns themselves
     key = config.data.label_key
     why = "data.label_key is not set" if key is None else f"under data.label_key {key!r} every label is empty"
