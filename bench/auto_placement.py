@@ -26,7 +26,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from hotseat.config import Config, loads, to_yaml
-from hotseat.config.maths import overlap_queue
+from hotseat.config.resolved import overlap_queue
 from hotseat.loop.planning.candidates import Candidate, Refused, candidates
 from hotseat.loop.planning.plan import engine_slots, make_plan, num_data_parallel
 from hotseat.loop.rl.auto_placement import Prediction, Profile, measurement_of, ranked

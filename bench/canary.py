@@ -46,7 +46,7 @@ from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.engines import EngineSettings, VllmSettings, device_of_process
 from hotseat.loop.workers.losses import SupervisedObjective
 from hotseat.loop.workers.models import ActorWorker
-from hotseat.loop.workers.proof import Canary, Proof
+from hotseat.loop.workers.proof import Canary, WeightCheck
 from hotseat.train.backend import TrainOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import MicroBatch, Prompt
@@ -122,7 +122,7 @@ class BenchEngine(EngineWorker):
     def go_blind(self, is_blind: bool) -> None:
         self.is_blind = is_blind
 
-    def finish_load(self, version: int, canary: Canary | None) -> Proof:
+    def finish_load(self, version: int, canary: Canary | None) -> WeightCheck:
         proof = super().finish_load(version, canary)
         return replace(proof, undigested=frozenset(proof.digests)) if self.is_blind else proof
 

@@ -7,7 +7,7 @@
     │   │   └── TooFewDevicesError   the placement needs more devices than the inventory has
     │   ├── BatchError       batch sizes that do not divide each other
     │   ├── DataError        a data set that cannot be read with the settings of the config
-    │   └── NotBuiltError    a documented option whose feature is not part of this version
+    │   └── UnsupportedError    a documented option whose feature is not part of this version
     └── RunError             something failed while running
         ├── DeadlineError    a bounded wait ran out; names the process and the operation waited for
         ├── WorkerError      a process of a group failed; carries its rank and traceback
@@ -75,7 +75,7 @@ class DataError(UserError):
     """A data set cannot be read with the settings of the config."""
 
 
-class NotBuiltError(UserError):
+class UnsupportedError(UserError):
     """A documented option is set whose feature is not part of this version."""
 
 

@@ -48,7 +48,7 @@ from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hotseat.errors import NotBuiltError, RunError
+from hotseat.errors import RunError, UnsupportedError
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _TEMPLATE_FILES = ("chat_template.json", "chat_template.jinja")  # tokenizers read and write the second one, too
@@ -140,7 +140,7 @@ def _part(model: Any, names: Sequence[str]) -> Any:
     for name in names:
         if hasattr(model.base_model, name):
             return getattr(model.base_model, name)
-    raise NotBuiltError(
+    raise UnsupportedError(
         f"{type(model).__name__} has no part called {' or '.join(names)}: choose Qwen2.5-VL, Qwen3-VL, SmolVLM or LLaVA"
     )
 

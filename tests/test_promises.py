@@ -13,10 +13,10 @@ from hotseat.cli.main import main, make_parser
 from hotseat.cli.openrlhf.flags import COMMANDS
 from hotseat.cli.openrlhf.table import feature_of
 from hotseat.cli.options_view import options
-from hotseat.config.built import UNBUILT
 from hotseat.config.checks import missing
 from hotseat.config.load import valid_keys
 from hotseat.config.schema import Config
+from hotseat.config.unsupported import UNBUILT
 
 ROOT = Path(__file__).parent.parent
 PLANS = ROOT / "examples" / "plans"
@@ -41,7 +41,7 @@ def test_openrlhfs_page_lists_every_flag_that_is_not_built():
 
 
 def test_options_mark_everything_that_is_not_built():
-    marked = {option["key"] for option in options("") if option["not_built"]}
+    marked = {option["key"] for option in options("") if option["unsupported"]}
     assert marked >= {key for key in valid_keys() if feature_of(key)}
     assert marked >= {"train.load_in_4bit"}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hotseat.envs.simulator import ActionSpec, Seen, Task, WorldStep
+from hotseat.envs.simulator import ActionSpec, Observation, Task, WorldStep
 
 
 class Noise:
@@ -20,13 +20,13 @@ class Noise:
         self._noise = np.random.default_rng(0).integers(0, 256, 4 * pixels * pixels * 3, dtype=np.uint8)
         self._count = 0
 
-    def _see(self) -> Seen:
+    def _see(self) -> Observation:
         size = self._pixels * self._pixels * 3
         self._count += 1
         start = self._count * 7919 % (3 * size)
-        return Seen("look", image=self._noise[start : start + size].reshape(self._pixels, self._pixels, 3))
+        return Observation("look", image=self._noise[start : start + size].reshape(self._pixels, self._pixels, 3))
 
-    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Seen]:
+    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Observation]:
         return [self._see() for _ in where]
 
     def step(self, where: Sequence[int], actions: np.ndarray) -> list[WorldStep]:

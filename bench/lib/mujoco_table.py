@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mujoco
 import numpy as np
 
-from hotseat.envs.simulator import ActionSpec, Seen, Step, Task
+from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
 
 NUM_PUCKS = 20
 ACTION_S = 0.05
@@ -54,7 +54,7 @@ class Table:
         self._data = mujoco.MjData(self._model)
         self._num_steps = 0
 
-    def reset(self, task: int, seed: int) -> Seen:
+    def reset(self, task: int, seed: int) -> Observation:
         random = np.random.default_rng(seed)
         cells = random.permutation(25)[: NUM_PUCKS + 1]  # of a grid of 5 by 5, so that nothing overlaps
         places = np.stack([cells % 5, cells // 5], axis=1) * 0.14 - 0.28 + random.uniform(-0.02, 0.02, (len(cells), 2))
@@ -76,8 +76,8 @@ class Table:
     def close(self) -> None:
         pass
 
-    def _seen(self) -> Seen:
-        return Seen(state=np.concatenate([self._data.qpos, self._data.qvel[:2]]).astype(np.float32))
+    def _seen(self) -> Observation:
+        return Observation(state=np.concatenate([self._data.qpos, self._data.qvel[:2]]).astype(np.float32))
 
 
 def make(tasks: Sequence[str], max_steps: int | None = None, substeps: int = 10) -> Table:

@@ -31,9 +31,9 @@ from hotseat import openrlhf_helpers
 from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.agents.multi_turn import MultiTurn, TurnResult, Turns, number, takes_seed
-from hotseat.agents.sight import Shown, Sight, listed
+from hotseat.agents.sight import EpisodeImage, ImagePreparer, listed
 from hotseat.agents.transcript import decode, decode_after
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode, Segment, WhenSampled
 
 # --- the stand-in -----------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def stand_in() -> Iterator[None]:
 def _missing(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    raise NotBuiltError(
+    raise UnsupportedError(
         f"openrlhf.utils.agent.{name}: no stand-in for it in this version; there are:"
         f" {', '.join(cls.__name__ for cls in _STAND_INS)}"
     )
@@ -127,7 +127,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
 
     def __init__(self, remote_rm_url: Any = None):
         if remote_rm_url:
-            raise NotBuiltError("SingleTurnAgentExecutor(remote_rm_url=...): set the reward of the run instead")
+            raise UnsupportedError("SingleTurnAgentExecutor(remote_rm_url=...): set the reward of the run instead")
         super().__init__()
 
 
@@ -180,7 +180,7 @@ def read_back(params: Any, sampling: Sampling) -> Sampling:
     for name in _ONLY_DEFAULT:
         default, value = getattr(plain, name), getattr(params, name, None)
         if value != default and value not in (None, []):
-            raise NotBuiltError(f"sampling_params.{name} = {value!r}: an agent cannot set it in this version")
+            raise UnsupportedError(f"sampling_params.{name} = {value!r}: an agent cannot set it in this version")
     top_k = getattr(params, "top_k", plain.top_k)
     return Sampling(
         max_new_tokens=getattr(params, "max_tokens", None) or sampling.max_new_tokens,
@@ -369,7 +369,7 @@ class ExecutorAgent(Agent):
         *,
         max_length: int,
         max_steps: int | None = None,
-        sight: Sight | None = None,
+        sight: ImagePreparer | None = None,
     ):
         self._tokenizer = tokenizer
         self._offered = tokenizer
@@ -430,7 +430,7 @@ _RECORDING: contextvars.ContextVar[_Recording | None] = contextvars.ContextVar("
 def _recording(name: str) -> _Recording:
     recording = _RECORDING.get()
     if recording is None:
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"{name} was called outside of AgentExecutor.execute, from another thread or a server: this version cannot"
             " tell which episode such a call belongs to"
         )
@@ -463,7 +463,7 @@ class _Engine:
         self, prompt_token_ids: Any, sampling_params: Any, *more: Any, multi_modal_data: Any = None
     ) -> Any:
         if more or not isinstance(prompt_token_ids, list | tuple):
-            raise NotBuiltError(
+            raise UnsupportedError(
                 "llm_engine.generate with vLLM's own arguments (prompt, sampling_params, request_id): in this version"
                 " use self.generate(token_ids, sampling_params)"
             )
@@ -482,7 +482,7 @@ class _Call:
     episode: _Recording
     context: tuple[int, ...]
     completion: Completion
-    images: tuple[Shown, ...] = ()  # those in the context
+    images: tuple[EpisodeImage, ...] = ()  # those in the context
     user: _Recording | None = None
 
 
@@ -493,7 +493,7 @@ class _Shared:
     learns from it: equal tokens are as good as each other. sight: of a model that sees images.
     """
 
-    def __init__(self, sight: Sight | None = None) -> None:
+    def __init__(self, sight: ImagePreparer | None = None) -> None:
         self.sight = sight
         self._open: list[_Recording] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -514,10 +514,10 @@ class _Shared:
     def is_open(self, recording: _Recording) -> bool:
         return recording in self._open
 
-    async def look(self, multi_modal_data: Any, prompt: Prompt | None) -> tuple[Shown, ...]:
+    async def look(self, multi_modal_data: Any, prompt: Prompt | None) -> tuple[EpisodeImage, ...]:
         """Prepare the images of a call. Without any, they are those of the prompt, if it is known."""
         if multi_modal_data is None:
-            return () if prompt is None else tuple(map(Shown.of_file, prompt.images))
+            return () if prompt is None else tuple(map(EpisodeImage.of_file, prompt.images))
         if self.sight is None:
             raise AgentError("generate with multi_modal_data, and the run has no images: set data.image_key")
         if not isinstance(multi_modal_data, Mapping):
@@ -526,7 +526,7 @@ class _Shared:
                 ' {"image": [...]}'
             )
         if others := sorted(set(multi_modal_data) - {"image"}):
-            raise NotBuiltError(f"generate with multi_modal_data of {', '.join(others)}: only images are possible")
+            raise UnsupportedError(f"generate with multi_modal_data of {', '.join(others)}: only images are possible")
         images = listed(multi_modal_data.get("image"))
         prepared = {path for recording in self._open for path in recording.prompt.images}
         known = [isinstance(image, str) and image in prepared for image in images]
@@ -535,23 +535,24 @@ class _Shared:
             await self.sight.look([i for i, is_known in zip(images, known, strict=True) if not is_known], num_known)
         )
         return tuple(
-            Shown.of_file(image) if is_known else next(looked) for image, is_known in zip(images, known, strict=True)
+            EpisodeImage.of_file(image) if is_known else next(looked)
+            for image, is_known in zip(images, known, strict=True)
         )
 
-    def expanded(self, token_ids: Sequence[int], images: Sequence[Shown]) -> tuple[int, ...]:
+    def expanded(self, token_ids: Sequence[int], images: Sequence[EpisodeImage]) -> tuple[int, ...]:
         """Return tokens with all that stand for each image, of which they may have one or all."""
         if self.sight is None:
             return tuple(token_ids)
         return tuple(self.sight.expand(self.sight.collapse(token_ids, images), images)[0])
 
-    async def generate(self, token_ids: list[int], params: Any, images: tuple[Shown, ...]) -> Any:
+    async def generate(self, token_ids: list[int], params: Any, images: tuple[EpisodeImage, ...]) -> Any:
         """Sample for a call from any thread, in the event loop of the episodes."""
         if self._loop is None or not self._open:
             raise AgentError("llm_engine.generate was called while no episode was open")
         sampling = asyncio.run_coroutine_threadsafe(self._generate(token_ids, params, images), self._loop)
         return await asyncio.wrap_future(sampling)
 
-    async def _generate(self, token_ids: list[int], params: Any, images: tuple[Shown, ...]) -> Any:
+    async def _generate(self, token_ids: list[int], params: Any, images: tuple[EpisodeImage, ...]) -> Any:
         recording = self._likely(self.expanded(token_ids, images))
         return await recording.generate(token_ids, params, images, self.calls)
 
@@ -590,7 +591,11 @@ class _Recording:
     num_asked: int = 0
 
     async def generate(
-        self, token_ids: list[int], params: Any, images: tuple[Shown, ...] = (), calls: deque[_Call] | None = None
+        self,
+        token_ids: list[int],
+        params: Any,
+        images: tuple[EpisodeImage, ...] = (),
+        calls: deque[_Call] | None = None,
     ) -> Any:
         """Sample for a call of this episode. calls: where to record it instead."""
         token_ids = list(self.shared.expanded(token_ids, images))
@@ -618,7 +623,7 @@ class _Recording:
         prompt = replace(self.prompt, label=label)
         if text != prompt.text:
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            ids = self.shared.expanded(ids, tuple(map(Shown.of_file, prompt.images)))
+            ids = self.shared.expanded(ids, tuple(map(EpisodeImage.of_file, prompt.images)))
             prompt = replace(prompt, text=text, token_ids=ids)
         make_turns = _OneTurn if agent_instance_cls is None else lambda: InstanceTurns(agent_instance_cls)
         agent = MultiTurn.of_turns(make_turns, self.tokenizer, sight=self.shared.sight, **self.limits)
@@ -691,24 +696,24 @@ class _Recording:
             turn_rewards = ()  # the executor changed the reward, so the turns' no longer sum up to it
         return ScoredEpisode(episode, reward, score, logs_of(result.get("extra_logs")), turn_rewards)
 
-    def _query(self, tokens: list[int], images: Sequence[Shown]) -> str:
+    def _query(self, tokens: list[int], images: Sequence[EpisodeImage]) -> str:
         """Return tokens as text, with one token for each image."""
         sight = self.shared.sight
         prompt: Sequence[int] = self.prompt.token_ids
         if sight is not None:
             tokens = sight.collapse(tokens, images)
-            prompt = sight.collapse(prompt, tuple(map(Shown.of_file, self.prompt.images)))
+            prompt = sight.collapse(prompt, tuple(map(EpisodeImage.of_file, self.prompt.images)))
         if tokens[: len(prompt)] != list(prompt):
             return decode(self.tokenizer, tokens)
         return self.prompt.text + decode_after(self.tokenizer, prompt, tokens[len(prompt) :])
 
     def _segment(
         self, tokens: list[int], ranges: list[tuple[int, int]]
-    ) -> tuple[Segment, tuple[int, ...], tuple[Shown, ...]]:
+    ) -> tuple[Segment, tuple[int, ...], tuple[EpisodeImage, ...]]:
         """Return the tokens up to the last action, the lengths of the actions learned from here, and the images."""
         lengths = []
         end = ranges[-1][1]
-        prompted = tuple(map(Shown.of_file, self.prompt.images))
+        prompted = tuple(map(EpisodeImage.of_file, self.prompt.images))
         last = self._call(tokens, *ranges[-1], prompted)
         images = last[0].images
         calls = [(*self._call(tokens, begin, stop, images), begin, stop) for begin, stop in ranges[:-1]]
@@ -737,7 +742,7 @@ class _Recording:
         segment = Segment(torch.tensor(tokens[:end], dtype=torch.int64), mask, log_probs, versions, paths)
         return segment, tuple(lengths), images
 
-    def _call(self, tokens: list[int], begin: int, end: int, images: tuple[Shown, ...]) -> tuple[_Call, bool]:
+    def _call(self, tokens: list[int], begin: int, end: int, images: tuple[EpisodeImage, ...]) -> tuple[_Call, bool]:
         """Return the call that sampled an action, and whether this is the first time that the episode has it.
 
         images: those that it was probably sampled after, or the first of them: the same tokens may have been sampled
@@ -775,12 +780,12 @@ class _Recording:
         images: tuple[str, ...] | None = None,
         when_sampled: WhenSampled | None = None,
     ) -> Completion:
-        shown = tuple(map(Shown.of_file, images or ()))
+        shown = tuple(map(EpisodeImage.of_file, images or ()))
         completion = await self._ask(token_ids, sampling, shown)
         self.calls.append(_Call(self, tuple(token_ids), completion, shown))
         return completion
 
-    async def _ask(self, token_ids: list[int], sampling: Sampling, images: tuple[Shown, ...]) -> Completion:
+    async def _ask(self, token_ids: list[int], sampling: Sampling, images: tuple[EpisodeImage, ...]) -> Completion:
         self.num_asked += 1
         seen = () if self.shared.sight is None else (tuple(image.path for image in images),)
         return await self.sample(token_ids, sampling, self.num_asked - 1, *seen)

@@ -29,7 +29,7 @@ from hotseat.agents.gateway.server import Address, Gateway
 from hotseat.agents.gateway.session import Policy, Session
 from hotseat.agents.gateway.settings import ProgramSettings, SessionSettings
 from hotseat.agents.multi_turn import number
-from hotseat.agents.sight import Sight
+from hotseat.agents.sight import ImagePreparer
 from hotseat.agents.transcript import decode
 from hotseat.types import Episode, EpisodeFacts, Prompt, SampleKey, Sampling, ScoredEpisode, TurnFacts
 
@@ -67,7 +67,7 @@ class BlackBox(Agent):
         *,
         max_length: int,
         max_steps: int | None = None,
-        sight: Sight | None = None,
+        sight: ImagePreparer | None = None,
     ):
         answers = SessionSettings(
             max_length,

@@ -15,9 +15,9 @@ the recorded tokens. `history` says what happens then:
 A conversation that continues no recorded answer, or in which the place of the answer cannot be found, is rendered as a
 whole, too. Whatever is chosen here, what was sampled is learned (`branches.py`): this file says what the policy reads.
 
-Images stand in messages as parts `{"type": "image", "shown": Shown}`, already prepared. In texts an image is one token
-of the model, which the template writes; in tokens it is all those that stand for it. So texts and tokens of contexts
-with different images may be equal: wherever they are compared, the images are compared, too.
+Images stand in messages as parts `{"type": "image", "shown": EpisodeImage}`, already prepared. In texts an image is one
+token of the model, which the template writes; in tokens it is all those that stand for it. So texts and tokens of
+contexts with different images may be equal: wherever they are compared, the images are compared, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from hotseat.agents.branches import Answer
-from hotseat.agents.sight import Shown, Sight
+from hotseat.agents.sight import EpisodeImage, ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.types import Completion, Prompt
 
@@ -93,7 +93,7 @@ class Conversation:
         history: History = "append",
         when_rewritten: Callable[[], object] = lambda: None,
         max_characters: int | None = None,
-        sight: Sight | None = None,
+        sight: ImagePreparer | None = None,
         prompt: Prompt | None = None,
     ):
         self._sight = sight
@@ -150,7 +150,7 @@ class Conversation:
         self,
         recorded: _Recorded,
         tail: str,
-        images: Sequence[Shown] | None = None,
+        images: Sequence[EpisodeImage] | None = None,
         digest: bytes | None = None,
         num_messages: int = 0,
     ) -> Context:
@@ -160,7 +160,7 @@ class Conversation:
         paths = recorded.images + tuple(image.path for image in more)
         return Context(recorded.token_ids + added, recorded.text + tail, digest, num_messages, paths)
 
-    def _with_images(self, token_ids: tuple[int, ...], images: Sequence[Shown]) -> tuple[int, ...]:
+    def _with_images(self, token_ids: tuple[int, ...], images: Sequence[EpisodeImage]) -> tuple[int, ...]:
         """Replace the token of each image by those that stand for it."""
         if self._sight is None:
             return token_ids
@@ -173,7 +173,7 @@ class Conversation:
             )
         return tuple(self._sight.expand(token_ids, images)[0])
 
-    def _longest_by_text(self, text: str, images: Sequence[Shown] | None = None) -> _Recorded | None:
+    def _longest_by_text(self, text: str, images: Sequence[EpisodeImage] | None = None) -> _Recorded | None:
         """Return the longest recorded answer with whose context and text a text begins; the latest of several.
 
         images: those in the text; None: it has those of the recorded answer.
@@ -328,11 +328,11 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "image"
 
 
-def _images_of(messages: Sequence[Message]) -> list[Shown]:
+def _images_of(messages: Sequence[Message]) -> list[EpisodeImage]:
     """Return the images in messages, in order."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    return [part["shown"] for part in parts if isinstance(part.get("shown"), Shown)]
+    return [part["shown"] for part in parts if isinstance(part.get("shown"), EpisodeImage)]
 
 
 @lru_cache(maxsize=64)

@@ -16,8 +16,8 @@ from hotseat.agents._openrlhf import ExecutorAgent, FunctionTurns, InstanceTurns
 from hotseat.agents.agent import Agent, AgentError, SingleTurn
 from hotseat.agents.gateway.settings import ProgramSettings
 from hotseat.agents.multi_turn import Environment, MultiTurn
-from hotseat.agents.sight import Sight
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.agents.sight import ImagePreparer
+from hotseat.errors import UnsupportedError, UserError
 
 _MODULE = "hotseat_agent"
 
@@ -34,7 +34,7 @@ def load_agent(
     max_length: int,
     max_steps: int | None = None,
     programs: ProgramSettings | None = None,
-    sight: Sight | None = None,
+    sight: ImagePreparer | None = None,
 ) -> Agent:
     """Load the agent in `FILE.py`, or the class NAME in it (`FILE.py:NAME`). Without a file it is `SingleTurn`.
 
@@ -79,7 +79,7 @@ def _load(
     tokenizer: Any,
     limits: dict[str, Any],
     programs: ProgramSettings,
-    sight: Sight | None,
+    sight: ImagePreparer | None,
 ) -> Agent:
     source = _Source(file)
     module = source.load()
@@ -103,8 +103,8 @@ def _load(
         if name == "AgentExecutor":
             return ExecutorAgent(form, tokenizer, sight=sight, **limits)
         return form(**accepted(form.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
-    except NotBuiltError as error:
-        raise NotBuiltError(f"{file}: {error}") from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{file}: {error}") from error
     except Exception as error:
         raise UserError(f"{file}: {name} cannot be made: {describe(error, str(file))}") from error
 
@@ -161,8 +161,8 @@ class _Source:
             sys.modules[_MODULE] = module
             try:
                 exec(self.code, module.__dict__)
-            except NotBuiltError as error:
-                raise NotBuiltError(f"{self._file}: {error}") from error
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{self._file}: {error}") from error
             except BaseException as error:
                 raise UserError(f"{self._file}: {describe(error, str(self._file))}") from error
             finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, OutOfTimeError, SampleFunction, episode_seed
-from hotseat.agents.sight import Shown, Sight, listed
+from hotseat.agents.sight import EpisodeImage, ImagePreparer, listed
 from hotseat.agents.transcript import Transcript
 from hotseat.types import Episode, Prompt, SampleKey, Sampling, ScoredEpisode
 
@@ -65,7 +65,7 @@ class MultiTurn(Agent):
         max_length: int,
         max_steps: int | None = None,
         run_seed: int = 0,
-        sight: Sight | None = None,
+        sight: ImagePreparer | None = None,
     ):
         self._run_seed = run_seed
         self._sight = sight  # of a model that sees images
@@ -132,14 +132,14 @@ class MultiTurn(Agent):
         episode = transcript.episode(key, is_truncated=is_cut or not results[-1].is_done, last_words=last_words)
         return _scored(episode, results)
 
-    async def _look(self, images: Sequence[Any], num_before: int) -> list[Shown]:
+    async def _look(self, images: Sequence[Any], num_before: int) -> list[EpisodeImage]:
         if self._sight is None:
             if images:
                 raise AgentError("the environment showed images, and the run has none: set data.image_key")
             return []
         return await self._sight.look(images, num_before)
 
-    def _begin(self, prompt: Prompt, observation: str | None, images: Sequence[Shown]) -> Transcript:
+    def _begin(self, prompt: Prompt, observation: str | None, images: Sequence[EpisodeImage]) -> Transcript:
         """Return what the first turn is sampled from. images: those after the prompt's."""
         transcript = Transcript(self._tokenizer, prompt, self._sight)
         if (observation is None or observation == prompt.text) and not images:
@@ -148,7 +148,7 @@ class MultiTurn(Agent):
         if observation.startswith(prompt.text):
             transcript.add_text(observation[len(prompt.text) :], images)
         else:
-            transcript.start_again(observation, [*map(Shown.of_file, prompt.images), *images])
+            transcript.start_again(observation, [*map(EpisodeImage.of_file, prompt.images), *images])
         return transcript
 
 

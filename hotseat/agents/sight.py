@@ -14,7 +14,7 @@ from hotseat.vision import tokens_of
 
 
 @dataclass(frozen=True)
-class Shown:
+class EpisodeImage:
     """A prepared image, and the tokens that stand for it."""
 
     path: str
@@ -22,13 +22,13 @@ class Shown:
 
     @classmethod
     @functools.lru_cache(maxsize=1024)  # an episode asks in each turn; what is in a file never changes
-    def of_file(cls, path: str) -> Shown:
+    def of_file(cls, path: str) -> EpisodeImage:
         """Read which tokens stand for an image that was prepared before."""
         return cls(path, tokens_of(path))
 
 
 @dataclass(frozen=True)
-class Sight:
+class ImagePreparer:
     """Prepares images of environments for the model of the run, and puts them into texts.
 
     prepare: prepares one image; raises `AgentError` with what is wrong with it. image_token_id: stands where an image
@@ -37,7 +37,7 @@ class Sight:
     max_image_bytes: of an image as it is stored.
     """
 
-    prepare: Callable[[Any], Shown]
+    prepare: Callable[[Any], EpisodeImage]
     image_token_id: int
     placeholder_ids: frozenset[int]
     max_images: int
@@ -47,7 +47,7 @@ class Sight:
     # One thread, so that equal images of several episodes are written once; its own, so that no other work waits.
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "images"), repr=False)
 
-    async def look(self, images: Sequence[Any], num_before: int) -> list[Shown]:
+    async def look(self, images: Sequence[Any], num_before: int) -> list[EpisodeImage]:
         """Prepare images, in a thread. num_before: how many the context has already."""
         if num_before + len(images) > self.max_images:
             raise AgentError(
@@ -58,10 +58,10 @@ class Sight:
             return []
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._prepare, images)
 
-    def _prepare(self, images: Sequence[Any]) -> list[Shown]:
+    def _prepare(self, images: Sequence[Any]) -> list[EpisodeImage]:
         return [self.prepare(image) for image in images]
 
-    def expand(self, token_ids: Sequence[int], images: Sequence[Shown]) -> tuple[list[int], list[int]]:
+    def expand(self, token_ids: Sequence[int], images: Sequence[EpisodeImage]) -> tuple[list[int], list[int]]:
         """Replace the token of each image by those that stand for it; return the tokens, and where each image begins.
 
         Raises for a text that has another number of places, or a placeholder of videos.
@@ -84,7 +84,7 @@ class Sight:
                 expanded.append(token_id)
         return expanded, begins
 
-    def collapse(self, token_ids: Sequence[int], images: Sequence[Shown]) -> list[int]:
+    def collapse(self, token_ids: Sequence[int], images: Sequence[EpisodeImage]) -> list[int]:
         """Replace the tokens that stand for each image by one token. Where there is one already, it stays."""
         collapsed: list[int] = []
         at = 0

@@ -12,7 +12,7 @@ import torch
 from hotseat.types import Completion, Episode, EpisodeFacts, Prompt, SampleKey, Segment, TurnFacts
 
 if TYPE_CHECKING:
-    from hotseat.agents.sight import Shown, Sight
+    from hotseat.agents.sight import EpisodeImage, ImagePreparer
 
 _TAIL = 8  # tokens before a piece that can change how it decodes: a leading space, a character of several bytes
 
@@ -20,7 +20,7 @@ _TAIL = 8  # tokens before a piece that can change how it decodes: a leading spa
 class Transcript:
     """Collects the tokens that the engine sampled and those that the environment added, and makes them an episode."""
 
-    def __init__(self, tokenizer: Any, prompt: Prompt, sight: Sight | None = None):
+    def __init__(self, tokenizer: Any, prompt: Prompt, sight: ImagePreparer | None = None):
         self._tokenizer = tokenizer
         self._sight = sight  # of a model that sees images
         self._segments = [Draft(list(prompt.token_ids), prompt.images)]
@@ -52,18 +52,18 @@ class Transcript:
         self.text += text
         return text
 
-    def add_text(self, text: str, images: Sequence[Shown] = ()) -> None:
+    def add_text(self, text: str, images: Sequence[EpisodeImage] = ()) -> None:
         """Append text of the environment, with images in the places of their tokens."""
         self._add(self._segments[-1], text, images)
         self.text += text
 
-    def start_again(self, text: str, images: Sequence[Shown] = ()) -> None:
+    def start_again(self, text: str, images: Sequence[EpisodeImage] = ()) -> None:
         """Start a new segment from another context, with images in the places of their tokens."""
         self._segments.append(Draft([]))
         self._add(self._segments[-1], text, images)
         self.text = text
 
-    def _add(self, draft: Draft, text: str, images: Sequence[Shown]) -> None:
+    def _add(self, draft: Draft, text: str, images: Sequence[EpisodeImage]) -> None:
         token_ids = self._encode(text)
         if self._sight is None:
             draft.add(token_ids)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.cli.ending import reported
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import UnsupportedError, UserError
 
 _NO_EFFECT = {
     "--micro_batch_size": "an engine batches by itself",
@@ -171,11 +171,11 @@ def _check(arguments: argparse.Namespace) -> None:
     if missing:
         raise UserError(f"set {', '.join(f'--{name}' for name in missing)}")
     if arguments.repetition_penalty != 1.0:
-        raise NotBuiltError("--repetition_penalty is not part of this version: engines sample from the model itself")
+        raise UnsupportedError("--repetition_penalty is not part of this version: engines sample from the model itself")
     if arguments.enable_csft or arguments.post_processor == "csft":
-        raise NotBuiltError("conditional SFT (--enable_csft, --post_processor csft) is not part of this version")
+        raise UnsupportedError("conditional SFT (--enable_csft, --post_processor csft) is not part of this version")
     if arguments.use_ms:
-        raise NotBuiltError("--use_ms is not part of this version: give the folder of a model on this machine")
+        raise UnsupportedError("--use_ms is not part of this version: give the folder of a model on this machine")
     if is_rm:
         return
     if _KEEPS[arguments.post_processor] != "all" and arguments.remote_rm_url is None:

@@ -342,7 +342,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from hotseat.config import load
-    from hotseat.config.built import not_built
+    from hotseat.config.unsupported import unsupported
     from hotseat.loop.planning.plan import flow_problem, make_plan, on_all_devices, with_budgets
 
     config = load(arguments.config, arguments.overrides)
@@ -360,7 +360,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     placed = on_all_devices(config, arguments.inventory)
     chosen = with_budgets(placed, arguments.inventory)
     made = make_plan(chosen.config, arguments.inventory)
-    for key, what in not_built(chosen.config):
+    for key, what in unsupported(chosen.config):
         print(f"planned, but this run cannot start yet: {key}: not part of this version: {what}", file=sys.stderr)
     if (problem := flow_problem(chosen.config)) is not None:
         print(f"planned, but no run can follow it: flow: {problem}", file=sys.stderr)
@@ -417,14 +417,14 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> int:
     from hotseat.config import load, to_yaml
-    from hotseat.config.built import not_built
-    from hotseat.loop.setup.refusals import obstacles
+    from hotseat.config.unsupported import unsupported
+    from hotseat.loop.setup.refusals import startup_problems
 
     config = load(arguments.config, arguments.overrides)
     print(to_yaml(config), end="")
-    for key, message in obstacles(config):
+    for key, message in startup_problems(config):
         print(f"to start this run: {key}: {message}", file=sys.stderr)
-    for key, what in not_built(config):
+    for key, what in unsupported(config):
         print(f"this run cannot start yet: {key}: not part of this version: {what}", file=sys.stderr)
     return OK
 

@@ -12,9 +12,9 @@ import types
 import typing
 from typing import Any
 
-from hotseat.config.built import UNBUILT
 from hotseat.config.load import fields_of
 from hotseat.config.schema import Config
+from hotseat.config.unsupported import UNBUILT
 from hotseat.errors import UserError
 
 INDENT = " " * 4
@@ -27,8 +27,8 @@ def render(section: str, width: int) -> str:
         default = "" if option["default"] is None else f" = {_as_yaml(option['default'])}"
         lines.append(f"{option['key']}: {option['takes']}{default}")
         meaning = option["meaning"]
-        if option["not_built"]:
-            meaning += f" Not part of this version: {option['not_built']}."
+        if option["unsupported"]:
+            meaning += f" Not part of this version: {option['unsupported']}."
         lines += textwrap.wrap(
             meaning,
             max(width, 20),
@@ -58,7 +58,7 @@ def options(section: str) -> list[dict[str, Any]]:
             "takes": _words(info.annotation),
             "default": list(info.default) if isinstance(info.default, tuple) else info.default,
             "meaning": info.description,
-            "not_built": _not_built(key),
+            "unsupported": _not_built(key),
         }
         for key, info in rows
     ]

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hotseat.config.built import UNBUILT
 from hotseat.config.load import valid_keys
 from hotseat.config.rlinf import TABLE, RlinfKey
+from hotseat.config.unsupported import UNBUILT
 
 BEGIN, END = "<!-- table of keys: begin -->", "<!-- table of keys: end -->"
 HEADER = "| RLinf | here |\n| --- | --- |"

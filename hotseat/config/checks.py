@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from hotseat.config.images import has_images, image_conflicts
-from hotseat.config.maths import (
+from hotseat.config.resolved import (
     STEPS,
     correction_kind,
     is_batch_normalised,

@@ -22,7 +22,7 @@ import numpy as np
 
 from hotseat.envs._frames import Sender
 from hotseat.envs.loading import SimulatorSettings, has_worlds, load_family, make_one, make_worlds
-from hotseat.envs.simulator import Seen, Simulator, Worlds, WorldStep
+from hotseat.envs.simulator import Observation, Simulator, Worlds, WorldStep
 from hotseat.errors import UserError
 
 
@@ -141,7 +141,7 @@ def _answer(simulator: Simulator, name: str, args: list[Any]) -> Any:
     return _step(simulator, args[0])
 
 
-def _step(simulator: Simulator, actions: np.ndarray) -> tuple[Seen, list[float], bool, bool, bool | None]:
+def _step(simulator: Simulator, actions: np.ndarray) -> tuple[Observation, list[float], bool, bool, bool | None]:
     """Carry out actions until one ends the episode: [K, D]. What ends with the last step allowed is not truncated."""
     rewards: list[float] = []
     for action in actions:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hotseat.envs.simulator import ActionSpec, Seen, Task
+from hotseat.envs.simulator import ActionSpec, Observation, Task
 from hotseat.types import Moved
 
 
@@ -20,7 +20,7 @@ class Outcome:
     are zeros, and its episode cannot go on.
     """
 
-    seen: Sequence[Seen | None]  # n, after the last action that was carried out; None: failed
+    seen: Sequence[Observation | None]  # n, after the last action that was carried out; None: failed
     rewards: np.ndarray  # [n, K] float64
     num_taken: np.ndarray  # [n] int64: actions that were carried out
     terminated: np.ndarray  # [n] bool
@@ -42,7 +42,7 @@ class Env(Protocol):
     state_bounds: tuple[np.ndarray, np.ndarray] | None
     num_state_values: int | None  # most values of an entry of the state that numbers things
 
-    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Seen | Exception]:
+    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Observation | Exception]:
         """Begin episodes in these slots, whatever was in them; an entry per slot."""
 
     def step(self, where: Sequence[int], actions: np.ndarray) -> Outcome:

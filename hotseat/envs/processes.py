@@ -27,7 +27,7 @@ import numpy as np
 from hotseat.envs._frames import Receiver, make_memory
 from hotseat.envs.env import Env, Outcome
 from hotseat.envs.loading import SimulatorSettings
-from hotseat.envs.simulator import Seen
+from hotseat.envs.simulator import Observation
 from hotseat.errors import RunError, UserError
 from hotseat.types import Moved
 
@@ -88,7 +88,7 @@ class ProcessEnv(Env):
 
     # --- the contract -------------------------------------------------------------------------------------------------
 
-    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Seen | Exception]:
+    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Observation | Exception]:
         for slot, task, seed in zip(where, tasks, seeds, strict=True):
             assert 0 <= task < len(self.tasks), f"task {task}, {len(self.tasks)} tasks"
             self._episodes[slot] = _Episode(task, seed)
@@ -106,7 +106,7 @@ class ProcessEnv(Env):
         rewards = np.zeros(actions.shape[:2])
         num_taken = np.zeros(len(where), dtype=np.int64)
         flags = np.zeros((4, len(where)), dtype=bool)
-        seen: list[Seen | None] = []
+        seen: list[Observation | None] = []
         failures = {}
         for row, slot in enumerate(where):
             answer = answers[slot]
@@ -408,7 +408,7 @@ def _digest(answer: Any) -> bytes:
         if isinstance(value, np.ndarray):
             hashed.update(f"{value.dtype}{value.shape}".encode())
             hashed.update(np.ascontiguousarray(value).data)
-        elif isinstance(value, Seen):
+        elif isinstance(value, Observation):
             for part in (value.instruction, value.text, value.state, value.image):
                 add(part)
         elif isinstance(value, list | tuple):

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["ActionSpec", "Seen", "Simulator", "Step", "Task", "WorldStep", "Worlds"]
+__all__ = ["ActionSpec", "Observation", "Simulator", "Step", "Task", "WorldStep", "Worlds"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ActionSpec:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """Observation of one simulator, as far as it has each kind."""
 
     instruction: str = ""
@@ -59,7 +59,7 @@ class Step:
     success: whether the task is accomplished; None: the simulator does not know.
     """
 
-    seen: Seen
+    seen: Observation
     reward: float
     terminated: bool = False
     truncated: bool = False
@@ -69,9 +69,10 @@ class Step:
 class Simulator(Protocol):
     """One simulated world. What it does depends on the task, the seed and the actions since `reset`, and nothing else.
 
-    state_bounds: lowest and highest value of `Seen.state`, which is encoded as tokens between them. is_on_device: it
-    holds memory of an accelerator, and is offloaded by ending its process. It may have `num_state_values`: values of
-    an entry of the state that numbers things, which are told apart only if `env.bins` is as large.
+    state_bounds: lowest and highest value of `Observation.state`, which is encoded as tokens between them.
+    is_on_device: it holds memory of an accelerator, and is offloaded by ending its process. It may have
+    `num_state_values`: values of an entry of the state that numbers things, which are told apart only if `env.bins` is
+    as large.
     """
 
     tasks: Sequence[Task]
@@ -79,7 +80,7 @@ class Simulator(Protocol):
     state_bounds: tuple[np.ndarray, np.ndarray] | None  # [S] each
     is_on_device: bool
 
-    def reset(self, task: int, seed: int) -> Seen:
+    def reset(self, task: int, seed: int) -> Observation:
         """Begin an episode."""
 
     def step(self, action: np.ndarray) -> Step:
@@ -96,7 +97,7 @@ class Simulator(Protocol):
 class WorldStep:
     """Result of a chunk of actions in one world of a batch. rewards: of the actions that were carried out."""
 
-    seen: Seen
+    seen: Observation
     rewards: list[float]
     terminated: bool = False
     truncated: bool = False
@@ -115,7 +116,9 @@ class Worlds(Protocol):
     state_bounds: tuple[np.ndarray, np.ndarray] | None
     is_on_device: bool
 
-    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> Sequence[Seen | Exception]:
+    def reset(
+        self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]
+    ) -> Sequence[Observation | Exception]:
         """Begin episodes in these worlds."""
 
     def step(self, where: Sequence[int], actions: np.ndarray) -> Sequence[WorldStep | Exception]:

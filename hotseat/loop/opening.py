@@ -65,7 +65,7 @@ class OpenRun:
 
 
 @dataclass(frozen=True)
-class OnCluster:
+class ClusterContext:
     """Cluster and plan of a run, and its config for these devices."""
 
     config: Config  # with dtype and token budgets for these devices
@@ -102,11 +102,11 @@ def open_run(
         checkpoint = saver.find(stack, inputs.notes.append)
         _begin_records(config, run_dir, inputs.rows, saver, checkpoint)
         if checkpoint is not None and _is_finished(config, checkpoint, inputs.algebra.num_steps or 0, run_dir):
-            from hotseat.observe import Silence
+            from hotseat.observe import NullJournal
 
             evaluation = dict(checkpoint.state["evaluation"])
             saver.finish(print)
-            yield OpenRun(config, run_dir, saver, checkpoint, Silence(), evaluation)
+            yield OpenRun(config, run_dir, saver, checkpoint, NullJournal(), evaluation)
             return
         journal = stack.enter_context(_journal(config, run_dir, inputs, columns, view, checkpoint))
         stack.callback(_report, run_dir, journal)
@@ -114,9 +114,9 @@ def open_run(
 
 
 @contextmanager
-def on_cluster(
+def cluster_context(
     run: OpenRun, dry_plan: Plan, pinged: Sequence[str] = (), template: Template | None = None
-) -> Iterator[OnCluster]:
+) -> Iterator[ClusterContext]:
     """Start or attach to a cluster, choose what depends on its devices, plan, and watch over the run's processes.
 
     dry_plan: the plan that was made without a cluster. pinged: roles that answer pings while they work.
@@ -138,10 +138,10 @@ def on_cluster(
         silence_s = config.cluster.silence_timeout_s
         stack.enter_context(watch_processes(cluster, journal, run.run_dir, silence_s, pinged))
         stack.enter_context(notes_shown(run.run_dir / NOTES, lambda note: journal.say(note, kind="warning")))
-        yield OnCluster(config, cluster, plan, has_new_budgets)
+        yield ClusterContext(config, cluster, plan, has_new_budgets)
 
 
-def record_plan(journal: Journal, place: OnCluster, notes: Sequence[str] = ()) -> None:
+def record_plan(journal: Journal, place: ClusterContext, notes: Sequence[str] = ()) -> None:
     """Record the placement of each role, and notes on the plan."""
     roles = ", ".join(f"{role.name} on {role.on}" for role in place.plan.roles)
     if place.config.task == "rl":

@@ -14,7 +14,7 @@ from hotseat.config.roles import has_critic, has_judge_engine
 from hotseat.errors import PlacementError, TooFewDevicesError, UserError
 from hotseat.loop.devices.memory import available_bytes
 from hotseat.loop.planning.plan import host_needs, is_offloaded, make_plan, num_data_parallel
-from hotseat.loop.setup.refusals import refuse_at_once
+from hotseat.loop.setup.refusals import check_config
 from hotseat.loop.setup.value_models import check_readers
 from hotseat.placement import GIB, Inventory, Plan
 from hotseat.types import Prompt
@@ -64,7 +64,7 @@ def rl_inputs(config: Config) -> RlInputs:
     _check_runtime(config, plan)
     check_host_memory(config, plan)
     _check_transport(config, plan)
-    check_own_functions(config)
+    check_user_functions(config)
     check_components(config, plan)
     tokenizer = load_tokenizer(config)
     check_models(config)
@@ -141,9 +141,9 @@ def _check_launched(config: Config, num_launched: int) -> int:
     return num_launched // config.train.num_model_parallel
 
 
-def refuse_what_cannot_start(config: Config) -> None:
+def check_prerequisites(config: Config) -> None:
     """Raise for everything that would stop the run and can be seen without reading the data."""
-    refuse_at_once(config)
+    check_config(config)
     absent = _missing_packages(config)
     if absent:
         raise UserError("this run cannot start:\n" + "\n".join(f"  {key}: {message}" for key, message in absent))
@@ -247,9 +247,9 @@ def check_training(config: Config, algebra: BatchAlgebra) -> None:
         deepcompile.check_device(torch.cuda.is_available())
 
 
-def check_own_functions(config: Config) -> None:
+def check_user_functions(config: Config) -> None:
     """Raise if the user's own loss, estimator or sampler fails on a toy batch."""
-    from hotseat.loop.workers.own_functions import estimator_problem, is_own, policy_loss_problem, sampler_problem
+    from hotseat.loop.workers.user_functions import estimator_problem, is_own, policy_loss_problem, sampler_problem
 
     algorithm, problems = config.algorithm, []
     if is_own(algorithm.policy_loss):

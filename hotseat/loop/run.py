@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 from hotseat import clock, faults
 from hotseat.cluster import Template
 from hotseat.config import Config
-from hotseat.config.maths import maths_notes
+from hotseat.config.resolved import resolved_notes
 from hotseat.loop.opening import (
     Exported,
     ExportingRanks,
     OpenRun,
     are_budgets_tried,
+    cluster_context,
     export_models,
     folder_witness,
-    on_cluster,
     open_run,
     record_plan,
 )
 from hotseat.loop.planning.budgets import smaller_budget_kept
-from hotseat.loop.preflight import INDEPENDENT, refuse_what_cannot_start, rl_inputs, supervised_inputs
+from hotseat.loop.preflight import INDEPENDENT, check_prerequisites, rl_inputs, supervised_inputs
 from hotseat.loop.start import make_view, without_collector
 from hotseat.loop.state.episode_images import remove_unneeded_images
 from hotseat.loop.state.saving import BACKEND, for_ranks
@@ -49,7 +49,7 @@ def start(
     recording: of the run that is replayed.
     """
     with clock.of_one_run(), view or make_view(config, launched) as view:
-        refuse_what_cannot_start(config)
+        check_prerequisites(config)
         _quieten_transformers()
         view.stage("reading tokenizer and data")
         faults.reach("inputs")
@@ -80,8 +80,8 @@ def _start_rl(
             _remove_images(run)
             return run.evaluation
         journal, saver = run.journal, run.saver
-        with on_cluster(run, inputs.plan, INDEPENDENT if recording is None else (), template) as place:
-            record_plan(journal, place, maths_notes(place.config))
+        with cluster_context(run, inputs.plan, INDEPENDENT if recording is None else (), template) as place:
+            record_plan(journal, place, resolved_notes(place.config))
             record_prediction(place.config, place.plan, run.run_dir, journal.say)
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
             eos = eos_token_ids(place.config, inputs.tokenizer)
@@ -123,7 +123,7 @@ def _start_supervised(config: Config, view: LiveView, template: Template | None)
         if run.evaluation is not None:
             return run.evaluation
         journal, saver = run.journal, run.saver
-        with on_cluster(run, inputs.plan, template=template) as place:
+        with cluster_context(run, inputs.plan, template=template) as place:
             record_plan(journal, place)
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
             with folder_witness(place.config, run.run_dir, place.cluster.runtime == "local") as proof:

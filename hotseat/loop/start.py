@@ -21,7 +21,7 @@ from hotseat.config import Config
 from hotseat.loop.setup.agent_trial import agent_trial
 from hotseat.loop.setup.graders import try_sandbox
 from hotseat.loop.setup.job_directory import check_job_directory
-from hotseat.loop.setup.refusals import refuse_at_once
+from hotseat.loop.setup.refusals import check_config
 from hotseat.loop.setup.reward_servers import check_reward_servers
 from hotseat.loop.setup.reward_trial import try_rewards
 from hotseat.observe import LiveView
@@ -39,7 +39,7 @@ def start(config: Config, launched: bool = False, is_command: bool = False) -> d
 
 
 def _start(config: Config, launched: bool, is_command: bool) -> dict[str, float]:
-    refuse_at_once(config)
+    check_config(config)
     keep_compiled()
     with make_view(config, launched) as view, agent_trial(config) as trial:
         notes = check_job_directory(config, Path.cwd())

@@ -1,6 +1,6 @@
 """Output of a run: files on disk, a live view, TensorBoard, Weights & Biases."""
 
-from hotseat.observe.journal import METRICS, PREDICTION, RECORDS, SAMPLES, Journal, Silence
+from hotseat.observe.journal import METRICS, PREDICTION, RECORDS, SAMPLES, Journal, NullJournal
 from hotseat.observe.live import LiveView
 from hotseat.observe.metrics import JsonLines, TensorBoard, drop_cut_line, read_lines
 from hotseat.observe.timeline import Timeline, read_timeline
@@ -13,7 +13,7 @@ __all__ = [
     "Journal",
     "JsonLines",
     "LiveView",
-    "Silence",
+    "NullJournal",
     "TensorBoard",
     "Timeline",
     "drop_cut_line",

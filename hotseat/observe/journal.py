@@ -168,7 +168,7 @@ class Journal(Closing):
             self._phase = None
 
 
-class Silence(Journal):
+class NullJournal(Journal):
     """A journal without files, for a rank that has nothing to record. It has no timeline."""
 
     def __init__(self) -> None: ...

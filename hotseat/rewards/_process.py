@@ -30,11 +30,11 @@ class Closed(Exception):
     """The owner does not want the answer any more."""
 
 
-class Late(Exception):
+class WorkerTimeout(Exception):
     """No answer within the deadline."""
 
 
-class Garbled(Exception):
+class ProtocolError(Exception):
     """The pipe contains something else than an answer: the user's code wrote to it."""
 
 
@@ -46,7 +46,7 @@ class LoadedTooLate(NotLoaded):
     """The user's file was still being loaded at the deadline."""
 
 
-class Died(Exception):
+class WorkerDied(Exception):
     """The process ended. code: its exit code, or minus the signal that ended it; None if it had to be ended."""
 
     def __init__(self, code: int | None):
@@ -55,7 +55,7 @@ class Died(Exception):
 
     @property
     def is_from_outside(self) -> bool:
-        """The process was killed by somebody else: a function does not kill itself, and our deadline raises `Late`."""
+        """Return whether another process killed this one; our own deadline raises `WorkerTimeout` instead."""
         return self.code in (-signal.SIGKILL, -signal.SIGTERM)
 
     def _describe(self) -> str:
@@ -119,7 +119,7 @@ class WorkerProcess:
         os.set_blocking(self._outbox, False)
         try:
             answer = self._receive(time.monotonic() + timeout_s)
-        except Late:
+        except WorkerTimeout:
             self.end()
             raise LoadedTooLate(f"it did not load within {timeout_s:g} s") from None
         except BaseException:
@@ -141,7 +141,7 @@ class WorkerProcess:
             return False
 
     def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a message, and wait for the answer. After `Late`, `Died` or `Closed` the process can only be ended."""
+        """Send a message, and wait for the answer. After an error the process can only be ended."""
         deadline = time.monotonic() + timeout_s
         self._send(message, deadline)
         return self._receive(deadline)
@@ -176,7 +176,7 @@ class WorkerProcess:
             if not isinstance(answer, dict):
                 raise ValueError
         except ValueError:
-            raise Garbled("its answer cannot be read: something else was written to the worker's pipe") from None
+            raise ProtocolError("its answer cannot be read: something else was written to the worker's pipe") from None
         return answer
 
     def _read(self, size: int, deadline: float) -> bytes:
@@ -201,11 +201,11 @@ class WorkerProcess:
             if poll.poll(max(0.0, min(left, _LOOK_EVERY_S)) * 1000):
                 return
             if left <= 0:
-                raise Late
+                raise WorkerTimeout
             if not self.is_alive():  # its children may hold the pipe open
                 raise self._died()
 
-    def _died(self) -> Died:
+    def _died(self) -> WorkerDied:
         """Return the error for a closed pipe, after waiting for the process to end; one that does not is ended."""
         for _ in range(50):
             if not self.is_alive():
@@ -213,8 +213,8 @@ class WorkerProcess:
             time.sleep(0.02)
         else:
             self.end()
-            return Died(None)
-        return Died(self.end())
+            return WorkerDied(None)
+        return WorkerDied(self.end())
 
 
 def _framed(message: dict[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ from hotseat import faults
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.rewards import builtin
-from hotseat.rewards._process import Closed, Died, Garbled, Late, NotLoaded, Task, WorkerProcess
+from hotseat.rewards._process import Closed, NotLoaded, ProtocolError, Task, WorkerDied, WorkerProcess, WorkerTimeout
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
 from hotseat.rewards.scorer import NamedArguments, named_samples
 from hotseat.words import label_text
@@ -100,7 +100,7 @@ class RewardFunction:
             loaded.result(start_timeout_s + 10.0)
         except BaseException as error:
             self.close()
-            if isinstance(error, NotLoaded | Died | Garbled):
+            if isinstance(error, NotLoaded | WorkerDied | ProtocolError):
                 raise UserError(f"{self.name}: cannot be used as a reward function: {error}") from None
             raise
 
@@ -206,18 +206,18 @@ class RewardFunction:
         while num_attempts <= self.retries:
             try:
                 samples = worker.score(job.message, self.timeout_s)
-            except Died as died:
+            except WorkerDied as died:
                 if died.is_from_outside and num_kills < self.max_kills:
                     num_kills += 1
                     continue
                 again = f", killed {num_kills + 1} times (is there enough memory?)" if died.is_from_outside else ""
                 reason = f"{died}{again}"
-            except Late:
+            except WorkerTimeout:
                 reason = f"did not answer within {self.timeout_s:g} s"
                 self._warn_of_first_time_out(job, is_last=num_attempts == self.retries)
             except NotLoaded as error:
                 reason = f"could not be loaded again: {error}"
-            except (BadAnswer, Garbled) as error:
+            except (BadAnswer, ProtocolError) as error:
                 reason = str(error)
             else:
                 if best is None or _num_failed(samples) < _num_failed(best):

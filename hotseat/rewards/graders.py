@@ -18,7 +18,7 @@ from typing import Any
 from hotseat import faults
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
-from hotseat.rewards._process import Closed, Died, Garbled, Late, NotLoaded, Task, WorkerProcess
+from hotseat.rewards._process import Closed, NotLoaded, ProtocolError, Task, WorkerDied, WorkerProcess, WorkerTimeout
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
@@ -265,9 +265,9 @@ class _Judge:
             self._process = WorkerProcess(self._task, _START_TIMEOUT_S, self._is_closed)
             faults.register("rewards", self._process.pid)
             answer = self._process.call({"queries": [], "prompts": [], "labels": []}, _START_TIMEOUT_S)
-        except (NotLoaded, Died, Garbled, Late) as error:
+        except (NotLoaded, WorkerDied, ProtocolError, WorkerTimeout) as error:
             self.end()
-            why = f"it did not start within {_START_TIMEOUT_S:g} s" if isinstance(error, Late) else str(error)
+            why = f"it did not start within {_START_TIMEOUT_S:g} s" if isinstance(error, WorkerTimeout) else str(error)
             raise UserError(f"grader {self._grader.name}: {why}") from None
         if "error" in answer:
             self.end()
@@ -290,16 +290,16 @@ class _Judge:
                 if self._process is not None and not self._process.is_alive():
                     self.end()
                 result = (self._process or self.start()).call(message, self._grader.timeout_s)
-            except Died as died:
+            except WorkerDied as died:
                 self.end()
                 reason = str(died)
                 if died.is_from_outside:
                     continue
                 return Failed(reason)
-            except Late:
+            except WorkerTimeout:
                 self.end()
                 return Failed(f"no verdict within {self._grader.timeout_s:g} s")
-            except Garbled as error:
+            except ProtocolError as error:
                 self.end()
                 return Failed(str(error))
             except UserError as error:

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hotseat.failed import Failed
-from hotseat.rewards._process import Died, Garbled, Late, LoadedTooLate, NotLoaded, Task, WorkerProcess
+from hotseat.rewards._process import (
+    LoadedTooLate,
+    NotLoaded,
+    ProtocolError,
+    Task,
+    WorkerDied,
+    WorkerProcess,
+    WorkerTimeout,
+)
 from hotseat.rewards.answers import BadAnswer, read_answer
 from hotseat.rewards.function import locate
 from hotseat.rewards.scorer import NamedArguments
@@ -65,17 +73,17 @@ def try_reward(
         try:
             try:
                 process = WorkerProcess(task, timeout_s, lambda: False)
-            except (Died, Garbled) as error:
+            except (WorkerDied, ProtocolError) as error:
                 return Trial("broken", f"cannot be loaded: {error}")
             if process.takes_names and columns is None:
                 return Trial("scored")
             answer = process.call(message, deadline_s - time.monotonic())
-        except (Late, LoadedTooLate):
+        except (WorkerTimeout, LoadedTooLate):
             return Trial("late")
         except NotLoaded as error:
             is_absent = str(error).startswith(_ABSENT_PACKAGES)
             return Trial("not here" if is_absent else "broken", f"cannot be loaded: {error}")
-        except (Died, Garbled) as error:
+        except (WorkerDied, ProtocolError) as error:
             return Trial("failed", str(error))
         finally:
             if process is not None:

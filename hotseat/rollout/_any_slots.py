@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from hotseat.algorithms.head import HALVES, project
-from hotseat.errors import NotBuiltError
+from hotseat.errors import UnsupportedError
 from hotseat.placement.memory import SHARED_FORWARD_TOKENS
 from hotseat.rollout._slot_cache import (
     ROWS,
@@ -61,13 +61,13 @@ def check_config(model_config: Any, max_length: int) -> None:
     config, name = model_config.get_text_config(), type(model_config).__name__.removesuffix("Config")
     layer_types = set(getattr(config, "layer_types", None) or ())
     if not layer_types <= {"full_attention", "sliding_attention"}:
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"{name} has layers of type {', '.join(sorted(layer_types))}: the transformers engine knows"
             " full_attention and sliding_attention; use the vLLM engine"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and max_length > (config.original_max_position_embeddings or 0):
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"{name}: beyond {config.original_max_position_embeddings} tokens the angles of longrope depend on the"
             f" longest sequence of the batch; set max_length {max_length} to at most that, or use the vLLM engine"
         )
@@ -88,7 +88,7 @@ class AnySlots:
         config = model.config.get_text_config()
         name = type(model).__name__
         if config._attn_implementation not in ("sdpa", "eager"):
-            raise NotBuiltError(
+            raise UnsupportedError(
                 f"{name} with attention {config._attn_implementation!r}: the transformers engine masks each slot by"
                 ' itself, which takes attn_implementation="sdpa" or "eager"'
             )
@@ -104,12 +104,14 @@ class AnySlots:
             tokens = torch.zeros(1, ROWS, dtype=torch.int64, device=device)
             model(input_ids=tokens, past_key_values=probe, use_cache=True)
         except (TypeError, ValueError, AttributeError) as error:
-            raise NotBuiltError(f"{name} takes no cache of keys and values ({error}): use the vLLM engine") from error
+            raise UnsupportedError(
+                f"{name} takes no cache of keys and values ({error}): use the vLLM engine"
+            ) from error
         layers = probe.layers
         is_plain = all(type(layer) is DynamicLayer and layer.keys is not None for layer in layers)
         shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in layers if is_plain}
         if len(shapes) != 1:
-            raise NotBuiltError(
+            raise UnsupportedError(
                 f"{name} does not keep keys and values of one shape in every layer: use the vLLM engine"
             )
         ((_, num_heads, _, key_dim), (*_, value_dim)) = next(iter(shapes))
@@ -138,11 +140,11 @@ class AnySlots:
             got = self.decode(tokens[0, row], row, 2 * ROWS)[0]
             self.cache.erase(0)
         except (TypeError, ValueError, NotImplementedError) as error:
-            raise NotBuiltError(f"{name} cannot be run slot by slot ({error}): use the vLLM engine") from error
+            raise UnsupportedError(f"{name} cannot be run slot by slot ({error}): use the vLLM engine") from error
         difference = float((got - expected).abs().max())
         allowed = (1e-3 if self.cache.keys.dtype == torch.float32 else 5e-2) * float(expected.abs().max())
         if not difference <= allowed:
-            raise NotBuiltError(
+            raise UnsupportedError(
                 f"{name} gives other logits slot by slot than in one forward (by {difference:.2g}, at most"
                 f" {allowed:.2g} is rounding): use the vLLM engine"
             )

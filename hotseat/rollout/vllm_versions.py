@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hotseat.algorithms.head import HALVES
-from hotseat.errors import NotBuiltError, WorkerError
+from hotseat.errors import UnsupportedError, WorkerError
 from hotseat.placement.memory import ENGINE_BATCH_TOKENS
 from hotseat.rollout._vllm_images import (
     ImageInputs,
@@ -65,17 +65,17 @@ def check_config(model_config: Any, is_cpu: bool, tensor_parallel_size: int = 1)
         _check_sight(model_config, tensor_parallel_size)
     if getattr(model_config.get_text_config(), "kv_lora_rank", None):
         name = type(model_config).__name__.removesuffix("Config")
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"{name} has latent attention, and vLLM decodes with products of its weights that are made once: a push"
             " would not change them; set rollout.engine to transformers"
         )
     if model_config.model_type.startswith("qwen3_5") and importlib.util.find_spec("torchvision") is None:
-        raise NotBuiltError(
+        raise UnsupportedError(
             "vLLM's Qwen3.5 can see images and needs torchvision for that, which is not installed: install the one that"
             f" was built for torch {torch.__version__}"
         )
     if is_cpu and model_config.model_type == "gpt_oss":
-        raise NotBuiltError(
+        raise UnsupportedError(
             "the experts of gpt-oss have biases and an activation of their own, which are not computed with vLLM on a"
             " CPU: set rollout.engine to transformers"
         )
@@ -86,12 +86,12 @@ def _check_sight(model_config: Any, tensor_parallel_size: int) -> None:
     kind, name = model_config.model_type, type(model_config).__name__.removesuffix("Config")
     encoder = getattr(model_config.vision_config, "model_type", None)
     if kind not in _SEEING or (kind == "llava" and encoder not in _LLAVA_ENCODERS):
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"vLLM has not been tried with prepared images of {name}{f' ({encoder})' if kind == 'llava' else ''}:"
             f" choose a model of the kinds {', '.join(_SEEING)}, or set rollout.engine to transformers"
         )
     if tensor_parallel_size > 1 and importlib.util.find_spec("torchvision") is None:
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"vLLM's {name} over {tensor_parallel_size} ranks needs torchvision, which is not installed: install the"
             f" one that was built for torch {torch.__version__}, or set rollout.tensor_parallel_size to 1"
         )

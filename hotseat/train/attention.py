@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from hotseat.errors import NotBuiltError
+from hotseat.errors import UnsupportedError
 from hotseat.train.sequence import Slice
 from hotseat.types import to_device
 
@@ -179,7 +179,7 @@ def causal_attention(
 ) -> tuple[Tensor, None]:
     """Attend: query [batch, num_heads, length, head_size], key and value with fewer heads -> [batch, length, ...]."""
     if dropout or kwargs.get("position_bias") is not None:
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"{type(module).__name__} asks for attention with {'dropout' if dropout else 'position_bias'}, which"
             " training does not have: choose a model with plain causal attention"
         )
@@ -191,7 +191,7 @@ def causal_attention(
         out = _rows(query, key, value, scores)
     elif blocks.slice is not None:
         if s_aux is not None:
-            raise NotBuiltError(
+            raise UnsupportedError(
                 f"{type(module).__name__} has attention sinks, and sequences over several ranks give each rank a part"
                 " of the heads, without their sinks: set train.sequence_parallel_size to 1"
             )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms.adapters import WeightForm
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.placement.roles import Part
 from hotseat.train.packing import LayoutKind
 from hotseat.train.schedule import Schedule
@@ -97,7 +97,7 @@ class ZeroOptions:
                 f"grad_accum_dtype {self.grad_accum_dtype!r}: choose one of {', '.join(get_args(GradDtype))}"
             )
         if self.tensor_parallel_size > 1 and self.stage == 3:
-            raise NotBuiltError(
+            raise UnsupportedError(
                 f"tensor_parallel_size {self.tensor_parallel_size} with ZeRO stage 3: layers that are cut are not"
                 " sharded as well; set the stage to 0, 1 or 2, or tensor_parallel_size to 1"
             )
@@ -183,17 +183,17 @@ class TrainOptions:
                 " would round them away; set train.fp32_master to true, or the optimizer's kind to adamw"
             )
         if self.tensor_parallel_size > 1:
-            raise NotBuiltError(
+            raise UnsupportedError(
                 f"Muon with train.deepspeed.tensor_parallel_size {self.tensor_parallel_size}: it needs whole matrices,"
                 " and layers are cut; set the size to 1, or the optimizer's kind to adamw"
             )
         if self.zero is not None and self.zero.adam_offload:
-            raise NotBuiltError(
+            raise UnsupportedError(
                 "Muon with train.deepspeed.adam_offload: matrices would be orthogonalised on the CPU; set adam_offload"
                 " to false, or the optimizer's kind to adamw"
             )
         if self.zero is not None and self.zero.deepcompile:
-            raise NotBuiltError(
+            raise UnsupportedError(
                 "Muon with train.deepspeed.deepcompile: set deepcompile to false, or the optimizer's kind to adamw"
             )
 

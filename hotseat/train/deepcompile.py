@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
-from hotseat.errors import NotBuiltError, RunError, UserError
+from hotseat.errors import RunError, UnsupportedError, UserError
 from hotseat.train.backend import TrainOptions, ZeroOptions
 from hotseat.train.models import mark_sizes
 from hotseat.train.packing import filler_batch, join
@@ -61,7 +61,9 @@ def check_deepcompile(options: TrainOptions, zero: ZeroOptions) -> None:
     }
     for what, (is_asked, change) in without.items():
         if is_asked:
-            raise NotBuiltError(f"{KEY} is true, and it does not go together with {what}: {change}, or {KEY} to false")
+            raise UnsupportedError(
+                f"{KEY} is true, and it does not go together with {what}: {change}, or {KEY} to false"
+            )
 
 
 def check_device(is_cuda: bool) -> None:
@@ -125,7 +127,7 @@ def compile_model(engine: Any, module: nn.Module, num_ranks: int) -> list[Tensor
         try:
             return (learn if is_learning else score)(*args, **kwargs)
         except Unsupported as error:
-            raise NotBuiltError(
+            raise UnsupportedError(
                 f"{KEY} is true, and {type(module.model).__name__} cannot be compiled as one graph"
                 f" ({str(error).partition(chr(10))[0]}): set it to false"
             ) from error

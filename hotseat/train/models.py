@@ -24,7 +24,7 @@ from torch.utils._triton import has_triton
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.observe.noise import without_log_lines
 from hotseat.train.attention import (
     ATTENTION,
@@ -160,13 +160,13 @@ def check_family(config: Any) -> None:
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None:
         kind = quantized.get("quant_method") if isinstance(quantized, dict) else None
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"its weights are quantized ({kind or type(quantized).__name__}), and only weights of 16 or 32 bits are"
             " trained: choose a checkpoint of the model in bf16, or make one with transformers"
         )
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if "chunked_attention" in kinds:
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"{name} has layers with attention inside chunks of a sequence, which training does not have: choose"
             " another model"
         )
@@ -202,13 +202,13 @@ def check_length(config: Any, max_length: int) -> None:
     rope = getattr(text, "rope_parameters", None) or {}
     limit = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
     if rope.get("rope_type") == "longrope" and limit is not None and max_length > limit:
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"beyond {limit} tokens the angles of longrope depend on the longest sequence of a batch, and trainer and"
             f" engine would disagree: set data.max_length, which is {max_length}, to at most {limit}"
         )
     positions = getattr(text, "max_position_embeddings", None)
     if rope.get("rope_type") == "dynamic" and positions is not None and max_length > positions:
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"beyond {positions} tokens the angles of dynamic NTK scaling depend on the longest sequence of a batch,"
             f" and log-probs on what a sample is packed with: set data.max_length, which is {max_length}, to at most"
             f" {positions}"
@@ -353,7 +353,7 @@ def prepare_model(
     wrapped.has_plain_scores = plain is None or plain.are_plain
     if layout != "padded" and not (can_pack and not _has_state(model) and _packs(wrapped)):
         if layout != "auto":
-            raise NotBuiltError(
+            raise UnsupportedError(
                 f"{type(model).__name__} cannot run {layout}: its layers do not keep segments apart; set the layout to"
                 " 'padded' or 'auto'"
             )
@@ -450,7 +450,7 @@ def _use_own_attention(model: PreTrainedModel) -> AttentionRecord:
     is_alike = _is_close(ours / expected.abs().max(), expected / expected.abs().max(), model.dtype)
     num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     if not is_alike or not watch.is_as_masked(max(_NUM_POSITIONS[0], min(num_positions, _NUM_POSITIONS[1]))):
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"{type(model).__name__} has attention of another kind than training has (causal, whole or with a window,"
             " capped, with sinks): choose another model"
         )
@@ -499,7 +499,7 @@ def _check_head(policy: Policy) -> None:
         expected = policy.logit_cap * torch.tanh(expected / policy.logit_cap)
     is_projected = torch.equal(seen["hidden"], seen["taken"])
     if not is_projected or not _is_close(logits, expected, model.dtype):
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"the logits of {type(model).__name__} are not its hidden states times its output embedding, scaled and"
             " capped as its config says, which is all that training has: choose another model"
         )

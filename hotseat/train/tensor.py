@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.train.experts import has_experts
 from hotseat.train.sequence import divisors
 
@@ -143,7 +143,7 @@ def cut_layers(model: PreTrainedModel, group: TensorGroup) -> dict[str, Cut]:
     for pattern in [pattern for pattern, style in plan.items() if style in _CUT]:
         layer = re.compile(rf"(.*\.)?{re.escape(pattern).replace(re.escape('*'), '.*')}\.weight")
         if not any(layer.fullmatch(name) for name in cuts):
-            raise NotBuiltError(
+            raise UnsupportedError(
                 f"AutoTP found no {pattern} to cut in {type(model).__name__}: set {TENSOR_PARALLEL_SIZE} to 1; ZeRO"
                 " stage 3 shards weights too"
             )
@@ -163,14 +163,14 @@ def check_cut(size: int, model_config: Any) -> None:
     config, name = model_config.get_text_config(), type(model_config).__name__.removesuffix("Config")
     instead = "set it to 1; ZeRO stage 3 shards weights too"
     if has_experts(model_config):
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"{TENSOR_PARALLEL_SIZE} is {size}, and {name} is a mixture of experts, which are not cut: {instead}"
         )
     styles = set(_plan(model_config).values())
     unknown = sorted(styles - {*_CUT, _SUMMED})
     if unknown or not styles >= {*_CUT}:
         why = f"asks for {', '.join(unknown)}, which is not built in" if unknown else "does not say how to cut them"
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"{TENSOR_PARALLEL_SIZE} is {size}, and the plan of transformers for the layers of {name} {why}: {instead}"
         )
     counts = {what: getattr(config, key, None) for key, what in _DIVIDED.items()}

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from hotseat import faults
 from hotseat.algorithms.adapters import WeightForm
-from hotseat.errors import BatchError, DeviceMemoryError, NotBuiltError, RunError
+from hotseat.errors import BatchError, DeviceMemoryError, RunError, UnsupportedError
 from hotseat.placement.roles import Part
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import (
@@ -88,7 +88,7 @@ class Trainer(TrainerHooks):
         has_flash: bool,
     ):
         if options.sequence_parallel_size > 1 and layout == "padded":
-            raise NotBuiltError(
+            raise UnsupportedError(
                 f"{type(model).__name__} cannot run packed, and only packed sequences can be cut over several ranks:"
                 " set train.sequence_parallel_size to 1"
             )

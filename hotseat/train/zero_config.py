@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hotseat.errors import NotBuiltError, RunError, UserError
+from hotseat.errors import RunError, UnsupportedError, UserError
 from hotseat.train.backend import Precision, TrainOptions, ZeroOptions
 from hotseat.train.deepcompile import check_deepcompile
 from hotseat.train.tensor import TENSOR_PARALLEL_SIZE
@@ -42,12 +42,12 @@ def check_zero(options: TrainOptions) -> None:
     sum_dtype, compute = zero.grad_accum_dtype, _NAMES[COMPUTE[options.precision]]
     is_wider = zero.stage >= 2 or (zero.stage == 1 and compute == "fp16")
     if sum_dtype not in (None, compute) and not (sum_dtype == "fp32" and is_wider):
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"gradients of a {compute} computation summed in {sum_dtype} with ZeRO stage {zero.stage}: leave"
             f" grad_accum_dtype unset for {compute}, or choose fp32 with stage 2 or 3"
         )
     if zero.adam_offload and options.precision == "bf16":
-        raise NotBuiltError(
+        raise UnsupportedError(
             "adam_offload of weights in pure bf16, for which DeepSpeed needs an optimizer of its own: set"
             " train.fp32_master to true"
         )
@@ -61,21 +61,21 @@ def _check_tensor(options: TrainOptions, size: int) -> None:
     """Raise for options that do not go together with layers that are cut."""
     setting = f"{TENSOR_PARALLEL_SIZE} is {size}"
     if options.sequence_parallel_size > 1:
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"{setting} and train.sequence_parallel_size {options.sequence_parallel_size}: ranks share either layers or"
             " sequences; set one of the two to 1"
         )
     if options.lora is not None:
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"{setting}, and adapters beside layers that are cut are not built in: set train.lora.rank to"
             " 0, or the size to 1"
         )
     if options.compile:
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"{setting} and train.compile is true, but layers that are cut are not compiled: leave train.compile unset"
         )
     if options.liger_kernel:
-        raise NotBuiltError(
+        raise UnsupportedError(
             f"{setting} and train.liger_kernel is true, but layers that are cut run without Liger's kernels: set"
             " train.liger_kernel to false"
         )

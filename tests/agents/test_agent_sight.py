@@ -14,8 +14,8 @@ from hotseat.agents import AgentHost, Environment, Step
 from hotseat.agents.agent import AgentError
 from hotseat.agents.loading import load_agent
 from hotseat.agents.multi_turn import MultiTurn
-from hotseat.agents.sight import Shown, Sight
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.agents.sight import EpisodeImage, ImagePreparer
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.types import Failed, Prompt, SampleKey
 from hotseat.vision import TOKENS
 
@@ -26,10 +26,10 @@ from hotseat.vision import TOKENS
 def prepare(image):
     if image == "broken":
         raise AgentError("an image that an environment showed: broken")
-    return Shown(f"/{image}.safetensors", (*ids_of("<"), PLACE, PLACE, *ids_of(">")))
+    return EpisodeImage(f"/{image}.safetensors", (*ids_of("<"), PLACE, PLACE, *ids_of(">")))
 
 
-SIGHT = Sight(prepare, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
+SIGHT = ImagePreparer(prepare, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
 
 
 def agent_of(*steps):
@@ -141,7 +141,7 @@ def play_with(agent, script, *images):
 
 def test_instances_of_openrlhf_show_images(tmp_path):
     one = prepared(tmp_path, "one")
-    files = Sight(Shown.of_file, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
+    files = ImagePreparer(EpisodeImage.of_file, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
     for text in (INSTANCE, INSTANCE.partition("class AgentExecutor")[0]):
         script = Script(["a", "b"])
         play(load(tmp_path, text.replace('"one"', repr(one)), files), script)
@@ -195,7 +195,7 @@ def test_an_executor_may_change_the_prompt_around_the_usual_execution_with_image
         "\n    async def execute(self, prompt, label, sampling_params, images=None, **kwargs):\n"
         "        return await super().execute('Think. ' + prompt, label, sampling_params)\n"
     )
-    files = Sight(Shown.of_file, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
+    files = ImagePreparer(EpisodeImage.of_file, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
     script = Script(["a", "b"])
     scored = play_with(load(tmp_path, text, files), script, own)
     assert script.contexts == ["Think. q:<@@>", "Think. q:<@@>a<@@>"]
@@ -231,7 +231,7 @@ def test_images_that_executors_cannot_show(tmp_path, data, reason):
 
 def test_executors_show_images_only_and_only_to_models_that_see(tmp_path):
     text = EXECUTE.replace("PROMPT", "prompt").replace("=data", "={'video': [1]}")
-    with pytest.raises(NotBuiltError, match="multi_modal_data of video: only images are possible"):
+    with pytest.raises(UnsupportedError, match="multi_modal_data of video: only images are possible"):
         play_with(load(tmp_path, text), Script(["a", "b"]))
     with pytest.raises(UserError, match="multi_modal_data of type list: it must be a dict"):
         play_with(load(tmp_path, text.replace("{'video': [1]}", "[1]")), Script(["a", "b"]))
@@ -301,7 +301,7 @@ def test_other_work_does_not_wait_for_images():
         assert go_on.wait(WAIT_S)
         return prepare(image)
 
-    sight = Sight(waits, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
+    sight = ImagePreparer(waits, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
 
     async def look():
         looks = [asyncio.ensure_future(sight.look([str(at)], 0)) for at in range(64)]

@@ -125,12 +125,12 @@ def test_without_rewards_the_episode_is_left_to_the_reward_function():
 
 
 def test_a_turn_without_a_reward_beside_others_adds_none_and_the_last_score_counts():
-    class Late(Countdown):
+    class WorkerTimeout(Countdown):
         def step(self, action):
             step = super().step(action)
             return Step("+", 7.0, True, score=0.5) if step.done else Step("+")
 
-    scored = play(multi_turn(Late), Script(["a", "b", "c"]))
+    scored = play(multi_turn(WorkerTimeout), Script(["a", "b", "c"]))
     assert (scored.reward, scored.score, scored.turn_rewards) == (7.0, 0.5, (0.0, 0.0, 7.0))
 
 

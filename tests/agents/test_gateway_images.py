@@ -16,7 +16,7 @@ from hotseat.agents.agent import AgentError
 from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.branches import Answer, segments_of
 from hotseat.agents.conversation import Conversation, ConversationError
-from hotseat.agents.sight import Shown, Sight
+from hotseat.agents.sight import EpisodeImage, ImagePreparer
 from hotseat.types import Completion, Failed, Prompt, ScoredEpisode
 
 pytestmark = pytest.mark.slow
@@ -32,15 +32,15 @@ def ids_of(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def prepare(url: str) -> Shown:
+def prepare(url: str) -> EpisodeImage:
     """Prepare an image that is named in its own URL, of two tokens."""
     name = base64.b64decode(url.rpartition(",")[2]).decode()
     if name == "broken":
         raise AgentError("an image of the episode: broken")
-    return Shown(f"/{name}.safetensors", (IMAGE, IMAGE))
+    return EpisodeImage(f"/{name}.safetensors", (IMAGE, IMAGE))
 
 
-SIGHT = Sight(prepare, IMAGE, frozenset({IMAGE, VIDEO}), max_images=3)
+SIGHT = ImagePreparer(prepare, IMAGE, frozenset({IMAGE, VIDEO}), max_images=3)
 
 
 def url_of(name: str) -> str:

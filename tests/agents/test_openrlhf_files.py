@@ -8,7 +8,7 @@ import pytest
 from agent_cases import KEY, SAMPLING, TOKENIZER, WAIT_S, Script, ids_of, marked, play, prompt_of
 
 from hotseat.agents import AgentError, AgentHost, load_agent
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
 # A module-level step with globals, as the guide to asynchronous RL has it.
@@ -368,7 +368,7 @@ def test_agents_may_not_change_the_distribution(load):
     with pytest.raises(UserError, match="an agent asked for temperature 0.1, but the run samples at 0.7"):
         play(load(text), Script(["a", "b"]))
     text = without_executor(CLASSES).replace("done = ", "states['sampling_params'].stop = ['x']; done = ", 1)
-    with pytest.raises(NotBuiltError, match=r"sampling_params.stop = \['x'\]: an agent cannot set it"):
+    with pytest.raises(UnsupportedError, match=r"sampling_params.stop = \['x'\]: an agent cannot set it"):
         play(load(text), Script(["a", "b"]))
 
 
@@ -511,7 +511,7 @@ def test_an_executor_without_a_reward(load):
     ],
 )
 def test_what_executors_cannot_do_yet_is_named(load, old, new, message):
-    with pytest.raises(NotBuiltError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         play(load(EXECUTE.replace(old, new)), Script(["aa", "b"]))
 
 
@@ -598,7 +598,7 @@ def test_several_samples_of_a_call_are_segments_that_learn_shared_tokens_once(lo
     ],
 )
 def test_what_is_not_built_is_named_when_the_file_loads(load, text, message):
-    with pytest.raises(NotBuiltError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         load(text)
 
 

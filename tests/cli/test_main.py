@@ -197,7 +197,7 @@ def test_options_as_json_have_values_as_they_are(capsys):
         "takes": "true | false",
         "default": False,
         "meaning": "Run vLLM without CUDA graphs.",
-        "not_built": None,
+        "unsupported": None,
     }
 
 

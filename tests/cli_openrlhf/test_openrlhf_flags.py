@@ -280,7 +280,7 @@ def test_every_field_that_a_flag_sets_exists():
 
 def test_every_flag_does_something_or_says_why_not():
     for _, flag in all_flags():
-        said = [bool(flag.sets), flag.because is not None, flag.not_built is not None, flag.read_by is not None]
+        said = [bool(flag.sets), flag.because is not None, flag.unsupported is not None, flag.read_by is not None]
         assert said.count(True) == 1, flag.name
 
 

@@ -15,8 +15,8 @@ from hotseat.cli.openrlhf.help import EXAMPLES, GROUPS, MEANINGS, NO_EFFECT, NOT
 from hotseat.cli.openrlhf.run import begin, is_launched, main
 from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
-from hotseat.config.built import UNBUILT, not_built
 from hotseat.config.load import valid_keys
+from hotseat.config.unsupported import UNBUILT, unsupported
 from hotseat.errors import BatchError, DataError, DeadlineError
 
 COMPLETE = {
@@ -338,7 +338,7 @@ def test_what_is_not_built_speaks_of_keys_that_exist():
 
 
 def test_a_default_config_asks_for_nothing_that_is_not_built():
-    assert not_built(loads("")) == []
+    assert unsupported(loads("")) == []
 
 
 @pytest.mark.parametrize(
@@ -359,4 +359,4 @@ def test_a_default_config_asks_for_nothing_that_is_not_built():
 )
 def test_what_a_config_asks_for_is_named_by_its_key(text, found):
     config = loads(text)
-    assert not_built(config, ["overlap.staleness", "use_modelscope"]) == found
+    assert unsupported(config, ["overlap.staleness", "use_modelscope"]) == found

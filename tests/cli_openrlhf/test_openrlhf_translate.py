@@ -4,7 +4,7 @@ import pytest
 
 from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
-from hotseat.config.maths import aggregation, kl_estimator, maths_notes
+from hotseat.config.resolved import aggregation, kl_estimator, resolved_notes
 from hotseat.errors import ConfigError
 
 
@@ -459,7 +459,7 @@ def test_gspo_is_corrected_by_its_own_ratio_as_in_openrlhf():
 def test_losses_are_aggregated_as_in_openrlhf(text, used, num_notes):
     config = split(text).config
     assert aggregation(config) == used
-    assert len(maths_notes(config)) == num_notes
+    assert len(resolved_notes(config)) == num_notes
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_the_kl_estimator_is_openrlhfs_and_k1_as_a_loss_is_warned_of_once(text, 
     config = split(text).config
     assert kl_estimator(config) == used
     assert config.algorithm.kl.allow_k1_loss is is_allowed
-    warnings = [note for note in maths_notes(config) if "k1 as a loss" in note]
+    warnings = [note for note in resolved_notes(config) if "k1 as a loss" in note]
     assert len(warnings) == is_allowed
     assert all(note.startswith("warning: ") and "--kl_estimator" in note for note in warnings)
 
@@ -601,10 +601,10 @@ def test_the_note_on_flash_attention_says_what_happens_in_this_run(given, happen
 def test_four_bits_are_refused_with_adapters_and_noted_without(command):
     plain = translate(command, ["--load_in_4bit"], {})
     [(name, because)] = plain.no_effect
-    assert (name, plain.not_built) == ("--load_in_4bit", [])
+    assert (name, plain.unsupported) == ("--load_in_4bit", [])
     assert because == "--lora_rank is 0: there are no adapters, so all weights are trained, and none are in 4 bits"
     adapters = translate(command, ["--load_in_4bit", "--lora_rank", "8"], {})
-    [(name, what)] = adapters.not_built
+    [(name, what)] = adapters.unsupported
     assert (name, adapters.no_effect) == ("--load_in_4bit", [])
     assert "engines and exports would have another model than the one that learns" in what
 
@@ -805,8 +805,8 @@ def test_a_group_of_one_prints_but_does_not_start():
 
 def test_what_is_not_built_is_named_by_flag_and_default():
     found = split("--advantage_estimator gae --use_ms")
-    assert dict(found.not_built) == {
+    assert dict(found.unsupported) == {
         "--use_ms": "ModelScope; fetch the model with `modelscope download`, and give its folder",
     }
     for command in ("train_dpo", "train_rm"):
-        assert not translate(command, ["--backend", "fsdp"], {}).not_built
+        assert not translate(command, ["--backend", "fsdp"], {}).unsupported

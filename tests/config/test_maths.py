@@ -4,12 +4,12 @@ import pytest
 
 from hotseat.algorithms import AdaptiveKl
 from hotseat.config import loads
-from hotseat.config.maths import (
+from hotseat.config.resolved import (
     aggregation,
     correction_kind,
     kl_estimator,
-    maths_notes,
     max_sampled_tokens,
+    resolved_notes,
     shortest_kl_horizon,
 )
 from hotseat.errors import UserError
@@ -41,7 +41,7 @@ def test_an_unset_aggregation_is_that_of_the_losss_paper(algorithm, used):
     ],
 )
 def test_another_aggregation_than_the_losss_own_is_noted(algorithm, note):
-    [found] = maths_notes(loads(f"algorithm: {algorithm}"))
+    [found] = resolved_notes(loads(f"algorithm: {algorithm}"))
     assert note in found
 
 
@@ -57,38 +57,38 @@ def test_another_aggregation_than_the_losss_own_is_noted(algorithm, note):
 )
 def test_samples_in_8_bits_are_corrected_unless_it_is_set_otherwise(text, used):
     assert correction_kind(loads(text)) == used
-    assert maths_notes(loads(text)) == []
+    assert resolved_notes(loads(text)) == []
 
 
 def test_samples_in_8_bits_without_a_correction_are_noted():
-    [note] = maths_notes(loads("rollout: {engine: vllm, quantization: fp8}\nalgorithm: {correction: {kind: none}}"))
+    [note] = resolved_notes(loads("rollout: {engine: vllm, quantization: fp8}\nalgorithm: {correction: {kind: none}}"))
     assert note.startswith(
         "warning: engines sample in 8 bits and algorithm.correction.kind is none: samples are learned"
     )
 
 
 def test_a_lower_bound_of_cispos_weights_is_noted():
-    [note] = maths_notes(loads("algorithm: {policy_loss: cispo}"))
+    [note] = resolved_notes(loads("algorithm: {policy_loss: cispo}"))
     assert note.startswith("algorithm.clip_low is 0.2: cispo's weights are at least 0.8; the paper's have no lower")
-    assert maths_notes(loads("algorithm: {policy_loss: cispo, clip_low: 1, clip_high: 3}")) == []
+    assert resolved_notes(loads("algorithm: {policy_loss: cispo, clip_low: 1, clip_high: 3}")) == []
 
 
 def test_cispo_with_dr_grpo_says_that_it_divides_by_a_constant():
     config = loads("algorithm: {policy_loss: cispo, estimator: dr_grpo, clip_low: 1}")
     assert aggregation(config) == "constant"
-    [note] = maths_notes(config)
+    [note] = resolved_notes(config)
     assert note == (
         "algorithm.aggregation is unset and constant, which is that of algorithm.estimator dr_grpo with any policy_loss"
         " but gspo; cispo's paper has token_mean: set algorithm.aggregation to choose another"
     )
     chosen = loads("algorithm: {policy_loss: cispo, estimator: dr_grpo, clip_low: 1, aggregation: constant}")
-    assert maths_notes(chosen) == []
+    assert resolved_notes(chosen) == []
 
 
 def test_a_run_that_follows_the_papers_has_nothing_to_note():
     for algorithm in ("{}", "{policy_loss: gspo}", "{estimator: dr_grpo}", "{policy_loss: gspo, aggregation: null}"):
-        assert maths_notes(loads(f"algorithm: {algorithm}")) == []
-    assert maths_notes(loads("task: sft")) == []
+        assert resolved_notes(loads(f"algorithm: {algorithm}")) == []
+    assert resolved_notes(loads("task: sft")) == []
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def test_a_run_that_follows_the_papers_has_nothing_to_note():
 def test_an_unset_kl_estimator_is_one_that_regularises(kl, used):
     config = loads(f"algorithm: {{kl: {kl}}}")
     assert kl_estimator(config) == used
-    assert maths_notes(config) == []
+    assert resolved_notes(config) == []
 
 
 def test_k1_as_a_loss_is_warned_of():
     config = loads("algorithm: {kl: {coef: 0.1, as_loss: true, estimator: k1, allow_k1_loss: true}}")
-    [note] = maths_notes(config)
+    [note] = resolved_notes(config)
     assert note.startswith("warning: algorithm.kl.estimator is k1 as a loss, whose gradient is zero on average")
 
 
@@ -143,8 +143,8 @@ def test_the_shortest_kl_horizon_is_where_the_controller_begins_to_work():
 
 def test_the_limit_of_an_agents_episode_is_noted_where_it_is_used():
     agent = "agent: {path: a.py, max_steps: 4}\nrollout: {max_new_tokens: 20}\n"
-    assert maths_notes(loads(agent)) == []
-    [note] = maths_notes(loads(agent + "reward: {overlong: {buffer_length: 8}}"))
+    assert resolved_notes(loads(agent)) == []
+    [note] = resolved_notes(loads(agent + "reward: {overlong: {buffer_length: 8}}"))
     assert note.startswith("an episode may sample 80 tokens over all of its turns")
-    [note] = maths_notes(loads(agent + "algorithm: {estimator: dr_grpo}"))
+    [note] = resolved_notes(loads(agent + "algorithm: {estimator: dr_grpo}"))
     assert note.startswith("an episode may sample 80 tokens")

@@ -22,7 +22,7 @@ from hotseat.envs._child import _Batch, _step
 from hotseat.envs.env import Outcome
 from hotseat.envs.loading import SimulatorSettings, family_names, import_problem, make_simulator, path_problem
 from hotseat.envs.processes import ProcessEnv, _Child
-from hotseat.envs.simulator import ActionSpec, Seen, Step, Task
+from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
 
@@ -186,10 +186,10 @@ def test_a_batch_that_returns_too_few_results_fails_its_episodes():
         tasks, action, state_bounds, is_on_device = (), ActionSpec.numbered(2), None, False
 
         def reset(self, where, tasks, seeds):
-            return [Seen("go")]
+            return [Observation("go")]
 
     batch = _Batch(TooFew())
-    assert list(batch.answers("reset", [(0, 0, 1)])) == [("done", Seen("go"))]
+    assert list(batch.answers("reset", [(0, 0, 1)])) == [("done", Observation("go"))]
     for kind, problem in batch.answers("reset", [(0, 0, 1), (1, 0, 2)]):
         assert kind == "failed"
         assert problem.startswith("ValueError: reset returned 1 results for 2 worlds")
@@ -244,11 +244,11 @@ class DyingChild:
     def receive(self, timeout_s):
         name, slot = self.asked.pop(0)
         if name == "reset":
-            return "done", Seen(text="begin")
+            return "done", Observation(text="begin")
         if self.deaths.get(slot, 0) > 0:
             self.deaths[slot] -= 1
             raise EOFError
-        return "done", (Seen(text="on"), [0.0], False, False, None)
+        return "done", (Observation(text="on"), [0.0], False, False, None)
 
     def how_it_ended(self):
         return ""
@@ -287,7 +287,7 @@ def test_each_simulator_of_a_process_has_attempts_of_its_own():
 def test_what_ends_with_the_last_step_allowed_did_not_run_out_of_time():
     class Both:
         def step(self, action):
-            return Step(Seen(text="end"), 1.0, terminated=True, truncated=True, success=True)
+            return Step(Observation(text="end"), 1.0, terminated=True, truncated=True, success=True)
 
     assert _step(Both(), np.zeros((2, 1)))[1:] == ([1.0], True, False, True)
     pytest.importorskip("gymnasium")
@@ -332,7 +332,7 @@ def test_a_reward_by_success_is_refused_where_nobody_knows_it():
             self.num_steps += 1
             no, is_last = np.array([False]), np.array([self.num_steps == 3])
             is_known = np.array([self.num_steps >= self.said_at])
-            return Outcome([Seen()], np.zeros((1, 1)), np.ones(1), is_last, no, no, is_known, {})
+            return Outcome([Observation()], np.zeros((1, 1)), np.ones(1), is_last, no, no, is_known, {})
 
     settings = SimulationSettings(SimulatorSettings("gym", ("Cart",)), 1, 1, 1, 2, 4, 1.0, True, False, False)
     for said_at in (1, 3):
@@ -451,10 +451,10 @@ def test_wrong_settings_are_refused(tmp_path):
 
 def test_simulators_that_cannot_start_are_named_before_a_model_loads(monkeypatch):
     from hotseat.config.load import loads
-    from hotseat.loop.setup.refusals import obstacles
+    from hotseat.loop.setup.refusals import startup_problems
 
     def messages(text: str) -> dict[str, str]:
-        return dict(obstacles(loads(text)))
+        return dict(startup_problems(loads(text)))
 
     assert "no simulator 'gim'" in messages("env: {path: gim}")["env.path"]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -483,12 +483,12 @@ def test_observations_that_a_policy_cannot_read_are_refused():
     settings = SimulationSettings(SimulatorSettings("gym"), 1, 1, 1, 2, 4, 1.0, False, False, False)
     reader = Reader(settings, Words(), 8, Space())
     # Two numbers of four bins between 0 and 1, after the words: bins 0 and 3 are tokens 299 and 296.
-    seen = Seen(instruction="go on", text="red", state=np.array([0.1, 0.9], dtype=np.float32))
+    seen = Observation(instruction="go on", text="red", state=np.array([0.1, 0.9], dtype=np.float32))
     assert reader.read(seen).token_ids == [2, 2, 3, 299, 296]
     with pytest.raises(UserError, match="its observations are pictures alone"):
-        reader.read(Seen(image=np.zeros((2, 2, 3), dtype=np.uint8)))
+        reader.read(Observation(image=np.zeros((2, 2, 3), dtype=np.uint8)))
     with pytest.raises(UserError, match="has 7 tokens, and its actions 2: set it to 9 or more"):
-        reader.read(Seen(text="a b c d e f g"))
+        reader.read(Observation(text="a b c d e f g"))
     Space.num_state_values = 5
     with pytest.raises(UserError, match="env.bins 4: a number in the observations of gym has 5 values"):
         Reader(settings, Words(), 8, Space())
@@ -516,7 +516,7 @@ def test_actions_are_the_last_tokens_of_the_vocabulary():
 # A family whose pictures are larger than what goes through the pipe.
 CAMERA = """
 import numpy as np
-from hotseat.envs.simulator import ActionSpec, Seen, Step, Task
+from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
 
 class Camera:
     tasks, action, state_bounds, is_on_device = [Task(0, "look")], ActionSpec((-1.0,), (1.0,)), None, False
@@ -528,7 +528,7 @@ class Camera:
     def see(self):
         size = 64 + 32 * self.count  # every frame is larger than the last
         noise = np.random.default_rng([self.seed, self.count])
-        return Seen("look", image=noise.integers(0, 256, (size, size, 3), dtype=np.uint8))
+        return Observation("look", image=noise.integers(0, 256, (size, size, 3), dtype=np.uint8))
 
     def step(self, action):
         self.count += 1

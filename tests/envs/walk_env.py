@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hotseat.envs.simulator import ActionSpec, Seen, Simulator, Step, Task
+from hotseat.envs.simulator import ActionSpec, Observation, Simulator, Step, Task
 
 GOALS = {"left": -1.0, "right": 1.0}
 
@@ -56,7 +56,7 @@ class Walk(Simulator):
 
     def _seen(self):
         state = np.array([*self._place, self._goal], dtype=np.float32)
-        return Seen(instruction=f"walk to {self._goal:+.0f}", state=state)
+        return Observation(instruction=f"walk to {self._goal:+.0f}", state=state)
 
     def _meet_trouble(self):
         if (self._seed, self._num_steps) in self.deaths:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from hotseat.algorithms.digest import tensor_digest
 from hotseat.config import loads
-from hotseat.errors import HotseatError, NotBuiltError, PlacementError, UserError
+from hotseat.errors import HotseatError, PlacementError, UnsupportedError, UserError
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
 from hotseat.placement import from_hf_config
@@ -113,7 +113,7 @@ def make_or_none(model: PreTrainedModel, layout: str) -> Any:
     """A trainer, or None if the model's layers do not keep packed segments apart."""
     try:
         return make_backend(model, TrainOptions(layout=layout))  # type: ignore[arg-type]
-    except NotBuiltError as error:
+    except UnsupportedError as error:
         if "its layers do not keep segments apart" not in str(error):
             raise
         return None
@@ -261,7 +261,7 @@ def test_the_transformers_engine_samples_and_scores_as_the_model_does(family: Fa
     model = family.make_model()
     cell = documented(family)["GRPO, transformers engine"]
     if cell != "yes":
-        with pytest.raises(NotBuiltError, match=refusal(cell)):
+        with pytest.raises(UnsupportedError, match=refusal(cell)):
             TransformersEngine(model, max_length=48, num_slots=4)
         return
     engine = TransformersEngine(copy.deepcopy(model), max_length=48, num_slots=4)

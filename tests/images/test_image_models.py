@@ -15,7 +15,7 @@ from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare
 from hotseat.data.prompts import make_prompts
 from hotseat.data.rows import Row
 from hotseat.envs.loading import SimulatorSettings
-from hotseat.envs.simulator import ActionSpec, Seen
+from hotseat.envs.simulator import ActionSpec, Observation
 from hotseat.errors import DataError, RunError, UserError
 from hotseat.loop.workers.simulation import Reader, SimulationSettings
 from hotseat.rollout import SlotOptions, TransformersEngine
@@ -440,9 +440,9 @@ def test_an_observation_that_is_only_a_picture_is_refused_for_llava(tmp_path):
     settings = SimulationSettings(SimulatorSettings("gym"), 1, 1, 1, 1, 4, 1.0, False, False, False, images_for=name)
     reader = Reader(settings, AutoTokenizer.from_pretrained(name), 64, env)
     picture = np.zeros((28, 28, 3), dtype=np.uint8)
-    assert reader.read(Seen(instruction="go", image=picture)).images
+    assert reader.read(Observation(instruction="go", image=picture)).images
     with pytest.raises(UserError, match="its observations are pictures alone, and engines continue text"):
-        reader.read(Seen(image=picture))
+        reader.read(Observation(image=picture))
 
 
 def test_a_model_of_text_takes_no_images(tmp_path):

@@ -31,13 +31,13 @@ from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.prepare import PreparePhase
 from hotseat.loop.rl.recovery import Recovery
-from hotseat.loop.rl.rollout import Answering, RolloutPhase
+from hotseat.loop.rl.rollout import RolloutPhase, RolloutRunner
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.stream import SynchronousStream
 from hotseat.loop.rl.sync import Routes, SyncPhase
 from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts, GroupKey, Job
-from hotseat.loop.workers.proof import Proof
+from hotseat.loop.workers.proof import WeightCheck
 from hotseat.loop.workers.records import SampleRecord, SegmentRecord, TokenRecord
 from hotseat.placement import PhaseStep
 from hotseat.placement.flow import make_steps
@@ -263,15 +263,15 @@ class FakeModel:
 
     def broadcast(self) -> None: ...
 
-    def finish_push(self, canary: object) -> Proof:
-        return Proof({"w": self.digest}, None)
+    def finish_push(self, canary: object) -> WeightCheck:
+        return WeightCheck({"w": self.digest}, None)
 
     def begin_load(self, version: int) -> None: ...
 
     def take_bucket(self, bucket: object) -> None: ...
 
-    def finish_load(self, version: int, canary: object) -> Proof:
-        return Proof({"w": self.digest}, None)
+    def finish_load(self, version: int, canary: object) -> WeightCheck:
+        return WeightCheck({"w": self.digest}, None)
 
     def drop_requests(self) -> None: ...
 
@@ -487,7 +487,7 @@ class Case:
         self.sync = SyncPhase(
             self.groups, routes, self.state, self.guard, self.meter, self.scheduler, self.recovery, self.said.append
         )
-        answering = Answering(self.groups, self.settings, self.meter, self.guard, self.sync, self.recovery)
+        answering = RolloutRunner(self.groups, self.settings, self.meter, self.guard, self.sync, self.recovery)
         self.rollout = RolloutPhase(
             answering,
             self.groups,

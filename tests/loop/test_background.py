@@ -26,7 +26,7 @@ from hotseat.loop.devices.memory import available_bytes
 from hotseat.loop.run import start
 from hotseat.loop.state.checkpoints import CheckpointStore
 from hotseat.loop.state.saving import CheckpointSource, Saver
-from hotseat.observe import Silence, read_lines
+from hotseat.observe import NullJournal, read_lines
 from hotseat.observe.timeline import read_timeline
 from hotseat.train.checkpoint_metadata import MetadataReader
 
@@ -233,13 +233,13 @@ def saver_of(tmp_path: Path, *overrides: str) -> Saver:
 
 def save(saver: Saver, ranks: Ranks, step: int) -> None:
     ranks.step = step
-    saver.after_step(step, ranks.parts(), {}, Silence())
+    saver.after_step(step, ranks.parts(), {}, NullJournal())
 
 
 def test_it_is_there_when_the_ranks_have_written_and_not_before(tmp_path, ranks):
     saver = saver_of(tmp_path)
     store = CheckpointStore(tmp_path / "checkpoints")
-    with saver.settled(Silence()):
+    with saver.settled(NullJournal()):
         save(saver, ranks, 1)
         ranks.step = 7  # the run goes on
         time.sleep(0.2)
@@ -276,7 +276,7 @@ def test_a_stop_saves_at_once_after_what_is_under_way(tmp_path, ranks):
     ranks.is_written = True
     save(saver, ranks, 1)
     saver.is_stopping = True
-    with pytest.raises(KeyboardInterrupt), saver.settled(Silence()):
+    with pytest.raises(KeyboardInterrupt), saver.settled(NullJournal()):
         save(saver, ranks, 2)
     assert ranks.written == ["behind", "at once"]
     assert CheckpointStore(tmp_path / "checkpoints").steps() == [1, 2]
@@ -294,7 +294,7 @@ def test_a_stop_that_comes_after_the_question_of_saving_waits_for_the_next_step(
 
     monkeypatch.setattr(Saver, "is_due", is_due)
     save(saver, ranks, 1)  # not saved, so it must not end here
-    with pytest.raises(KeyboardInterrupt), saver.settled(Silence()):
+    with pytest.raises(KeyboardInterrupt), saver.settled(NullJournal()):
         save(saver, ranks, 2)
     assert CheckpointStore(tmp_path / "checkpoints").steps() == [2]
 
@@ -304,7 +304,7 @@ def test_a_stop_that_comes_while_it_is_saved_needs_no_other_step(tmp_path, ranks
     saver = saver_of(tmp_path, f"checkpoint.background={str(is_behind).lower()}")
     ranks.is_written = True
     ranks.on_write = lambda: setattr(saver, "is_stopping", True)
-    with pytest.raises(KeyboardInterrupt), saver.settled(Silence()):
+    with pytest.raises(KeyboardInterrupt), saver.settled(NullJournal()):
         save(saver, ranks, 1)
     assert CheckpointStore(tmp_path / "checkpoints").steps() == [1]
 
@@ -314,7 +314,7 @@ def test_an_interrupt_gives_up_what_is_under_way(tmp_path, ranks):
     saver = saver_of(tmp_path)
     started_s = time.monotonic()
     save(saver, ranks, 1)
-    with pytest.raises(KeyboardInterrupt), saver.settled(Silence()):
+    with pytest.raises(KeyboardInterrupt), saver.settled(NullJournal()):
         raise KeyboardInterrupt
     assert time.monotonic() - started_s < 10  # it does not wait for the ranks
     ranks.is_written = True
@@ -335,7 +335,7 @@ def test_a_checkpoint_that_was_given_up_never_becomes_current(tmp_path, ranks):
         save(saver, ranks, 1)
         under_way = saver._background_save
         assert committing.wait(60)
-        with pytest.raises(KeyboardInterrupt), saver.settled(Silence()):
+        with pytest.raises(KeyboardInterrupt), saver.settled(NullJournal()):
             raise KeyboardInterrupt
         given_up.set()
         assert isinstance(under_way.done.exception(60), CheckpointError)
@@ -346,7 +346,7 @@ def test_the_error_of_the_run_is_raised_not_that_of_its_last_save(tmp_path, rank
     saver = saver_of(tmp_path)
     save(saver, ranks, 1)
     ranks.error = RuntimeError("the ranks are gone")
-    with pytest.raises(ZeroDivisionError), saver.settled(Silence()):
+    with pytest.raises(ZeroDivisionError), saver.settled(NullJournal()):
         raise ZeroDivisionError
 
 
@@ -355,7 +355,7 @@ def test_unset_it_is_in_the_background_where_memory_has_room(tmp_path, ranks, mo
         monkeypatch.setattr("hotseat.loop.state.saving.available_bytes", lambda room=room: room)
         saver = Saver(loads("", ["checkpoint.every=1"]), tmp_path / way)
         ranks.is_written, ranks.written = True, []
-        with saver.settled(Silence()):
+        with saver.settled(NullJournal()):
             save(saver, ranks, 1)
         assert ranks.written == [way]
 

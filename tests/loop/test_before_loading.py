@@ -19,7 +19,7 @@ from hotseat.errors import UserError
 from hotseat.loop.planning.plan import host_needs
 from hotseat.loop.preflight import check_host_memory, supervised_inputs
 from hotseat.loop.setup.agent_trial import agent_trial
-from hotseat.loop.setup.refusals import model_problem, refuse_at_once
+from hotseat.loop.setup.refusals import check_config, model_problem
 from hotseat.loop.setup.weight_files import INDEX, SINGLE
 from hotseat.train.schedule import Schedule
 
@@ -104,7 +104,7 @@ def test_shards_that_the_index_lists_are_there_and_whole(model):
 def test_a_run_with_such_weights_is_refused_by_its_key(task, model):
     os.truncate(model / SINGLE, 1000)
     with pytest.raises(UserError, match=r"actor\.model: .*model\.safetensors is cut short"):
-        refuse_at_once(loads(sft_yaml(task), [f"actor.model={model}"]))
+        check_config(loads(sft_yaml(task), [f"actor.model={model}"]))
 
 
 # --- spellings --------------------------------------------------------------------------------------------------------
@@ -131,20 +131,20 @@ def test_a_run_with_such_weights_is_refused_by_its_key(task, model):
 def test_a_reward_that_is_none_is_refused_however_it_is_spelled(task, monkeypatch, key, value, said):
     monkeypatch.chdir(task)
     with pytest.raises(UserError, match=rf"{key}: .*{said}"):
-        refuse_at_once(loads(rl_yaml(task), [f"eval.path={task}/prompts.jsonl", f"{key}={value}"]))
+        check_config(loads(rl_yaml(task), [f"eval.path={task}/prompts.jsonl", f"{key}={value}"]))
 
 
 @pytest.mark.parametrize("value", ["reward.py", "reward.py:reward_func", "exact_match", "number_match"])
 def test_a_reward_that_is_one_is_not_refused(task, monkeypatch, value):
     monkeypatch.chdir(task)
-    refuse_at_once(loads(rl_yaml(task), [f"reward.function={value}"]))
+    check_config(loads(rl_yaml(task), [f"reward.function={value}"]))
 
 
 def test_an_agent_that_is_spelled_as_a_module_is_refused(task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "game.py").write_text(AGENT)
     with pytest.raises(UserError, match=r"agent\.path: given 'game:Game', must be .* did you mean game\.py:Game\?"):
-        refuse_at_once(loads(rl_yaml(task), ["agent.path=game:Game"]))
+        check_config(loads(rl_yaml(task), ["agent.path=game:Game"]))
 
 
 # --- the user's agent -------------------------------------------------------------------------------------------------

@@ -417,7 +417,7 @@ def test_tokens_of_a_request_that_streams_reach_who_listens_before_it_is_complet
 def test_tokens_of_an_engine_whose_requests_were_sent_elsewhere_are_not_heard(is_before):
     """The driver may replace an engine while a fetch of the old one is on its way."""
 
-    class Late(FakeEngines):
+    class WorkerTimeout(FakeEngines):
         def __init__(self):
             super().__init__(1)
             self.is_late, self.may_report = asyncio.Event(), asyncio.Event()
@@ -432,7 +432,7 @@ def test_tokens_of_an_engine_whose_requests_were_sent_elsewhere_are_not_heard(is
     heard: list[tuple[int, ...]] = []
 
     async def main():
-        late = Late()
+        late = WorkerTimeout()
         client = EngineClient(late, "host-0", timeout_s=60)
         client.listen("a", heard.append)
         asking = asyncio.ensure_future(client.generate(replace(request("a"), streams=True)))

@@ -18,8 +18,8 @@ from loop_cases import dpo_yaml, make_task, make_value_model, ppo_yaml, rl_yaml,
 from pydantic import BaseModel
 
 from hotseat.config import Config, loads
-from hotseat.config.built import not_built
 from hotseat.config.load import check, fields_of, validate
+from hotseat.config.unsupported import unsupported
 from hotseat.config.yaml_lines import Document, read_yaml
 from hotseat.errors import Problem
 from hotseat.loop.start import start
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 # Code that checks a key, or advises another value, does not do what the key says.
 NOT_USERS = (
-    *("config/checks.py", "config/load.py", "config/built.py", "config/changes.py", "config/images.py"),
+    *("config/checks.py", "config/load.py", "config/unsupported.py", "config/changes.py", "config/images.py"),
     *("loop/setup/refusals.py", "loop/setup/cpu.py", "loop/planning/advice.py"),
 )
 # Keys that loading a config uses up.
@@ -137,7 +137,7 @@ def unnamed_keys(
     for key, info in fields_of(Config):
         config, problems = find(with_key(values, key, other_value(key, info)))
         is_refused = any(key == problem.key or key in problem.message for problem in problems)
-        is_noted = key in [feature for feature, _ in not_built(config, [key])]
+        is_noted = key in [feature for feature, _ in unsupported(config, [key])]
         if not is_refused and not is_noted and key not in used | LOADING:
             unnamed.append(key)
     return unnamed

@@ -10,14 +10,14 @@ from model_shells import make_shell
 from hotseat.config import loads
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.setup.graders import try_sandbox
-from hotseat.loop.setup.refusals import refuse_at_once
+from hotseat.loop.setup.refusals import check_config
 
 
 def refusal(tmp_path, graders: str) -> str:
     make_shell(tmp_path / "model", model_type="llama", max_position_embeddings=32)
     (tmp_path / "rows.jsonl").write_text('{"input": "1+1="}\n')
     with pytest.raises(UserError) as caught:
-        refuse_at_once(
+        check_config(
             loads(
                 f"{{actor: {{model: {tmp_path}/model}}, data: {{path: {tmp_path}/rows.jsonl, max_length: 16}},"
                 f" rollout: {{samples_per_prompt: 8}}, name: mine, reward: {{graders: {graders}}}}}"

@@ -24,7 +24,7 @@ from hotseat.loop.run import start
 from hotseat.loop.state.checkpoints import CheckpointStore
 from hotseat.loop.state.saving import CheckpointSource, Saver
 from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
-from hotseat.observe import Silence, read_lines
+from hotseat.observe import NullJournal, read_lines
 
 HAS_MOUNTS = bool(shutil.which("unshare")) and not subprocess.run(["unshare", "-rm", "true"]).returncode
 
@@ -218,9 +218,9 @@ def test_a_signal_during_agreement_or_saving_stops_the_ranks(tmp_path, every, to
     led = LedSaver(saver, LedRanks(Shared(saver, told_at), 0))
     parts = CheckpointSource(lambda: 0, lambda path: (path / "actor").mkdir(), lambda path: path.mkdir(), dict)
     for step in range(1, ends_after):
-        led.after_step(step, parts, {}, Silence())
+        led.after_step(step, parts, {}, NullJournal())
     with pytest.raises(KeyboardInterrupt):
-        led.after_step(ends_after, parts, {}, Silence())
+        led.after_step(ends_after, parts, {}, NullJournal())
     assert CheckpointStore(tmp_path / "checkpoints").newest().step == ends_after
 
 

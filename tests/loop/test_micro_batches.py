@@ -28,7 +28,7 @@ from hotseat.loop.planning.budgets import (
 )
 from hotseat.loop.planning.plan import make_plan, with_budgets
 from hotseat.loop.run import start
-from hotseat.loop.workers.cutting import BatchSettings, Cutter
+from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
 from hotseat.loop.workers.experience import flatten
 from hotseat.observe import read_lines
 from hotseat.placement import GIB
@@ -311,14 +311,14 @@ def batch_of(*lengths: int) -> MicroBatch:
 CHOSEN = BatchSettings(None, 64, is_chosen=True)
 
 
-def run(cutter: Cutter, device: Device, batch: MicroBatch, settings: BatchSettings = CHOSEN) -> list[int]:
+def run(cutter: MicroBatcher, device: Device, batch: MicroBatch, settings: BatchSettings = CHOSEN) -> list[int]:
     return cutter.run("train", settings, lambda cut: cut.cut(batch), device.work)[1]
 
 
 def test_another_process_on_the_device_lowers_the_budget_and_it_stays_low():
     """Scenario 50."""
     device = Device(capacity=64)
-    cutter = Cutter(device)
+    cutter = MicroBatcher(device)
     assert run(cutter, device, batch_of(*[8] * 8)) == [64]
     device.capacity = 20  # another process came
     assert run(cutter, device, batch_of(*[8] * 8)) == [16] * 4  # 64, 32, then 16
@@ -331,7 +331,7 @@ def test_another_process_on_the_device_lowers_the_budget_and_it_stays_low():
 def test_fragments_lower_the_budget_in_the_middle_of_a_step():
     """Scenario 48: the third micro-batch fails, as large as the two before it: all of them are made again."""
     device = Device(capacity=64, broken=[3])
-    cutter = Cutter(device)
+    cutter = MicroBatcher(device)
     assert run(cutter, device, batch_of(*[16] * 16)) == [32] * 8
     assert cutter.lowered() == {"train": 32}
 
@@ -339,7 +339,7 @@ def test_fragments_lower_the_budget_in_the_middle_of_a_step():
 def test_a_longer_prompt_than_ever_is_a_micro_batch_by_itself():
     """Scenario 49: longer than the budget; and with others in one micro-batch it did not fit."""
     device = Device(capacity=100)
-    cutter = Cutter(device)
+    cutter = MicroBatcher(device)
     assert run(cutter, device, batch_of(*[16] * 8)) == [64, 64]
     assert run(cutter, device, batch_of(90, *[16] * 4)) == [90, 64]
     assert cutter.lowered() == {}
@@ -353,13 +353,13 @@ def test_a_longer_prompt_than_ever_is_a_micro_batch_by_itself():
 
 def test_what_fills_sequences_up_counts_where_a_model_cannot_do_without():
     device = Device(capacity=64, is_padded=True)
-    assert run(Cutter(device), device, batch_of(40, 2, 2, 2)) == [40, 6]  # with another it would be two of 40
+    assert run(MicroBatcher(device), device, batch_of(40, 2, 2, 2)) == [40, 6]  # with another it would be two of 40
 
 
 def test_among_several_ranks_the_error_names_the_smaller_budget():
     device = Device(capacity=20, is_alone=False)
     with pytest.raises(BudgetError) as caught:
-        run(Cutter(device), device, batch_of(*[8] * 8), replace(CHOSEN, num_devices=2))
+        run(MicroBatcher(device), device, batch_of(*[8] * 8), replace(CHOSEN, num_devices=2))
     assert (caught.value.use, caught.value.tokens) == ("train", 16)  # half of 64, on two devices
     assert "out of device memory in an update with a micro-batch of 64 tokens (CUDA out of memory)" in str(caught.value)
     assert "set train.chosen_tokens_per_device to 16, or, if there is a checkpoint, use `hotseat resume`" in str(
@@ -371,9 +371,9 @@ def test_what_the_user_set_is_not_changed_and_the_error_says_to_what_it_could_be
     device = Device(capacity=20)
     batch = batch_of(*[8] * 8)
     with pytest.raises(DeviceMemoryError, match=r"with train.micro_batch_size 4 .*: set it to 2, or to auto$"):
-        run(Cutter(device), device, batch, BatchSettings(4, None))
+        run(MicroBatcher(device), device, batch, BatchSettings(4, None))
     with pytest.raises(DeviceMemoryError, match=r"train.max_tokens_per_device 64 .*: set it to 32, or remove it and"):
-        run(Cutter(device), device, batch, BatchSettings(None, 64))
+        run(MicroBatcher(device), device, batch, BatchSettings(None, 64))
 
 
 def test_a_trial_halves_until_it_fits_and_stops_at_one_sequence():

@@ -13,7 +13,7 @@ import pytest
 from phase_fakes import FakeArrivals, facts_of, make_prompts
 
 from hotseat.loop.rl.collect import GroupFilter
-from hotseat.loop.rl.overlapped import Asking, Callbacks, InFlight, OverlappedStream
+from hotseat.loop.rl.overlapped import Callbacks, InFlight, OverlappedStream, RolloutRequest
 from hotseat.loop.rl.pacer import Order, Pace
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.workers.facts import Fetched, GroupFacts, GroupKey, Job
@@ -115,7 +115,7 @@ def play(seed: int, in_flight: InFlight, is_shared: bool, folder: Path, num_step
     fakes: Any = hosts
     stream = OverlappedStream(
         tickets,
-        Asking(prompts, 2, Sampling(max_new_tokens=1)),
+        RolloutRequest(prompts, 2, Sampling(max_new_tokens=1)),
         in_flight,
         fakes,
         Spool(folder),

@@ -10,7 +10,7 @@ import transformers
 from loop_cases import make_value_model, ppo_yaml, rl_yaml, rm_yaml, sft_yaml
 
 from hotseat.config import loads
-from hotseat.errors import BatchError, DataError, HotseatError, NotBuiltError, UserError
+from hotseat.errors import BatchError, DataError, HotseatError, UnsupportedError, UserError
 from hotseat.loop.run import start
 from hotseat.loop.setup import settings
 from hotseat.train.models import check_value_head
@@ -127,7 +127,7 @@ def test_missing_inputs_are_refused_at_once(task):
 
 
 def test_what_is_not_built_is_refused_by_name(task):
-    said = refused(task, rl_yaml(task), "use_modelscope=true", kind=NotBuiltError)
+    said = refused(task, rl_yaml(task), "use_modelscope=true", kind=UnsupportedError)
     assert "use_modelscope: ModelScope" in said
 
 
@@ -145,7 +145,7 @@ def test_kernels_that_cannot_run_are_refused_before_a_model_loads(task, monkeypa
 def test_a_compiler_for_cuda_is_refused_without(task):
     options = ("train.backend=deepspeed", "train.deepspeed.deepcompile=true")
     assert "it does not go together with packed sequences in fp32" in refused(
-        task, rl_yaml(task), *options, kind=NotBuiltError
+        task, rl_yaml(task), *options, kind=UnsupportedError
     )
     said = refused(task, rl_yaml(task), *options, "train.packing=false")
     assert "train.deepspeed.deepcompile is true, and DeepSpeed compiles only for CUDA devices" in said

@@ -13,7 +13,7 @@ import pytest
 from model_shells import make_shell
 
 from hotseat.config import loads
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.loop.setup.hub import (
     OFFLINE,
     cache_folder,
@@ -23,7 +23,7 @@ from hotseat.loop.setup.hub import (
     is_data_set_cached,
     is_reachable,
 )
-from hotseat.loop.setup.refusals import looks_like_path, num_positions, num_rows_of, refuse_at_once
+from hotseat.loop.setup.refusals import check_config, looks_like_path, num_positions, num_rows_of
 from hotseat.loop.setup.user_files import agent_problem, reward_problem
 from hotseat.loop.state.saving import sole_owner
 
@@ -52,12 +52,12 @@ def here(tmp_path, monkeypatch):
 
 def refusal(here: Path, *overrides: str) -> str:
     with pytest.raises(UserError) as caught:
-        refuse_at_once(loads((here / "run.yaml").read_text(), overrides))
+        check_config(loads((here / "run.yaml").read_text(), overrides))
     return str(caught.value)
 
 
 def test_what_can_start_is_not_refused(here):
-    refuse_at_once(loads((here / "run.yaml").read_text()))
+    check_config(loads((here / "run.yaml").read_text()))
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_a_column_that_the_rows_do_not_have_is_named_by_its_key(here):
         in refusal(here, "data.input_key=inputs")
     )
     (here / "rows.jsonl").write_text("no JSON\n")
-    refuse_at_once(loads((here / "run.yaml").read_text(), ["data.label_key=label"]))  # refused when it is read
+    check_config(loads((here / "run.yaml").read_text(), ["data.label_key=label"]))  # refused when it is read
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
@@ -199,8 +199,8 @@ def test_everything_is_in_one_error(here):
     assert "actor.model: " in said
     assert "data.path: " in said
     assert "not part of this version:\n" in said
-    with pytest.raises(NotBuiltError):
-        refuse_at_once(loads((here / "run.yaml").read_text(), ["use_modelscope=true"]))
+    with pytest.raises(UnsupportedError):
+        check_config(loads((here / "run.yaml").read_text(), ["use_modelscope=true"]))
 
 
 def test_a_flow_that_no_run_can_follow_is_refused(here):
@@ -268,11 +268,11 @@ def test_offline_a_data_set_that_is_not_here_is_refused_at_once_and_a_cached_one
     for made in ("cache/datasets--org--MyRows/snapshots/abc", "prepared/org___my_rows"):
         monkeypatch.setenv(OFFLINE, "")
         (tmp_path / made).mkdir(parents=True)
-        refuse_at_once(loads((here / "run.yaml").read_text(), [f"{key}=org/MyRows"]))
+        check_config(loads((here / "run.yaml").read_text(), [f"{key}=org/MyRows"]))
         assert os.environ[OFFLINE] == "1"
         shutil.rmtree(tmp_path / made.split("/")[0])
     monkeypatch.setenv(OFFLINE, "")
-    refuse_at_once(loads((here / "run.yaml").read_text(), [f"{key}=json@model"]))
+    check_config(loads((here / "run.yaml").read_text(), [f"{key}=json@model"]))
 
 
 def test_folders_ask_nobody(nobody, monkeypatch):

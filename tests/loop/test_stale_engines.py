@@ -22,7 +22,7 @@ from hotseat.loop.setup import settings
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.models import ActorWorker
-from hotseat.loop.workers.proof import Canary, Proof
+from hotseat.loop.workers.proof import Canary, WeightCheck
 from hotseat.types import Episode, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 from hotseat.weights import Bucket, Sender, choose_transports
 
@@ -53,7 +53,7 @@ class Sending(ActorWorker):
 class Blind(EngineWorker):
     """Has no digests."""
 
-    def finish_load(self, version: int, canary: Canary | None) -> Proof:
+    def finish_load(self, version: int, canary: Canary | None) -> WeightCheck:
         proof = super().finish_load(version, canary)
         return replace(proof, undigested=frozenset(proof.digests))
 
@@ -67,15 +67,15 @@ class Stale(EngineWorker):
     def take_bucket(self, bucket: Bucket) -> None:
         self._arrived |= {name: tensor_digest(tensor) for name, tensor in bucket}
 
-    def finish_load(self, version: int, canary: Canary | None) -> Proof:
+    def finish_load(self, version: int, canary: Canary | None) -> WeightCheck:
         self._engine._serving.version = version  # type: ignore[attr-defined]
-        return Proof(self._engine.digest(), None if canary is None else self.score_canary(canary))
+        return WeightCheck(self._engine.digest(), None if canary is None else self.score_canary(canary))
 
 
 class Blinded(Stale):
     """As well, with digests of what arrived, not of what is used."""
 
-    def finish_load(self, version: int, canary: Canary | None) -> Proof:
+    def finish_load(self, version: int, canary: Canary | None) -> WeightCheck:
         proof = super().finish_load(version, canary)
         return replace(proof, digests=proof.digests | self._arrived)
 

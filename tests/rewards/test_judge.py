@@ -11,7 +11,7 @@ from hotseat.config import loads
 from hotseat.config.checks import missing
 from hotseat.errors import ConfigError, RunError, UserError
 from hotseat.failed import Failed
-from hotseat.loop.setup.judge import judge_obstacles, judge_of
+from hotseat.loop.setup.judge import judge_of, judge_problems
 from hotseat.loop.setup.reward_servers import check_reward_servers
 from hotseat.rewards import Grader, Graders, Score
 from hotseat.rewards.judge import Endpoints, Judge, VerdictFile, combined
@@ -280,21 +280,21 @@ def test_settings_come_from_the_config(tmp_path, monkeypatch):
     assert found.cache == str(tmp_path / "judge.jsonl")
     assert "s3cret" not in repr(found)
     assert judge_of(loads(""), tmp_path) is None
-    assert list(judge_obstacles(config)) == []
+    assert list(judge_problems(config)) == []
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path):
-    def obstacles(*arguments):
-        return dict(judge_obstacles(config_of(tmp_path, *arguments)))
+    def startup_problems(*arguments):
+        return dict(judge_problems(config_of(tmp_path, *arguments)))
 
-    assert "has no {answer}" in obstacles("", "Judge!")["reward.judge.rubric"]
-    assert "is no regular expression" in obstacles("pattern: '('")["reward.judge.pattern"]
-    assert "has 0 groups: it needs one" in obstacles("pattern: 'Score'")["reward.judge.pattern"]
+    assert "has no {answer}" in startup_problems("", "Judge!")["reward.judge.rubric"]
+    assert "is no regular expression" in startup_problems("pattern: '('")["reward.judge.pattern"]
+    assert "has 0 groups: it needs one" in startup_problems("pattern: 'Score'")["reward.judge.pattern"]
     gone = loads(BASE.format(rubric=tmp_path / "gone.txt", more=""))
-    assert "No such file" in dict(judge_obstacles(gone))["reward.judge.rubric"]
+    assert "No such file" in dict(judge_problems(gone))["reward.judge.rubric"]
     (tmp_path / "rubric.txt").write_bytes(b"\xff\xfe{answer}")
     gone = loads(BASE.format(rubric=tmp_path / "rubric.txt", more=""))
-    assert "no text in UTF-8" in dict(judge_obstacles(gone))["reward.judge.rubric"]
+    assert "no text in UTF-8" in dict(judge_problems(gone))["reward.judge.rubric"]
 
 
 def test_an_address_with_a_query_is_refused(tmp_path):

@@ -34,7 +34,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from hotseat.errors import DeadlineError, NonFiniteError, NotBuiltError, RunError, UserError, WeightError, WorkerError
+from hotseat.errors import (
+    DeadlineError,
+    NonFiniteError,
+    RunError,
+    UnsupportedError,
+    UserError,
+    WeightError,
+    WorkerError,
+)
 from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.rollout._slots import AnySlots, LlamaSlots, slot_model
 from hotseat.types import Completion, Request, Sampling
@@ -309,15 +317,15 @@ def test_bfloat16_weights_serve_too() -> None:
 
 def test_models_without_keys_and_values_are_refused() -> None:
     mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=67, hidden_size=32, num_hidden_layers=1))
-    with pytest.raises(NotBuiltError, match="Mamba.*use the vLLM engine"):
+    with pytest.raises(UnsupportedError, match="Mamba.*use the vLLM engine"):
         TransformersEngine(mamba, max_length=64)
     chunked = random_model(LLAMA_LIKE["qwen2"], 0)
     chunked.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(NotBuiltError, match=r"linear_attention.*vLLM"):
+    with pytest.raises(UnsupportedError, match=r"linear_attention.*vLLM"):
         TransformersEngine(chunked, max_length=64)
     flash = random_model(LLAMA_LIKE["llama"], 0)
     flash.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(NotBuiltError, match="flash_attention_2"):
+    with pytest.raises(UnsupportedError, match="flash_attention_2"):
         TransformersEngine(flash, max_length=64, options=SlotOptions(own_layers=False))
 
 

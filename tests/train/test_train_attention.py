@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hotseat.errors import NotBuiltError
+from hotseat.errors import UnsupportedError
 from hotseat.train.attention import BLOCKS, Blocks, causal_attention, gather
 
 
@@ -82,14 +82,14 @@ def test_short_segments_do_not_pay_for_a_long_one() -> None:
 @pytest.mark.parametrize("extra", [{"position_bias": torch.zeros(4)}, {"dropout": 0.1}])
 def test_attention_that_we_do_not_have_is_refused(extra: dict[str, object]) -> None:
     query = torch.zeros(1, 4, 3, 8)
-    with pytest.raises(NotBuiltError, match=f"Identity asks for attention with {next(iter(extra))}"):
+    with pytest.raises(UnsupportedError, match=f"Identity asks for attention with {next(iter(extra))}"):
         causal_attention(nn.Identity(), query, query, query, None, **extra)  # type: ignore[arg-type]
 
 
 def test_sinks_are_not_cut_over_ranks() -> None:
     query = torch.zeros(1, 4, 3, 8)
     blocks = Blocks(None, 3, slice=object())  # type: ignore[arg-type]
-    with pytest.raises(NotBuiltError, match="Identity has attention sinks, and sequences over several ranks"):
+    with pytest.raises(UnsupportedError, match="Identity has attention sinks, and sequences over several ranks"):
         causal_attention(nn.Identity(), query, query, query, None, s_aux=torch.zeros(4), **{BLOCKS: blocks})
 
 

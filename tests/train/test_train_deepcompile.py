@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils import cpp_extension
 from transformers import PreTrainedModel
 
-from hotseat.errors import NotBuiltError, RunError, UserError
+from hotseat.errors import RunError, UnsupportedError, UserError
 from hotseat.train import LoraOptions, TrainOptions, ZeroBackend, ZeroOptions, zero_stages
 from hotseat.train.deepcompile import Backends, check_device, filled, keep_order, keep_sizes
 from hotseat.train.logprobs import token_log_probs
@@ -202,7 +202,7 @@ def _values_and_gradient(call: Any, embedding: torch.nn.Embedding, token_ids: Te
     ],
 )
 def test_what_it_does_not_go_together_with_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(NotBuiltError, match=f"train.deepspeed.deepcompile is true, .* {message}"):
+    with pytest.raises(UnsupportedError, match=f"train.deepspeed.deepcompile is true, .* {message}"):
         ZeroBackend("no/model", TrainOptions(**({"zero": DEEP} | options)))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
-from hotseat.errors import NotBuiltError, RunError
+from hotseat.errors import RunError, UnsupportedError
 from hotseat.train import TrainOptions, ZeroBackend, ZeroOptions, split_by_count
 from hotseat.train.deepcompile import forget_model
 
@@ -204,6 +204,8 @@ def test_a_model_that_is_no_single_graph_is_refused() -> None:
         experts_implementation="eager",
     )
     backend = make(MixtralForCausalLM(config), PADDED, 2)
-    with pytest.raises(NotBuiltError, match="MixtralForCausalLM cannot be compiled as one graph .*: set it to false"):
+    with pytest.raises(
+        UnsupportedError, match="MixtralForCausalLM cannot be compiled as one graph .*: set it to false"
+    ):
         backend.update([some_segments()], ClippedLoss(), 1.0)
     backend.close()

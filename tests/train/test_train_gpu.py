@@ -14,7 +14,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from hotseat.algorithms.head import project
-from hotseat.loop.workers.cutting import BatchSettings, Cutter
+from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
 from hotseat.train import FSDPBackend, LoraOptions, TrainOptions, ZeroOptions, make_backend, split_by_count
 from hotseat.train.logprobs import token_log_probs
 
@@ -180,7 +180,7 @@ def test_a_device_that_is_full_gets_smaller_micro_batches(zero: ZeroOptions | No
     whole = BatchSettings(None, 16 * batch.num_segments, is_chosen=True)
     backend = make_backend(tiny_model(), options, device="cuda")
     backend.update([some_segments()], ClippedLoss(), 1.0)  # optimizer state and workspaces are there from now on
-    cutter = Cutter(backend)
+    cutter = MicroBatcher(backend)
     with device_memory_of(64 << 20):
         scored, log_probs = cutter.run(
             "rollout", whole, lambda settings: settings.cut(batch), lambda pieces: backend.log_probs(pieces, 1.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from hotseat.errors import NotBuiltError
+from hotseat.errors import UnsupportedError
 from hotseat.train import TrainOptions, attention, logprobs
 from hotseat.train.packing import model_input
 
@@ -110,7 +110,7 @@ def test_layers_that_attention_does_not_reach_are_run_padded() -> None:
     backend = make(copy.deepcopy(model), replace(OPTIONS, layout="auto", optimizer=None))
     torch.testing.assert_close(backend.log_probs([batch], 1.0)[0], expected, rtol=0, atol=1e-5)
     backend.close()
-    with pytest.raises(NotBuiltError, match="MambaForCausalLM cannot run packed"):
+    with pytest.raises(UnsupportedError, match="MambaForCausalLM cannot run packed"):
         make(model, replace(OPTIONS, layout="packed"))
 
 
@@ -137,7 +137,7 @@ class SquashedLlama(transformers.LlamaForCausalLM):
 
 def test_logits_that_are_more_than_the_config_says_are_refused() -> None:
     model = SquashedLlama(small("LlamaConfig").config)  # whose random logits are too small for the cap to matter
-    with pytest.raises(NotBuiltError, match="logits of SquashedLlama are not its hidden states times"):
+    with pytest.raises(UnsupportedError, match="logits of SquashedLlama are not its hidden states times"):
         make(model, OPTIONS)
 
 
@@ -153,7 +153,7 @@ class FarSightedMistral(transformers.MistralForCausalLM):
 
 def test_windows_that_attention_is_not_told_of_are_refused_however_long_they_are() -> None:
     config = small("MistralConfig", sliding_window=4000, max_position_embeddings=8192).config
-    with pytest.raises(NotBuiltError, match="FarSightedMistral has attention of another kind than training has"):
+    with pytest.raises(UnsupportedError, match="FarSightedMistral has attention of another kind than training has"):
         make(FarSightedMistral(config), OPTIONS)
     make(transformers.MistralForCausalLM(config), OPTIONS).close()
 

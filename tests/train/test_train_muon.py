@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.train import AdamW, Muon, Schedule, TrainOptions, ZeroOptions, split_by_count
 from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names, orthogonalize
 
@@ -226,9 +226,9 @@ def test_two_ranks_are_as_one_and_resume_exactly(
     ("changes", "error", "says"),
     [
         ({"precision": "bf16"}, UserError, "pure bf16.*set train.fp32_master to true"),
-        ({"zero": ZeroOptions(tensor_parallel_size=2)}, NotBuiltError, "whole matrices"),
-        ({"zero": ZeroOptions(adam_offload=True)}, NotBuiltError, "set adam_offload to false"),
-        ({"zero": ZeroOptions(deepcompile=True)}, NotBuiltError, "set deepcompile to false"),
+        ({"zero": ZeroOptions(tensor_parallel_size=2)}, UnsupportedError, "whole matrices"),
+        ({"zero": ZeroOptions(adam_offload=True)}, UnsupportedError, "set adam_offload to false"),
+        ({"zero": ZeroOptions(deepcompile=True)}, UnsupportedError, "set deepcompile to false"),
         ({"muon": Muon(momentum=1.0)}, UserError, "below 1"),
     ],
 )

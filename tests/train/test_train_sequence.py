@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.train import TrainOptions, split_by_tokens
 from hotseat.train.packing import model_input
 from hotseat.train.sequence import SequenceGroup
@@ -77,7 +77,7 @@ def test_only_packed_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         TrainOptions(layout="padded", sequence_parallel_size=2)
     monkeypatch.setattr("hotseat.train.models.check_ranks", lambda *_: None)
     mamba = small("MambaConfig", state_size=4)
-    with pytest.raises(NotBuiltError, match="MambaForCausalLM cannot run packed, and only packed sequences"):
+    with pytest.raises(UnsupportedError, match="MambaForCausalLM cannot run packed, and only packed sequences"):
         make(copy.deepcopy(mamba), replace(OVER_TWO, layout="auto"))
 
 

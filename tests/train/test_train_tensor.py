@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import transformers
 
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.train import LoraOptions, ZeroOptions
 from hotseat.train.tensor import check_cut, cut_layers
 from hotseat.train.zero import ZeroBackend
@@ -56,7 +56,7 @@ Group = Callable[[int, str], tuple[Path, list[dict[str, Any]]]]
     ],
 )
 def test_what_does_not_go_together_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(NotBuiltError, match=rf"train.deepspeed.tensor_parallel_size is 2.*{message}"):
+    with pytest.raises(UnsupportedError, match=rf"train.deepspeed.tensor_parallel_size is 2.*{message}"):
         ZeroBackend.check(replace(OVER_TWO, **settings))
 
 
@@ -69,7 +69,7 @@ def test_what_does_not_go_together_is_refused(settings: dict[str, Any], message:
     ],
 )
 def test_models_that_transformers_does_not_cut_so_are_refused(config: Any, message: str) -> None:
-    with pytest.raises(NotBuiltError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         check_cut(2, config)
     check_cut(1, config)
 
@@ -113,7 +113,7 @@ def test_a_plan_that_does_not_fit_the_model_is_refused() -> None:
 
     model = tiny_model()
     model.config.base_model_tp_plan = {"blocks.*.first": "colwise", "blocks.*.second": "rowwise"}
-    with pytest.raises(NotBuiltError, match=r"AutoTP found no blocks.\*.first to cut in LlamaForCausalLM"):
+    with pytest.raises(UnsupportedError, match=r"AutoTP found no blocks.\*.first to cut in LlamaForCausalLM"):
         cut_layers(model, Nobody())  # type: ignore[arg-type]
 
 

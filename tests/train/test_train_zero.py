@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from weight_changes import assert_changed_alike
 
-from hotseat.errors import NonFiniteError, NotBuiltError, RunError, UserError
+from hotseat.errors import NonFiniteError, RunError, UnsupportedError, UserError
 from hotseat.train import PARTS, FSDPBackend, Precision, TrainOptions, ZeroBackend, ZeroOptions, make_backend
 from hotseat.train.zero_stages import Flattened, Scattered
 from hotseat.types import MicroBatch
@@ -453,7 +453,7 @@ def test_options_that_cannot_be_are_refused(settings: dict[str, Any], message: s
     ],
 )
 def test_combinations_that_deepspeed_lacks_are_refused(precision: Any, zero: ZeroOptions, message: str) -> None:
-    with pytest.raises(NotBuiltError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         ZeroBackend("no/model", TrainOptions(precision=precision, zero=zero))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hotseat.agents.gateway.asking import BadRequest
-from hotseat.agents.sight import Shown
+from hotseat.agents.sight import EpisodeImage
 
 _TYPES = ("image_url", "input_image", "image")
 _PROMPT = "hotseat:image/"
@@ -48,7 +48,7 @@ def urls_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Shown]) -> list[Mapping[str, Any]]:
+def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[EpisodeImage]) -> list[Mapping[str, Any]]:
     """Return messages with the prepared images in the places of the clients' own."""
     left = iter(images)
     return [

@@ -19,7 +19,7 @@ from hotseat.agents.gateway.asking import CAN_BE_SAMPLED, Asked, BadRequest, Cli
 from hotseat.agents.gateway.growing import GrowingAnswer, certain
 from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
 from hotseat.agents.gateway.settings import SessionSettings
-from hotseat.agents.sight import Shown, Sight
+from hotseat.agents.sight import EpisodeImage, ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.types import Completion, Prompt, Sampling, WhenSampled
 
@@ -38,7 +38,7 @@ class Policy:
     sight: of a model that sees images; None: the run has none.
     """
 
-    def __init__(self, tokenizer: Any, settings: SessionSettings, sight: Sight | None = None):
+    def __init__(self, tokenizer: Any, settings: SessionSettings, sight: ImagePreparer | None = None):
         self.tokenizer = tokenizer
         self.settings = settings
         self.sight = sight
@@ -230,7 +230,7 @@ class Session:
             )
         return replace(self.sampling, **changed), False
 
-    async def _seen(self, messages: Sequence[Mapping[str, Any]], sight: Sight) -> Sequence[Mapping[str, Any]]:
+    async def _seen(self, messages: Sequence[Mapping[str, Any]], sight: ImagePreparer) -> Sequence[Mapping[str, Any]]:
         """Return messages with their images prepared."""
         urls = images.urls_of(messages)
         if not urls:
@@ -250,8 +250,8 @@ class Session:
             looked = iter(await sight.look(own, 0))
         except AgentError as error:
             raise BadRequest(str(error), "messages") from None
-        shown: list[Shown] = [
-            next(looked) if number is None else Shown.of_file(self._prompt_images[number]) for number in numbers
+        shown: list[EpisodeImage] = [
+            next(looked) if number is None else EpisodeImage.of_file(self._prompt_images[number]) for number in numbers
         ]
         return images.with_images(messages, shown)
 

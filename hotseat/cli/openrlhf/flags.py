@@ -34,7 +34,7 @@ class Flag:
     convert: Callable[[Any], Any] | None = None  # applied to a value that is copied
     choices: Mapping[str, Any] | None = None  # word -> value
     because: str | None = None  # why it never has an effect
-    not_built: str | None = None  # a feature that has no field yet
+    unsupported: str | None = None  # a feature that has no field yet
     read_by: str | None = None  # file:name of the code that reads a flag that sets no field
     aliases: tuple[str, ...] = ()
     is_secret: bool = False

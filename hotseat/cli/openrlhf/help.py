@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hotseat.cli.openrlhf.flags import COMMANDS, MANY, SAME, TASKS, UNBOUNDED, Flag
-from hotseat.config.built import UNBUILT
+from hotseat.config.unsupported import UNBUILT
 
 WIDTH = 100
 EXAMPLES: Mapping[str, str] = {
@@ -121,7 +121,7 @@ def group_of(flag: Flag) -> str:
     if flag.because:
         return NO_EFFECT
     built = [key for key in flag.sets if not any(each.owns(key) for each in UNBUILT)]
-    if flag.not_built or (flag.sets and not built):
+    if flag.unsupported or (flag.sets and not built):
         return NOT_BUILT
     if not flag.sets:  # flags that launchers set
         return "Training"
@@ -157,13 +157,13 @@ def _effect(flag: Flag, meanings: Mapping[str, Mapping[str, Any]]) -> str:
     """Describe what a flag does, in a sentence."""
     if flag.because:
         return f"no effect: {flag.because}"
-    if flag.not_built:
-        return f"not built yet: {flag.not_built}"
+    if flag.unsupported:
+        return f"not built yet: {flag.unsupported}"
     if not flag.sets:
         return "set by deepspeed and torchrun for each process"
     first = meanings.get(flag.sets[0])
     meaning = f": {MEANINGS.get(flag.name) or (first['meaning'] if first else '')}"
-    lacking = f" Not part of this version: {first['not_built']}." if first and first["not_built"] else ""
+    lacking = f" Not part of this version: {first['unsupported']}." if first and first["unsupported"] else ""
     return f"{', '.join(flag.sets)}{meaning}{lacking}"
 
 

@@ -12,7 +12,7 @@ from hotseat import clock, interrupts
 from hotseat.cli.ending import OK, reported
 from hotseat.cli.openrlhf.argv import hide_secrets
 from hotseat.cli.openrlhf.flags import TASKS
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.openmp import wait_passively
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _run(command: str, argv: Sequence[str], env: MutableMapping[str, str], start
         if speaks:
             _show(translation.yaml)
         return OK
-    refuse_what_cannot_start(translation)
+    check_prerequisites(translation)
     begin(translation, env, launched, start or _start)
     return OK
 
@@ -99,16 +99,16 @@ def _rank(env: Mapping[str, str], local_rank: int) -> int:
     return int(text) if text.isdecimal() else max(local_rank, 0)
 
 
-def refuse_what_cannot_start(translation: Translation) -> None:
+def check_prerequisites(translation: Translation) -> None:
     """Raise one error that lists everything that keeps the run from starting."""
     text = ""
     if translation.missing:
         text = "this run cannot start:\n" + _listed(translation.missing)
-    if translation.not_built:
-        text += "not part of this version:\n" + _listed(translation.not_built)
+    if translation.unsupported:
+        text += "not part of this version:\n" + _listed(translation.unsupported)
         text += "--print_config prints the config nevertheless"
     if text:
-        raise (UserError if translation.missing else NotBuiltError)(text.rstrip())
+        raise (UserError if translation.missing else UnsupportedError)(text.rstrip())
 
 
 def _listed(pairs: Sequence[tuple[str, str]]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hotseat.cli.openrlhf.flags import COMMANDS, TASKS, Flag
 from hotseat.cli.openrlhf.help import MEANINGS
 from hotseat.cli.options_view import options
-from hotseat.config.built import UNBUILT
+from hotseat.config.unsupported import UNBUILT
 
 BEGIN, END = "<!-- table of flags: begin -->", "<!-- table of flags: end -->"
 HEADER = "| flag | newer spelling | for | config field | what it does |\n| --- | --- | --- | --- | --- |"
@@ -50,8 +50,8 @@ def _effect(flag: Flag, meanings: Mapping[str, str]) -> str:
     """Describe what a flag does: the meaning of the first field that it sets, and its features that are not built."""
     if flag.because:
         return f"no effect: {flag.because}"
-    if flag.not_built:
-        return f"not built yet: {flag.not_built}"
+    if flag.unsupported:
+        return f"not built yet: {flag.unsupported}"
     if not flag.sets:
         return "set by `deepspeed` and `torchrun` for each process"
     built = [key for key in flag.sets if feature_of(key) is None]

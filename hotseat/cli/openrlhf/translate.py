@@ -11,8 +11,8 @@ from hotseat.cli.openrlhf.argv import CommandLine, FlagArgument, parse
 from hotseat.cli.openrlhf.derive import DERIVED, ConfigDraft
 from hotseat.cli.openrlhf.flags import TASKS, Flag
 from hotseat.config import Config, checks, to_yaml
-from hotseat.config.built import not_built, value_at
 from hotseat.config.load import valid_keys, validate
+from hotseat.config.unsupported import unsupported, value_at
 from hotseat.config.yaml_lines import Document
 from hotseat.errors import ConfigError, Problem
 
@@ -24,7 +24,7 @@ class Translation:
     config: Config
     yaml: str
     no_effect: list[tuple[str, str]]  # flag or variable, why
-    not_built: list[tuple[str, str]]  # flag, feature
+    unsupported: list[tuple[str, str]]  # flag, feature
     missing: list[tuple[str, str]]  # required flag, message
     inventory: str | None
     line: CommandLine = field(repr=False)
@@ -52,7 +52,7 @@ def translate(command: str, argv: Sequence[str], env: Mapping[str, str]) -> Tran
         config=config,
         yaml=to_yaml(config),
         no_effect=_no_effect(draft, dropped, words),
-        not_built=_not_built(draft, config, keys, words),
+        unsupported=_not_built(draft, config, keys, words),
         missing=[
             *((words.flag_of(key), words.in_flags(message)) for key, message in checks.missing(config)),
             *draft.missing,
@@ -143,9 +143,11 @@ def _not_built(draft: ConfigDraft, config: Config, keys: Iterable[str], words: _
     """List unbuilt features with the flag that needs each, whether it is written or has that value by default."""
     line = draft.line
     features = {
-        argument.spelling: argument.flag.not_built for argument in line.arguments.values() if argument.flag.not_built
+        argument.spelling: argument.flag.unsupported
+        for argument in line.arguments.values()
+        if argument.flag.unsupported
     }
-    for key, what in not_built(config, keys):
+    for key, what in unsupported(config, keys):
         if key == "task":
             features.setdefault(line.command, what)
             continue

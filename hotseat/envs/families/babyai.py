@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hotseat.envs.families.gym import GymSimulator
-from hotseat.envs.simulator import Seen
+from hotseat.envs.simulator import Observation
 from hotseat.errors import UserError
 
 KINDS = ("unseen", "empty", "wall", "floor", "door", "key", "ball", "box", "goal", "lava", "agent")
@@ -62,7 +62,7 @@ class BabyAi(GymSimulator):
         with contextlib.redirect_stdout(io.StringIO()):
             super().__init__(tasks, None, {"imports": ["minigrid"], **limit, **kwargs}, VIEWS[view])
 
-    def reset(self, task: int, seed: int) -> Seen:
+    def reset(self, task: int, seed: int) -> Observation:
         with contextlib.redirect_stdout(io.StringIO()):  # levels print the positions that they reject
             return super().reset(task, seed)
 
@@ -77,14 +77,14 @@ class BabyAi(GymSimulator):
         return BabyAIBot(self.environments[self._current])
 
 
-def cells(environment: Any, observation: Any) -> Seen:
+def cells(environment: Any, observation: Any) -> Observation:
     """Return the mission and the view: row by row from the agent outwards, each cell a word."""
     view = np.asarray(observation["image"])  # [width, height, 3]: kind, colour, state; the agent is below the middle
     words = [_word(*view[x, y]) for y in reversed(range(view.shape[1])) for x in range(view.shape[0])]
     return _seen(environment, observation, words)
 
 
-def objects(environment: Any, observation: Any) -> Seen:
+def objects(environment: Any, observation: Any) -> Observation:
     """Return the mission, what is in front of the agent, and the objects in view with their places, near ones first."""
     view = np.asarray(observation["image"])
     middle, last = view.shape[0] // 2, view.shape[1] - 1
@@ -99,14 +99,14 @@ def objects(environment: Any, observation: Any) -> Seen:
     return _seen(environment, observation, words)
 
 
-def pixels(environment: Any, observation: Any) -> Seen:
+def pixels(environment: Any, observation: Any) -> Observation:
     """Return the mission and the view as MiniGrid draws it, with the agent below the middle: [7 TILE, 7 TILE, 3]."""
     view = np.asarray(observation["image"]).astype(np.int64)
     rows = [
         np.concatenate([_tile(*view[x, y], _is_agent(view, x, y)) for x in range(view.shape[0])], axis=1)
         for y in range(view.shape[1])
     ]
-    return Seen(instruction=str(observation["mission"]), image=np.concatenate(rows))
+    return Observation(instruction=str(observation["mission"]), image=np.concatenate(rows))
 
 
 def _is_agent(view: np.ndarray, x: int, y: int) -> bool:
@@ -125,11 +125,11 @@ def _tile(kind: int, colour: int, state: int, has_agent: bool) -> np.ndarray:
     return drawn.astype(np.uint8)
 
 
-def _seen(environment: Any, observation: Any, words: list[str]) -> Seen:
+def _seen(environment: Any, observation: Any, words: list[str]) -> Observation:
     carried = environment.unwrapped.carrying
     if carried is not None:
         words += ["carries", f"{carried.color}-{carried.type}"]
-    return Seen(instruction=str(observation["mission"]), text=" ".join(words))
+    return Observation(instruction=str(observation["mission"]), text=" ".join(words))
 
 
 VIEWS = {"objects": objects, "cells": cells, "pixels": pixels}

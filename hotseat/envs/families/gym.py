@@ -1,8 +1,8 @@
 """Any registered environment of gymnasium, by its name.
 
-Observations: numbers and vectors become `Seen.state`, pictures `Seen.image`, text and missions the words; a dictionary
-is put together from its entries. Whether an episode succeeded is what the environment's `info` says under `success` or
-`is_success`; where it says nothing, nobody knows.
+Observations: numbers and vectors become `Observation.state`, pictures `Observation.image`, text and missions the words;
+a dictionary is put together from its entries. Whether an episode succeeded is what the environment's `info` says under
+`success` or `is_success`; where it says nothing, nobody knows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hotseat.envs.simulator import ActionSpec, Seen, Simulator, Step, Task
+from hotseat.envs.simulator import ActionSpec, Observation, Simulator, Step, Task
 from hotseat.errors import UserError
 
 UNBOUNDED = 10.0  # values of a state without bounds are clipped here
@@ -38,7 +38,7 @@ class GymSimulator(Simulator):
         tasks: Sequence[str],
         max_steps: int | None,
         kwargs: Mapping[str, Any],
-        describe: Callable[[Any, Any], Seen] | None = None,
+        describe: Callable[[Any, Any], Observation] | None = None,
     ):
         import importlib
 
@@ -73,7 +73,7 @@ class GymSimulator(Simulator):
             self.num_state_values = _num_values(self._spaces[0])
         self._current = 0
 
-    def reset(self, task: int, seed: int) -> Seen:
+    def reset(self, task: int, seed: int) -> Observation:
         self._current = task
         environment = self.environments[task]
         environment.action_space.seed(seed)
@@ -105,13 +105,13 @@ class GymSimulator(Simulator):
         said = info.get("success", info.get("is_success"))
         return None if said is None else bool(said)
 
-    def _seen(self, observation: Any) -> Seen:
+    def _seen(self, observation: Any) -> Observation:
         if self._describe is not None:
             return self._describe(self.environments[self._current], observation)
         return seen_of(self._spaces[self._current], observation)
 
 
-def seen_of(space: Any, observation: Any) -> Seen:
+def seen_of(space: Any, observation: Any) -> Observation:
     """Sort an observation of any space of gymnasium into state, picture and words."""
     state: list[np.ndarray] = []
     words: list[str] = []
@@ -124,7 +124,7 @@ def seen_of(space: Any, observation: Any) -> Seen:
             words.append(str(value))
         else:
             state.append(np.asarray(value, dtype=np.float32).reshape(-1))
-    return Seen(text=" ".join(words), state=np.concatenate(state) if state else None, image=image)
+    return Observation(text=" ".join(words), state=np.concatenate(state) if state else None, image=image)
 
 
 def _leaves(space: Any, value: Any) -> list[tuple[Any, Any]]:

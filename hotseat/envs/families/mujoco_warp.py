@@ -22,7 +22,7 @@ import mujoco_warp as mjw
 import numpy as np
 import warp as wp
 
-from hotseat.envs.simulator import ActionSpec, Seen, Task, Worlds, WorldStep
+from hotseat.envs.simulator import ActionSpec, Observation, Task, Worlds, WorldStep
 from hotseat.errors import UserError
 
 PUCKS = ("red", "blue")
@@ -330,7 +330,7 @@ class Tabletop(Worlds):
         assert self._above is not None, "observe: state takes no pictures"
         return self._above.frames
 
-    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Seen]:
+    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Observation]:
         is_new = np.zeros(self.num_worlds, dtype=np.int32)
         places = np.zeros((self.num_worlds, 8), dtype=np.float32)
         is_new[list(where)] = 1
@@ -443,11 +443,11 @@ class Tabletop(Worlds):
         disc = self._data.mocap_pos.numpy()[:, 0, :2]
         return np.concatenate([self._data.qpos.numpy(), disc], axis=1)
 
-    def _seen(self, where: Sequence[int]) -> list[Seen]:
+    def _seen(self, where: Sequence[int]) -> list[Observation]:
         state = self._state()
         pictures = self._above.frames.numpy() if self._above is not None else None
         return [
-            Seen(
+            Observation(
                 instruction=INSTRUCTIONS[self.tasks[self._playing[world]].name],
                 state=state[world] if self._feels else None,
                 image=None if pictures is None else pictures[world].copy(),

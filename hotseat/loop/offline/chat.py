@@ -12,8 +12,8 @@ from transformers.utils import logging
 from hotseat.agents.transcript import decode
 from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_text
-from hotseat.config.maths import max_new_tokens
 from hotseat.config.precision import with_dtype
+from hotseat.config.resolved import max_new_tokens
 from hotseat.data import ChatTemplate
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.cpu import check_vllm_dtype

@@ -12,7 +12,7 @@ from hotseat.config.load import loads
 from hotseat.config.roles import has_agent, has_judge, has_judge_engine
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import ConfigError, Problem, UserError
-from hotseat.loop.setup.refusals import num_positions, refuse_at_once
+from hotseat.loop.setup.refusals import check_config, num_positions
 
 # Keys and sections that have an effect without training.
 _ENGINE = ("engine", "num_slots", "tensor_parallel_size", "memory_share", "prefix_caching", "enforce_eager")
@@ -88,7 +88,7 @@ def refuse(config: Config, *, needs_reward: bool, needs_data: bool = True) -> No
             " model, for example with `vllm serve MODEL`, and set reward.judge.url to its address"
         )
     optional = [] if needs_reward else ["reward.function"]
-    refuse_at_once(config, optional if needs_data else [*optional, "data.path"])
+    check_config(config, optional if needs_data else [*optional, "data.path"])
 
 
 def has_reward(config: Config) -> bool:

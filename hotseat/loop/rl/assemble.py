@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from hotseat.config import Config
-from hotseat.config.maths import overlap_queue
+from hotseat.config.resolved import overlap_queue
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy, has_simulator
 from hotseat.loop.devices.memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
-from hotseat.loop.opening import OnCluster
+from hotseat.loop.opening import ClusterContext
 from hotseat.loop.planning.simulator_memory import keep_gib
 from hotseat.loop.preflight import RlInputs
 from hotseat.loop.rl.alarms import Alarms
@@ -26,13 +26,13 @@ from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.loop import RlRun
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.micro_batches import MicroBatches
-from hotseat.loop.rl.overlapped import Asking, Callbacks, OverlappedStream
+from hotseat.loop.rl.overlapped import Callbacks, OverlappedStream, RolloutRequest
 from hotseat.loop.rl.pacer import Pace
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.prepare import PreparePhase
 from hotseat.loop.rl.recovery import Recovery
 from hotseat.loop.rl.replay import Recording, ReplayStream
-from hotseat.loop.rl.rollout import Answering, RolloutPhase, group_filter
+from hotseat.loop.rl.rollout import RolloutPhase, RolloutRunner, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.step_metrics import StepMetrics
@@ -69,7 +69,7 @@ def columns(config: Config) -> dict[str, str]:
 
 @contextmanager
 def assemble(
-    place: OnCluster,
+    place: ClusterContext,
     inputs: RlInputs,
     groups: Groups,
     run_dir: Path,
@@ -112,7 +112,7 @@ def _keep_simulator_memory(config: Config, journal: Journal, device: int, num_by
 
 
 def _connect(
-    place: OnCluster,
+    place: ClusterContext,
     inputs: RlInputs,
     groups: Groups,
     run_dir: Path,
@@ -169,7 +169,7 @@ def _connect(
     is_shared = config.overlap.staleness > 0 and shares_devices(plan)
     evaluating = [name for name, each in config.components.items() if each.evaluates]
     components = Components(groups.components, groups.hosts, meter, evaluating) if groups.components else None
-    answering = Answering(
+    answering = RolloutRunner(
         groups, phase_settings, meter, guard, sync, recovery, carries_over=is_shared, components=components
     )
     ledger = Ledger(run_dir)
@@ -190,7 +190,7 @@ def _connect(
             lambda count: state.order.next(count),
             record,
         )
-        asking = Asking(prompts, config.rollout.samples_per_prompt, settings.sampling(config))
+        asking = RolloutRequest(prompts, config.rollout.samples_per_prompt, settings.sampling(config))
         sampling = answering.sampling if is_shared else None
         spool, in_flight = Spool(run_dir / SPOOL), config.overlap.in_flight
         stream = OverlappedStream(tickets, asking, in_flight, groups.hosts, spool, recovery, callbacks, sampling)
@@ -238,7 +238,7 @@ def _draw_rollout(timeline: Timeline, plan: Plan, since_s: float) -> None:
         timeline.span("devices", f"device {device}", "rollout", since_s, time.time(), turn="rollout")
 
 
-def _routes(place: OnCluster, groups: Groups) -> Routes:
+def _routes(place: ClusterContext, groups: Groups) -> Routes:
     config, plan = place.config, place.plan
     to_inference = None
     if groups.inference is not None:

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from hotseat.config import Config
-from hotseat.config.maths import overlap_queue
+from hotseat.config.resolved import overlap_queue
 from hotseat.config.roles import has_simulator
 from hotseat.errors import UserError
 from hotseat.files import write_whole

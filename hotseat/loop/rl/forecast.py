@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from hotseat.config import Config
-from hotseat.config.maths import overlap_queue
+from hotseat.config.resolved import overlap_queue
 from hotseat.config.roles import has_agent
 from hotseat.errors import UserError
 from hotseat.loop.planning.plan import engine_slots, episodes_per_engine

@@ -25,7 +25,7 @@ from hotseat.config.roles import (
 )
 from hotseat.errors import RunError
 from hotseat.loop.devices.scheduler import Movable
-from hotseat.loop.opening import OnCluster, folder_witness
+from hotseat.loop.opening import ClusterContext, folder_witness
 from hotseat.loop.planning.plan import (
     are_devices_logical,
     cache_limit,
@@ -89,7 +89,7 @@ class Groups:
 
 
 def launch_groups(
-    place: OnCluster,
+    place: ClusterContext,
     algebra: BatchAlgebra,
     eos_token_ids: tuple[int, ...],
     run_dir: Path,
@@ -145,7 +145,7 @@ def launch_groups(
 
 
 def _launch(
-    place: OnCluster,
+    place: ClusterContext,
     schedule_length: int,
     engine: EngineSettings | None,
     judge: EngineSettings | None,

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Asking:
+class RolloutRequest:
     """The work of the hosts: prompts, and how often and how each is answered."""
 
     prompts: Sequence[Prompt]
@@ -52,7 +52,7 @@ class OverlappedStream:
     def __init__(
         self,
         tickets: Tickets,
-        asking: Asking,
+        asking: RolloutRequest,
         in_flight: InFlight,
         hosts: RolloutHosts,
         spool: Spool,

@@ -10,7 +10,7 @@ from typing import Protocol
 from hotseat import faults
 from hotseat.algorithms.adapters import WeightForm
 from hotseat.cluster import Calling, WorkerGroup
-from hotseat.loop.workers.proof import Canary, Proof
+from hotseat.loop.workers.proof import Canary, WeightCheck
 from hotseat.weights import BroadcastData, BroadcastGroup, Bucket, Transport, TransportPlan, check_digests, merge
 
 
@@ -46,7 +46,7 @@ class SendsWeights(Protocol):
     def broadcast(self) -> None:
         """Send the gathered bucket to all engines on that transport."""
 
-    def finish_push(self, canary: Canary | None) -> Proof:
+    def finish_push(self, canary: Canary | None) -> WeightCheck:
         """Return the proof of what was sent."""
 
 
@@ -59,7 +59,7 @@ class TakesWeights(Protocol):
     def take_bucket(self, bucket: Bucket) -> None:
         """Load the weights of one bucket."""
 
-    def finish_load(self, version: int, canary: Canary | None) -> Proof:
+    def finish_load(self, version: int, canary: Canary | None) -> WeightCheck:
         """Return the proof of what was loaded."""
 
 

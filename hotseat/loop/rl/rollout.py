@@ -33,7 +33,7 @@ from hotseat.types import Prompt, Sampling
 T = TypeVar("T")
 
 
-class Answering:
+class RolloutRunner:
     """Has prompts answered by the engines and the answers scored, in leases of their own.
 
     carries_over: requests stay open between two leases. components: the user's own; None: there are none.
@@ -120,7 +120,7 @@ class RolloutPhase:
 
     def __init__(
         self,
-        answering: Answering,
+        answering: RolloutRunner,
         groups: Groups,
         phase_settings: PhaseSettings,
         state: RlState,

@@ -9,7 +9,7 @@ from typing import Any
 from hotseat.algorithms import AdaptiveKl, FixedKl
 from hotseat.config import Config, loads_saved
 from hotseat.data import PromptOrder, SampledOrder, digest_of
-from hotseat.loop.workers.own_functions import own_function
+from hotseat.loop.workers.user_functions import own_function
 from hotseat.types import Prompt
 
 NONE_SERVED = -1  # `RlState.version` before the first push

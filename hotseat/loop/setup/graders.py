@@ -50,7 +50,7 @@ def sandbox_of(config: Config) -> SandboxSettings:
     )
 
 
-def grader_obstacles(config: Config) -> Iterator[tuple[str, str]]:
+def grader_problems(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (key, message) of graders that cannot work: a pattern, a schema, or a package that is missing here."""
     if config.task != "rl":
         return

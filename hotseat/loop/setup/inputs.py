@@ -12,7 +12,7 @@ from hotseat.agents.environments.agent import check_environment, environment_row
 from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_text
 from hotseat.config.images import filler_image, has_images, image_folder, largest_image
-from hotseat.config.maths import judge_length, prompt_limit, prompt_max_length
+from hotseat.config.resolved import judge_length, prompt_limit, prompt_max_length
 from hotseat.config.roles import (
     has_agent,
     has_critic,
@@ -25,7 +25,7 @@ from hotseat.config.roles import (
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, columns_of, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.loop.setup.refusals import judge_length_problem, length_problem
 from hotseat.loop.setup.reward_columns import check_columns, keeps_columns
 from hotseat.loop.setup.settings import environment_settings, image_limits
@@ -170,7 +170,9 @@ def _check_quantisation(model_config: Any) -> None:
     text = model_config.get_text_config()
     if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         name = type(model_config).__name__.removesuffix("Config")
-        raise NotBuiltError(f"rollout.quantization is fp8, and {name} has experts, which it is not built for: unset it")
+        raise UnsupportedError(
+            f"rollout.quantization is fp8, and {name} has experts, which it is not built for: unset it"
+        )
 
 
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:

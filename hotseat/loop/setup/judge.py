@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hotseat.config import Config
-from hotseat.config.maths import judge_length
+from hotseat.config.resolved import judge_length
 from hotseat.config.roles import has_judge
 from hotseat.config.urls import as_list
 from hotseat.rewards.addresses import bearer_token
@@ -52,7 +52,7 @@ def _engine(config: Config) -> JudgeEngine:
     return JudgeEngine(judge_length(config), engine_slots(config, "judge"))
 
 
-def judge_obstacles(config: Config) -> Iterator[tuple[str, str]]:
+def judge_problems(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (key, message) of a rubric or a pattern that cannot work."""
     judge = config.reward.judge
     if not has_judge(config) or judge.rubric is None:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.config import Config
-from hotseat.config.built import not_built
 from hotseat.config.chat_template import chat_template_problem
 from hotseat.config.checks import missing
-from hotseat.config.maths import judge_length
+from hotseat.config.resolved import judge_length
 from hotseat.config.roles import (
     has_critic,
     has_judge_engine,
@@ -23,12 +22,13 @@ from hotseat.config.roles import (
     has_simulator,
     task_numbers,
 )
+from hotseat.config.unsupported import unsupported
 from hotseat.envs.loading import EXAMPLES, import_problem, path_problem
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.loop.planning.plan import flow_problem
-from hotseat.loop.setup.graders import grader_obstacles
+from hotseat.loop.setup.graders import grader_problems
 from hotseat.loop.setup.hub import hub_problem
-from hotseat.loop.setup.judge import judge_obstacles
+from hotseat.loop.setup.judge import judge_problems
 from hotseat.loop.setup.user_files import agent_problem, function_problem, reward_problem, spelling_problem
 from hotseat.loop.setup.weight_files import weights_problem
 from hotseat.loop.state.run_dir import check_name
@@ -40,7 +40,7 @@ MODEL_FOLDER = "model"  # folder of a run with its exported model
 _BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml")
 
 
-def obstacles(config: Config, optional: Collection[str] = ()) -> list[tuple[str, str]]:
+def startup_problems(config: Config, optional: Collection[str] = ()) -> list[tuple[str, str]]:
     """List (key, message) of everything that would stop a run and can be seen in the config and in files.
 
     optional: keys that a run must set, but the command of this config need not.
@@ -50,8 +50,8 @@ def obstacles(config: Config, optional: Collection[str] = ()) -> list[tuple[str,
         *_flow(config),
         *_user_files(config),
         *_simulators(config),
-        *grader_obstacles(config),
-        *judge_obstacles(config),
+        *grader_problems(config),
+        *judge_problems(config),
         *_missing_models(config),
         *_missing_rows(config),
         *_missing_columns(config),
@@ -65,20 +65,20 @@ def _flow(config: Config) -> Iterator[tuple[str, str]]:
         yield "flow", problem
 
 
-def refuse_at_once(config: Config, optional: Collection[str] = ()) -> None:
+def check_config(config: Config, optional: Collection[str] = ()) -> None:
     """Raise one error with everything that would stop a run and can be seen in the config and in files.
 
-    optional: as for `obstacles`.
+    optional: as for `startup_problems`.
     """
-    absent = obstacles(config, optional)
+    absent = startup_problems(config, optional)
     text = ""
     if absent:
         text += "this run cannot start:\n" + "".join(f"  {key}: {message}\n" for key, message in absent)
-    unbuilt = not_built(config)
+    unbuilt = unsupported(config)
     if unbuilt:
         text += "not part of this version:\n" + "".join(f"  {key}: {what}\n" for key, what in unbuilt)
     if text:
-        raise (UserError if absent else NotBuiltError)(text.rstrip())
+        raise (UserError if absent else UnsupportedError)(text.rstrip())
     check_name(config)
     models = [(key, name) for key, name in _models(config) if not Path(name).is_dir()]
     data_sets = list(_hub_data_sets(config))

@@ -11,7 +11,8 @@ from hotseat.config import Config
 from hotseat.config.batches import is_auto, num_checkpointed, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.chat_template import chat_template_text
 from hotseat.config.images import filler_image, has_images, image_folder, largest_image
-from hotseat.config.maths import (
+from hotseat.config.precision import dtype_of
+from hotseat.config.resolved import (
     aggregation,
     correction_kind,
     judge_length,
@@ -20,7 +21,6 @@ from hotseat.config.maths import (
     max_sampled_tokens,
     ratio_step,
 )
-from hotseat.config.precision import dtype_of
 from hotseat.config.roles import (
     compares_with_reference,
     has_agent,
@@ -46,11 +46,11 @@ from hotseat.loop.workers.engines import EngineSettings, VllmSettings
 from hotseat.loop.workers.experience import AdvantageSettings
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.models import PolicySettings
-from hotseat.loop.workers.own_functions import absolute
 from hotseat.loop.workers.reference import ReferenceSettings
 from hotseat.loop.workers.rollout_host import HostSettings
 from hotseat.loop.workers.sight import HostImages
 from hotseat.loop.workers.simulation import SimulationSettings
+from hotseat.loop.workers.user_functions import absolute
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
 from hotseat.rewards.addresses import bearer_token

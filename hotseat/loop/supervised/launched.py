@@ -40,7 +40,7 @@ from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
 from hotseat.loop.supervised.loop import SupervisedRun, TokenBudget, columns, train_supervised, worker_arguments
 from hotseat.loop.supervised.worker import Preparation, StepResult, SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof, witness
-from hotseat.observe import LiveView, Silence
+from hotseat.observe import LiveView, NullJournal
 from hotseat.placement import GIB, DeviceKind, Inventory, Node
 
 AGAIN = "start it again with checkpoint.resume=true"
@@ -168,7 +168,7 @@ def _open_on_first(
     if opened:
         return opened[0]
     config, run_dir, checkpoint, evaluation = facts
-    return OpenRun(config, run_dir, own_saver, checkpoint, Silence(), evaluation)
+    return OpenRun(config, run_dir, own_saver, checkpoint, NullJournal(), evaluation)
 
 
 def _on_launched(config: Config, num_ranks: int) -> tuple[Config, Inventory | None]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, token_budget, tokens_per_micro_batch
-from hotseat.loop.opening import OnCluster
+from hotseat.loop.opening import ClusterContext
 from hotseat.loop.planning.budgets import Use, least_tokens, lowered_note, lowered_until, with_budget
 from hotseat.loop.planning.plan import is_offloaded
 from hotseat.loop.preflight import SupervisedInputs
@@ -168,7 +168,7 @@ def worker_arguments(
 
 
 def launch_ranks(
-    place: OnCluster, inputs: SupervisedInputs, journal: Journal, folder_proof: FolderProof | None = None
+    place: ClusterContext, inputs: SupervisedInputs, journal: Journal, folder_proof: FolderProof | None = None
 ) -> WorkerGroup[SupervisedWorker]:
     """Start the ranks that train, on the devices of the plan. folder_proof: what they prove before they load."""
     config, processes = place.config, place.plan.role("actor").processes

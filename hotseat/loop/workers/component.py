@@ -25,7 +25,7 @@ from typing import Any
 from hotseat.errors import RunError, UserError
 from hotseat.loop.devices.memory import Held, held_here, release_cache_here
 from hotseat.loop.workers.experience import Share, groups_of
-from hotseat.loop.workers.own_functions import described, is_own, own_function
+from hotseat.loop.workers.user_functions import described, is_own, own_function
 from hotseat.types import GroupChange, Moved, PromptGroup
 
 _MOVES = ("offload", "onload")

@@ -52,7 +52,7 @@ class BatchSettings:
         return split_by_count(batch, self.micro_batch_size, allow_longer=True, by_images=by_images)
 
 
-class Cutter:
+class MicroBatcher:
     """Cuts the work of one rank, and lowers its token budgets when memory runs out."""
 
     def __init__(self, backend: Backend):

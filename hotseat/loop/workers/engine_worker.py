@@ -17,7 +17,7 @@ from hotseat.errors import HotseatError, RunError
 from hotseat.loop.devices.memory import Held, held_here, release_cache_here
 from hotseat.loop.workers.engine_client import FailedRequest, SampledTokens
 from hotseat.loop.workers.engines import EngineSettings, make_engine
-from hotseat.loop.workers.proof import Canary, Proof
+from hotseat.loop.workers.proof import Canary, WeightCheck
 from hotseat.types import Completion, Moved, Request
 from hotseat.weights import Bucket, Receiver
 
@@ -164,11 +164,11 @@ class EngineWorker:
     def take_bucket(self, bucket: Bucket) -> None:
         self._receiver.take(bucket)
 
-    def finish_load(self, version: int, canary: Canary | None) -> Proof:
+    def finish_load(self, version: int, canary: Canary | None) -> WeightCheck:
         digests = self._receiver.finish(version)
         is_offloaded = bool(self._engine.health().offloaded & self._engine.scores_with)
         log_probs = None if canary is None or is_offloaded else self.score_canary(canary)
-        return Proof(digests, log_probs, self._engine.undigested)
+        return WeightCheck(digests, log_probs, self._engine.undigested)
 
     def score_canary(self, canary: Canary) -> list[float]:
         """Return log-probs of the canary's sampled tokens."""

@@ -42,7 +42,7 @@ from hotseat.loop.workers.losses import (
     RETURNS,
     ROLLOUT_LOG_PROBS,
 )
-from hotseat.loop.workers.own_functions import is_own, own_function
+from hotseat.loop.workers.user_functions import is_own, own_function
 from hotseat.train.packing import balance, take
 from hotseat.types import Episode, MicroBatch, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 

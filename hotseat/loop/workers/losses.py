@@ -28,7 +28,7 @@ from hotseat.algorithms import (
     weighted_sum,
 )
 from hotseat.algorithms.quantiles import count_sizes
-from hotseat.loop.workers.own_functions import is_own, own_policy_loss
+from hotseat.loop.workers.user_functions import is_own, own_policy_loss
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch
 

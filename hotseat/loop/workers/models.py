@@ -23,7 +23,7 @@ from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, RunError
 from hotseat.loop.devices.memory import Held, held_here, release_cache_here
 from hotseat.loop.planning.budgets import Use
-from hotseat.loop.workers.cutting import BatchSettings, Cutter, too_large
+from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher, too_large
 from hotseat.loop.workers.engines import device_of_process
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
@@ -49,7 +49,7 @@ from hotseat.loop.workers.losses import (
     RETURNS,
     PolicyObjective,
 )
-from hotseat.loop.workers.proof import Canary, Proof
+from hotseat.loop.workers.proof import Canary, WeightCheck
 from hotseat.loop.workers.records import Recorder, TokenRecord
 from hotseat.train.backend import Backend, Loss, TrainOptions, UpdateReport
 from hotseat.train.exact import NO_8_BITS, EightBits, ExactScores, exact_log_probs, missing_bytes
@@ -115,7 +115,7 @@ class BackendWorker:
             self._backend = make_backend(
                 model, options, device=device_of_process(), trust_remote_code=trust_remote_code
             )
-        self._cutter = Cutter(self._backend)
+        self._cutter = MicroBatcher(self._backend)
         self._sequence_parallel_size = options.sequence_parallel_size
 
     def held(self) -> Held:
@@ -257,10 +257,10 @@ class InferenceWorker(ModelWorker):
     def take_bucket(self, bucket: Bucket) -> None:
         self._receiver.take(bucket)
 
-    def finish_load(self, version: int, canary: Canary | None) -> Proof:
+    def finish_load(self, version: int, canary: Canary | None) -> WeightCheck:
         """Return the proof of what was loaded. Collective."""
         digests = self._receiver.finish(version)
-        return Proof(digests, None if canary is None else self.score_canary(canary))
+        return WeightCheck(digests, None if canary is None else self.score_canary(canary))
 
 
 @dataclass(frozen=True)
@@ -408,11 +408,11 @@ class ActorWorker(ModelWorker):
         """Send the gathered bucket to all engines that receive broadcasts. Only the first rank does."""
         self._sender.broadcast()
 
-    def finish_push(self, canary: Canary | None) -> Proof:
+    def finish_push(self, canary: Canary | None) -> WeightCheck:
         """Return the proof of what was sent. Collective."""
         self._sender.finish()
         log_probs = None if canary is None else self.score_canary(canary)
-        return Proof(self._backend.digest(dtype=self._dtype, form=self._form), log_probs)
+        return WeightCheck(self._backend.digest(dtype=self._dtype, form=self._form), log_probs)
 
     def _outgoing(self) -> Iterator[tuple[str, Tensor]]:
         return self._backend.weights(dtype=self._dtype, bucket_bytes=BUCKET_BYTES, form=self._form)

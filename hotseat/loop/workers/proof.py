@@ -1,4 +1,4 @@
-"""Proof that both sides of a push hold the same weights: digests, and log-probs of the canary."""
+"""Check that both sides of a push hold the same weights: digests, and log-probs of the canary."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Canary:
 
 
 @dataclass(frozen=True)
-class Proof:
-    """Proof of what one side holds after a push: digests, and log-probs of the canary's sampled tokens.
+class WeightCheck:
+    """What one side of a push holds: digests, and log-probs of the canary's sampled tokens.
 
     log_probs: None where there is no canary yet, or where the engine needs its cache to score and it is offloaded.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.agents.agent import AgentError
-from hotseat.agents.sight import Shown, Sight
+from hotseat.agents.sight import EpisodeImage, ImagePreparer
 from hotseat.data._problems import BadValue
 from hotseat.data.images import ImageLimits, ImageStore, load_processor, processor_template
 from hotseat.vision import placeholder_ids, tokens_of
@@ -24,7 +24,7 @@ class HostImages:
     largest: str | None = None  # the image of the most tokens that the engine was started for; None: any will do
 
 
-def make_sight(settings: HostImages, model: str, tokenizer: Any) -> Sight:
+def make_sight(settings: HostImages, model: str, tokenizer: Any) -> ImagePreparer:
     """Make what prepares images as those of the data were prepared."""
     from transformers import AutoConfig
 
@@ -33,7 +33,7 @@ def make_sight(settings: HostImages, model: str, tokenizer: Any) -> Sight:
     config = AutoConfig.from_pretrained(model, trust_remote_code=settings.trust_remote_code)
     most = None if settings.largest is None else tokens_of(settings.largest).count(store.image_token_id)
 
-    def prepare(image: Any) -> Shown:
+    def prepare(image: Any) -> EpisodeImage:
         try:
             prepared = store.prepare(image, "an image of the episode", Path())
         except BadValue as error:
@@ -44,9 +44,9 @@ def make_sight(settings: HostImages, model: str, tokenizer: Any) -> Sight:
                 f"an image of the episode: {num_tokens} tokens, and vLLM was started for images of {most}: make it"
                 " smaller, or raise data.max_length"
             )
-        return Shown(prepared.path, prepared.token_ids)
+        return EpisodeImage(prepared.path, prepared.token_ids)
 
     template = None if tokenizer.chat_template else processor_template(model)
     ids = frozenset(placeholder_ids(config))
     limits = settings.limits
-    return Sight(prepare, store.image_token_id, ids, limits.max_images, template, processor, limits.max_bytes)
+    return ImagePreparer(prepare, store.image_token_id, ids, limits.max_images, template, processor, limits.max_bytes)

@@ -30,7 +30,7 @@ from hotseat.data.images import load_processor
 from hotseat.envs.env import Env, Outcome
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.envs.processes import ProcessEnv, SimulatorError
-from hotseat.envs.simulator import ActionSpec, Seen
+from hotseat.envs.simulator import ActionSpec, Observation
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
 from hotseat.loop.workers.records import MAX_FRAMES
@@ -228,7 +228,7 @@ class Reader:
     def _tokenize(self, words: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(words, add_special_tokens=False)["input_ids"])
 
-    def read(self, seen: Seen) -> Context:
+    def read(self, seen: Observation) -> Context:
         """Return the tokens of an observation: its image, instruction and words, then the state in bins."""
         token_ids = self._encode(seen)
         images: tuple[str, ...] = ()
@@ -258,7 +258,7 @@ class Reader:
             )
         return Context(token_ids, images)
 
-    def _encode(self, seen: Seen) -> list[int]:
+    def _encode(self, seen: Observation) -> list[int]:
         words = " ".join(part for part in (seen.instruction, seen.text) if part)
         token_ids = list(self._tokens_of(words)) if words else []
         if seen.state is not None:
@@ -287,7 +287,7 @@ class Stage:
         self._steps: dict[int, tuple[np.ndarray, asyncio.Future[Any]]] = {}
         self._is_busy = False
 
-    async def reset(self, slot: int, task: int, seed: int) -> Seen:
+    async def reset(self, slot: int, task: int, seed: int) -> Observation:
         """Begin an episode in a free slot."""
         self._playing.add(slot)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

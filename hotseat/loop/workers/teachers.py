@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hotseat.cluster.activity import activity
 from hotseat.loop.planning.budgets import Use
-from hotseat.loop.workers.cutting import BatchSettings, Cutter
+from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
 from hotseat.loop.workers.engines import device_of_process
 from hotseat.loop.workers.experience import Share, flatten, groups_of
 from hotseat.loop.workers.models import BySample, ModelWorker
@@ -41,7 +41,7 @@ class TeachersWorker(ModelWorker):
                 self._backend = self._backends[name] = make_backend(
                     model, options, device=device_of_process(), trust_remote_code=trust_remote_code
                 )
-            self._cutter = self._cutters[name] = Cutter(self._backend)
+            self._cutter = self._cutters[name] = MicroBatcher(self._backend)
             self._present = name
 
     def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> BySample:

@@ -14,21 +14,21 @@ from hotseat.algorithms import Advantages, cispo_loss, compute_advantages, group
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import ConfigError, UserError
-from hotseat.loop.preflight import check_own_functions
+from hotseat.loop.preflight import check_user_functions
 from hotseat.loop.run import start
-from hotseat.loop.setup.refusals import obstacles
+from hotseat.loop.setup.refusals import startup_problems
 from hotseat.loop.setup.settings import policy_settings
 from hotseat.loop.state.saving import Saver
 from hotseat.loop.workers.experience import flatten, with_advantages
 from hotseat.loop.workers.losses import ADVANTAGES
-from hotseat.loop.workers.own_functions import absolute, own_function, own_policy_loss
+from hotseat.loop.workers.user_functions import absolute, own_function, own_policy_loss
 from hotseat.observe import read_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
 def trial(path: Path, **names: str) -> None:
-    check_own_functions(
+    check_user_functions(
         loads("algorithm: {" + ", ".join(f"{key}: '{path}:{name}'" for key, name in names.items()) + "}")
     )
 
@@ -97,13 +97,13 @@ def test_an_estimator_that_cannot_work_is_refused_on_toy_groups(write, body, mes
 def test_a_sampler_that_cannot_choose_is_refused_on_toy_prompts(write, body, message):
     file = write("def f(num, pass_rates, num_draws, rng):\n    " + body)
     with pytest.raises(UserError, match=message):
-        check_own_functions(loads(f"data: {{sampler: '{file}:f'}}"))
+        check_user_functions(loads(f"data: {{sampler: '{file}:f'}}"))
 
 
 def test_missing_files_and_functions_are_refused_without_loading_anything(write):
     file = write("def one(a):\n    pass\n")
     config = loads(f"algorithm: {{policy_loss: '{file}:two', estimator: '{file.parent}/gone.py:f'}}")
-    found = dict(obstacles(config))
+    found = dict(startup_problems(config))
     assert found["algorithm.policy_loss"] == f"{file} has no function two; its functions are: one (line 1)"
     assert found["algorithm.estimator"].startswith(f"there is no file {file.parent}/gone.py")
     with pytest.raises(UserError, match="has no function two"):
@@ -127,7 +127,7 @@ def test_the_functions_of_the_docs_pass_the_trial_and_compute_what_they_say(writ
     optimal = own_function(f"{file}:optimal_baseline")
     rewards, groups, lengths = torch.tensor([1.0, 3.0, 2.0]), torch.tensor([0, 0, 1]), torch.tensor([1, 3, 2])
     assert optimal(rewards, groups, lengths=lengths).tolist() == [-1.5, 0.5, 0]
-    check_own_functions(loads(f"data: {{sampler: '{file}:my_sampler'}}"))
+    check_user_functions(loads(f"data: {{sampler: '{file}:my_sampler'}}"))
     advantages = own_function(f"{file}:my_estimator")(torch.tensor([1.0, 3.0, 2.0]), torch.tensor([0, 0, 1]))
     assert advantages.tolist() == [-2, 0, 0]
     batch = flatten([make_group(0, [1.0, 0.0])])
@@ -210,9 +210,9 @@ def test_an_estimator_that_needs_siblings_is_refused_where_prompts_have_one_samp
         "    return torch.stack([(r - of.mean()) / (of.std() + 1e-4) for r, of in zip(rewards, each)])\n"
     )
     text = f"algorithm: {{estimator: '{file}:f'}}"
-    check_own_functions(loads(text, ["rollout.samples_per_prompt=2"]))
+    check_user_functions(loads(text, ["rollout.samples_per_prompt=2"]))
     with pytest.raises(UserError, match="not finite for a group of one, and rollout.samples_per_prompt is 1"):
-        check_own_functions(loads(text, ["rollout.samples_per_prompt=1"]))
+        check_user_functions(loads(text, ["rollout.samples_per_prompt=1"]))
 
 
 def test_an_estimator_that_fails_later_names_what_it_returned():

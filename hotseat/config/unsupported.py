@@ -57,7 +57,7 @@ def value_at(config: BaseModel, key: str) -> Any:
     return value
 
 
-def not_built(config: Config, set_keys: Iterable[str] = ()) -> list[tuple[str, str]]:
+def unsupported(config: Config, set_keys: Iterable[str] = ()) -> list[tuple[str, str]]:
     """Return (key, feature) of every feature that this config uses and this version does not have.
 
     Where the feature is a section, the key is the first of `set_keys` in it that is not at its default.

@@ -129,7 +129,7 @@ def shortest_kl_horizon(config: Config) -> float:
     return MAX_KL_ERROR * config.rollout.batch_size * config.rollout.samples_per_prompt
 
 
-def maths_notes(config: Config) -> list[str]:
+def resolved_notes(config: Config) -> list[str]:
     """Return the notes of a run's start about settings that differ from what the algorithm's name stands for."""
     if config.task != "rl":
         return []
