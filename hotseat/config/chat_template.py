@@ -22,10 +22,11 @@ def chat_template_problem(value: str | None) -> str | None:
 
     try:
         text = chat_template_text(value)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # no such file, no name of one, a home that nobody has
         why = getattr(error, "strerror", None) or str(error)
+        shown = value if value is None or len(value) <= 100 else f"{value[:100]}..."
         return (
-            f"{value!r} is no template, which would contain {{{{ or {{%, and cannot be read as a file with one: {why}"
+            f"{shown!r} is no template, which would contain {{{{ or {{%, and cannot be read as a file with one: {why}"
         )
     if text is None:
         return None

@@ -29,6 +29,9 @@ def test_templates_that_use_the_messages(template, tmp_path):
     [
         ("tmpl.jinja", "'tmpl.jinja' is no template, which would contain {{ or {%, and cannot be read as a file"),
         (".", "Is a directory"),
+        ("~no-user-of-this-name/tmpl.jinja", "Could not determine home directory"),
+        ("tmpl\0.jinja", "embedded null byte"),
+        ("Give a short answer. " * 500, "Give a short ans...' is no template"),
         ("Question: {{ prompt }}", "the template ignores the messages"),
         ("{{ 'messages' }}", "the template ignores the messages"),
         ("{% for m in messages %}\n{{ m }", "no Jinja template: unexpected '}' at line 2"),
