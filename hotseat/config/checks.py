@@ -949,20 +949,13 @@ def _rejection_conflicts(correction: CorrectionConfig) -> list[tuple[str, str]]:
         )
         return [("algorithm.correction.reject_high", f"has to be set with reject {correction.reject}: {usual}")]
     low = 1 / high if low is None else low
-    if correction.reject == "k1" and not low <= 1 <= high:
+    if correction.reject == "k1" and not low < 1 < high:
         return [
             (
                 "algorithm.correction.reject_high",
-                f"answers on which engine and trainer agree have the ratio 1, which is outside [{low:g}, {high:g}]: set"
-                " reject_low below 1 and reject_high above 1",
-            )
-        ]
-    if correction.reject == "k1" and low == high:
-        return [
-            (
-                "algorithm.correction.reject_high",
-                "1 keeps only answers on which engine and trainer agree to the last bit: set reject_high above 1, such"
-                " as 2, which keeps geometric means between 0.5 and 2",
+                "answers on which engine and trainer agree up to rounding have ratios on both sides of 1, and reject_low"
+                f" and reject_high keep those from {low:g} to {high:g}: set reject_low below 1 and reject_high above 1,"
+                " such as 0.5 and 2",
             )
         ]
     return []

@@ -192,11 +192,16 @@ class RewardServer:
         if self._options.token is None:
             return True
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
-        return kind.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._options.token.encode())
+        return kind.lower() == "bearer" and _is_same(token.strip(), self._options.token)
 
     def _unauthorized(self) -> web.Response:
         text = f"the header 'Authorization: Bearer TOKEN' is missing or wrong; {TOKEN} has the token where this runs"
         return _closing(_error(401, text, {"WWW-Authenticate": "Bearer"}))
+
+
+def _is_same(token: str, expected: str) -> bool:
+    """Compare tokens in constant time; bytes of a header that are no UTF-8 are lone surrogates here."""
+    return hmac.compare_digest(*(each.encode(errors="surrogateescape") for each in (token, expected)))
 
 
 def _texts(body: bytes) -> list[str] | str:
