@@ -953,9 +953,9 @@ def _rejection_conflicts(correction: CorrectionConfig) -> list[tuple[str, str]]:
         return [
             (
                 "algorithm.correction.reject_high",
-                "answers on which engine and trainer agree up to rounding have ratios on both sides of 1, and reject_low"
-                f" and reject_high keep those from {low:g} to {high:g}: set reject_low below 1 and reject_high above 1,"
-                " such as 0.5 and 2",
+                "answers on which engine and trainer agree up to rounding have ratios on both sides of 1, and the"
+                f" bounds keep those from {low:g} to {high:g}: set reject_low below 1 and reject_high above 1, such as"
+                " 0.5 and 2",
             )
         ]
     return []

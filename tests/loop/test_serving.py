@@ -349,7 +349,9 @@ def test_a_body_is_neither_read_nor_asked_for_before_its_request_is_allowed(head
     with serving(Counting(), token="abc") as address:
         url = urlsplit(address)
         with socket.create_connection((url.hostname, url.port), WAIT_S) as connection:
-            connection.sendall(f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n{headers}\r\n\r\n".encode("latin1"))
+            connection.sendall(
+                f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n{headers}\r\n\r\n".encode("latin1")
+            )
             with connection.makefile("rb") as answer:
                 assert answer.readline().split()[1] == str(status).encode()
 
