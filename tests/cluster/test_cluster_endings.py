@@ -29,8 +29,7 @@ class Driver:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            # A driver with threads, as OpenBLAS has more than one of, is not forked.
-            env={**os.environ, MARK: self.mark, "OPENBLAS_NUM_THREADS": "1"},
+            env={**os.environ, MARK: self.mark},
             preexec_fn=hear_interrupts,
         )
         assert self.process.stdout.readline() == "starting\n"
