@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-MAX_PARAMETERS, MAX_LINES = 8, 500
+MAX_PARAMETERS, MAX_LINES, MAX_FUNCTION_LINES = 8, 500, 60
 _PREPOSITIONS = """
 about above across after against along among around as at before behind below beneath beside between beyond by during
 except for from in inside into like near of off on onto out outside over past since through to toward towards under
@@ -31,6 +31,8 @@ whom whose
 PREPOSITIONS, PRONOUNS = frozenset(_PREPOSITIONS.split()), frozenset(_PRONOUNS.split())
 CALLS = ("call", "start", "scatter", "start_scatter")  # of a worker group, whose first argument names a method
 IDENTIFIER = re.compile(r"[a-z_]+$")
+ENGINE_NAMES, ENGINES_HOME = {"vllm", "transformers"}, ("rollout", "registry")
+BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}  # reach an attribute that a type checker does not see
 EVERYWHERE = ("__init__", "__main__")  # file names that have no meaning of their own
 
 
@@ -75,7 +77,12 @@ def measure(package: Path) -> dict[str, str]:
         "most attributes": f"{widest.num_attributes} ({widest.name})",
         "most methods": f"{busiest.num_methods} ({busiest.name})",
         "classes with over 12 attributes": str(sum(size.num_attributes > 12 for size in sizes)),
+        f"functions over {MAX_FUNCTION_LINES} lines": str(sum(long_functions(tree) for tree in modules.values())),
         f"constructors with over {MAX_PARAMETERS} parameters": str(constructors),
+        "files outside rollout/ that compare with an engine's name": str(
+            sum(names_engine(tree) for path, tree in modules.items() if is_outside(path.relative_to(package)))
+        ),
+        "getattr, setattr, hasattr, delattr": str(sum(calls_of(tree, BY_NAME) for tree in modules.values())),
         "calls by string": str(sum(calls_by_string(tree) for tree in modules.values())),
         "docstrings that begin with a preposition": str(opened["preposition"]),
         "docstrings that begin with a pronoun": str(opened["pronoun"]),
@@ -104,6 +111,39 @@ def num_parameters(node: ast.ClassDef) -> int:
         if isinstance(each, ast.FunctionDef) and each.name == "__init__":
             return len(each.args.posonlyargs + each.args.args + each.args.kwonlyargs) - 1
     return 0
+
+
+def long_functions(tree: ast.Module) -> int:
+    """Count functions of more lines than one reads at a glance."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return sum((node.end_lineno or node.lineno) - node.lineno + 1 > MAX_FUNCTION_LINES for node in functions)
+
+
+def is_outside(path: Path) -> bool:
+    """Return whether a module, by its path in the package, belongs neither to the engines nor to their table."""
+    return path.parts[0] not in ENGINES_HOME
+
+
+def names_engine(tree: ast.Module) -> bool:
+    """Return whether a module decides by the name of an engine: compares something called engine or kind with it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            words = {each.value for side in sides for each in ast.walk(side) if isinstance(each, ast.Constant)}
+            subject = " ".join(ast.unparse(side) for side in sides)
+            if words & ENGINE_NAMES and re.search(r"\b(engine|kind)\b", subject):
+                return True
+            if ".vllm" in subject and any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
+                return True
+    return False
+
+
+def calls_of(tree: ast.Module, names: set[str]) -> int:
+    """Count calls of these functions."""
+    return sum(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+        for node in ast.walk(tree)
+    )
 
 
 def calls_by_string(tree: ast.Module) -> int:

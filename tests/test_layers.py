@@ -88,7 +88,6 @@ ROWS_OF = {
         ("group", "reservation", "node_agent"),
         ("connection", "daemons"),
         ("template",),
-        ("template_fork",),
         ("forked", "template_process", "lean_agent"),
         ("library",),
     ),

@@ -21,14 +21,13 @@ def entry() -> None:
     if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"], ["completion"], ["openrlhf-path"]):
         # These only print, so `| head` ends them like any such command. A run must not die of a closed pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(main(sys.argv[1:], is_command=True))
+    sys.exit(main(sys.argv[1:]))
 
 
-def main(argv: Sequence[str], is_command: bool = False) -> int:
-    """Run one subcommand and return its exit code. is_command: this process does nothing else."""
+def main(argv: Sequence[str]) -> int:
+    """Run one subcommand and return its exit code."""
     clock.begin()
     arguments = parse(argv)
-    arguments.is_command = is_command
     return reported("hotseat", lambda: int(arguments.run(arguments)))
 
 
@@ -235,7 +234,7 @@ def _run(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, [*arguments.overrides, *_allowing(arguments.allow_change)])
     from hotseat.loop.start import start
 
-    start(config, is_command=arguments.is_command)
+    start(config)
     return OK
 
 
@@ -268,7 +267,7 @@ def _resume(arguments: argparse.Namespace) -> int:
         )
     from hotseat.loop.start import start
 
-    start(config, is_command=arguments.is_command)
+    start(config)
     return OK
 
 

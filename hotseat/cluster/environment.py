@@ -19,17 +19,6 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
         restore_environment(before)
 
 
-@contextlib.contextmanager
-def environment_of_its_own(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables while the context lasts. At its end undo these and all other changes since its begin."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        restore_environment({name: before.get(name) for name in {*before, *os.environ}})
-
-
 def restore_environment(before: Mapping[str, str | None]) -> None:
     """Set variables back to earlier values; None removes one."""
     for key, value in before.items():

@@ -29,16 +29,13 @@ from hotseat.observe.noise import without_deepspeeds_greeting
 from hotseat.openmp import thread_env
 
 
-def start(config: Config, launched: bool = False, is_command: bool = False) -> dict[str, float]:
-    """Run a config to its end, as `hotseat.loop.run.start` does.
-
-    is_command: this process is a command that has just begun, not a program of the user's.
-    """
+def start(config: Config, launched: bool = False) -> dict[str, float]:
+    """Run a config to its end, as `hotseat.loop.run.start` does."""
     with interrupts.heard() as heard, heard.of_run():
-        return _start(config, launched, is_command)
+        return _start(config, launched)
 
 
-def _start(config: Config, launched: bool, is_command: bool) -> dict[str, float]:
+def _start(config: Config, launched: bool) -> dict[str, float]:
     check_config(config)
     keep_compiled()
     with make_view(config, launched) as view, agent_trial(config) as trial:
@@ -48,9 +45,8 @@ def _start(config: Config, launched: bool, is_command: bool) -> dict[str, float]
         view.stage("loading torch and transformers")
         has_workers = not launched and config.cluster.runtime == "ray"
         env = thread_env(config.cluster.threads_per_process)
-        alone = view.paused if is_command else None
         modules = worker_modules(config)
-        with without_deepspeeds_greeting(), started_template(modules, env, has_workers, alone) as template:
+        with without_deepspeeds_greeting(), started_template(modules, env, has_workers) as template:
             with without_collector():
                 from hotseat.loop import run
 

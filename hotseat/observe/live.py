@@ -6,16 +6,13 @@ first step is a dated line, and while processes start, a line now and then says 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
-from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -92,22 +89,6 @@ class LiveView:
             self._live.start()
         return self
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Show no status while the context lasts: its thread ends, and standard streams are what they were before.
-
-        The thread has been asked to end when the context begins, and ends soon after.
-        """
-        if self._live is None:
-            yield
-            return
-        self._stop()
-        try:
-            with _logs_to_files():
-                yield
-        finally:
-            self.__enter__()
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -181,25 +162,6 @@ class LiveView:
         )
         processes = self.processes
         return Group(grid, *(Text(f"  {line}", style="dim") for line in (processes() if processes else ())))
-
-
-@contextmanager
-def _logs_to_files() -> Iterator[None]:
-    """Have log handlers that were made below a status write to the streams themselves, not through the console."""
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
-    proxies = {
-        handler: handler.stream
-        for handler in handlers
-        if isinstance(handler, logging.StreamHandler) and isinstance(handler.stream, FileProxy)
-    }
-    for handler, proxy in proxies.items():
-        handler.stream = proxy.rich_proxied_file
-    try:
-        yield
-    finally:
-        for handler, proxy in proxies.items():
-            handler.stream = proxy
 
 
 def _duration(seconds: float) -> str:

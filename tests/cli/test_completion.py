@@ -1,5 +1,6 @@
 """`hotseat completion`: the scripts, each in its shell where the shell is installed."""
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -7,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from hotseat.cli.completion import SHELLS, commands_of, keys
+from hotseat.cli.completion import SHELLS, keys, script
 from hotseat.cli.main import main, make_parser
 from hotseat.config.load import valid_keys
 
 ASK = """
 source "$1"; shift
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
-_hotseat 2>/dev/null
+_shtab_hotseat 2>/dev/null
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 
@@ -22,8 +23,8 @@ printf '%s\\n' "${COMPREPLY[@]}"
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripts")
-    for shell, make in SHELLS.items():
-        (folder / shell).write_text(make(commands_of(make_parser())))
+    for shell in SHELLS:
+        (folder / shell).write_text(script(shell))
     return folder
 
 
@@ -45,7 +46,7 @@ def complete(scripts, tmp_path):
 
 def test_a_shell_is_asked_for_and_its_script_printed(capsys):
     assert main(["completion", "bash"]) == 0
-    assert capsys.readouterr().out.endswith("complete -F _hotseat hotseat\n")
+    assert capsys.readouterr().out.strip().endswith("-F _shtab_hotseat hotseat")
     with pytest.raises(SystemExit):
         main(["completion", "tcsh"])
     assert "invalid choice: 'tcsh'" in capsys.readouterr().err
@@ -54,10 +55,11 @@ def test_a_shell_is_asked_for_and_its_script_printed(capsys):
 def test_every_command_and_option_and_key_is_in_every_script(scripts):
     for shell in SHELLS:
         words = set(re.findall(r"[\w.-]+", (scripts / shell).read_text()))
-        for command in commands_of(make_parser()):
-            assert command.name in words
-            for option in command.options:
-                assert all(name in words or name.lstrip("-") in words for name in option.names), (shell, option)
+        commands = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+        for name, command in commands.choices.items():
+            assert name in words
+            options = {option for action in command._actions for option in action.option_strings}
+            assert all(option in words or option.lstrip("-") in words for option in options), (shell, options)
         assert set(valid_keys()) <= words
 
 
@@ -108,4 +110,5 @@ def test_fish_completes(scripts):
     result = subprocess.run(
         ["fish", "--no-config", "-c", asked], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent
     )
-    assert result.stdout.split() == ["rollout.engine=transformers", "rollout.engine=vllm"]
+    words = [line.split("\t")[0] for line in result.stdout.splitlines()]  # without their descriptions
+    assert words == ["rollout.engine=transformers", "rollout.engine=vllm"]

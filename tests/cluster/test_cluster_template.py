@@ -17,9 +17,8 @@ from cluster_workers import Plain, wait_until
 from hotseat.cluster import Cluster, Process, started_template
 from hotseat.cluster._guard import end_marked, marked, process_state
 from hotseat.cluster._ray import forked, template_process
-from hotseat.cluster._ray.template import SWITCH
+from hotseat.cluster._ray.template import SWITCH, Template
 from hotseat.cluster._ray.template_process import differing, load
-from hotseat.cluster.environment import environment_of_its_own
 from hotseat.openmp import thread_env
 
 
@@ -115,56 +114,46 @@ sys.exit(int(sys.argv[1]))
 """
 
 
+def is_listening(address: str) -> bool:
+    """Tell whether a process listens there: its file is there a moment earlier."""
+    sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return any(fields[-1] == address and fields[3] == "00010000" for fields in sockets)
+
+
 @pytest.mark.slow
-def test_a_command_forks_its_template_and_programs_that_are_forked_from_it_are_like_others(tmp_path):
+def test_programs_that_are_forked_from_a_template_are_like_others(tmp_path):
     program = tmp_path / "main.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, str(Path(__file__).with_name("driver_of_forks.py")), str(program)]
-    # This one is not for the template: it would be open as long as a worker lives.
-    reader, writer = os.pipe()
-    driver = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")},
-        pass_fds=[writer],
-    )
-    os.close(writer)
-    assert driver.stdout is not None
+    template = Template(["torch", "numpy", "xml.dom.minidom"], thread_env(1))
+    env = {**os.environ, **thread_env(1)}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *template.for_workers, str(program), *arguments]
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env)
+
     try:
-        assert driver.stdout.readline() == "printed before the fork\n"
-        facts = json.loads(driver.stdout.readline())
-        assert facts["programs"] == {"no command": True, "torch is loaded": True, "a thread": True}
-        assert facts["is_fork"]
-        assert facts["group"] == facts["templates"][1]
-        assert facts["env"] is None
-        done, third, words, raised = facts["runs"]
-        assert [each["code"] for each in facts["runs"]] == [0, 3, 1, 1]
-        assert (done["err"], third["err"], words["out"], words["err"], raised["out"]) == ("", "", "", "words\n", "")
-        assert raised["err"].endswith("ValueError: of the program\n")
-        first, second = (each["out"].split("\n") for each in (done, third))
+        wait_until(lambda: is_listening(template.for_workers[-1]))
+        done, third, words, raised = runs = [run(argument) for argument in ("0", "3", "words", "raise")]
+        assert [each.returncode for each in runs] == [0, 3, 1, 1]
+        assert (done.stderr, third.stderr, words.stdout, words.stderr, raised.stdout) == ("", "", "", "words\n", "")
+        assert raised.stderr.endswith("ValueError: of the program\n")
+        first, second = (each.stdout.split("\n") for each in (done, third))
         assert first[1:] == second[1:] == ["last", ""]
         seen, other = json.loads(first[0]), json.loads(second[0])
-        assert seen["parent"] == facts["templates"][1]
+        assert seen["parent"] == template.pids[1]
         assert seen["argv"] == [str(program), "0"]
         assert seen["path"][0] == str(tmp_path)
         assert not {"", os.path.dirname(sys.executable)} & set(seen["path"])
         assert seen["is_loaded"]
-        assert len({*seen["draws"], *other["draws"], facts["draw"]}) == 7
+        assert len({*seen["draws"], *other["draws"]}) == 6
         assert seen["threads"] == 1
-        assert facts["threads"][0] == facts["threads"][1]
         assert seen["files"] == []
-        assert seen["env"]["OPENBLAS_NUM_THREADS"] == "1"
         assert seen["group"][0] == seen["group"][1]
         assert seen["signals"] == [True, True]
-        driver.kill()
-        assert driver.stdout.read() == ""  # to the end, so nothing else writes there
-        wait_until(lambda: {process_state(pid) for pid in facts["templates"]} == {"gone"})
     finally:
-        os.close(reader)
-        driver.kill()
-        driver.communicate()
+        pids = template.pids
+        template.close()
+    assert [pid for pid in pids if process_state(pid) != "gone"] == []
 
 
 LATE_MODULE = """
@@ -175,12 +164,6 @@ folder = pathlib.Path(__file__).parent
 while not (folder / "go").exists():
     time.sleep(0.01)
 """
-
-
-def is_listening(address: str) -> bool:
-    """Tell whether a process listens there: its file is there a moment earlier."""
-    sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
-    return any(fields[-1] == address and fields[3] == "00010000" for fields in sockets)
 
 
 def test_a_fork_that_comes_after_the_end_of_the_driver_ends_with_the_template(tmp_path):
@@ -214,17 +197,6 @@ def test_a_module_that_cannot_be_loaded_is_left_to_the_process_that_needs_it(tmp
     assert "xml.dom.minidom" in sys.modules
     with pytest.raises(RuntimeError, match="no such device"):
         importlib.import_module("not_for_this_machine")
-
-
-def test_an_environment_of_its_own_leaves_nothing_behind(monkeypatch):
-    monkeypatch.setenv("A", "1")
-    monkeypatch.setenv("B", "1")
-    monkeypatch.delenv("C", raising=False)
-    with environment_of_its_own({"A": "2"}):
-        assert os.environ["A"] == "2"
-        del os.environ["B"]
-        os.environ["C"] = "set by an import"
-    assert [os.environ.get(name) for name in "ABC"] == ["1", "1", None]
 
 
 def test_there_is_no_template_where_it_is_of_no_use_or_switched_off(monkeypatch):

@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import re
-import sys
 import threading
 
 import pytest
@@ -77,33 +76,6 @@ def test_on_a_terminal_the_phase_and_the_time_to_go_are_shown():
         assert view.eta_s() is not None
     assert "update" in out.getvalue()
     assert "to go" in out.getvalue()
-
-
-def test_a_pause_ends_the_thread_of_the_status_and_its_hold_on_streams_and_logs(monkeypatch):
-    out, err = io.StringIO(), io.StringIO()
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", err)
-    logger = logging.getLogger("of a library that is loaded below a status")
-    before = set(threading.enumerate())  # among them perhaps a thread of an earlier status, which is about to end
-    with LiveView("rl", console=Console(width=100, force_terminal=True)) as view:
-        logger.addHandler(handler := logging.StreamHandler())
-        through_console = handler.stream
-        assert through_console is sys.stderr is not err
-        (status,) = (each for each in {*threading.enumerate()} - before if type(each).__module__ == "rich.live")
-        with view.paused():
-            status.join(60)
-            assert not status.is_alive()
-            assert handler.stream is sys.stderr is err
-            assert sys.stdout is out
-            begin = len(out.getvalue())
-        assert handler.stream is through_console
-        view.phase("reading")
-        view._live.refresh()
-        assert "reading" in out.getvalue()[begin:]
-        assert "\x1b[1A" not in out.getvalue()[begin:]  # what was printed before the pause stays
-    logger.removeHandler(handler)
-    with LiveView("rl", console=Console(file=io.StringIO())) as plain, plain.paused():
-        pass
 
 
 def test_without_a_terminal_a_stage_is_a_dated_line_and_on_one_it_is_not():

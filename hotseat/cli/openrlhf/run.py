@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -28,7 +27,7 @@ def entry(command: str) -> None:
     wait_passively()
     argv = sys.argv[1:]
     sys.argv[1:] = hide_secrets(command, argv)
-    sys.exit(main(command, argv, start=functools.partial(_start, is_command=True)))
+    sys.exit(main(command, argv, start=_start))
 
 
 def main(
@@ -83,10 +82,10 @@ def begin(translation: Translation, env: MutableMapping[str, str], launched: boo
         raise UserError(translation.in_flags(str(error))) from error
 
 
-def _start(config: Config, launched: bool, is_command: bool = False) -> None:
+def _start(config: Config, launched: bool) -> None:
     from hotseat.loop import start
 
-    start.start(config, launched=launched, is_command=is_command)
+    start.start(config, launched=launched)
 
 
 def is_launched(command: str, env: Mapping[str, str], local_rank: int = -1) -> bool:

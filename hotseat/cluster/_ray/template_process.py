@@ -1,7 +1,7 @@
 """The template: a process that has loaded the libraries of workers, and forks a worker when Ray asks for one.
 
 Loading torch and transformers takes seconds of a core. Here they are loaded once, and all processes of a run share
-them. The template is a fork of the driver (`template_fork.py`) or, where the driver is not to be forked, a program:
+them:
 
     python -P template_process.py SOCKET MODULE ... -- MODULE ...
 
@@ -102,11 +102,8 @@ class Template:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(256)
-        self.env = dict(os.environ)  # in which the modules were loaded
+        self._env = dict(os.environ)  # in which the modules were loaded
         self._forks: dict[int, tuple[int, Request]] = {}  # by handle
-
-    def close(self) -> None:
-        self._listener.close()
 
     def serve(self) -> Request:
         """Answer requests until standard input is closed. Returns in each forked process, with its request."""
@@ -178,10 +175,10 @@ class Template:
             if set(context) - {"env_vars"} and not _is_plain(context):
                 return False
             env = {**env, **context.get("env_vars", {})}
-        if differing(self.env, env):
+        if differing(self._env, env):
             return False
         if not request.is_worker:
-            return all(env.get(name) == self.env.get(name) for name in _READ_BY_AGENTS)
+            return all(env.get(name) == self._env.get(name) for name in _READ_BY_AGENTS)
         if self._first_env is None:
             self._first_env = env
             os.environ.update({name: value for name, value in env.items() if name.startswith("RAY_")})
@@ -301,23 +298,16 @@ def load(modules: Sequence[str]) -> None:
         gc.enable()
 
 
-def serve(template: Template, path: Sequence[str]) -> NoReturn:
-    """Be a template that has loaded its modules. path: what its forks import from.
-
-    Raises `SystemExit`, in the template when its standard input is closed and in a fork when its program ends.
-    """
-    gc.collect()
-    gc.freeze()  # forks do not look through what they share with this process
-    atexit.register(gc.unfreeze)
-    _become(template.serve(), path)
-
-
-def _main(address: str, modules: Sequence[str], for_workers: Sequence[str]) -> None:
+def _main(address: str, modules: Sequence[str], for_workers: Sequence[str]) -> NoReturn:
+    """Be the template, and in its forks a worker, to the end of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     path = [each for each in sys.path if each]
     template = Template(address, for_workers)
     load(modules)
-    serve(template, path)
+    gc.collect()
+    gc.freeze()  # forks do not look through what they share with this process
+    atexit.register(gc.unfreeze)
+    _become(template.serve(), path)
 
 
 if __name__ == "__main__":
