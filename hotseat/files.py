@@ -33,16 +33,16 @@ def link_error(path: Path) -> UserError:
     )
 
 
-def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
-    """Write a file so that readers, and a crash at any moment, find the old text or the new one.
+def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -> None:
+    """Write a file so that readers, and a crash at any moment, find the old content or the new one.
 
     is_private: only this user may read it.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
-        with open(os.open(unfinished, flags, 0o600 if is_private else 0o666), "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(os.open(unfinished, flags, 0o600 if is_private else 0o666), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)

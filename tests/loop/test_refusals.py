@@ -183,6 +183,24 @@ def test_a_file_and_a_home_folder_are_told_from_a_folder(here, monkeypatch):
     assert f"actor.model: ~/model: ~ is not replaced here; write {here}/model" in said
 
 
+def test_a_place_to_which_no_model_can_go_is_refused_before_it_is_trained(here, monkeypatch):
+    (here / "file").touch()
+    (here / "link").symlink_to(here / "nothing")
+    for path, problem in (
+        ("file", f"{here}/file is a file, so the trained model could not go to {here}/file"),
+        ("file/model", f"{here}/file is a file, so the trained model could not go to {here}/file/model"),
+        ("link", f"{here}/link is a link to {here}/nothing, which is not there, so the trained model could not go to"),
+    ):
+        assert f"checkpoint.export_path: {problem}" in refusal(here, f"checkpoint.export_path={path}")
+    config = loads((here / "run.yaml").read_text(), ["checkpoint.export_path=new/model"])
+    check_config(config)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != here)
+    with pytest.raises(UserError, match=f"{here} cannot be written, so the trained model could not go to {here}/new"):
+        check_config(config)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # whose first node may have another disk there
+    check_config(config)
+
+
 def test_the_folder_of_a_run_is_no_checkpoint_but_holds_one(here):
     (here / "runs" / "mine" / "model").mkdir(parents=True)
     (here / "runs" / "mine" / "model" / "config.json").write_text("{}")

@@ -77,6 +77,21 @@ def test_a_config_that_names_no_task_has_the_usual_one(tmp_path):
     assert run_of(path)["task"] == DEFAULT_TASK
 
 
+def test_a_page_is_written_through_no_link_and_leaves_nothing_where_it_fails(tmp_path):
+    path = metrics_run(tmp_path, [{"step": 1, "loss": 2.0}])
+    (tmp_path / "precious").write_text("mine")
+    for name in ("report.html", ".report.html.unfinished"):
+        (path / name).symlink_to(tmp_path / "precious")
+    write_report([path], path / "report.html")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (path / "report.html").is_symlink()
+    before = set(path.iterdir())
+    (path / "folder").mkdir()
+    with pytest.raises(UserError, match="folder cannot be written: Is a directory; choose another --output"):
+        write_report([path], path / "folder")
+    assert set(path.iterdir()) - before == {path / "folder"}
+
+
 def test_the_policy_allows_these_scripts_and_nothing_else(tmp_path):
     text = write_report([make_run(tmp_path / "run", num_steps=5)], tmp_path / "out.html").read_text(encoding="utf-8")
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -53,6 +54,7 @@ def startup_problems(config: Config, optional: Collection[str] = ()) -> list[tup
         *grader_problems(config),
         *judge_problems(config),
         *_missing_models(config),
+        *_export_place(config),
         *_missing_rows(config),
         *_missing_columns(config),
         *_templates(config),
@@ -170,6 +172,23 @@ def _missing_models(config: Config) -> Iterator[tuple[str, str]]:
         problem = model_problem(name)
         if problem is not None:
             yield key, problem
+
+
+def _export_place(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) of a place for the trained model that is no folder, or in which no folder can be made."""
+    if config.checkpoint.export_path is None or os.environ.get("RAY_ADDRESS"):  # the first rank may be on another node
+        return
+    path = Path(config.checkpoint.export_path).absolute()
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not there.exists():
+        problem = f"is a link to {os.readlink(there)}, which is not there"
+    elif not there.is_dir():
+        problem = "is a file"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problem = "cannot be written"
+    else:
+        return
+    yield "checkpoint.export_path", f"{there} {problem}, so the trained model could not go to {path}"
 
 
 def model_problem(name: str) -> str | None:

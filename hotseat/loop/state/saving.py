@@ -338,7 +338,7 @@ class Saver:
             return True
         if not self._warned_of_room:
             journal.say(
-                f"no checkpoint is made: it takes {num_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; set"
+                f"no checkpoint is made: it takes {_bytes(num_bytes)}, and {_bytes(free)} are free; set"
                 " checkpoint.path to a larger disk and checkpoint.every, or checkpoint.every_minutes to 0",
                 kind="warning",
             )

@@ -15,6 +15,7 @@ from typing import Any
 
 from hotseat import __version__
 from hotseat.errors import UserError
+from hotseat.files import write_whole
 from hotseat.observe.report.changes import read_changes
 from hotseat.observe.report.curves import make_curves, make_phases, read_table, without_surplus
 from hotseat.observe.report.distributions import make_heat_maps, read_distributions
@@ -58,10 +59,8 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
     for run_dir in run_dirs:
         check_is_run(run_dir)
     page = make_page(run_dirs)
-    unfinished = output.with_name(f".{output.name}.unfinished")
     try:
-        unfinished.write_bytes(page)
-        unfinished.replace(output)
+        write_whole(output, page)
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
     return output
