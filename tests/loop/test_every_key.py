@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from hotseat.config import Config, loads
 from hotseat.config.load import check, fields_of, validate
+from hotseat.config.schema import conditions_of, tasks_of
 from hotseat.config.unsupported import unsupported
 from hotseat.config.yaml_lines import Document, read_yaml
 from hotseat.errors import Problem
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 # Code that checks a key, or advises another value, does not do what the key says.
 NOT_USERS = (
-    *("config/checks.py", "config/load.py", "config/unsupported.py", "config/changes.py", "config/images.py"),
+    *("config/checks/", "config/conditions.py", "config/load.py", "config/unsupported.py", "config/changes.py"),
     *("loop/setup/refusals.py", "loop/setup/cpu.py", "loop/planning/advice.py"),
 )
 # Keys that loading a config uses up.
@@ -81,7 +82,7 @@ class Watch:
         """Tell whether the code that reads now belongs to the run, and not to a check."""
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None:
-            if frame.f_code.co_filename.endswith(NOT_USERS):
+            if any(each in frame.f_code.co_filename for each in NOT_USERS):
                 return False
             frame = frame.f_back
         return True
@@ -154,6 +155,65 @@ def used_by(text: str) -> set[str]:
 SAVED = {"checkpoint": "{every: 2}"}
 SHORT = {"train": "{dtype: fp32, batch_size: 4, micro_batch_size: 2}", "eval": ""}
 PAIRS = {"train": "{dtype: fp32, batch_size: 128, micro_batch_size: 64}", "eval": ""}
+
+
+# Configs in which conditions do not hold, beside the empty one.
+WITHOUT = (
+    "checkpoint: {every_minutes: 0}",
+    "log: {samples_per_step: 0}",
+    "data: {path: d}",
+    "data: {path: d, apply_chat_template: true}",
+    "data: {path: d, image_key: i, max_images_per_prompt: 1}",
+    "eval: {path: e}",
+    "env: {path: gym, eval_seeds: 1}",
+    "env: {path: gym, images: true}",
+    "agent: {path: a.py}",
+    "agent: {command: [a]}",
+    "overlap: {staleness: 1}",
+    "train: {dtype: fp32}",
+    "train: {lora: {rank: 4}}",
+    "train: {micro_batch_size: 2}\nrollout: {micro_batch_size: 2}",
+    "train: {max_tokens_per_device: 4096}\nrollout: {max_tokens_per_device: 4096}",
+    "rollout: {engine: vllm}",
+    "algorithm: {estimator: gae}",
+    "algorithm: {estimator: gae}\nactor: {optimizer: {schedule: constant}}\ncritic: {optimizer: {schedule: constant}}",
+    "algorithm: {estimator: rloo}",
+    "algorithm: {policy_loss: cispo}",
+    "algorithm: {policy_loss: gspo, correction: {kind: rollout-ratio}}",
+    "algorithm: {kl: {coef: 0.1}}",
+    "algorithm: {kl: {coef: 0.1, target: 1.0}}",
+    "reward: {url: 'http://u'}",
+    "reward: {model: m}",
+    "reward: {graders: [{kind: code}], sandbox: {command: ['{folder}']}}",
+    "reward: {judge: {rubric: r}}",
+    "reward: {judge: {rubric: r, url: 'http://u/v1'}}",
+    "reward: {judge: {rubric: r, engine: {kind: vllm}}}",
+    "task: dpo",
+    "task: dpo\nalgorithm: {dpo: {loss: ipo}}",
+    "task: dpo\nalgorithm: {dpo: {loss: orpo}}",
+    "task: dpo\nalgorithm: {dpo: {precompute: true}}",
+    "task: dpo\ntrain: {lora: {rank: 4}}",
+)
+
+
+def test_every_key_is_refused_by_each_condition_that_does_not_hold():
+    """There is a config for each condition of each key in which it does not hold; the first such one is the reason."""
+    left = {(key, each): section for key, _ in fields_of(Config) for section, each in conditions_of(key)}
+    values, unnamed = {key: other_value(key, info) for key, info in fields_of(Config)}, []
+    for text in ("", *WITHOUT):
+        config, problems = check(read_yaml(text))
+        assert not problems, text
+        for key, condition in list(left):
+            unmet = ((each, each.problem(config, at)) for at, each in conditions_of(key))
+            first, reason = next(((each, why) for each, why in unmet if why is not None), (None, None))
+            if first != condition or config.task not in tasks_of(key):
+                continue
+            del left[key, condition]
+            _, problems = check(with_key(read_yaml(text).values, key, values[key]))
+            if f"has no effect: {reason}; remove it" not in [each.message for each in problems if each.key == key]:
+                unnamed.append((key, reason))
+    assert not unnamed
+    assert [f"{key}, {each.words_at(section)}" for (key, each), section in left.items()] == []
 
 
 @pytest.fixture(scope="module")
