@@ -724,7 +724,7 @@ class LoraConfig(Section):
 class EmaConfig(Section):
     enabled: bool = False
     """Keep a moving average of what is trained, and export it beside the model."""
-    beta: Annotated[Fraction, when.ENABLED] = 0.992
+    beta: Annotated[Decay, when.ENABLED] = 0.992
     """Share of the average that is kept in each optimizer step."""
 
 

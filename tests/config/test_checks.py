@@ -268,16 +268,14 @@ def test_every_condition_is_used():
         ),
         ("algorithm: {correction: {reject: k1}}", "has to be set with reject k1: 2 keeps geometric means between"),
         ("algorithm: {correction: {reject: k3}}", "has to be set with reject k3: 0.1 is loose, 0.01 strict"),
-        (
-            "algorithm: {correction: {reject: k1, reject_high: 0.5}}",
-            "ratio 1, which is outside [2, 0.5]: set reject_low",
-        ),
-        ("algorithm: {correction: {reject: k1, reject_low: 2, reject_high: 3}}", "ratio 1, which is outside [2, 3]"),
+        ("algorithm: {correction: {reject: k1, reject_high: 0.5}}", "keep those from 2 to 0.5: set reject_low below 1"),
+        ("algorithm: {correction: {reject: k1, reject_low: 2, reject_high: 3}}", "keep those from 2 to 3: set"),
         # 1 / reject_high is 1 too: nothing lies between the bounds.
-        (
-            "algorithm: {correction: {reject: k1, reject_high: 1.0}}",
-            "1 keeps only answers on which engine and trainer agree to the last bit: set reject_high above 1, such",
-        ),
+        ("algorithm: {correction: {reject: k1, reject_high: 1.0}}", "keep those from 1 to 1: set"),
+        # Half of the answers on which engine and trainer agree would be dropped for a last bit.
+        ("algorithm: {correction: {reject: k1, reject_low: 0.5, reject_high: 1}}", "keep those from 0.5 to 1: set"),
+        ("algorithm: {correction: {reject: k1, reject_low: 1, reject_high: 2}}", "keep those from 1 to 2: set"),
+        ("train: {ema: {enabled: true, beta: 1.0}}", "train.ema.beta: given 1.0, must be below 1.0"),
         ("actor: {optimizer: {betas: [0.9, 1.0]}}", "actor.optimizer.betas[1]: given 1.0, must be below 1.0"),
         (
             "actor: {optimizer: {kind: muon, muon: {momentum: 1.0}}}",

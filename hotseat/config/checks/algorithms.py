@@ -57,17 +57,12 @@ def rejection_of_every_answer(config: Config) -> Problems:
         yield key, f"has to be set with reject {reject}: {usual}"
         return
     low = 1 / high if low is None else low
-    if reject == "k1" and not low <= 1 <= high:
+    if reject == "k1" and not low < 1 < high:
         yield (
             key,
-            f"answers on which engine and trainer agree have the ratio 1, which is outside [{low:g}, {high:g}]: set"
-            " reject_low below 1 and reject_high above 1",
-        )
-    elif reject == "k1" and low == high:
-        yield (
-            key,
-            "1 keeps only answers on which engine and trainer agree to the last bit: set reject_high above 1, such as"
-            " 2, which keeps geometric means between 0.5 and 2",
+            "answers on which engine and trainer agree up to rounding have ratios on both sides of 1, and the"
+            f" bounds keep those from {low:g} to {high:g}: set reject_low below 1 and reject_high above 1, such as"
+            " 0.5 and 2",
         )
 
 
