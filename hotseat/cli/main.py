@@ -210,7 +210,6 @@ def _what_may_change() -> str:
     for subject, keys in may_change():
         text = f"{subject}: {', '.join(keys)}"
         lines += textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
-    lines.append("  (train.max_epochs: not in rl, where it is passes over each rollout)")
     lines.append("")
     lines.append("Everything else is refused unless --allow-change names it. With another number of steps the learning")
     lines.append("rate follows the schedule of the new length. Reports mark where a run was changed.")

@@ -1,7 +1,7 @@
 """`hotseat options`: the config tree as a list.
 
-A key has two lines or more: its values and default, then its meaning. Meanings are wrapped to the terminal's width;
-keys, values and meanings are never cut, so that the list can be searched.
+A key has two lines or more: its values, default and tasks, then its meaning and its conditions. These are wrapped
+to the terminal's width; keys, values and meanings are never cut, so that the list can be searched.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import types
 import typing
 from typing import Any
 
+from hotseat.config.annotations import ALL
 from hotseat.config.load import fields_of
-from hotseat.config.schema import Config
+from hotseat.config.schema import Config, conditions_of, tasks_of
 from hotseat.config.unsupported import UNBUILT
 from hotseat.errors import UserError
 
@@ -25,8 +26,11 @@ def render(section: str, width: int) -> str:
     lines = []
     for option in options(section):
         default = "" if option["default"] is None else f" = {_as_yaml(option['default'])}"
-        lines.append(f"{option['key']}: {option['takes']}{default}")
+        tasks = f" ({', '.join(option['tasks'])})" if option["tasks"] != list(ALL.names) else ""
+        lines.append(f"{option['key']}: {option['takes']}{default}{tasks}")
         meaning = option["meaning"]
+        if option["if"]:
+            meaning += f" Only if {', and '.join(option['if'])}."
         if option["unsupported"]:
             meaning += f" Not part of this version: {option['unsupported']}."
         lines += textwrap.wrap(
@@ -46,7 +50,7 @@ def render_json(section: str) -> str:
 
 
 def options(section: str) -> list[dict[str, Any]]:
-    """List the keys at or below a section, each with its values, default (None: unset), meaning and unbuilt feature."""
+    """List the keys at or below a section, each with its values, default, tasks, meaning and conditions."""
     fields = list(fields_of(Config))
     rows = [(key, info) for key, info in fields if not section or key == section or key.startswith(section + ".")]
     if not rows:
@@ -58,6 +62,8 @@ def options(section: str) -> list[dict[str, Any]]:
             "takes": _words(info.annotation),
             "default": list(info.default) if isinstance(info.default, tuple) else info.default,
             "meaning": info.description,
+            "tasks": list(tasks_of(key)),
+            "if": list(dict.fromkeys(condition.words_at(at) for at, condition in conditions_of(key))),
             "unsupported": _not_built(key),
         }
         for key, info in rows

@@ -1,7 +1,7 @@
 """Changes of the config between a checkpoint and the run that resumes from it: which are allowed, and what they are.
 
 A change after which the run could not end bit for bit as if uninterrupted is refused, unless the user names its key
-(`checkpoint.allow_changes`). `may_change` lists the keys that may always change, by subject.
+(`checkpoint.allow_changes`). `may_change` lists the keys that may always change, by subject, as the schema says.
 """
 
 from __future__ import annotations
@@ -10,133 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hotseat.config.annotations import MayChange, TaskName
 from hotseat.config.checks import no_effect
 from hotseat.config.hiding import without_secrets
 from hotseat.config.load import nearest_key, valid_keys
 from hotseat.config.precision import with_dtype_of
 from hotseat.config.saved import loads_saved
-from hotseat.config.schema import Config
+from hotseat.config.schema import Config, changeable_keys
 from hotseat.errors import UserError
 
-
-def _of_optimizers(*names: str) -> tuple[str, ...]:
-    return tuple(f"{role}.optimizer.{name}" for role in ("actor", "critic") for name in names)
-
-
-# Subject and keys; a section covers all below it. The first three change what is learned from the next step on; the
-# others change only placement, speed or output.
-_MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (
-        "learning rate and schedule",
-        _of_optimizers("learning_rate", "schedule", "warmup_ratio", "min_learning_rate_ratio"),
-    ),
-    ("KL coefficient", ("algorithm.kl.coef", "algorithm.kl.target", "algorithm.kl.horizon")),
-    ("number of steps", ("train.num_episodes",)),
-    ("evaluation", ("eval",)),
-    ("logging", ("log", "name", "run_dir")),
-    ("checkpoint policy", ("checkpoint",)),
-    (
-        "placement",
-        (
-            "cluster",
-            "flow",
-            "train.backend",
-            "train.sequence_parallel_size",
-            *(
-                f"train.deepspeed.{name}"
-                for name in ("zero_stage", "tensor_parallel_size", "zpg", "adam_offload", "overlap_comm")
-            ),
-            *(
-                f"{role}.enable_offload"
-                for role in ("actor", "critic", "reference", "reward", "rollout", "inference", "env")
-            ),
-            "reward.judge.engine.enable_offload",
-        ),
-    ),
-    (
-        "simulators",
-        (
-            "rollout.pipeline_stage_num",
-            *(f"env.{name}" for name in ("num_envs", "num_processes", "eval_seeds", "step_timeout_s", "memory_gib")),
-            "env.films",
-        ),
-    ),
-    (
-        "engine",
-        (
-            *(
-                f"reward.judge.engine.{name}"
-                for name in (
-                    "kind",
-                    "num_engines",
-                    "tensor_parallel_size",
-                    "num_slots",
-                    "memory_share",
-                    "enforce_eager",
-                )
-            ),
-            *(
-                f"rollout.{name}"
-                for name in (
-                    "engine",
-                    "num_engines",
-                    "tensor_parallel_size",
-                    "memory_share",
-                    "num_hosts",
-                    "num_slots",
-                    "prefix_caching",
-                    "enforce_eager",
-                    "engine_args",
-                    "lora_sync",
-                    "fp32_head",
-                    "weight_transport",
-                    "canary",
-                )
-            ),
-        ),
-    ),
-    # Servers and interpreters move; that they score alike is up to the user.
-    (
-        "addresses",
-        ("reward.url", "reward.judge.url", "agent.gateway.bind", "agent.gateway.advertise_url", "agent.python"),
-    ),
-    (
-        "micro-batches",
-        tuple(
-            f"{section}.{name}"
-            for section in ("train", "rollout")
-            for name in ("micro_batch_size", "max_tokens_per_device", "chosen_tokens_per_device")
-        ),
-    ),
-    ("recomputation", ("train.gradient_checkpointing", "train.checkpointed_layers")),
-    (
-        "limits and warnings",
-        (
-            "agent.environment.num_processes",
-            "agent.max_concurrent",
-            "agent.timeout_s",
-            "agent.turn_timeout_s",
-            "agent.tool_timeout_s",
-            "agent.on_timeout",
-            "data.max_lost_fraction",
-            "train.spike_factor",
-            "train.on_spike",
-            "reward.timeout_s",
-            "reward.retries",
-            "reward.max_open_requests",
-            "reward.judge.timeout_s",
-            "reward.judge.retries",
-            "reward.judge.max_open_requests",
-            "reward.trial_timeout_s",
-            "reward.max_failed_fraction",
-            "reward.max_memory_gib",
-        ),
-    ),
-)
 # They decide the default of algorithm.correction, so a change of them counts even where another engine has neither.
 _IN_8_BITS = ("rollout.quantization", "rollout.kv_cache_dtype")
-_PASSES = "train.max_epochs"  # passes over the data in supervised training; in rl it is part of the algorithm
-NUM_STEPS = ("train.num_episodes", _PASSES)  # the length of a run, and so of its schedules
+# The length of a run, and so of its schedules.
+NUM_STEPS = (*changeable_keys(MayChange.STEPS), *changeable_keys(MayChange.PASSES))
 _NEVER = ("task", "seed")  # refused even if the user names them: the order of prompts follows from the seed
 _SILENT = ("checkpoint.resume", "checkpoint.allow_changes", "name", "run_dir")  # not reported: they change no result
 
@@ -155,14 +41,10 @@ class Change:
         return f"{self.key}: {before} when the checkpoint was written, now {after}"
 
 
-def may_change(task: str | None = None) -> list[tuple[str, tuple[str, ...]]]:
+def may_change(task: TaskName | None = None) -> list[tuple[str, tuple[str, ...]]]:
     """Return (subject, keys) of what may change without `allow_changes`, for one task or for all of them."""
-    subjects = []
-    for subject, keys in _MAY_CHANGE:
-        if subject == "number of steps" and task != "rl":
-            keys = (_PASSES,) if task is not None else (*keys, _PASSES)
-        subjects.append((subject, keys))
-    return subjects
+    subjects = [subject for subject in MayChange if task != "rl" or subject is not MayChange.PASSES]
+    return [(subject.value, changeable_keys(subject)) for subject in subjects]
 
 
 def changes_between(saved: str, config: Config) -> list[Change]:

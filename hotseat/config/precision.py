@@ -17,11 +17,6 @@ def dtype_of(config: Config) -> Dtype:
     return config.train.dtype
 
 
-def samples_in_8_bits(config: Config) -> bool:
-    """Tell whether engines compute in fewer bits than the trainer, and so sample from a slightly other policy."""
-    return config.rollout.quantization is not None or config.rollout.kv_cache_dtype is not None
-
-
 def with_dtype(config: Config, has_gpus: bool) -> Config:
     """Return the config with a type: the one that is set, or bf16 on GPUs and fp32 on CPUs."""
     return config if config.train.dtype is not None else _with(config, "bf16" if has_gpus else "fp32")

@@ -5,11 +5,12 @@ docs/algorithms.md has the sources.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from hotseat.config.precision import samples_in_8_bits
 from hotseat.config.roles import ESTIMATORS_OVER_BATCH, has_agent, has_simulator
-from hotseat.config.schema import Config
+
+if TYPE_CHECKING:
+    from hotseat.config.schema import Config
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -39,6 +40,11 @@ def is_batch_normalised(config: Config) -> bool:
     return algorithm.estimator in ESTIMATORS_OVER_BATCH if algorithm.batch_norm is None else algorithm.batch_norm
 
 
+def divides_by_deviation(config: Config) -> bool:
+    """Return whether advantages are divided by a deviation: that of the step, or that of their group."""
+    return is_batch_normalised(config) or config.algorithm.estimator == "group_norm"
+
+
 def kl_estimator(config: Config) -> KlEstimator:
     """Return the KL estimator of a run: the one that is set, or k1 in the reward and k2 as a loss."""
     kl = config.algorithm.kl
@@ -54,6 +60,11 @@ def overlap_queue(config: Config) -> int:
     """Return how many batches rollout may be ahead, besides the one in progress."""
     overlap = config.overlap
     return overlap.staleness if overlap.queue is None else overlap.queue
+
+
+def samples_in_8_bits(config: Config) -> bool:
+    """Tell whether engines compute in fewer bits than the trainer, and so sample from a slightly other policy."""
+    return config.rollout.quantization is not None or config.rollout.kv_cache_dtype is not None
 
 
 def correction_kind(config: Config) -> CorrectionKind:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hotseat.config.schema import Config
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hotseat.config.schema import Config
 
 ESTIMATORS_WITH_GROUP = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 ESTIMATORS_WITHOUT_GROUP = ("gae", "reinforce")
@@ -17,6 +20,11 @@ def needs_siblings(config: Config) -> bool:
     if config.algorithm.estimator in ESTIMATORS_WITHOUT_GROUP:
         return False
     return config.algorithm.estimator in ESTIMATORS_WITH_GROUP or config.rollout.samples_per_prompt > 1
+
+
+def discounts(config: Config) -> bool:
+    """Return whether the estimator of advantages discounts later rewards."""
+    return config.algorithm.estimator in ("gae", "reinforce")
 
 
 def has_critic(config: Config) -> bool:
@@ -48,6 +56,11 @@ def has_agent(config: Config) -> bool:
     return agent.path is not None or agent.command is not None or agent.environment.family is not None
 
 
+def has_own_process(config: Config) -> bool:
+    """Tell whether an environment or a function of the user's runs in processes of its own."""
+    return config.agent.environment.family is not None or config.agent.python is not None
+
+
 def task_numbers(path: str | None) -> tuple[int, int] | None:
     """Return the first and last number of an environment's tasks, by `environment:FIRST-LAST`; None for other data."""
     scheme, colon, numbers = (path or "").partition(":")
@@ -62,6 +75,16 @@ def task_numbers(path: str | None) -> tuple[int, int] | None:
 def has_simulator(config: Config) -> bool:
     """Tell whether the policy acts in a simulator."""
     return config.task == "rl" and config.env.path is not None
+
+
+def has_env(config: Config) -> bool:
+    """Tell whether the run has the role env: a simulator is named, or the placement names the role."""
+    return config.task == "rl" and (is_placed(config, "env") or has_simulator(config))
+
+
+def has_images(config: Config) -> bool:
+    """Tell whether the policy sees images: those of the data, or those of a simulator."""
+    return config.data.image_key is not None or (has_simulator(config) and config.env.images)
 
 
 def has_evaluation(config: Config) -> bool:
@@ -81,7 +104,17 @@ def has_reward_model(config: Config) -> bool:
         or reward.url is not None
         or has_agent(config)
     )
-    return "reward" in placed_roles(config) and not has_other_source
+    return is_placed(config, "reward") and not has_other_source
+
+
+def has_reward_file(config: Config) -> bool:
+    """Return whether a Python file scores answers, be it only those of evaluations."""
+    return config.reward.function is not None or config.eval.reward is not None
+
+
+def has_code_grader(config: Config) -> bool:
+    """Return whether a grader runs generated code."""
+    return any(grader.kind == "code" for grader in (*config.reward.graders, *config.eval.graders))
 
 
 def has_judge(config: Config) -> bool:
@@ -101,11 +134,24 @@ def has_accuracy(config: Config) -> bool:
 
 def has_inference(config: Config) -> bool:
     """Return whether a copy of the policy computes old log-probs on its own devices: if the placement names it."""
-    return config.task == "rl" and "inference" in placed_roles(config)
+    return config.task == "rl" and is_placed(config, "inference")
 
 
 def placed_roles(config: Config) -> set[str]:
     return {name.strip() for names in config.cluster.component_placement for name in names.split(",")}
+
+
+def is_placed(config: Config, role: str) -> bool:
+    return role in placed_roles(config)
+
+
+def is_on_actor(config: Config, role: str) -> bool:
+    """Return whether the placement says explicitly that a role has the actor's devices."""
+    for names, selection in config.cluster.component_placement.items():
+        roles = names.replace(" ", "").split(",")
+        if role in roles:
+            return "actor" in roles or (isinstance(selection, str) and selection.replace(" ", "") == "@actor")
+    return not is_placed(config, role)  # a role that is not placed gets the actor's devices
 
 
 def roles_of(config: Config) -> tuple[str, ...]:
@@ -115,10 +161,9 @@ def roles_of(config: Config) -> tuple[str, ...]:
     """
     if config.task != "rl":
         return ("actor", "reference") if has_reference(config) else ("actor",)
-    placed = placed_roles(config)
     present = {
         "rollout": True,
-        "env": "env" in placed or has_simulator(config),
+        "env": has_env(config),
         "reward": has_reward_model(config),
         "judge": has_judge_engine(config),
         **dict.fromkeys(config.components, True),

@@ -197,8 +197,17 @@ def test_options_as_json_have_values_as_they_are(capsys):
         "takes": "true | false",
         "default": False,
         "meaning": "Run vLLM without CUDA graphs.",
+        "tasks": ["rl"],
+        "if": ["rollout.engine is vllm"],
         "unsupported": None,
     }
+
+
+def test_options_say_when_they_have_an_effect(capsys):
+    assert main(["options", "critic.optimizer.muon.momentum"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "critic.optimizer.muon.momentum: number = 0.95 (rl)" in out
+    assert "Only if algorithm.estimator is gae, and critic.optimizer.kind is muon." in out
 
 
 def test_options_that_need_what_is_not_built_say_so(capsys):

@@ -18,7 +18,8 @@ from hotseat.config.schema import Config
 PACKAGE = Path(__file__).parents[2] / "hotseat"
 # Checking a field, deriving which roles there are, or advising another value, is not yet doing what it says.
 NOT_READERS = (
-    *("config/schema.py", "config/checks.py", "config/load.py", "config/unsupported.py", "config/roles.py"),
+    *("config/schema.py", "config/checks/", "config/conditions.py", "config/load.py", "config/unsupported.py"),
+    "config/roles.py",
     *("loop/setup/refusals.py", "loop/setup/cpu.py", "loop/planning/advice.py", "cli/"),
 )
 _LAST = ("loop/planning/plan.py", "config/")  # these size a run; others carry it out

@@ -2,9 +2,10 @@
 
 import pytest
 
-from hotseat.config import loads, roles_of
-from hotseat.config.checks import RULES, missing
+from hotseat.config import conditions, loads, roles_of
+from hotseat.config.checks import missing
 from hotseat.config.load import valid_keys
+from hotseat.config.schema import conditions_of
 from hotseat.errors import ConfigError
 
 # A config in which the option has no effect, and a word of the reason.
@@ -213,16 +214,11 @@ def test_a_reference_that_preferences_do_not_use(text, key, reason):
     assert reason in caught.value.problems[0].message
 
 
-def test_every_rule_is_reached_by_a_case_above():
-    for rule in RULES:
-        assert any(rule.covers(key) for key in WITHOUT_EFFECT), rule.keys
-
-
-def test_every_rule_speaks_of_keys_that_exist():
-    keys = set(valid_keys())
-    for rule in RULES:
-        for rule_key in rule.keys:
-            assert any(key == rule_key or key.startswith(rule_key + ".") for key in keys), rule_key
+def test_every_condition_is_used():
+    used = {id(condition) for key in valid_keys() for _, condition in conditions_of(key)}
+    kinds = (conditions.Condition, conditions.Beside)
+    table = {name: each for name, each in vars(conditions).items() if isinstance(each, kinds)}
+    assert [name for name, condition in table.items() if id(condition) not in used] == []
 
 
 @pytest.mark.parametrize(
@@ -381,7 +377,7 @@ def test_every_rule_speaks_of_keys_that_exist():
         ),
         ("env: {path: gym, num_envs: 6}\nrollout: {pipeline_stage_num: 4}", "do not divide env.num_envs 6 evenly"),
         ("env: {path: gym}\nagent: {path: a.py}", "an episode is played by an agent or in a simulator"),
-        ("env: {path: gym}\nreward: {function: r.py}", "the simulator gives the rewards: remove it"),
+        ("env: {path: gym}\nreward: {function: r.py}", "the simulator gives the rewards; remove it"),
         (
             "env: {path: gym}\noverlap: {staleness: 1, in_flight: recompute}",
             "overlap.in_flight: recompute: simulators do not stand still",

@@ -18,7 +18,9 @@ from loop_cases import dpo_yaml, make_task, make_value_model, ppo_yaml, rl_yaml,
 from pydantic import BaseModel
 
 from hotseat.config import Config, loads
+from hotseat.config import conditions as when
 from hotseat.config.load import check, fields_of, validate
+from hotseat.config.schema import conditions_of, tasks_of
 from hotseat.config.unsupported import unsupported
 from hotseat.config.yaml_lines import Document, read_yaml
 from hotseat.errors import Problem
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 # Code that checks a key, or advises another value, does not do what the key says.
 NOT_USERS = (
-    *("config/checks.py", "config/load.py", "config/unsupported.py", "config/changes.py", "config/images.py"),
+    *("config/checks/", "config/conditions.py", "config/load.py", "config/unsupported.py", "config/changes.py"),
     *("loop/setup/refusals.py", "loop/setup/cpu.py", "loop/planning/advice.py"),
 )
 # Keys that loading a config uses up.
@@ -81,7 +83,7 @@ class Watch:
         """Tell whether the code that reads now belongs to the run, and not to a check."""
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None:
-            if frame.f_code.co_filename.endswith(NOT_USERS):
+            if any(each in frame.f_code.co_filename for each in NOT_USERS):
                 return False
             frame = frame.f_back
         return True
@@ -154,6 +156,74 @@ def used_by(text: str) -> set[str]:
 SAVED = {"checkpoint": "{every: 2}"}
 SHORT = {"train": "{dtype: fp32, batch_size: 4, micro_batch_size: 2}", "eval": ""}
 PAIRS = {"train": "{dtype: fp32, batch_size: 128, micro_batch_size: 64}", "eval": ""}
+
+
+# Configs in which conditions do not hold, beside the empty one.
+WITHOUT = (
+    "checkpoint: {every_minutes: 0}",
+    "log: {samples_per_step: 0}",
+    "data: {path: d}",
+    "data: {path: d, apply_chat_template: true}",
+    "data: {path: d, image_key: i, max_images_per_prompt: 1}",
+    "eval: {path: e}",
+    "env: {path: gym, eval_seeds: 1}",
+    "env: {path: gym, images: true}",
+    "agent: {path: a.py}",
+    "agent: {command: [a]}",
+    "overlap: {staleness: 1}",
+    "train: {dtype: fp32}",
+    "train: {lora: {rank: 4}}",
+    "train: {micro_batch_size: 2}\nrollout: {micro_batch_size: 2}",
+    "train: {max_tokens_per_device: 4096}\nrollout: {max_tokens_per_device: 4096}",
+    "rollout: {engine: vllm}",
+    "algorithm: {estimator: gae}",
+    "algorithm: {estimator: gae}\nactor: {optimizer: {schedule: constant}}\ncritic: {optimizer: {schedule: constant}}",
+    "algorithm: {estimator: rloo}",
+    "algorithm: {policy_loss: cispo}",
+    "algorithm: {policy_loss: gspo, correction: {kind: rollout-ratio}}",
+    "algorithm: {kl: {coef: 0.1}}",
+    "algorithm: {kl: {coef: 0.1, target: 1.0}}",
+    "reward: {url: 'http://u'}",
+    "reward: {model: m}",
+    "reward: {graders: [{kind: code}], sandbox: {command: ['{folder}']}}",
+    "reward: {judge: {rubric: r}}",
+    "reward: {judge: {rubric: r, url: 'http://u/v1'}}",
+    "reward: {judge: {rubric: r, engine: {kind: vllm}}}",
+    "task: dpo",
+    "task: dpo\nalgorithm: {dpo: {loss: ipo}}",
+    "task: dpo\nalgorithm: {dpo: {loss: orpo}}",
+    "task: dpo\nalgorithm: {dpo: {precompute: true}}",
+    "task: dpo\ntrain: {lora: {rank: 4}}",
+)
+
+
+def first_unmet(config: Config, key: str) -> tuple[Any, str | None]:
+    """Return the first condition of a key that does not hold, and the reason; (None, None) if all hold."""
+    unmet = ((each, each.problem(config, section)) for section, each in conditions_of(key))
+    return next((pair for pair in unmet if pair[1] is not None), (None, None))
+
+
+def test_every_key_is_refused_by_each_condition_that_does_not_hold():
+    """There is a config for each condition of each key in which it is the first that does not hold."""
+    fields, bases = dict(fields_of(Config)), {text: loads(text) for text in ("", *WITHOUT)}
+    seen, unnamed = set(), []
+    for key, info in fields.items():
+        for text, base in bases.items():
+            if base.task not in tasks_of(key) or first_unmet(base, key)[0] is None:
+                continue
+            config, problems = check(with_key(read_yaml(text).values, key, other_value(key, info)))
+            condition, reason = first_unmet(config, key)
+            seen.add((key, condition))
+            named = [each.message for each in problems if each.key == key]
+            if reason is not None and f"has no effect: {reason}; remove it" not in named:
+                unnamed.append((key, text, reason))
+    assert not unnamed
+    expected = {(key, each) for key in fields for _, each in conditions_of(key)}
+    # The key itself meets the condition, or the condition is about dpo alone, and the key is for rl.
+    met = {("reward.judge.rubric", when.JUDGE), ("env.path", when.ENV), ("reference.model", when.OTHER_REFERENCE)}
+    teachers = ("reference.teachers", "reference.teacher_weights")
+    met |= {(key, each) for key in teachers for each in (when.COMPARED, when.OTHER_REFERENCE)}
+    assert {(key, each.words_at("")) for key, each in expected - seen - met} == set()
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 from hotseat.config import Config, roles_of
 from hotseat.config.batches import num_checkpointed, token_budget, tokens_per_micro_batch
-from hotseat.config.images import has_images
 from hotseat.config.precision import dtype_of, with_dtype
 from hotseat.config.resolved import judge_length, overlap_queue, prompt_max_length
-from hotseat.config.roles import has_agent, has_judge_engine, has_simulator
+from hotseat.config.roles import has_agent, has_images, has_judge_engine, has_simulator
 from hotseat.config.schema import JudgeEngineConfig, NodePoolConfig, RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu

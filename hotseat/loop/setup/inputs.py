@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 from hotseat.agents.environments.agent import check_environment, environment_rows
 from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_text
-from hotseat.config.images import filler_image, has_images, image_folder, largest_image
+from hotseat.config.images import filler_image, image_folder, largest_image
 from hotseat.config.resolved import judge_length, prompt_limit, prompt_max_length
 from hotseat.config.roles import (
     has_agent,
     has_critic,
+    has_images,
     has_judge_engine,
     has_reference,
     has_reward_model,

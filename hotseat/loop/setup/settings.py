@@ -10,7 +10,7 @@ from hotseat.agents.environments.families import EnvironmentSettings, settings_o
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, num_checkpointed, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.chat_template import chat_template_text
-from hotseat.config.images import filler_image, has_images, image_folder, largest_image
+from hotseat.config.images import filler_image, image_folder, largest_image
 from hotseat.config.precision import dtype_of
 from hotseat.config.resolved import (
     aggregation,
@@ -25,6 +25,7 @@ from hotseat.config.roles import (
     compares_with_reference,
     has_agent,
     has_critic,
+    has_images,
     has_inference,
     has_reward_model,
     has_simulator,

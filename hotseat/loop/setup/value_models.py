@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hotseat.config import Config
-from hotseat.config.images import has_images
-from hotseat.config.roles import has_critic, has_reference, has_reward_model
+from hotseat.config.roles import has_critic, has_images, has_reference, has_reward_model
 from hotseat.errors import UserError
 
 _NUM_NAMED = 3  # tokens in an error message

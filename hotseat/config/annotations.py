@@ -1,0 +1,45 @@
+"""What stands beside the type of an option in the schema: its tasks, and whether it may change when a run resumes.
+
+The conditions under which it has an effect, which stand there too, are in `conditions.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, get_args
+
+TaskName = Literal["rl", "sft", "rm", "dpo"]
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks in which an option, or a section without its exceptions, has an effect."""
+
+    names: tuple[TaskName, ...]
+
+
+RL, SFT, RM, DPO, ALL = Tasks(("rl",)), Tasks(("sft",)), Tasks(("rm",)), Tasks(("dpo",)), Tasks(get_args(TaskName))
+RL_OR_SFT, RL_OR_DPO, PAIRS = Tasks(("rl", "sft")), Tasks(("rl", "dpo")), Tasks(("rm", "dpo"))
+
+
+class MayChange(Enum):
+    """The subject of an option, or of a section, that may have another value when a run resumes.
+
+    The first four change what is learned from the next step on; the others change only placement, speed or output.
+    """
+
+    LEARNING_RATE = "learning rate and schedule"
+    KL = "KL coefficient"
+    STEPS = "number of steps"
+    PASSES = "number of steps in sft, rm and dpo"  # in rl, passes over a rollout are part of the algorithm
+    EVALUATION = "evaluation"
+    LOGGING = "logging"
+    CHECKPOINTS = "checkpoint policy"
+    PLACEMENT = "placement"
+    SIMULATORS = "simulators"
+    ENGINE = "engine"
+    ADDRESSES = "addresses"  # servers and interpreters move; that they score alike is up to the user
+    MICRO_BATCHES = "micro-batches"
+    RECOMPUTATION = "recomputation"
+    LIMITS = "limits and warnings"

@@ -1,0 +1,340 @@
+"""The conditions under which options have an effect, each with the reason why they have none otherwise.
+
+The schema puts them beside the type of an option or of a section, with this module as `when`:
+`Annotated[Positive, when.LORA]`. Of several, all must hold. The predicates of roles and resolved values are in
+`roles.py` and `resolved.py`. None of these modules imports the schema, except for type checkers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hotseat.config.resolved import correction_kind, divides_by_deviation, uses_k1_loss
+from hotseat.config.roles import (
+    compares_with_reference,
+    discounts,
+    has_agent,
+    has_code_grader,
+    has_critic,
+    has_env,
+    has_evaluation,
+    has_images,
+    has_judge,
+    has_judge_engine,
+    has_own_process,
+    has_reference,
+    has_reward_file,
+    has_reward_model,
+    has_simulator,
+    is_base_reference,
+    is_on_actor,
+    is_placed,
+)
+
+if TYPE_CHECKING:
+    from hotseat.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition on the whole config.
+
+    words: what must be so, to follow `if`. because: says of a config in which it is not so why options have no effect.
+    """
+
+    words: str
+    holds: Callable[[Config], bool]
+    because: str | Callable[[Config], str]
+
+    def words_at(self, section: str) -> str:
+        """Return what must be so for an option in a section."""
+        return self.words
+
+    def problem(self, config: Config, section: str) -> str | None:
+        """Return why an option in a section has no effect, or None where it has one."""
+        if self.holds(config):
+            return None
+        return self.because if isinstance(self.because, str) else self.because(config)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A condition on the option `name` of the same section, whichever section that is.
+
+    words: what the option must be. because: contains {key} and {value} of the option.
+    """
+
+    name: str
+    holds: Callable[[Any], bool]
+    words: str
+    because: str
+
+    def words_at(self, section: str) -> str:
+        """Return what must be so for an option in a section."""
+        return f"{section}.{self.name} {self.words}"
+
+    def problem(self, config: Config, section: str) -> str | None:
+        """Return why an option in a section has no effect, or None where it has one."""
+        value = functools.reduce(getattr, (*section.split("."), self.name), config)
+        if self.holds(value):
+            return None
+        return self.because.format(key=f"{section}.{self.name}", value=_as_yaml(value))
+
+
+def _as_yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_THIS_IS_FOR = "{key} is {value}; this is for {values}"
+
+
+def _is(name: str, *values: Any, because: str = "{key} is {value}") -> Beside:
+    words = [_as_yaml(value) for value in values]
+    because = because.replace("{values}", " and ".join(words))
+    return Beside(name, lambda value: value in values, f"is {' or '.join(words)}", because)
+
+
+def _is_set(name: str, so: str = "") -> Beside:
+    return Beside(name, lambda value: value is not None, "is set", f"{{key}} is not set{so}")
+
+
+def _is_unset(name: str, because: str) -> Beside:
+    return Beside(name, lambda value: value is None, "is not set", because)
+
+
+def _is_above_0(name: str, so: str = "") -> Beside:
+    return Beside(name, lambda value: value > 0, "is above 0", f"{{key}} is 0{so}")
+
+
+def _without_simulator(because: str) -> Condition:
+    return Condition("env.path is not set", lambda c: not has_simulator(c), because)
+
+
+ENABLED = _is("enabled", True)
+
+# Models and roles
+CRITIC = Condition(
+    "algorithm.estimator is gae",
+    has_critic,
+    lambda c: f"algorithm.estimator is {c.algorithm.estimator}, which has no critic; only gae has one",
+)
+REFERENCE = Condition(
+    "in rl algorithm.kl.coef or algorithm.distill_coef is above 0",
+    lambda c: c.task != "rl" or has_reference(c),
+    "algorithm.kl.coef is 0, so there is no reference model",
+)
+COMPARED = Condition(
+    "in dpo algorithm.dpo.loss is dpo or ipo",
+    lambda c: c.task != "dpo" or compares_with_reference(c),
+    lambda c: f"algorithm.dpo.loss {c.algorithm.dpo.loss} has no reference",
+)
+OTHER_REFERENCE = Condition(
+    "in dpo train.lora.rank is 0 or reference.model is set",
+    lambda c: not is_base_reference(c),
+    "train.lora.rank is above 0 and reference.model is not set: the model without adapters is the reference",
+)
+REFERENCE_IN_STEPS = Condition(
+    "algorithm.dpo.precompute is false",
+    lambda c: not c.algorithm.dpo.precompute,
+    "algorithm.dpo.precompute is true, so the reference is needed only before training",
+)
+DISTILLATION = Condition(
+    "algorithm.distill_coef is above 0",
+    lambda c: c.algorithm.distill_coef > 0,
+    "algorithm.distill_coef is 0, so nothing is learned from teachers",
+)
+INFERENCE = Condition(
+    "cluster.component_placement places inference",
+    lambda c: is_placed(c, "inference"),
+    "cluster.component_placement places no inference; the actor computes log-probs",
+)
+MUON = _is("kind", "muon")
+DECAYING_SCHEDULE = _is("schedule", "cosine", "linear")
+
+# Simulators
+ENV = Condition(
+    "env.path is set, or cluster.component_placement places env",
+    has_env,
+    "env.path is not set, and cluster.component_placement places no env",
+)
+STEPPED = Condition("env.path is set", has_env, "env.path is not set, so no simulator is stepped")
+WITHOUT_IMAGES = Condition(
+    "env.images is false",
+    lambda c: not (has_simulator(c) and c.env.images),
+    "env.images is set, and recorded samples have films of what the policy saw",
+)
+HOSTS = _without_simulator("with env.path, each process of the role env is a rollout host")
+PROMPTS = _without_simulator("env.path is set, and the simulator's tasks and seeds are the prompts")
+SCORED = _without_simulator("env.path is set, and the simulator gives the rewards")
+TEXT = _without_simulator("env.path is set, and a chunk of actions has as many tokens as env.chunk times its numbers")
+TURNS = _without_simulator("env.path is set, and env.max_steps bounds its episodes")
+
+# Rewards
+REWARD_MODEL = Condition(
+    "rewards come from reward.model", has_reward_model, "rewards do not come from a model (reward.model is not set)"
+)
+REWARD_FILE = Condition(
+    "rewards come from reward.function", has_reward_file, "rewards do not come from reward.function"
+)
+REWARD_FILE_OR_URL = Condition(
+    "rewards come from reward.function or reward.url",
+    lambda c: has_reward_file(c) or c.reward.url is not None,
+    "rewards come neither from reward.function nor from reward.url",
+)
+REWARD_FILE_OR_GRADERS = Condition(
+    "rewards come from reward.function or reward.graders",
+    lambda c: has_reward_file(c) or bool(c.reward.graders or c.eval.graders),
+    "rewards come neither from reward.function nor from reward.graders",
+)
+REWARD_URL = Condition(
+    "rewards come from reward.url", lambda c: c.reward.url is not None, "rewards do not come from reward.url"
+)
+CODE_GRADER = Condition(
+    "a grader of reward.graders runs code (kind: code)",
+    has_code_grader,
+    "no grader of reward.graders runs code (kind: code)",
+)
+OWN_SANDBOX = _is_unset("command", "{key} starts Python itself")
+JUDGE = Condition("reward.judge.rubric is set", has_judge, "reward.judge.rubric is not set, so no model judges")
+JUDGE_ENGINE = Condition(
+    "reward.judge.url is not set", has_judge_engine, "reward.judge.url is set, so the judge runs elsewhere"
+)
+JUDGE_URL = Condition(
+    "reward.judge.url is set",
+    lambda c: not has_judge_engine(c),
+    "reward.judge.url is not set, so the judge runs on an engine of the run's own",
+)
+SEVERAL_VOTES = Beside("votes", lambda votes: votes > 1, "is above 1", "{key} is 1")
+OVERLONG = _is_above_0("buffer_length")
+
+# Rollout and agents
+_SIZES_ITSELF = "{key} is {value}, which sizes its own batch"
+VLLM, TRANSFORMERS = _is("engine", "vllm", because=_THIS_IS_FOR), _is("engine", "transformers", because=_SIZES_ITSELF)
+JUDGE_VLLM = _is("kind", "vllm", because=_THIS_IS_FOR)
+JUDGE_TRANSFORMERS = _is("kind", "transformers", because=_SIZES_ITSELF)
+OTHER_DEVICES = Condition(
+    "rollout has other devices than the actor",
+    lambda c: not is_on_actor(c, "rollout"),
+    "rollout is on the actor's devices, where weights are handed over in memory",
+)
+AGENT = Condition(
+    "an agent, an environment or a simulator plays",
+    has_agent,
+    "none of agent.path, agent.command and agent.environment is set, so an episode has one turn",
+)
+PROGRAM = Condition(
+    "an agent or an environment plays",
+    lambda c: has_agent(c) and not has_simulator(c),
+    "none of agent.path, agent.command and agent.environment is set, so no program talks to the policy",
+)
+CHILD_PROCESS = Condition(
+    "agent.command, agent.environment or agent.python is set",
+    lambda c: c.agent.command is not None or has_own_process(c),
+    "no program gets them: neither agent.command nor agent.environment nor agent.python is set",
+)
+OWN_PROCESS = Condition(
+    "agent.environment.family or agent.python is set",
+    has_own_process,
+    "neither agent.environment.family nor agent.python is set",
+)
+PYTHON = Condition(
+    "agent.environment or agent.path is set",
+    lambda c: c.agent.environment.family is not None or c.agent.path is not None,
+    "it runs an agent.environment, or the function play of agent.path: neither is set",
+)
+FAMILY, COMMAND = _is_set("family"), _is_set("command")
+AHEAD = _is_above_0("staleness", ", so a rollout ends before the training on it begins")
+
+# Data
+PATH, IMAGE_KEY = _is_set("path"), _is_set("image_key")
+NO_CHAT_TEMPLATE = _is("apply_chat_template", False, because="{key} renders the prompt instead")
+CHAT_TEMPLATE = Condition(
+    "data.apply_chat_template is true, or an agent plays",
+    lambda c: c.data.apply_chat_template or (c.task == "rl" and has_agent(c)),
+    "data.apply_chat_template is false",
+)
+IMAGES = Condition(
+    "data.image_key or env.images is set", has_images, "data.image_key is not set, and neither is env.images"
+)
+
+# Algorithms
+KL = _is_above_0("coef")
+ADAPTIVE_KL = _is_set("target", ", so the coefficient does not adapt")
+K1_LOSS = Condition(
+    "algorithm.kl.estimator is k1 and algorithm.kl.as_loss is true",
+    uses_k1_loss,
+    "algorithm.kl.estimator is not k1, or algorithm.kl.as_loss is false",
+)
+GAE = Condition(
+    "algorithm.estimator is gae", has_critic, lambda c: f"algorithm.estimator is {c.algorithm.estimator}, not gae"
+)
+DISCOUNT = Condition(
+    "algorithm.estimator is gae or reinforce",
+    discounts,
+    lambda c: f"algorithm.estimator {c.algorithm.estimator} does not discount; gae and reinforce do",
+)
+DEVIATION = Condition(
+    "advantages are divided by a deviation",
+    divides_by_deviation,
+    lambda c: (
+        "algorithm.batch_norm is false"
+        if c.algorithm.batch_norm is False
+        else f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation"
+    ),
+)
+DUAL_CLIP = _is("policy_loss", "ppo", "gspo", because=_THIS_IS_FOR)
+CORRECTION = Condition(
+    "algorithm.correction.kind is not none",
+    lambda c: correction_kind(c) != "none",
+    "algorithm.correction.kind is none",
+)
+CORRECTION_BOUNDS = Condition(
+    "algorithm.correction.kind is not rollout-ratio",
+    lambda c: correction_kind(c) != "rollout-ratio",
+    "algorithm.correction.kind is rollout-ratio, which algorithm.clip_low and clip_high bound",
+)
+CORRECTION_WEIGHTS = Condition(
+    CORRECTION_BOUNDS.words,
+    CORRECTION_BOUNDS.holds,
+    "algorithm.correction.kind is rollout-ratio, which has no weights",
+)
+REJECTION = _is_set("reject", ", so no answer is dropped")
+K1_REJECTION = _is("reject", "k1", because="{key} is not k1; the other divergences have no lower bound")
+DPO_LOSS, IPO_LOSS, SIMPO_LOSS = (_is("loss", name, because=_THIS_IS_FOR) for name in ("dpo", "ipo", "simpo"))
+NOT_ORPO = _is("loss", "dpo", "ipo", "simpo", because=_THIS_IS_FOR)
+
+# Training
+DEEPSPEED = _is("backend", "deepspeed")
+LORA = Condition("train.lora.rank is above 0", lambda c: c.train.lora.rank > 0, "train.lora.rank is 0")
+FROZEN_WEIGHTS = Condition(
+    LORA.words,
+    LORA.holds,
+    "train.lora.rank is 0: there are no adapters, so all weights are trained, and none are in 4 bits",
+)
+CHECKPOINTING = _is("gradient_checkpointing", True, because="{key} is false, so no layer recomputes")
+NO_TOKEN_BUDGET = _is_unset("max_tokens_per_device", "{key} sets the size of micro-batches")
+AUTO = _is("micro_batch_size", "auto", because="{key} sets the size of micro-batches")
+MASTERS = Condition(
+    "train.dtype is not fp32",
+    lambda c: c.train.dtype != "fp32",
+    "train.dtype is fp32, so the weights are their own masters",
+)
+HEAD = Condition(MASTERS.words, MASTERS.holds, "train.dtype is fp32, and so are all logits")
+
+# Evaluation, checkpoints and logs
+EVALUATION = Condition(
+    "eval.path is set, or env.eval_seeds is above 0",
+    has_evaluation,
+    "eval.path is not set, so nothing is evaluated (eval=null clears the section)",
+)
+SAVES = Condition(
+    "checkpoint.every or checkpoint.every_minutes is above 0",
+    lambda c: c.checkpoint.is_made,
+    "checkpoint.every is not set, so no checkpoint is made",
+)
+SAVES_OR_RESUMES = Condition("checkpoints are made or resumed from", lambda c: c.checkpoint.is_used, SAVES.because)
+RESUMES = _is("resume", True, because="{key} is false, so the run starts anew")
+RECORDED_SAMPLES = _is_above_0("samples_per_step", ", so no sample is recorded")
