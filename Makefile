@@ -71,7 +71,7 @@ test-gpu: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 
 bench: setup
 	for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
