@@ -17,6 +17,7 @@ from hotseat.config.precision import with_dtype_of
 from hotseat.config.saved import loads_saved
 from hotseat.config.schema import Config
 from hotseat.errors import UserError
+from hotseat.registry.roles import ROLES
 
 
 def _of_optimizers(*names: str) -> tuple[str, ...]:
@@ -46,11 +47,7 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
                 f"train.deepspeed.{name}"
                 for name in ("zero_stage", "tensor_parallel_size", "zpg", "adam_offload", "overlap_comm")
             ),
-            *(
-                f"{role}.enable_offload"
-                for role in ("actor", "critic", "reference", "reward", "rollout", "inference", "env")
-            ),
-            "reward.judge.engine.enable_offload",
+            *(f"{role.section}.enable_offload" for role in ROLES.values()),
         ),
     ),
     (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import get_args
 
 from hotseat.config.images import has_images, image_conflicts
 from hotseat.config.resolved import (
@@ -38,8 +37,9 @@ from hotseat.config.roles import (
     roles_of,
     task_numbers,
 )
-from hotseat.config.schema import Config, CorrectionConfig, GraderConfig, OptimizerConfig, RoleName, tasks_of
+from hotseat.config.schema import Config, CorrectionConfig, GraderConfig, OptimizerConfig, tasks_of
 from hotseat.config.urls import as_list, url_problems
+from hotseat.registry.roles import ROLES
 
 
 @dataclass(frozen=True)
@@ -540,7 +540,7 @@ def _name_conflicts(config: Config) -> Iterator[tuple[str, str]]:
     key = "cluster.component_names"
     placed = placed_roles(config)
     for name, role in config.cluster.component_names.items():
-        if name in get_args(RoleName):
+        if name in ROLES:
             yield key, f"{name} is a role already: choose another name for {role}"
             continue
         if name in placed:  # the loader replaces names, unless that would name a role twice
@@ -554,7 +554,7 @@ def _name_conflicts(config: Config) -> Iterator[tuple[str, str]]:
 def _component_conflicts(config: Config) -> Iterator[tuple[str, str]]:
     for name in config.components:
         key = f"components.{name}"
-        if name in (*get_args(RoleName), "agents"):
+        if name in (*ROLES, "agents"):
             yield key, f"{name} is the name of processes that every run may have: choose another"
         elif name in config.cluster.component_names:
             role = config.cluster.component_names[name]

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hotseat.registry.roles import RoleName
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -37,8 +39,6 @@ class Tasks:
 
 RL, SFT, RM, DPO, ALL = Tasks(("rl",)), Tasks(("sft",)), Tasks(("rm",)), Tasks(("dpo",)), Tasks(get_args(TaskName))
 RL_OR_SFT, RL_OR_DPO, PAIRS = Tasks(("rl", "sft")), Tasks(("rl", "dpo")), Tasks(("rm", "dpo"))
-
-RoleName = Literal["actor", "critic", "reference", "reward", "judge", "rollout", "env", "inference"]
 
 DEFAULT_MINUTES = 10.0  # between checkpoints, where the config does not say when to save
 
