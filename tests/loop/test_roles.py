@@ -1,6 +1,7 @@
 """Roles as records: one more record is one more role that is launched, watched and replaced."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from loop_cases import rl_yaml
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 class Observer:
     """Counts how often it is made."""
 
-    made: list[str] = []
+    made: ClassVar[list[str]] = []
 
     def __init__(self, model: str):
         self.made.append(model)
