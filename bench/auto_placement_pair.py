@@ -46,10 +46,10 @@ def pinned_devices(cores: tuple[int, ...]) -> Iterator[None]:
     """Keep the processes of runs that start in this context on the cores of their devices."""
     launch_groups = launch.launch_groups
 
-    def launch_pinned(place: Any, *arguments: Any) -> launch.Groups:
-        groups = launch_groups(place, *arguments)
-        for role, group in groups.by_role.items():
-            for pid, process in zip(group.pids(), place.plan.role(role).processes, strict=True):
+    def launch_pinned(context: Any, *arguments: Any) -> launch.Groups:
+        groups = launch_groups(context, *arguments)
+        for role, group in groups.on_devices(context.plan).items():
+            for pid, process in zip(group.pids(), context.plan.role(role).processes, strict=True):
                 pin(pid, cores[process.devices[0]])
         return groups
 

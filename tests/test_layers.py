@@ -19,6 +19,7 @@ LAYERS = (
     ("agents", "envs", "rewards", "data", "observe"),
     ("algorithms", "placement"),
     (
+        "registry",
         "config",
         "connections",
         "types",
@@ -42,6 +43,7 @@ LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
 # Ground may lean on ground: the config raises our errors, in our words.
 ALLOWED_SIBLINGS = {
     ("config", "errors"),
+    ("config", "registry"),
     ("types", "errors"),
     ("types", "failed"),
     ("faults", "errors"),

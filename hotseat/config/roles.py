@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from hotseat.registry.roles import RoleName, role_entry
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
@@ -154,22 +157,25 @@ def is_on_actor(config: Config, role: str) -> bool:
     return not is_placed(config, role)  # a role that is not placed gets the actor's devices
 
 
+# When the run has a process of each role.
+_PRESENT: dict[RoleName, Callable[[Config], bool]] = {
+    "actor": lambda config: True,
+    "critic": has_critic,
+    "reference": has_reference,
+    "reward": has_reward_model,
+    "judge": has_judge_engine,
+    "rollout": lambda config: config.task == "rl",
+    "env": has_env,
+    "inference": has_inference,
+}
+
+
 def roles_of(config: Config) -> tuple[str, ...]:
     """Return the roles, those of one's own components included, in the order in which they work in a step.
 
-    The role `inference` is present if the placement names it, `env` also if a simulator is named.
+    Outside of RL the actor is the first: a reference scores what it learns from.
     """
+    present: list[str] = [name for name, is_present in _PRESENT.items() if is_present(config)]
     if config.task != "rl":
-        return ("actor", "reference") if has_reference(config) else ("actor",)
-    present = {
-        "rollout": True,
-        "env": has_env(config),
-        "reward": has_reward_model(config),
-        "judge": has_judge_engine(config),
-        **dict.fromkeys(config.components, True),
-        "reference": has_reference(config),
-        "inference": has_inference(config),
-        "critic": has_critic(config),
-        "actor": True,
-    }
-    return tuple(role for role, is_present in present.items() if is_present)
+        return tuple(present)
+    return tuple(sorted([*present, *config.components], key=lambda name: role_entry(name).turn))

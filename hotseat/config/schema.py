@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hotseat.config import conditions as when
 from hotseat.config.annotations import ALL, DPO, PAIRS, RL, RL_OR_DPO, RL_OR_SFT, RM, SFT, MayChange, TaskName, Tasks
+from hotseat.registry.roles import RoleName
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -31,7 +32,6 @@ _FUNCTION, _CLASS = r"^.+\.py:\w+$", r"^.+:\w+$"
 FORMS = {_FUNCTION: "FILE.py:FUNCTION", _CLASS: "FILE.py:CLASS or package.module:CLASS"}  # patterns in words
 FunctionPath = Annotated[str, Field(pattern=_FUNCTION)]
 
-RoleName = Literal["actor", "critic", "reference", "reward", "judge", "rollout", "env", "inference"]
 
 DEFAULT_MINUTES = 10.0  # between checkpoints, where the config does not say when to save
 

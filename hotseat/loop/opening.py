@@ -141,12 +141,12 @@ def cluster_context(
         yield ClusterContext(config, cluster, plan, has_new_budgets)
 
 
-def record_plan(journal: Journal, place: ClusterContext, notes: Sequence[str] = ()) -> None:
+def record_plan(journal: Journal, context: ClusterContext, notes: Sequence[str] = ()) -> None:
     """Record the placement of each role, and notes on the plan."""
-    roles = ", ".join(f"{role.name} on {role.on}" for role in place.plan.roles)
-    if place.config.task == "rl":
-        journal.say(f"{place.plan.label}: {roles}")
-    for note in [*notes, *plan_notes(place.config, place.cluster, place.plan)]:
+    roles = ", ".join(f"{role.name} on {role.on}" for role in context.plan.roles)
+    if context.config.task == "rl":
+        journal.say(f"{context.plan.label}: {roles}")
+    for note in [*notes, *plan_notes(context.config, context.cluster, context.plan)]:
         journal.say(note)
 
 

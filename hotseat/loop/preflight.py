@@ -17,13 +17,13 @@ from hotseat.loop.planning.plan import host_needs, is_offloaded, make_plan, num_
 from hotseat.loop.setup.refusals import check_config
 from hotseat.loop.setup.value_models import check_readers
 from hotseat.placement import GIB, Inventory, Plan
+from hotseat.registry.roles import role_entry
 from hotseat.types import Prompt
 
 if TYPE_CHECKING:
     from hotseat.loop.setup.inputs import SupervisedData
 
 MAX_LOGICAL_DEVICES = 64
-INDEPENDENT = ("rollout", "judge", "env")  # roles whose processes work independently of each other, as components do
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _check_runtime(config: Config, plan: Plan) -> None:
     if config.cluster.runtime != "local":
         return
     for role in plan.roles:
-        if role.name not in (*INDEPENDENT, *config.components) and len(role.processes) > 1:
+        if not role_entry(role.name).is_independent and len(role.processes) > 1:
             raise PlacementError(
                 f"cluster.runtime is local, which holds one rank of each model, and {role.name} has"
                 f" {len(role.processes)} ranks on {role.on}: set cluster.runtime to ray, or place {role.name} on one"

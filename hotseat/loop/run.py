@@ -23,12 +23,13 @@ from hotseat.loop.opening import (
     record_plan,
 )
 from hotseat.loop.planning.budgets import smaller_budget_kept
-from hotseat.loop.preflight import INDEPENDENT, check_prerequisites, rl_inputs, supervised_inputs
+from hotseat.loop.preflight import check_prerequisites, rl_inputs, supervised_inputs
 from hotseat.loop.start import make_view, without_collector
 from hotseat.loop.state.episode_images import remove_unneeded_images
 from hotseat.loop.state.saving import BACKEND, for_ranks
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
+from hotseat.registry.roles import ROLES
 
 if TYPE_CHECKING:
     from hotseat.loop.rl.replay import Recording
@@ -80,15 +81,16 @@ def _start_rl(
             _remove_images(run)
             return run.evaluation
         journal, saver = run.journal, run.saver
-        with cluster_context(run, inputs.plan, INDEPENDENT if recording is None else (), template) as place:
-            record_plan(journal, place, resolved_notes(place.config))
-            record_prediction(place.config, place.plan, run.run_dir, journal.say)
-            journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
-            eos = eos_token_ids(place.config, inputs.tokenizer)
-            groups = launch_groups(place, inputs.algebra, eos, run.run_dir, journal, recording)
-            with assemble(place, inputs, groups, run.run_dir, journal, recording) as rl:
+        pinged = [role.name for role in ROLES.values() if role.answers_pings and recording is None]
+        with cluster_context(run, inputs.plan, pinged, template) as context:
+            record_plan(journal, context, resolved_notes(context.config))
+            record_prediction(context.config, context.plan, run.run_dir, journal.say)
+            journal.stage(_loading(context.config, context.plan), lambda: doing_in(context.cluster))
+            eos = eos_token_ids(context.config, inputs.tokenizer)
+            groups = launch_groups(context, inputs.algebra, eos, run.run_dir, journal, recording)
+            with assemble(context, inputs, groups, run.run_dir, journal, recording) as rl:
                 with saver.settled(journal), smaller_budget_kept(lambda: rl.micro_batches.config, saver.keep):
-                    if place.has_new_budgets and are_budgets_tried(groups.have_gpus):
+                    if context.has_new_budgets and are_budgets_tried(groups.have_gpus):
                         journal.phase("update")
                         rl.micro_batches.try_out(saver.keep)
                     saver.keep(rl.micro_batches.config)
@@ -123,18 +125,18 @@ def _start_supervised(config: Config, view: LiveView, template: Template | None)
         if run.evaluation is not None:
             return run.evaluation
         journal, saver = run.journal, run.saver
-        with cluster_context(run, inputs.plan, template=template) as place:
-            record_plan(journal, place)
-            journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
-            with folder_witness(place.config, run.run_dir, place.cluster.runtime == "local") as proof:
-                actor = launch_ranks(place, inputs, journal, proof)
+        with cluster_context(run, inputs.plan, template=template) as context:
+            record_plan(journal, context)
+            journal.stage(_loading(context.config, context.plan), lambda: doing_in(context.cluster))
+            with folder_witness(context.config, run.run_dir, context.cluster.runtime == "local") as proof:
+                actor = launch_ranks(context, inputs, journal, proof)
             if run.checkpoint is not None:
                 actor.call(
                     SupervisedWorker.resume, for_ranks(run.checkpoint.path / BACKEND), dict(run.checkpoint.state)
                 )
-            budget = TokenBudget(place.config, journal, saver.keep)
+            budget = TokenBudget(context.config, journal, saver.keep)
             with saver.settled(journal), smaller_budget_kept(lambda: budget.config, saver.keep):
-                if place.has_new_budgets and are_budgets_tried(actor.call(SupervisedWorker.device_type)[0] == "cuda"):
+                if context.has_new_budgets and are_budgets_tried(actor.call(SupervisedWorker.device_type)[0] == "cuda"):
                     budget.try_out(lambda *trial: all(actor.call(SupervisedWorker.fits, *trial)))
                     actor.call(SupervisedWorker.use_budget, budget.max_tokens)
                 saver.keep(budget.config)

@@ -56,7 +56,7 @@ from hotseat.placement.plan import (
     shares_devices,
 )
 from hotseat.placement.residency import HandOver, Holding, Move
-from hotseat.placement.roles import PARTS_OF_ROLE, ROLES, Part, check_role, parts_of, section_of
+from hotseat.placement.roles import Part, check_role, parts_of, section_of
 from hotseat.placement.selection import (
     CpuProcesses,
     DeviceBlocks,
@@ -75,8 +75,6 @@ from hotseat.placement.shapes import KNOWN_SHAPES, AssumedShape, ModelShape, Vis
 __all__ = [
     "GIB",
     "KNOWN_SHAPES",
-    "PARTS_OF_ROLE",
-    "ROLES",
     "UNKNOWN_KIND",
     "AssumedShape",
     "ComponentMemory",

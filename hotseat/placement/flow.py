@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from hotseat.errors import PlacementError
 from hotseat.placement.roles import Part, check_role, nearest, parts_of
+from hotseat.registry.roles import ROLES
 
 Order = Literal["together", "in_turn"]
 Kind = Literal["rollout", "prepare", "update", "sync"]
@@ -177,7 +178,7 @@ def _rollout_phase(roles: frozenset[str]) -> Phase:
 
 
 def _sync_phase(roles: frozenset[str]) -> Phase:
-    targets = tuple(role for role in ("rollout", "inference") if role in roles)
+    targets = tuple(role.name for role in ROLES.values() if role.gets_weights and role.name in roles)
     return Phase("sync", _forward(roles, "actor", *targets), pushes=targets)
 
 

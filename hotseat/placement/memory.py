@@ -14,6 +14,7 @@ from typing import Literal
 from hotseat.errors import PlacementError
 from hotseat.placement.roles import Part
 from hotseat.placement.shapes import ModelShape, VisionShape
+from hotseat.registry.roles import role_entry
 
 GIB = 2**30
 
@@ -230,7 +231,11 @@ def total(terms: Iterable[Term]) -> float:
 def estimate(role: str, memory: Memory | None, model: ModelShape | None, layout: Layout) -> RoleMemory | None:
     """Estimate a role's memory on one of its devices; None where its settings are not known."""
     if memory is None:
-        role_memory = _simulator(role, None, layout) if role == "env" and layout.share is not None else None
+        role_memory = (
+            _simulator(role, None, layout)
+            if role_entry(role).kind == "simulator" and layout.share is not None
+            else None
+        )
     elif isinstance(memory, SimulatorMemory):
         role_memory = _simulator(role, memory, layout)
     elif isinstance(memory, ComponentMemory):

@@ -42,6 +42,7 @@ from hotseat.placement.residency import (
 from hotseat.placement.roles import Part, check_role, parts_of, section_of
 from hotseat.placement.selection import Elsewhere, InPools, RankSelection, Selection, parse_selection
 from hotseat.placement.shapes import ModelShape
+from hotseat.registry.roles import role_entry
 
 Offloading = Literal["always", "never"]
 Verdict = Literal["fits", "tight", "does_not_fit", "unknown"]
@@ -76,7 +77,7 @@ class RoleSpec:
     @property
     def is_engine(self) -> bool:
         """One process uses several devices, instead of one process per device."""
-        return self.name in ("rollout", "judge") or isinstance(self.memory, EngineMemory)
+        return role_entry(self.name).kind == "engine" or isinstance(self.memory, EngineMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -651,7 +652,7 @@ def _warnings(
                     f" because YAML 1.1 reads it as {rank.first}"
                 )
         widths = {len(process.devices) for process in place.processes}
-        has_one = not spec.is_engine and name != "env" and not spec.is_component
+        has_one = not spec.is_engine and role_entry(name).kind == "model"
         if has_one and max(widths, default=0) > 1:
             warnings.append(
                 f"{name}: its processes have {max(widths)} devices each, and a trainer process uses only the first:"
@@ -720,4 +721,4 @@ def _unknown_memory(specs: Mapping[str, RoleSpec], groups: Sequence[DeviceGroup]
 def _is_unknown(spec: RoleSpec) -> bool:
     if isinstance(spec.memory, TrainMemory | ForwardMemory | EngineMemory):
         return spec.model is None
-    return spec.memory is None and not (spec.name == "env" and spec.share is not None)
+    return spec.memory is None and not (role_entry(spec.name).kind == "simulator" and spec.share is not None)

@@ -7,10 +7,9 @@ from pydantic import ValidationError
 
 from hotseat.config import Config, load, loads, to_yaml
 from hotseat.config.load import fields_of, valid_keys
-from hotseat.config.schema import RoleName
 from hotseat.config.yaml_lines import parse_value
 from hotseat.errors import ConfigError
-from hotseat.placement.roles import ROLES
+from hotseat.registry.roles import ROLES, RoleName
 
 
 def problems_of(text: str, *overrides: str) -> list[str]:

@@ -9,6 +9,7 @@ host holds the groups that it sampled until it is told to forget them, and a hos
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -25,16 +26,16 @@ from hotseat.config.batches import batch_algebra
 from hotseat.errors import WorkerError
 from hotseat.loop.devices.memory import DeviceWatch
 from hotseat.loop.planning.plan import make_flow, make_plan
+from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.hosts import RolloutHosts
-from hotseat.loop.rl.launch import Groups
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.prepare import PreparePhase
-from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.recovery import ENGINE, HOST, Recovery, Replaceable
 from hotseat.loop.rl.rollout import RolloutPhase, RolloutRunner
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.stream import SynchronousStream
-from hotseat.loop.rl.sync import Routes, SyncPhase
+from hotseat.loop.rl.sync import Pusher, Routes, SyncPhase
 from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.proof import WeightCheck
@@ -442,23 +443,10 @@ class Case:
         self.engines, self.actor = group("rollout", engines), group("actor", actor)
         self.critic, self.reference = group("critic", critic), group("reference", reference)
         self.reward, self.inference = group("reward", reward), group("inference", inference)
-        roles = {
-            "rollout": self.engines,
-            "actor": self.actor,
-            "critic": self.critic,
-            "reference": self.reference,
-            "reward": self.reward,
-            "inference": self.inference,
-        }
+        models = (self.engines, self.actor, self.critic, self.reference, self.reward, self.inference)
         self.groups = Groups(
-            self.engines,
-            self.actor,
+            {found.name: found for found in models if found is not None},
             RolloutHosts(self.hosts),
-            self.critic,
-            self.reference,
-            self.reward,
-            self.inference,
-            {name: found for name, found in roles.items() if found is not None},
             have_gpus=False,
             measures_its_device=False,
             adapters_alone=adapters_alone,
@@ -471,23 +459,25 @@ class Case:
         plan = make_plan(loads("cluster: {component_placement: {actor: 0, rollout: '@actor'}}"), "1x1")
         plan = replace(plan, steps=self._steps())
         self.meter = PhaseMeter(self.scheduler, {}, plan, DeviceWatch([], lambda device: None))
-        self.recovery = Recovery(
-            self.engines,
-            self.hosts,
-            self.scheduler,
-            reconnect=lambda ranks: self.log.append(f"reconnect {ranks}"),
-            push=lambda ranks: self.sync.push_again(ranks),
-            rejoin=lambda ranks: self.log.append(f"rejoin {ranks}"),
-            say=self.said.append,
-            rejoins_in_lease=True,
-        )
         to_engines = transport or TransportPlan(("host",) * engines, first_ranks=(0,) * engines)
         to_inference = TransportPlan(("host",) * inference, first_ranks=(0,) * inference) if inference else None
         routes = Routes(to_engines, to_inference, "127.0.0.1", 60.0)
-        self.sync = SyncPhase(
-            self.groups, routes, self.state, self.guard, self.meter, self.scheduler, self.recovery, self.said.append
+        self.restarts: Counter[str] = Counter()
+        self.pusher = Pusher(
+            self.groups, routes, self.state, self.guard, self.meter, self.scheduler, self.restarts, self.said.append
         )
-        answering = RolloutRunner(self.groups, self.settings, self.meter, self.guard, self.sync, self.recovery)
+        hosts = Replaceable(self.hosts, HOST, lambda ranks: self.log.append(f"reconnect {ranks}"), has_devices=False)
+        self.recovery = Recovery(
+            [Replaceable(self.engines, ENGINE, needs_weights=True), hosts],
+            self.scheduler,
+            push=self.pusher.push_again,
+            rejoin=lambda ranks: self.log.append(f"rejoin {ranks}"),
+            say=self.said.append,
+            rejoins_in_lease=True,
+            restarts=self.restarts,
+        )
+        self.sync = SyncPhase(self.pusher, self.state, self.guard, self.recovery)
+        answering = RolloutRunner(self.groups, self.settings, self.meter, self.guard, self.pusher, self.recovery)
         self.rollout = RolloutPhase(
             answering,
             self.groups,

@@ -617,11 +617,11 @@ def test_adapters_go_alone_to_engines_that_have_the_weights_below_them():
     case.sync.run()
     assert forms() == ["apart", "adapters", "adapters"]
     case.scheduler.are_weights_there = False  # they were dropped to make room
-    case.sync.restore_dropped_weights()
+    case.pusher.restore_dropped_weights()
     case.sync.run()
     assert forms()[3:] == ["apart", "adapters"]
-    case.recovery.num_restarts += 1  # a new engine has never had any
-    case.sync.push_again()
+    case.restarts["engine"] += 1  # a new engine has never had any
+    case.pusher.push_again()
     case.sync.run()
     assert forms()[5:] == ["apart", "adapters"]
 

@@ -3,11 +3,12 @@
 import pytest
 
 from hotseat.errors import ClusterError, RunError, WorkerError
-from hotseat.loop.rl.recovery import MAX_DEATHS, Recovery, start_up
+from hotseat.loop.rl.recovery import ENGINE, HOST, MAX_DEATHS, Recovery, Replaceable, start_up
 
 
 class Engines:
-    def __init__(self, size: int = 2):
+    def __init__(self, size: int = 2, name: str = "rollout"):
+        self.name = name
         self.is_alive = [True] * size
         self.log: list[str] = []
 
@@ -23,11 +24,15 @@ class Engines:
 
 
 def recovery_of(engines: Engines, push=None, hosts=None, rejoins_in_lease=False) -> Recovery:
+    agents = Replaceable(
+        hosts or Engines(size=1, name="agents"),
+        HOST,
+        lambda ranks: engines.log.append(f"reconnect {ranks}"),
+        has_devices=False,
+    )
     return Recovery(
+        [Replaceable(engines, ENGINE, needs_weights=True), agents],
         engines,
-        hosts or Engines(size=1),
-        engines,
-        reconnect=lambda ranks: engines.log.append(f"reconnect {ranks}"),
         push=push or (lambda ranks: engines.log.append(f"push {ranks}")),
         rejoin=lambda ranks: engines.log.append(f"rejoin {ranks}"),
         say=lambda text: None,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import get_args
 
 from hotseat.config.annotations import RL
 from hotseat.config.checks.registry import Problems, conflict
 from hotseat.config.resolved import overlap_queue
 from hotseat.config.roles import has_evaluation, placed_roles
-from hotseat.config.schema import Config, RoleName
+from hotseat.config.schema import Config
+from hotseat.registry.roles import ROLES
 
 
 @conflict()
 def names_of_roles(config: Config) -> Problems:
     key, placed = "cluster.component_names", placed_roles(config)
     for name, role in config.cluster.component_names.items():
-        if name in get_args(RoleName):
+        if name in ROLES:
             yield key, f"{name} is a role already: choose another name for {role}"
             continue
         if name in placed:  # the loader replaces names, unless that would name a role twice
@@ -31,7 +31,7 @@ def names_of_roles(config: Config) -> Problems:
 def names_of_components(config: Config) -> Problems:
     for name in config.components:
         key = f"components.{name}"
-        if name in (*get_args(RoleName), "agents"):
+        if name in (*ROLES, "agents"):
             yield key, f"{name} is the name of processes that every run may have: choose another"
         elif name in config.cluster.component_names:
             role = config.cluster.component_names[name]

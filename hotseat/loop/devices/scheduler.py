@@ -22,7 +22,8 @@ from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
 from hotseat.errors import PlacementError, RunError
 from hotseat.loop.devices.memory import MeasuresMemory
 from hotseat.observe import Timeline
-from hotseat.placement import GIB, ROLES, Holding, Part, PhaseStep, Plan
+from hotseat.placement import GIB, Holding, Part, PhaseStep, Plan
+from hotseat.registry.roles import role_entry
 from hotseat.types import Moved
 
 ALLOWANCE_BYTES = 1 << 29  # memory that a process may still hold of the parts that it has offloaded
@@ -226,7 +227,9 @@ class DeviceScheduler:
 
         Simulators and components of the user's own are left out: what they take is not known well enough.
         """
-        coming = {key: parts for key, parts in self._coming(step).items() if key[0] in ROLES and key[0] != "env"}
+        coming = {
+            key: parts for key, parts in self._coming(step).items() if role_entry(key[0]).kind in ("model", "engine")
+        }
         holders = self._lease.holders if self._lease is not None else {}
         if not coming or any(self._is_gone(holder) for holder in holders):
             return {}

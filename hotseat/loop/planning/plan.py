@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from hotseat.config.batches import num_checkpointed, token_budget, tokens_per_mi
 from hotseat.config.precision import dtype_of, with_dtype
 from hotseat.config.resolved import judge_length, overlap_queue, prompt_max_length
 from hotseat.config.roles import has_agent, has_images, has_judge_engine, has_simulator
-from hotseat.config.schema import JudgeEngineConfig, NodePoolConfig, RolloutConfig, TrainConfig
+from hotseat.config.schema import NodePoolConfig, RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen
@@ -54,6 +55,7 @@ from hotseat.placement import (
     token_activation_bytes,
     useful_cache_gib,
 )
+from hotseat.registry.roles import role_entry
 from hotseat.words import quantity
 
 DEVICES_PER_NODE = 8  # of the nodes assumed where neither config nor command line names an inventory
@@ -65,7 +67,6 @@ UNMEASURED_GIB = 4.0  # of a process of the role env, for the size of micro-batc
 VLLM_SLOTS = 512  # sequences that one vLLM engine decodes at a time: the most that its CUDA graphs take
 
 _WITHOUT_DEVICES = frozenset({"babyai", "gym"})  # families whose simulators compute on the host
-_MODELS = frozenset({"actor", "critic", "reference", "reward", "inference"})  # roles behind a training backend
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _TRAINED = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
 
@@ -198,7 +199,7 @@ def _check_second_copies(config: Config, made: Plan) -> None:
     size = zero.zpg if config.train.backend == "deepspeed" and zero.zero_stage == 3 else 1
     for role in made.roles:
         num_ranks = len(role.processes)
-        if role.name in _MODELS and num_ranks % size:
+        if role_entry(role.name).kind == "model" and num_ranks % size:
             raise PlacementError(
                 f"train.deepspeed.zpg is {size}, and the {quantity(num_ranks, 'rank')} of {role.name} cannot be"
                 " divided into groups of that size: set it to a number that divides the ranks of every model"
@@ -259,17 +260,14 @@ def more_engines(config: Config, made: Plan) -> list[str]:
 def without_effect_on_cpus(config: Config) -> list[str]:
     """List options that are set and have no effect without accelerators, with why."""
     notes = []
-    sections: dict[str, RolloutConfig | JudgeEngineConfig] = {
-        "rollout": config.rollout,
-        "judge": config.reward.judge.engine,
-    }
-    for role in [role for role in roles_of(config) if role in sections]:
+    for role in [role for role in roles_of(config) if role_entry(role).kind == "engine"]:
         if engine_kind(config, role) != "vllm":
             continue
-        if sections[role].enable_offload:
+        section = _section(config, role)
+        if section.enable_offload:
             key = f"{section_of(role)}.enable_offload"
             notes.append(f"{key}: no effect here: on a CPU vLLM cannot offload its weights and its cache")
-        if sections[role].memory_share is not None:
+        if section.memory_share is not None:
             key = f"{section_of(role)}.memory_share"
             notes.append(f"{key}: no effect here: on a CPU vLLM's cache has the size that its sequences need")
     return notes
@@ -277,7 +275,7 @@ def without_effect_on_cpus(config: Config) -> list[str]:
 
 def _without_accelerator(config: Config, spec: RoleSpec) -> RoleSpec:
     """Return the role as it is on a CPU, where vLLM cannot offload."""
-    if spec.name in ("rollout", "judge") and engine_kind(config, spec.name) == "vllm":
+    if role_entry(spec.name).kind == "engine" and engine_kind(config, spec.name) == "vllm":
         return replace(spec, can_offload=frozenset(), offload=None)
     return spec
 
@@ -447,17 +445,10 @@ def role_specs(config: Config) -> list[RoleSpec]:
 
 
 def _spec(config: Config, role: str, on: Any) -> RoleSpec:
-    offload = {
-        "actor": config.actor.enable_offload,
-        "critic": config.critic.enable_offload,
-        "reference": config.reference.enable_offload,
-        "reward": config.reward.enable_offload,
-        "rollout": config.rollout.enable_offload,
-        "env": False if config.overlap.staleness > 0 else config.env.enable_offload,  # episodes stay open
-        "inference": config.inference.enable_offload,
-        "judge": config.reward.judge.engine.enable_offload,
-        **{name: component.enable_offload for name, component in config.components.items()},
-    }[role]
+    kind = role_entry(role).kind
+    offload: bool | None = _section(config, role).enable_offload
+    if kind == "simulator" and config.overlap.staleness > 0:
+        offload = False  # episodes stay open
     if config.task == "dpo":
         # A reference that scores once is gone when training begins.
         offload = None if role == "actor" else True if config.algorithm.dpo.precompute else offload
@@ -469,10 +460,10 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         model=shape,
         model_assumed=assumed,
     )
-    if role in config.components:
+    if kind == "component":
         memory = ComponentMemory(config.components[role].memory_gib)
         return replace(spec, can_offload=frozenset({Part.WEIGHTS}), memory=memory, is_component=True)
-    if role in ("rollout", "judge"):
+    if kind == "engine":
         rollout, judge = config.rollout, config.reward.judge.engine
         section = rollout if role == "rollout" else judge
         is_vllm = engine_kind(config, role) == "vllm"
@@ -494,7 +485,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
                 image_share=_image_share(config) if role == "rollout" else 0.0,
             ),
         )
-    if role == "env":
+    if kind == "simulator":
         return replace(spec, can_offload=frozenset({Part.SIMULATOR}), memory=_simulator_memory(config))
     if role in ("actor", "critic"):
         return replace(
@@ -520,6 +511,11 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             image_share=_image_share(config),
         ),
     )
+
+
+def _section(config: Config, role: str) -> Any:
+    """Return the section of the config that holds a role's options."""
+    return config.components.get(role) or reduce(getattr, role_entry(role).section.split("."), config)
 
 
 def _train_memory(config: Config, role: str) -> TrainMemory:

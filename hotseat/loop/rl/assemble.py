@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +23,8 @@ from hotseat.loop.rl.arrivals import Arrivals
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.checkpoint import RlCheckpoints
 from hotseat.loop.rl.components import Components
-from hotseat.loop.rl.launch import Groups
+from hotseat.loop.rl.connections import Connections
+from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.loop import RlRun
 from hotseat.loop.rl.meter import PhaseMeter
@@ -30,22 +33,22 @@ from hotseat.loop.rl.overlapped import Callbacks, OverlappedStream, RolloutReque
 from hotseat.loop.rl.pacer import Pace
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.prepare import PreparePhase
-from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.recovery import Recovery, Replaceable
 from hotseat.loop.rl.replay import Recording, ReplayStream
 from hotseat.loop.rl.rollout import RolloutPhase, RolloutRunner, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.step_metrics import StepMetrics
 from hotseat.loop.rl.stream import Stream, SynchronousStream
-from hotseat.loop.rl.sync import Routes, SyncPhase, sender_host
+from hotseat.loop.rl.sync import Pusher, Routes, SyncPhase, sender_host
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.setup import settings
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
-from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
 from hotseat.placement import GIB, Plan, shares_devices
+from hotseat.registry.roles import role_entry
 
 
 def columns(config: Config) -> dict[str, str]:
@@ -67,9 +70,32 @@ def columns(config: Config) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True)
+class _Basis:
+    """What the objects of a run are made from."""
+
+    context: ClusterContext
+    inputs: RlInputs
+    groups: Groups
+    run_dir: Path
+    journal: Journal
+    scheduler: DeviceScheduler
+    meter: PhaseMeter
+    recording: Recording | None
+
+    @property
+    def config(self) -> Config:
+        return self.context.config
+
+    @property
+    def num_steps(self) -> int:
+        assert self.inputs.algebra.num_steps is not None
+        return self.inputs.algebra.num_steps
+
+
 @contextmanager
 def assemble(
-    place: ClusterContext,
+    context: ClusterContext,
     inputs: RlInputs,
     groups: Groups,
     run_dir: Path,
@@ -80,11 +106,12 @@ def assemble(
 
     recording: of the run that is replayed; None: groups are sampled.
     """
-    config, plan, cluster = place.config, place.plan, place.cluster
+    config, plan, cluster = context.config, context.plan, context.cluster
+    on_devices = groups.on_devices(plan)
     with ExitStack() as stack:
         scheduler = DeviceScheduler(
             plan,
-            groups.by_role,
+            on_devices,
             timeout_s=config.cluster.call_timeout_s,
             is_gone=cluster.is_gone,
             measure=cluster.device_memory,
@@ -96,8 +123,8 @@ def assemble(
         devices = sorted({d for role in plan.roles for process in role.processes for d in process.devices})
         watch = DeviceWatch(devices, cluster.device_memory)
         stack.callback(watch.close)
-        meter = PhaseMeter(scheduler, groups.by_role, plan, watch)
-        yield _connect(place, inputs, groups, run_dir, journal, scheduler, meter, recording)
+        meter = PhaseMeter(scheduler, on_devices, plan, watch)
+        yield _connect(_Basis(context, inputs, groups, run_dir, journal, scheduler, meter, recording))
 
 
 def _keep_simulator_memory(config: Config, journal: Journal, device: int, num_bytes: int) -> None:
@@ -111,97 +138,40 @@ def _keep_simulator_memory(config: Config, journal: Journal, device: int, num_by
         )
 
 
-def _connect(
-    place: ClusterContext,
-    inputs: RlInputs,
-    groups: Groups,
-    run_dir: Path,
-    journal: Journal,
-    scheduler: DeviceScheduler,
-    meter: PhaseMeter,
-    recording: Recording | None,
-) -> RlRun:
-    """Make the phases and connect them."""
-    config, plan, algebra, prompts = place.config, place.plan, inputs.algebra, inputs.prompts
-    assert algebra.num_steps is not None
+def _connect(basis: _Basis) -> RlRun:
+    """Make the phases, each with those that it uses."""
+    config, plan, groups, meter, journal = basis.config, basis.context.plan, basis.groups, basis.meter, basis.journal
     warn = partial(journal.say, kind="warning")
-    state = RlState.initial(config, prompts)
-    phase_settings = PhaseSettings(config, algebra, state, warn)
-    guard = CanaryGuard(
-        CanarySettings.of(config, groups.have_gpus, is_merged=not groups.adapters_alone),
-        prompts,
-        groups.actor,
-        groups.engines,
-        groups.inference,
-        meter.lease,
-        warn,
-    )
-
-    def reconnect(ranks: Sequence[int] | None = None) -> None:
-        """Connect hosts of these ranks, or all, to the current engines; drop requests of earlier connections."""
-        # Hosts first: an episode that is still waited for would fail when its request is dropped.
-        connected = groups.hosts.connect(groups.engines, ranks)
-        groups.engines.call(EngineWorker.drop_requests, connected)
-        if groups.judge is not None and ranks is not None:  # all: engines changed, not hosts or the judge
-            reconnect_judge(ranks)
-
-    def reconnect_judge(ranks: Sequence[int] | None = None) -> None:
-        """Connect hosts of these ranks, or all, to the judge's engines; drop requests of earlier connections."""
-        assert groups.judge is not None
-        groups.judge.call(EngineWorker.drop_requests, groups.hosts.connect_judge(groups.judge, ranks))
-
-    recovery = Recovery(
-        groups.engines,
-        groups.hosts.workers,
-        scheduler,
-        reconnect=reconnect,
-        push=lambda ranks: sync.push_again(ranks),
-        rejoin=lambda ranks: groups.hosts.rejoin(groups.engines, ranks),
-        say=partial(journal.say, kind="fault"),
-        rejoins_in_lease=config.overlap.staleness == 0 or shares_devices(plan),
-        measures_its_device=groups.measures_its_device,
-        is_env="env" in groups.by_role,
-        judge=groups.judge,
-        reconnect_judge=reconnect_judge,
-    )
-    routes = _routes(place, groups)
-    sync = SyncPhase(groups, routes, state, guard, meter, scheduler, recovery, journal.say)
-    is_shared = config.overlap.staleness > 0 and shares_devices(plan)
+    state = RlState.initial(config, basis.inputs.prompts)
+    phase_settings = PhaseSettings(config, basis.inputs.algebra, state, warn)
+    canary = CanarySettings.of(config, groups.have_gpus, is_merged=not groups.adapters_alone)
+    guard = CanaryGuard(canary, basis.inputs.prompts, groups.actor, groups.engines, groups.inference, meter.lease, warn)
+    restarts: Counter[str] = Counter()
+    routes = _routes(basis.context, groups)
+    pusher = Pusher(groups, routes, state, guard, meter, basis.scheduler, restarts, journal.say)
+    connections = Connections(groups)
+    recovery = _recovery(basis, pusher, connections, restarts)
     evaluating = [name for name, each in config.components.items() if each.evaluates]
-    components = Components(groups.components, groups.hosts, meter, evaluating) if groups.components else None
-    answering = RolloutRunner(
-        groups, phase_settings, meter, guard, sync, recovery, carries_over=is_shared, components=components
+    own = {role: group for role, group in groups.by_role.items() if role in config.components}
+    components = Components(own, groups.hosts, meter, evaluating) if own else None
+    carries_over = config.overlap.staleness > 0 and shares_devices(plan)
+    runner = RolloutRunner(
+        groups, phase_settings, meter, guard, pusher, recovery, carries_over=carries_over, components=components
     )
-    ledger = Ledger(run_dir)
+    ledger = Ledger(basis.run_dir)
     samples = SampleLog(groups, ledger, _alarms(config, journal), state, journal, config.log)
-    rollout = RolloutPhase(answering, groups, phase_settings, state, recovery, samples, prompts, inputs.eval_prompts)
-    if config.log.keep_rollouts:
-        journal.say(_kept_note(config, algebra.num_steps, run_dir / ROLLOUTS))
-    record = Arrivals(run_dir)
-    stream: Stream = SynchronousStream(rollout, record)
-    if recording is not None:
-        stream = ReplayStream(recording, groups.hosts)
-    elif config.overlap.staleness > 0:
-        draw = partial(_draw_rollout, journal.timeline, plan)
-        callbacks = Callbacks(rollout.evaluate, answering.score, reconnect, samples.record_unfinished, draw)
-        tickets = Tickets(
-            pace_of(config, algebra.num_steps),
-            group_filter(config, prompts),
-            lambda count: state.order.next(count),
-            record,
-        )
-        asking = RolloutRequest(prompts, config.rollout.samples_per_prompt, settings.sampling(config))
-        sampling = answering.sampling if is_shared else None
-        spool, in_flight = Spool(run_dir / SPOOL), config.overlap.in_flight
-        stream = OverlappedStream(tickets, asking, in_flight, groups.hosts, spool, recovery, callbacks, sampling)
+    rollout = RolloutPhase(
+        runner, groups, phase_settings, state, recovery, samples, basis.inputs.prompts, basis.inputs.eval_prompts
+    )
+    stream = _stream(basis, state, runner, rollout, samples, recovery, connections)
     return RlRun(
-        num_steps=algebra.num_steps if recording is None else min(algebra.num_steps, recording.num_steps),
-        has_evaluation=bool(inputs.eval_prompts) and recording is None,
+        num_steps=basis.num_steps if basis.recording is None else min(basis.num_steps, basis.recording.num_steps),
+        has_evaluation=bool(basis.inputs.eval_prompts) and basis.recording is None,
         eval_every=config.eval.every,
         stream=stream,
         prepare=PreparePhase(groups, stream, phase_settings, meter, samples),
         update=UpdatePhase(groups, phase_settings, state, meter),
-        sync=sync,
+        sync=SyncPhase(pusher, state, guard, recovery),
         meter=meter,
         metrics=StepMetrics(
             meter,
@@ -214,8 +184,63 @@ def _connect(
         ),
         micro_batches=MicroBatches(groups.models, phase_settings, meter),
         samples=samples,
-        checkpoints=RlCheckpoints(groups, scheduler, state, guard, ledger, stream, phase_settings),
+        checkpoints=RlCheckpoints(groups, basis.scheduler, state, guard, ledger, stream, phase_settings),
     )
+
+
+def _recovery(basis: _Basis, pusher: Pusher, connections: Connections, restarts: Counter[str]) -> Recovery:
+    """Make what replaces dead processes of every role that says how."""
+    groups, plan = basis.groups, basis.context.plan
+    on_devices = groups.on_devices(plan)
+    roles = [
+        Replaceable(
+            groups.by_role[record.name],
+            record.replacement.noun,
+            partial(record.replacement.connect, connections),
+            needs_weights=role_entry(record.name).gets_weights,
+            has_devices=record.name in on_devices,
+            measures_its_device=groups.measures_its_device and record.start == "engine",
+        )
+        for record in groups.records
+        if record.replacement is not None
+    ]
+    return Recovery(
+        roles,
+        basis.scheduler,
+        push=pusher.push_again,
+        rejoin=connections.rejoin,
+        say=partial(basis.journal.say, kind="fault"),
+        rejoins_in_lease=basis.config.overlap.staleness == 0 or shares_devices(plan),
+        restarts=restarts,
+    )
+
+
+def _stream(
+    basis: _Basis,
+    state: RlState,
+    runner: RolloutRunner,
+    rollout: RolloutPhase,
+    samples: SampleLog,
+    recovery: Recovery,
+    connections: Connections,
+) -> Stream:
+    """Make the source of the loop's batches: it samples them when they are asked for or ahead, or replays them."""
+    config, prompts, hosts, plan = basis.config, basis.inputs.prompts, basis.groups.hosts, basis.context.plan
+    if config.log.keep_rollouts:
+        basis.journal.say(_kept_note(config, basis.num_steps, basis.run_dir / ROLLOUTS))
+    record = Arrivals(basis.run_dir)
+    if basis.recording is not None:
+        return ReplayStream(basis.recording, hosts)
+    if config.overlap.staleness == 0:
+        return SynchronousStream(rollout, record)
+    draw = partial(_draw_rollout, basis.journal.timeline, plan)
+    callbacks = Callbacks(rollout.evaluate, runner.score, connections.reconnect, samples.record_unfinished, draw)
+    pace = pace_of(config, basis.num_steps)
+    tickets = Tickets(pace, group_filter(config, prompts), state.next_prompts, record)
+    request = RolloutRequest(prompts, config.rollout.samples_per_prompt, settings.sampling(config))
+    sampling = runner.sampling if shares_devices(plan) else None
+    spool, in_flight = Spool(basis.run_dir / SPOOL), config.overlap.in_flight
+    return OverlappedStream(tickets, request, in_flight, hosts, spool, recovery, callbacks, sampling)
 
 
 def pace_of(config: Config, num_steps: int) -> Pace:
@@ -238,13 +263,13 @@ def _draw_rollout(timeline: Timeline, plan: Plan, since_s: float) -> None:
         timeline.span("devices", f"device {device}", "rollout", since_s, time.time(), turn="rollout")
 
 
-def _routes(place: ClusterContext, groups: Groups) -> Routes:
-    config, plan = place.config, place.plan
+def _routes(context: ClusterContext, groups: Groups) -> Routes:
+    config, plan = context.config, context.plan
     to_inference = None
     if groups.inference is not None:
         to_inference = settings.weight_transports(config, plan, groups.have_gpus, "inference")
     to_engines = settings.weight_transports(config, plan, groups.have_gpus)
-    return Routes(to_engines, to_inference, sender_host(plan, place.cluster), config.cluster.call_timeout_s)
+    return Routes(to_engines, to_inference, sender_host(plan, context.cluster), config.cluster.call_timeout_s)
 
 
 def _alarms(config: Config, journal: Journal) -> Alarms:

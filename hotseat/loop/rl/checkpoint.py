@@ -9,7 +9,7 @@ from hotseat.cluster import WorkerGroup
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.opening import Exported, ExportingRanks
 from hotseat.loop.rl.canary import CanaryGuard
-from hotseat.loop.rl.launch import Groups
+from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.state import RlState

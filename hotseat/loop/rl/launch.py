@@ -3,93 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, TypeVar
+from typing import Any
 
 from hotseat import faults
-from hotseat.cluster import Process, WorkerGroup
-from hotseat.config import Config
+from hotseat.cluster import WorkerGroup
 from hotseat.config.batches import BatchAlgebra
-from hotseat.config.roles import (
-    has_critic,
-    has_inference,
-    has_judge_engine,
-    has_reference,
-    has_reward_model,
-    has_simulator,
-)
 from hotseat.errors import RunError
-from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import ClusterContext, folder_witness
-from hotseat.loop.planning.plan import (
-    are_devices_logical,
-    cache_limit,
-    is_anything_offloaded,
-    offloaded_parts,
-    stage_slots,
-)
+from hotseat.loop.planning.plan import are_devices_logical, offloaded_parts
+from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import start_up
-from hotseat.loop.rl.replay import NoWorkers, Recording
+from hotseat.loop.rl.replay import Recording
+from hotseat.loop.rl.roles import LaunchContext, RoleRecord, engine_settings_of, host_places, records_of
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.cpu import check_vllm_dtype
-from hotseat.loop.setup.inputs import judge_eos_token_ids
-from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.run_dir import LOGS
-from hotseat.loop.workers.component import ComponentWorker
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.engines import EngineSettings
-from hotseat.loop.workers.folder_proof import FolderProof
-from hotseat.loop.workers.models import ActorWorker, InferenceWorker, ModelWorker
+from hotseat.loop.workers.models import ActorWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
-from hotseat.loop.workers.teachers import TeachersWorker
-from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.observe import Journal
-from hotseat.placement import Part, Plan
-
-M = TypeVar("M", bound=Movable)
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Worker groups of a run. `by_role`: those to which the plan assigns devices, by the name of their role."""
-
-    engines: WorkerGroup[EngineWorker]
-    actor: WorkerGroup[ActorWorker]
-    hosts: RolloutHosts
-    critic: WorkerGroup[CriticWorker] | None
-    reference: WorkerGroup[ModelWorker] | None
-    reward: WorkerGroup[RewardWorker] | None
-    inference: WorkerGroup[InferenceWorker] | None
-    by_role: dict[str, WorkerGroup[Movable]]
-    have_gpus: bool  # the actor trains on GPUs
-    measures_its_device: bool  # a starting engine takes a share of the free memory that it measures on its device
-    judge: WorkerGroup[EngineWorker] | None = None
-    offloaded: Mapping[str, Sequence[Part]] = field(default_factory=dict)  # by role: parts off its devices now
-    adapters_alone: bool = False  # engines get adapters apart from the weights below them
-    components: Mapping[str, WorkerGroup[ComponentWorker]] = field(default_factory=dict)  # in the order of the flow
-
-    @property
-    def models(self) -> dict[str, WorkerGroup[ModelWorker]]:
-        """Return the roles that hold a model behind a training backend, by name, in the order of their launch."""
-        roles: dict[str, WorkerGroup[ModelWorker] | None] = {
-            "actor": self.actor,
-            "critic": self.critic,
-            "reference": self.reference,
-            "reward": self.reward,
-            "inference": self.inference,
-        }
-        return {role: group for role, group in roles.items() if group is not None}
+from hotseat.registry.roles import role_entry
 
 
 def launch_groups(
-    place: ClusterContext,
+    context: ClusterContext,
     algebra: BatchAlgebra,
     eos_token_ids: tuple[int, ...],
     run_dir: Path,
@@ -101,208 +46,140 @@ def launch_groups(
     recording: of the run that is replayed, which takes neither engines nor rewards; None: groups are sampled.
     """
     assert algebra.schedule_length is not None
-    config = place.config
-    adapters_alone = settings.are_adapters_alone(config, on_gpu=not are_devices_logical(place.cluster))
-    settings.check_8_bits(config, on_gpu=not are_devices_logical(place.cluster))
-    if are_devices_logical(place.cluster):
+    config, cluster = context.config, context.cluster
+    on_gpu = not are_devices_logical(cluster)
+    adapters_alone = settings.are_adapters_alone(config, on_gpu=on_gpu)
+    settings.check_8_bits(config, on_gpu=on_gpu)
+    if not on_gpu:
         check_vllm_dtype(config)
-    limit = cache_limit(config, place.plan) if config.rollout.engine == "vllm" else None
-    engine: EngineSettings | None = settings.engine_settings(
-        config,
-        eos_token_ids,
-        run_dir / LOGS,
-        limit=limit,
-        adapters_alone=adapters_alone,
-        num_slots=stage_slots(config, place.plan) if has_simulator(config) else None,
-    )
-    judge: EngineSettings | None = None
-    if has_judge_engine(config) and recording is None:
-        limit = cache_limit(config, place.plan, "judge") if config.reward.judge.engine.kind == "vllm" else None
-        judge = settings.judge_engine_settings(config, judge_eos_token_ids(config), run_dir / LOGS, limit=limit)
-    host = settings.host_settings(place.config, run_dir)
-    if recording is not None:
-        folder = str(recording.folder.absolute())
-        host = replace(
-            host,
-            agent=None,
-            reward=None,
-            eval_reward=None,
-            reward_urls=(),
-            graders=(),
-            eval_graders=(),
-            judge=None,
-            spool=folder,
-            kept_rollouts=folder,
-        )
-        engine = None
-    is_local = place.cluster.runtime == "local"
+    engines = engine_settings_of(context, eos_token_ids, run_dir / LOGS, adapters_alone) if recording is None else {}
+    host = settings.host_settings(config, run_dir)
     with (
         closing(Readiness(journal.progress)) as readiness,
-        folder_witness(config, run_dir, is_local) as proof,
+        folder_witness(config, run_dir, cluster.runtime == "local") as proof,
     ):
-        groups = _launch(place, algebra.schedule_length, engine, judge, host, journal, readiness, proof)
-    return replace(groups, adapters_alone=adapters_alone)
-
-
-def _launch(
-    place: ClusterContext,
-    schedule_length: int,
-    engine: EngineSettings | None,
-    judge: EngineSettings | None,
-    host: HostSettings,
-    journal: Journal,
-    readiness: Readiness,
-    folder_proof: FolderProof | None,
-) -> Groups:
-    config, plan, cluster = place.config, place.plan, place.cluster
-    by_role: dict[str, WorkerGroup[Movable]] = {}
-    say_fault = partial(journal.say, kind="fault")
-
-    places = host_places(config, plan)
-
-    def options_of(role: str) -> dict[str, Any]:
-        options = {
-            "processes": plan.role(role).processes,
-            "num_threads": config.cluster.threads_per_process,
-            "timeout_s": config.cluster.call_timeout_s,
-        }
-        # One call of every host waits for completions.
-        is_engine = role in ("rollout", "judge")
-        return options | ({"max_concurrency": EngineWorker.max_concurrency + len(places)} if is_engine else {})
-
-    def launch(role: str, cls: type[M], *args: Any) -> WorkerGroup[M]:
-        started_s = time.monotonic()
-        group = cluster.launch(role, cls, args=args, wait=False, **options_of(role))
-        by_role[role] = group
-        readiness.watch(group, started_s)
-        return group
-
-    def launch_hosts() -> WorkerGroup[RolloutHost]:
-        if host.simulation is not None:
-            return launch("env", RolloutHost, host)
-        started_s = time.monotonic()
-        group = cluster.launch(
-            "agents",
-            RolloutHost,
-            args=(host,),
-            processes=places,
-            timeout_s=config.cluster.call_timeout_s,
-            wait=False,
+        launch = LaunchContext(
+            config,
+            context.plan,
+            cluster,
+            algebra.schedule_length,
+            engines,
+            host if recording is None else _replaying(host, recording),
+            proof,
+            is_replay=recording is not None,
         )
-        readiness.watch(group, started_s)
-        return group
+        starting = _Starting(launch, readiness, journal)
+        starting.run()
+        return replace(starting.connected(), adapters_alone=adapters_alone)
 
-    trust = config.trust_remote_code
-    vllm = None if engine is None else engine.vllm
-    vllms = [each.vllm for each in (engine, judge) if each is not None and each.vllm is not None]
-    engines: WorkerGroup[EngineWorker] = (
-        NoWorkers("rollout") if engine is None else launch("rollout", EngineWorker, engine)
-    )
-    # Where vLLM fills its memory share, it measures free memory: no other process may use the device meanwhile.
-    # Trainers' processes start and load their libraries, but not their models.
-    fills_share = any(each.cache_gib is None for each in vllms)
-    needs_room = bool(vllms) and is_anything_offloaded(plan)
-    measures_its_device = (fills_share or needs_room) and not are_devices_logical(cluster)
-    judges: WorkerGroup[EngineWorker] | None = None
-    judge_away = [] if judge is None else offloaded_parts(plan, "judge")
-    early_hosts = launch_hosts() if measures_its_device else None
-    if measures_its_device:
-        for role, cls in _trainers(config).items():
-            cluster.prepare(role, cls, **options_of(role))
-        start_up(engines, say_fault)
-        if judge is not None:
-            # The two engines take turns: the judge's measures the device while the other is off it.
-            away = offloaded_parts(plan, "rollout")
-            if away:
-                engines.call(EngineWorker.offload, away)
-            judges = launch("judge", EngineWorker, judge)
-            start_up(judges, say_fault)
-            if judge_away:
-                judges.call(EngineWorker.offload, judge_away)
-            if away:
-                engines.call(EngineWorker.onload, away)
-        for device in sorted({d for process in plan.role("rollout").processes for d in process.devices}):
-            memory = cluster.device_memory(device)
-            if memory is not None:
-                journal.say(f"device {device}: {memory.used / 2**30:.1f} GiB in use after the engines started")
-    if judge is not None and judges is None:
-        judges = launch("judge", EngineWorker, judge)
-    options = settings.train_options(config, schedule_length)
-    dtype = settings.engine_dtype(config)
-    actor = launch("actor", ActorWorker, config.actor.model, options, dtype, trust, folder_proof)
-    critic = reference = reward = inference = None
-    if has_critic(config):
-        options = settings.critic_options(config, schedule_length)
-        proof = folder_proof and folder_proof.of("critic")
-        critic = launch("critic", CriticWorker, critic_model(config), options, trust, proof)
-    if has_reference(config):
-        options = settings.train_options(config, schedule_length, is_trained=False)
-        if config.reference.teachers:
-            several: type[ModelWorker] = TeachersWorker
-            weights = config.reference.teacher_weights or None
-            reference = launch("reference", several, config.reference.teachers, weights, options, trust)
-        else:
-            reference = launch("reference", ModelWorker, config.reference.model or config.actor.model, options, trust)
-    if has_reward_model(config) and engine is not None:
-        reward = launch("reward", RewardWorker, config.reward.model, settings.reward_options(config), trust)
-    if has_inference(config):
-        options = settings.train_options(config, schedule_length, is_trained=False)
-        inference = launch("inference", InferenceWorker, config.actor.model, options, dtype, trust)
-    components: dict[str, WorkerGroup[ComponentWorker]] = {}
-    if engine is not None:  # what they changed is in the groups that are replayed
-        for each in settings.component_settings(config, plan):
-            components[each.name] = launch(each.name, ComponentWorker, each)
-    hosts = launch_hosts() if early_hosts is None else early_hosts
-    faults.reach("start-up")
-    warming = []
-    if vllm is not None and not measures_its_device and not are_devices_logical(cluster):
-        # vLLM starts longest. Memory is no concern: everything fits beside everything.
-        warming = [group.start(ModelWorker.warm_up, config.data.max_length) for group in (actor, reference) if group]
-    start_up(engines, say_fault)
-    start_up(hosts, say_fault)
-    if judges is not None and not measures_its_device:
-        start_up(judges, say_fault)
-        if judge_away:
-            judges.call(EngineWorker.offload, judge_away)
-    for role, group in by_role.items():
-        if role != "env":  # started above
+
+class _Starting:
+    """Starts the roles of a run. `groups`: those that are launched, by role."""
+
+    def __init__(self, launch: LaunchContext, readiness: Readiness, journal: Journal):
+        self._launch = launch
+        self._readiness = readiness
+        self._journal = journal
+        self._records = records_of(launch)
+        self._offloaded = {
+            record.name: offloaded_parts(launch.plan, record.name)
+            for record in self._records
+            if record.is_offloaded_first
+        }
+        self.groups: dict[str, WorkerGroup[Any]] = {}
+
+    def run(self) -> None:
+        """Launch all roles, and wait until they are ready."""
+        started = self._start_engines() if self._launch.measures_its_device else []
+        for record in self._records:
+            if record.name not in self.groups:
+                self._launch_role(record)
+        faults.reach("start-up")
+        max_length = self._launch.config.data.max_length
+        warmed = [record.name for record in self._records if record.warms_up and self._launch.warms_models_up]
+        warming = [self.groups[role].start(ModelWorker.warm_up, max_length) for role in warmed]
+        for record in self._records:
+            if record.replacement is not None and record not in started:
+                self._start_up(record)
+        for group in self.groups.values():
             group.ready()
-    for warm_up in warming:
-        warm_up.result()
-    if host.spool is not None and len({place.node for place in places}) > 1:
-        check_spool(hosts, Path(host.spool))
-    rollout_hosts = RolloutHosts(hosts)
-    if engine is not None:
-        rollout_hosts.connect(engines)
-    if judges is not None:
-        rollout_hosts.connect_judge(judges)
-    have_gpus = actor.call(ActorWorker.device_type)[0] == "cuda"
-    return Groups(
-        engines,
-        actor,
-        rollout_hosts,
-        critic,
-        reference,
-        reward,
-        inference,
-        by_role,
-        have_gpus,
-        measures_its_device,
-        judges,
-        {} if judges is None else {"judge": judge_away},
-        components=components,
-    )
+        for warm_up in warming:
+            warm_up.result()
 
+    def connected(self) -> Groups:
+        """Connect the hosts to the engines, and return all groups."""
+        [hosts] = [RolloutHosts(self.groups[role]) for role in ("env", "agents") if role in self.groups]
+        groups = Groups(
+            self.groups,
+            hosts,
+            have_gpus=self.groups["actor"].call(ActorWorker.device_type)[0] == "cuda",
+            measures_its_device=self._launch.measures_its_device,
+            records=tuple(self._records),
+            offloaded=self._offloaded,
+        )
+        places, spool = host_places(self._launch.config, self._launch.plan), self._launch.host.spool
+        if spool is not None and len({process.node for process in places}) > 1:
+            check_spool(hosts.workers, Path(spool))
+        if groups.engines.size:
+            hosts.connect(groups.engines)
+        if groups.judge is not None:
+            hosts.connect_judge(groups.judge)
+        return groups
 
-def host_places(config: Config, plan: Plan) -> list[Process]:
-    """Return the places of the rollout hosts: as many as the config says, spread over the nodes with engines.
+    def _start_engines(self) -> list[RoleRecord]:
+        """Start engines one after another, each while the earlier ones are off the devices, and return their roles.
 
-    With simulators they are those of the role env.
-    """
-    if has_simulator(config):
-        return [Process(process.rank, process.node) for process in plan.role("env").processes]
-    nodes = sorted({process.node for process in plan.role("rollout").processes}) or [0]
-    return [Process(rank, nodes[rank % len(nodes)]) for rank in range(config.rollout.num_hosts or len(nodes))]
+        Processes of models start meanwhile and load their libraries, but not their models. So do hosts.
+        """
+        engines = [record for record in self._records if record.start == "engine"]
+        for record in [engines[0], *(record for record in self._records if record.start == "host")]:
+            self._launch_role(record)
+        for record in self._records:
+            if role_entry(record.name).kind == "model":
+                worker, _ = record.worker(self._launch)
+                self._launch.cluster.prepare(record.name, worker, **record.options(self._launch))
+        self._start_up(engines[0])
+        for index, record in enumerate(engines[1:], start=1):
+            with self._off_devices(engines[:index]):
+                self._launch_role(record)
+                self._start_up(record)
+        policy_engines = self._launch.plan.role("rollout").processes
+        for device in sorted({device for process in policy_engines for device in process.devices}):
+            memory = self._launch.cluster.device_memory(device)
+            if memory is not None:
+                self._journal.say(f"device {device}: {memory.used / 2**30:.1f} GiB in use after the engines started")
+        return engines
+
+    @contextmanager
+    def _off_devices(self, engines: Sequence[RoleRecord]) -> Iterator[None]:
+        """Offload from engines that have started what the plan ever offloads, for as long as another one starts."""
+        leaving = {
+            self.groups[record.name]: offloaded_parts(self._launch.plan, record.name)
+            for record in engines
+            if not record.is_offloaded_first  # else it is off its devices already
+        }
+        moved = {group: parts for group, parts in leaving.items() if parts}
+        for group, parts in moved.items():
+            group.call(EngineWorker.offload, parts)
+        yield
+        for group, parts in moved.items():
+            group.call(EngineWorker.onload, parts)
+
+    def _launch_role(self, record: RoleRecord) -> None:
+        """Start the processes of a role without waiting for them."""
+        started_s = time.monotonic()
+        worker, arguments = record.worker(self._launch)
+        options = record.options(self._launch)
+        group = self._launch.cluster.launch(record.name, worker, args=arguments, wait=False, **options)
+        self.groups[record.name] = group
+        self._readiness.watch(group, started_s)
+
+    def _start_up(self, record: RoleRecord) -> None:
+        """Wait until a role without state of its own is ready."""
+        group = self.groups[record.name]
+        start_up(group, partial(self._journal.say, kind="fault"))
+        if self._offloaded.get(record.name):
+            group.call(EngineWorker.offload, self._offloaded[record.name])
 
 
 def check_spool(hosts: WorkerGroup[RolloutHost], folder: Path) -> None:
@@ -317,13 +194,18 @@ def check_spool(hosts: WorkerGroup[RolloutHost], folder: Path) -> None:
         )
 
 
-def _trainers(config: Config) -> dict[str, type[ModelWorker]]:
-    """Return the roles with a model behind a training backend, and the class of each."""
-    roles: dict[str, tuple[type[ModelWorker], bool]] = {
-        "actor": (ActorWorker, True),
-        "critic": (CriticWorker, has_critic(config)),
-        "reference": (TeachersWorker if config.reference.teachers else ModelWorker, has_reference(config)),
-        "reward": (RewardWorker, has_reward_model(config)),
-        "inference": (InferenceWorker, has_inference(config)),
-    }
-    return {role: cls for role, (cls, is_present) in roles.items() if is_present}
+def _replaying(host: HostSettings, recording: Recording) -> HostSettings:
+    """Return the settings of hosts that read groups from a recording: they neither sample nor score."""
+    folder = str(recording.folder.absolute())
+    return replace(
+        host,
+        agent=None,
+        reward=None,
+        eval_reward=None,
+        reward_urls=(),
+        graders=(),
+        eval_graders=(),
+        judge=None,
+        spool=folder,
+        kept_rollouts=folder,
+    )

@@ -10,7 +10,7 @@ from hotseat import faults
 from hotseat.cluster import Pending, Ref, WorkerGroup, as_arguments
 from hotseat.config.batches import token_budget
 from hotseat.loop.rl.collect import Collected
-from hotseat.loop.rl.launch import Groups
+from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.rollout import repeated

@@ -1,7 +1,7 @@
 """Replaces engines and rollout hosts that die, and the judge's engines, and repeats what they were doing.
 
-Neither holds state of its own: an engine's weights are the trainer's, and a sample that is requested again from the
-same weights comes out the same. So a synchronous run continues bit for bit as if nothing had happened, unless processes
+None holds state of its own: an engine's weights are the trainer's, and a sample that is requested again from the same
+weights comes out the same. So a synchronous run continues bit for bit as if nothing had happened, unless processes
 die faster than rollouts finish. A host sends the requests of a dead engine to the others, and to its replacement after
 that has proved that it holds the weights, and not before it has a lease if it shares devices: a push leaves it without
 its KV cache. What a dead host had open begins again, with the weights of that moment.
@@ -10,7 +10,9 @@ its KV cache. What a dead host had open begins again, with the weights of that m
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,50 +26,64 @@ DYING_S = 5.0  # longest time between the report of a death and the end of the p
 T = TypeVar("T")
 
 
+ENGINE, HOST = "engine", "rollout host"  # what messages and counts call a process that is replaced
+
+
+@dataclass(frozen=True)
+class Replaceable:
+    """A role whose dead processes are replaced by new ones.
+
+    noun: what messages call a process. connect: called with the ranks of new processes before work is repeated.
+    needs_weights: new processes need the current weights, and then to rejoin. has_devices: the plan assigns some to it.
+    measures_its_device: a starting process takes a share of the free memory that it measures, so other roles offload.
+    """
+
+    group: WorkerGroup[Any]
+    noun: str
+    connect: Callable[[Sequence[int]], object] = lambda ranks: None
+    needs_weights: bool = False
+    has_devices: bool = True
+    measures_its_device: bool = False
+
+
 class Recovery:
     """Runs work that needs engines and hosts; if some die meanwhile, replaces them and runs it again.
 
-    reconnect: connects hosts of these ranks, which are new, to the engines' current processes. push: sends the current
-    weights to engines of these ranks, and proves that they arrived. rejoin: has hosts send requests to them.
-    rejoins_in_lease: new engines rejoin when `use_new_engines` is called, which is in a lease of the rollout; otherwise
-    as soon as they have the weights.
-    measures_its_device: a starting engine takes a share of the free memory that it measures, so other roles offload.
-    is_env: hosts are the role env, which has devices.
-    reconnect_judge: connects all hosts to the current processes of `judge`.
+    push: sends the current weights to engines of these ranks, and proves that they arrived. rejoin: has hosts send
+    requests to them. rejoins_in_lease: new engines rejoin when `use_new_engines` is called, which is in a lease of the
+    rollout; otherwise as soon as they have the weights. restarts: how many processes were replaced, by their noun.
     """
 
     def __init__(
         self,
-        engines: WorkerGroup[Any],
-        hosts: WorkerGroup[Any],
+        roles: Sequence[Replaceable],
         scheduler: DeviceScheduler,
         *,
-        reconnect: Callable[[Sequence[int]], object],
         push: Callable[[Sequence[int]], object],
         rejoin: Callable[[Sequence[int]], object],
         say: Callable[[str], object],
         rejoins_in_lease: bool = False,
-        measures_its_device: bool = False,
-        is_env: bool = False,
-        judge: WorkerGroup[Any] | None = None,
-        reconnect_judge: Callable[[], object] = lambda: None,
+        restarts: Counter[str] | None = None,
     ):
-        self._engines = engines
-        self._hosts = hosts
+        self._roles = roles
         self._scheduler = scheduler
-        self._reconnect = reconnect
         self._push = push
         self._rejoin = rejoin
-        self._new_engines: set[int] = set()  # replaced, and not in use yet
         self._say = say
         self._rejoins_in_lease = rejoins_in_lease
-        self._measures_its_device = measures_its_device
-        self._is_env = is_env
-        self._judge = judge
-        self._reconnect_judge = reconnect_judge
+        self._restarts = Counter() if restarts is None else restarts
+        self._new_engines: set[int] = set()  # replaced, and not in use yet
+        self._new: dict[str, set[int]] = defaultdict(set)  # of other roles, by noun: replaced, and not connected yet
         self._num_deaths = 0
-        self.num_restarts = 0  # of engines
-        self.num_host_restarts = 0
+
+    @property
+    def num_restarts(self) -> int:
+        """Return how many engines were replaced."""
+        return self._restarts[ENGINE]
+
+    @property
+    def num_host_restarts(self) -> int:
+        return self._restarts[HOST]
 
     def start_counting(self) -> None:
         """Count deaths from 0 again, since a rollout succeeded."""
@@ -92,20 +108,20 @@ class Recovery:
             self._rejoin(sorted(self._new_engines))
             self._new_engines.clear()
 
-    def _find_dead(self, error: RunError) -> tuple[list[int], list[int], list[int]]:
-        """Return ranks of dead engines, hosts and judges. A death may be reported before the process is gone."""
+    def _find_dead(self, error: RunError) -> list[tuple[Replaceable, list[int]]]:
+        """Return the roles with dead processes, and their ranks. A death may be reported before the process is gone."""
         until = time.monotonic() + (DYING_S if reports_death(error) else 0.0)
         while True:
-            dead = _dead(self._engines), _dead(self._hosts), [] if self._judge is None else _dead(self._judge)
-            if any(dead) or time.monotonic() >= until:
+            dead = [(role, ranks) for role in self._roles if (ranks := _dead(role.group))]
+            if dead or time.monotonic() >= until:
                 return dead
             time.sleep(0.05)
 
     def _replace_dead(self, error: RunError, needs_push: bool) -> None:
         """Replace the dead until all are alive and have their weights. Raises if none has died, or too many have."""
         while True:
-            dead_engines, dead_hosts, dead_judges = self._find_dead(error)
-            if not dead_engines and not dead_hosts and not dead_judges:
+            dead = self._find_dead(error)
+            if not dead:
                 raise error
             self._num_deaths += 1
             if self._num_deaths > MAX_DEATHS:
@@ -114,43 +130,36 @@ class Recovery:
                     f" the last: {error}"
                 ) from error
             try:
-                for rank in dead_engines:
-                    self._say(f"engine {rank} died and is replaced ({_first_line(error)})")
-                    self.num_restarts += 1
-                    if self._measures_its_device:
-                        self._scheduler.make_way("rollout", rank)
-                    self._engines.restart(rank)
-                    self._scheduler.replaced("rollout", rank)
-                    self._new_engines.add(rank)
-                for rank in dead_hosts:
-                    self._say(f"rollout host {rank} died and is replaced ({_first_line(error)})")
-                    self.num_host_restarts += 1
-                    self._hosts.restart(rank)
-                    if self._is_env:
-                        self._scheduler.replaced("env", rank)
-                self._replace_judges(dead_judges, error)
-                if dead_hosts:
-                    self._reconnect(dead_hosts)
-                if needs_push and self._new_engines:
-                    self._push(sorted(self._new_engines))
-                    if not self._rejoins_in_lease:
-                        self.use_new_engines()
+                for role, ranks in dead:
+                    for rank in ranks:
+                        self._replace(role, rank, error)
+                self._connect(needs_push)
                 return
             except ClusterError:
                 raise
             except RunError as another:
                 error = another
 
-    def _replace_judges(self, ranks: Sequence[int], error: RunError) -> None:
-        for rank in ranks:
-            assert self._judge is not None
-            self._say(f"judge {rank} died and is replaced ({_first_line(error)})")
-            if self._measures_its_device:
-                self._scheduler.make_way("judge", rank)
-            self._judge.restart(rank)
-            self._scheduler.replaced("judge", rank)
-        if ranks:
-            self._reconnect_judge()
+    def _replace(self, role: Replaceable, rank: int, error: RunError) -> None:
+        self._say(f"{role.noun} {rank} died and is replaced ({_first_line(error)})")
+        self._restarts[role.noun] += 1
+        if role.measures_its_device:
+            self._scheduler.make_way(role.group.name, rank)
+        role.group.restart(rank)
+        if role.has_devices:
+            self._scheduler.replaced(role.group.name, rank)
+        (self._new_engines if role.needs_weights else self._new[role.noun]).add(rank)
+
+    def _connect(self, needs_push: bool) -> None:
+        """Connect processes that were replaced, and send weights to those that need them."""
+        for role in self._roles:
+            if self._new[role.noun]:
+                role.connect(sorted(self._new[role.noun]))
+                self._new[role.noun].clear()
+        if needs_push and self._new_engines:
+            self._push(sorted(self._new_engines))
+            if not self._rejoins_in_lease:
+                self.use_new_engines()
 
 
 def start_up(group: WorkerGroup[Any], say: Callable[[str], object]) -> None:

@@ -15,14 +15,14 @@ from hotseat.errors import RunError
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected, Collector, GroupFilter, evaluation_metrics
 from hotseat.loop.rl.components import Components
+from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.hosts import in_order_of
-from hotseat.loop.rl.launch import Groups
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.recovery import Recovery
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
-from hotseat.loop.rl.sync import SyncPhase
+from hotseat.loop.rl.sync import Pusher
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.reward_columns import label_hint
 from hotseat.loop.workers.engine_worker import EngineWorker
@@ -45,7 +45,7 @@ class RolloutRunner:
         phase_settings: PhaseSettings,
         meter: PhaseMeter,
         guard: CanaryGuard,
-        sync: SyncPhase,
+        pusher: Pusher,
         recovery: Recovery,
         *,
         carries_over: bool = False,
@@ -59,7 +59,7 @@ class RolloutRunner:
         self._settings = phase_settings
         self._meter = meter
         self._guard = guard
-        self._sync = sync
+        self._pusher = pusher
         self._recovery = recovery
         self._components = components
 
@@ -104,7 +104,7 @@ class RolloutRunner:
         Engines that were replaced get requests from here on, where hosts may have some that wait for an engine. Where
         requests stay open between two leases, engines go on with them at the beginning and pause at the end.
         """
-        self._sync.restore_dropped_weights()
+        self._pusher.restore_dropped_weights()
         self._guard.ask()
         with self._meter.lease("rollout", "rollout"):
             self._recovery.use_new_engines()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hotseat.config.schema import LogConfig
 from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.collect import Collected
-from hotseat.loop.rl.launch import Groups
+from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.sample_records import ChosenSample, choose, failures, gaps, written
 from hotseat.loop.rl.state import RlState

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hotseat import faults
@@ -10,12 +10,13 @@ from hotseat.algorithms.adapters import WeightForm
 from hotseat.cluster import Cluster
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.rl.canary import CanaryGuard
-from hotseat.loop.rl.launch import Groups
+from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.push import PushReport, push_weights
-from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.recovery import ENGINE, Recovery
 from hotseat.loop.rl.state import RlState
 from hotseat.placement import Plan
+from hotseat.registry.roles import role_entry
 from hotseat.weights import LOOPBACK, TIMEOUT_S, BroadcastGroup, TransportPlan
 
 
@@ -33,8 +34,11 @@ class Routes:
         return transport.broadcast_group(generation, self.sender_host, min(TIMEOUT_S, self.timeout_s))
 
 
-class SyncPhase:
-    """Pushes weights to the engines under a new version, and has the canary judge what they compute from them."""
+class Pusher:
+    """Pushes weights to the engines and the inference role, each after the other side has proved what it holds.
+
+    restarts: how many processes were replaced, by their noun; replaced engines have to connect anew.
+    """
 
     def __init__(
         self,
@@ -44,7 +48,7 @@ class SyncPhase:
         guard: CanaryGuard,
         meter: PhaseMeter,
         scheduler: DeviceScheduler,
-        recovery: Recovery,
+        restarts: Mapping[str, int],
         say: Callable[[str], object],
     ):
         self._groups = groups
@@ -53,33 +57,23 @@ class SyncPhase:
         self._guard = guard
         self._meter = meter
         self._scheduler = scheduler
-        self._recovery = recovery
+        self._restarts = restarts
         self._say = say
         self._bases_sent: int | None = None  # restarts of engines when all of them last got the weights below adapters
 
-    def run(self) -> PushReport:
-        """Push the actor's weights as the next version, and serve it from now on."""
-        faults.reach("push.before")
-        version = self._state.version + 1
-        report = self._recovery.during(lambda: self._push(version), is_push=True)
-        self._state.version = version
-        if not self._guard.is_started:
-            self._recovery.during(lambda: self._guard.start(version))
-        faults.reach("push.after")
-        return report
-
     def push_again(self, ranks: Sequence[int] | None = None) -> None:
         """Push the version that is served, to engines that lost it: all, or these ranks, if no broadcast is in use."""
-        self._push(self._state.version, None if self._routes.to_engines.receivers else ranks)
+        self.push(self._state.version, None if self._routes.to_engines.receivers else ranks)
 
     def restore_dropped_weights(self) -> None:
         """Push again if the engines' weights were dropped to make room since the last push."""
         if not self._scheduler.has_weights("rollout"):
             self.push_again()
 
-    def _push(self, version: int, ranks: Sequence[int] | None = None) -> PushReport:
+    def push(self, version: int, ranks: Sequence[int] | None = None) -> PushReport:
+        """Push the actor's weights as this version, to all engines or these ranks, and have the canary judge them."""
         groups, routes, canary = self._groups, self._routes, self._guard.canary
-        receivers = routes.receivers(routes.to_engines, self._recovery.num_restarts)
+        receivers = routes.receivers(routes.to_engines, self._restarts[ENGINE])
         to_inference = None
         with self._meter.lease("sync", "actor"):
             form = self._form()
@@ -94,7 +88,7 @@ class SyncPhase:
                 to_inference = push_weights(
                     groups.actor, groups.inference, version, canary, transport, receivers, "inference rank"
                 )
-        self._bases_sent = self._recovery.num_restarts
+        self._bases_sent = self._restarts[ENGINE]
         self._scheduler.mark_weights_loaded("rollout")
         self._guard.check(pushed, to_inference)
         unseen = sorted(pushed.undigested)
@@ -108,14 +102,35 @@ class SyncPhase:
         """Return the form of the next push: adapters alone go to engines that have the weights below them."""
         if not self._groups.adapters_alone:
             return "merged"
-        have_base = self._bases_sent == self._recovery.num_restarts and self._scheduler.has_weights("rollout")
+        have_base = self._bases_sent == self._restarts[ENGINE] and self._scheduler.has_weights("rollout")
         return "adapters" if have_base else "apart"
+
+
+class SyncPhase:
+    """Pushes weights to the engines under a new version, and has the canary judge what they compute from them."""
+
+    def __init__(self, pusher: Pusher, state: RlState, guard: CanaryGuard, recovery: Recovery):
+        self._pusher = pusher
+        self._state = state
+        self._guard = guard
+        self._recovery = recovery
+
+    def run(self) -> PushReport:
+        """Push the actor's weights as the next version, and serve it from now on."""
+        faults.reach("push.before")
+        version = self._state.version + 1
+        report = self._recovery.during(lambda: self._pusher.push(version), is_push=True)
+        self._state.version = version
+        if not self._guard.is_started:
+            self._recovery.during(lambda: self._guard.start(version))
+        faults.reach("push.after")
+        return report
 
 
 def sender_host(plan: Plan, cluster: Cluster) -> str:
     """Return the address at which receivers on other devices meet the actor's first rank."""
     node = plan.role("actor").processes[0].node
-    receivers = [role for role in plan.roles if role.name in ("rollout", "inference")]
+    receivers = [role for role in plan.roles if role_entry(role.name).gets_weights]
     if all(process.node == node for role in receivers for process in role.processes):
         return LOOPBACK
     return cluster.nodes[node].address

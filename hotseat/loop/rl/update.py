@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hotseat import faults
 from hotseat.cluster import as_arguments
-from hotseat.loop.rl.launch import Groups
+from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.metrics import mean
 from hotseat.loop.rl.phase_settings import PhaseSettings

@@ -168,15 +168,15 @@ def worker_arguments(
 
 
 def launch_ranks(
-    place: ClusterContext, inputs: SupervisedInputs, journal: Journal, folder_proof: FolderProof | None = None
+    context: ClusterContext, inputs: SupervisedInputs, journal: Journal, folder_proof: FolderProof | None = None
 ) -> WorkerGroup[SupervisedWorker]:
     """Start the ranks that train, on the devices of the plan. folder_proof: what they prove before they load."""
-    config, processes = place.config, place.plan.role("actor").processes
+    config, processes = context.config, context.plan.role("actor").processes
     started_s = time.monotonic()
-    actor = place.cluster.launch(
+    actor = context.cluster.launch(
         "actor",
         SupervisedWorker,
-        args=worker_arguments(config, inputs.algebra, inputs.data, is_offloaded(place.plan, "reference")),
+        args=worker_arguments(config, inputs.algebra, inputs.data, is_offloaded(context.plan, "reference")),
         per_rank=[
             {
                 "rank": rank // config.train.num_model_parallel,
