@@ -16,7 +16,7 @@ LAYERS = (
     ("cli", "api", "demo", "rlinf"),
     ("loop",),
     ("rollout", "train", "weights", "cluster"),
-    ("agents", "envs", "rewards", "data", "observe"),
+    ("agents", "envs", "rewards", "data", "observe", "planning"),
     ("algorithms", "placement"),
     (
         "config",
@@ -32,6 +32,7 @@ LAYERS = (
         "words",
         "caches",
         "files",
+        "machine",
         "vision",
         "cuda_ipc",
         "openrlhf_helpers",
@@ -105,7 +106,6 @@ ROOMS = (
     ("setup",),
     ("state",),
     ("workers",),
-    ("planning",),
     ("devices",),
 )
 # `start` is imported early and is light; `run`, which is heavy, asks it for the view.

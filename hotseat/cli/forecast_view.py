@@ -10,7 +10,6 @@ from rich.table import Table
 
 from hotseat.config import Config, loads_saved
 from hotseat.errors import UserError
-from hotseat.loop.planning.plan import make_plan, role_specs
 from hotseat.loop.rl.forecast import (
     Costs,
     Forecast,
@@ -24,6 +23,7 @@ from hotseat.loop.rl.forecast import (
 )
 from hotseat.loop.state.run_dir import CONFIG
 from hotseat.placement import EngineMemory, ForwardMemory, ModelShape, Plan, TrainMemory, shares_devices
+from hotseat.planning.config_plan import make_plan, role_specs
 
 
 def check_recorded(config: Config, run_dir: Path) -> Config:

@@ -343,7 +343,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     from hotseat.config import load
     from hotseat.config.unsupported import unsupported
-    from hotseat.loop.planning.plan import flow_problem, make_plan, on_all_devices, with_budgets
+    from hotseat.planning.config_plan import flow_problem, make_plan, on_all_devices, with_budgets
 
     config = load(arguments.config, arguments.overrides)
     if arguments.auto is not None:
@@ -368,7 +368,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(made.to_json())
     else:
         from hotseat.cli.plan_view import make_console, notes, render
-        from hotseat.loop.planning.advice import advise
+        from hotseat.planning.advisor import advise
 
         render(
             made,
@@ -397,8 +397,8 @@ def _profile(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
     from hotseat.config.batches import batch_algebra, explain
-    from hotseat.loop.planning.plan import make_plan, num_data_parallel, on_all_devices, with_budgets
     from hotseat.loop.setup.refusals import num_rows_of
+    from hotseat.planning.config_plan import make_plan, num_data_parallel, on_all_devices, with_budgets
 
     config = on_all_devices(load(arguments.config, arguments.overrides), arguments.inventory)
     if arguments.num_rows is not None and arguments.num_rows < 1:

@@ -16,8 +16,6 @@ from hotseat.config import Config, loads_saved
 from hotseat.config.precision import idle_in_fp32, with_dtype, with_dtype_of
 from hotseat.data import check_saved, digest_of
 from hotseat.errors import CheckpointError, RunError, UserError
-from hotseat.loop.planning.budgets import describe, uses, with_budgets_of
-from hotseat.loop.planning.plan import are_devices_logical, budgets_on, plan_notes, plan_on
 from hotseat.loop.preflight import Inputs, is_cluster_there
 from hotseat.loop.setup.cpu import slow_dtype
 from hotseat.loop.setup.trackers import renaming, trackers
@@ -38,6 +36,8 @@ from hotseat.loop.workers.exports import Origin, is_exported, run_of
 from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
+from hotseat.planning.budgets import describe, uses, with_budgets_of
+from hotseat.planning.config_plan import are_devices_logical, budgets_on, plan_notes, plan_on
 
 if TYPE_CHECKING:
     from hotseat.cluster import Cluster, Template

@@ -12,11 +12,11 @@ from hotseat.config.batches import BatchAlgebra, batch_algebra, left_over_note
 from hotseat.config.precision import with_dtype
 from hotseat.config.roles import has_critic, has_judge_engine
 from hotseat.errors import PlacementError, TooFewDevicesError, UserError
-from hotseat.loop.devices.memory import available_bytes
-from hotseat.loop.planning.plan import host_needs, is_offloaded, make_plan, num_data_parallel
 from hotseat.loop.setup.refusals import check_config
 from hotseat.loop.setup.value_models import check_readers
+from hotseat.machine import available_bytes
 from hotseat.placement import GIB, Inventory, Plan
+from hotseat.planning.config_plan import host_needs, is_offloaded, make_plan, num_data_parallel
 from hotseat.types import Prompt
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from hotseat.loop.opening import (
     open_run,
     record_plan,
 )
-from hotseat.loop.planning.budgets import smaller_budget_kept
 from hotseat.loop.preflight import INDEPENDENT, check_prerequisites, rl_inputs, supervised_inputs
 from hotseat.loop.start import make_view, without_collector
 from hotseat.loop.state.episode_images import remove_unneeded_images
 from hotseat.loop.state.saving import BACKEND, for_ranks
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
+from hotseat.planning.budgets import smaller_budget_kept
 
 if TYPE_CHECKING:
     from hotseat.loop.rl.replay import Recording

@@ -405,7 +405,7 @@ def test_stages_of_a_host_step_one_after_another():
 
 def test_engines_have_room_for_one_stage():
     from hotseat.config.load import loads
-    from hotseat.loop.planning.plan import make_plan, stage_slots
+    from hotseat.planning.config_plan import make_plan, stage_slots
 
     def slots(placement: str, rollout: str) -> int:
         config = loads(

@@ -16,11 +16,11 @@ from hotseat.agents._trial import problem_of, undefined_names
 from hotseat.config import loads
 from hotseat.config.batches import warmup_steps
 from hotseat.errors import UserError
-from hotseat.loop.planning.plan import host_needs
 from hotseat.loop.preflight import check_host_memory, supervised_inputs
 from hotseat.loop.setup.agent_trial import agent_trial
 from hotseat.loop.setup.refusals import check_config, model_problem
 from hotseat.loop.setup.weight_files import INDEX, SINGLE
+from hotseat.planning.config_plan import host_needs
 from hotseat.train.schedule import Schedule
 
 

@@ -16,11 +16,11 @@ from loop_cases import make_task, rl_yaml, same, weights
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import ConfigError, PlacementError, RunError
-from hotseat.loop.planning.plan import flow_problem, make_plan
 from hotseat.loop.rl.components import Components
 from hotseat.loop.workers.component import ComponentSettings, ComponentWorker, component_problem, load_component
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import GroupFacts
+from hotseat.planning.config_plan import flow_problem, make_plan
 from hotseat.types import Episode, GroupChange, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "components" / "variety.py"

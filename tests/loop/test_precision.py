@@ -10,13 +10,13 @@ from hotseat.config import loads, loads_saved, to_saved
 from hotseat.config.changes import changes_between
 from hotseat.config.precision import dtype_of, idle_in_fp32, with_dtype, with_dtype_of
 from hotseat.errors import UserError
-from hotseat.loop.devices.memory import has_gpu
-from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.canary import CanarySettings
 from hotseat.loop.run import start
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.cpu import check_vllm_dtype, has_bf16_units, slow_dtype
+from hotseat.machine import has_gpu
 from hotseat.observe import read_lines
+from hotseat.planning.config_plan import make_plan
 from hotseat.train.zero_config import check_zero
 
 WITHOUT = "processor\t: 0\nflags\t\t: fpu sse avx2 avx512f avx512_vnni\nbugs\t: spectre\n"

@@ -14,7 +14,6 @@ from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy, has_simula
 from hotseat.loop.devices.memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.opening import ClusterContext
-from hotseat.loop.planning.simulator_memory import keep_gib
 from hotseat.loop.preflight import RlInputs
 from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.arrivals import Arrivals
@@ -46,6 +45,7 @@ from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
 from hotseat.placement import GIB, Plan, shares_devices
+from hotseat.planning.simulator_memory import keep_gib
 
 
 def columns(config: Config) -> dict[str, str]:

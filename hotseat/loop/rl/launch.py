@@ -26,13 +26,6 @@ from hotseat.config.roles import (
 from hotseat.errors import RunError
 from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import ClusterContext, folder_witness
-from hotseat.loop.planning.plan import (
-    are_devices_logical,
-    cache_limit,
-    is_anything_offloaded,
-    offloaded_parts,
-    stage_slots,
-)
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.rl.replay import NoWorkers, Recording
@@ -52,6 +45,13 @@ from hotseat.loop.workers.teachers import TeachersWorker
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.observe import Journal
 from hotseat.placement import Part, Plan
+from hotseat.planning.config_plan import (
+    are_devices_logical,
+    cache_limit,
+    is_anything_offloaded,
+    offloaded_parts,
+    stage_slots,
+)
 
 M = TypeVar("M", bound=Movable)
 

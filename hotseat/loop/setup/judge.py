@@ -47,7 +47,7 @@ def judge_of(config: Config, run_dir: Path | None) -> JudgeSettings | None:
 
 
 def _engine(config: Config) -> JudgeEngine:
-    from hotseat.loop.planning.plan import engine_slots  # early checks do without the planner
+    from hotseat.planning.config_plan import engine_slots  # early checks do without the planner
 
     return JudgeEngine(judge_length(config), engine_slots(config, "judge"))
 

@@ -25,13 +25,13 @@ from hotseat.config.roles import (
 from hotseat.config.unsupported import unsupported
 from hotseat.envs.loading import EXAMPLES, import_problem, path_problem
 from hotseat.errors import UnsupportedError, UserError
-from hotseat.loop.planning.plan import flow_problem
 from hotseat.loop.setup.graders import grader_problems
 from hotseat.loop.setup.hub import hub_problem
 from hotseat.loop.setup.judge import judge_problems
 from hotseat.loop.setup.user_files import agent_problem, function_problem, reward_problem, spelling_problem
 from hotseat.loop.setup.weight_files import weights_problem
 from hotseat.loop.state.run_dir import check_name
+from hotseat.planning.config_plan import flow_problem
 
 # Endings of data files: a path with one of them is no name on the hub.
 _ROW_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")

@@ -35,7 +35,6 @@ from hotseat.config.urls import as_list
 from hotseat.data.images import ImageLimits
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.errors import UserError
-from hotseat.loop.planning.plan import KEPT_PROMPTS, CacheLimit, engine_slots, episodes_per_engine
 from hotseat.loop.setup.graders import eval_graders_of, graders_of, sandbox_of
 from hotseat.loop.setup.judge import judge_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
@@ -53,6 +52,7 @@ from hotseat.loop.workers.simulation import SimulationSettings
 from hotseat.loop.workers.user_functions import absolute
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
+from hotseat.planning.config_plan import KEPT_PROMPTS, CacheLimit, engine_slots, episodes_per_engine
 from hotseat.rewards.addresses import bearer_token
 from hotseat.rollout import vllm_engine, vllm_versions
 from hotseat.train.backend import AdamW, LoraOptions, Muon, Precision, TrainOptions, ZeroOptions
