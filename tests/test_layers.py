@@ -13,8 +13,10 @@ PACKAGE = Path(__file__).parent.parent / "hotseat"
 # From the top. Folders in one row are siblings.
 LAYERS = (
     ("__main__",),
-    ("cli", "api", "demo", "rlinf"),
+    ("cli", "api", "rlinf"),
+    ("demo",),
     ("loop",),
+    ("checks",),
     ("rollout", "train", "weights", "cluster"),
     ("agents", "envs", "rewards", "data", "observe", "planning"),
     ("algorithms", "placement"),
@@ -36,6 +38,7 @@ LAYERS = (
         "vision",
         "cuda_ipc",
         "openrlhf_helpers",
+        "user_functions",
     ),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
@@ -49,6 +52,7 @@ ALLOWED_SIBLINGS = {
     ("files", "errors"),
     ("config", "words"),
     ("vision", "errors"),
+    ("user_functions", "errors"),
 }
 
 # Outside system -> folders, or files, that may import it.
@@ -102,8 +106,8 @@ ROOMS = (
     ("run", "offline"),
     ("rl", "supervised", "serving"),
     ("opening",),
-    ("preflight",),
-    ("setup",),
+    ("inputs",),
+    ("settings",),
     ("state",),
     ("workers",),
     ("devices",),

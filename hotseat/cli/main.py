@@ -395,9 +395,9 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    from hotseat.checks.files import num_rows_of
     from hotseat.config import load
     from hotseat.config.batches import batch_algebra, explain
-    from hotseat.loop.setup.refusals import num_rows_of
     from hotseat.planning.config_plan import make_plan, num_data_parallel, on_all_devices, with_budgets
 
     config = on_all_devices(load(arguments.config, arguments.overrides), arguments.inventory)
@@ -416,16 +416,18 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> int:
+    from hotseat.checks.pipeline import startup_problems
+    from hotseat.checks.stage import Unsupported
     from hotseat.config import load, to_yaml
-    from hotseat.config.unsupported import unsupported
-    from hotseat.loop.setup.refusals import startup_problems
 
     config = load(arguments.config, arguments.overrides)
     print(to_yaml(config), end="")
-    for key, message in startup_problems(config):
-        print(f"to start this run: {key}: {message}", file=sys.stderr)
-    for key, what in unsupported(config):
-        print(f"this run cannot start yet: {key}: not part of this version: {what}", file=sys.stderr)
+    for problem in startup_problems(config):
+        if isinstance(problem, Unsupported):
+            text = f"this run cannot start yet: {problem.key}: not part of this version: {problem.message}"
+        else:
+            text = f"to start this run: {problem}"
+        print(text, file=sys.stderr)
     return OK
 
 

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[2] / "hotseat"
 # Checking a field, deriving which roles there are, or advising another value, is not yet doing what it says.
 NOT_READERS = (
     *("config/schema.py", "config/checks.py", "config/load.py", "config/unsupported.py", "config/roles.py"),
-    *("loop/setup/refusals.py", "loop/setup/cpu.py", "planning/advisor.py", "cli/"),
+    *("checks/files.py", "checks/cpu.py", "planning/advisor.py", "cli/"),
 )
 _LAST = ("planning/config_plan.py", "config/")  # these size a run; others carry it out
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 # Code that checks a key, or advises another value, does not do what the key says.
 NOT_USERS = (
     *("config/checks.py", "config/load.py", "config/unsupported.py", "config/changes.py", "config/images.py"),
-    *("loop/setup/refusals.py", "loop/setup/cpu.py", "planning/advisor.py"),
+    *("checks/files.py", "checks/cpu.py", "planning/advisor.py"),
 )
 # Keys that loading a config uses up.
 LOADING = {"task", "cluster.component_names"}

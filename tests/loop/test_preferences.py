@@ -18,7 +18,7 @@ from hotseat.config import loads
 from hotseat.config.saved import to_saved
 from hotseat.data import Example, Pair
 from hotseat.errors import PlacementError, UserError
-from hotseat.loop.preflight import supervised_inputs
+from hotseat.loop.inputs import supervised_inputs
 from hotseat.loop.run import start
 from hotseat.loop.workers.models import BatchSettings
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings, ScoredPair, with_reference

@@ -12,9 +12,13 @@ from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
 
 from hotseat import faults
+from hotseat.checks.models import judge_eos_token_ids
+from hotseat.checks.pipeline import DEVICES
+from hotseat.checks.stage import DeviceContext, run_checks
 from hotseat.cluster import Process, WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra
+from hotseat.config.resolved import critic_model
 from hotseat.config.roles import (
     has_critic,
     has_inference,
@@ -24,15 +28,12 @@ from hotseat.config.roles import (
     has_simulator,
 )
 from hotseat.errors import RunError
+from hotseat.loop import settings
 from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import ClusterContext, folder_witness
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.rl.replay import NoWorkers, Recording
-from hotseat.loop.setup import settings
-from hotseat.loop.setup.cpu import check_vllm_dtype
-from hotseat.loop.setup.inputs import judge_eos_token_ids
-from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.run_dir import LOGS
 from hotseat.loop.workers.component import ComponentWorker
@@ -103,9 +104,7 @@ def launch_groups(
     assert algebra.schedule_length is not None
     config = place.config
     adapters_alone = settings.are_adapters_alone(config, on_gpu=not are_devices_logical(place.cluster))
-    settings.check_8_bits(config, on_gpu=not are_devices_logical(place.cluster))
-    if are_devices_logical(place.cluster):
-        check_vllm_dtype(config)
+    run_checks(DeviceContext(config=config, on_gpu=not are_devices_logical(place.cluster)), DEVICES)
     limit = cache_limit(config, place.plan) if config.rollout.engine == "vllm" else None
     engine: EngineSettings | None = settings.engine_settings(
         config,

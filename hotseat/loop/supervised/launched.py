@@ -14,6 +14,7 @@ from hotseat.config.batches import token_budget
 from hotseat.config.precision import with_dtype
 from hotseat.config.roles import has_reference
 from hotseat.errors import UserError
+from hotseat.loop.inputs import supervised_inputs
 from hotseat.loop.opening import (
     Exported,
     ExportingRanks,
@@ -24,7 +25,6 @@ from hotseat.loop.opening import (
     stoppable,
     with_known_dtype,
 )
-from hotseat.loop.preflight import supervised_inputs
 from hotseat.loop.state.run_dir import write_config
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
 from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, token_budget, tokens_per_micro_batch
+from hotseat.loop import settings
+from hotseat.loop.inputs import SupervisedData, SupervisedInputs
 from hotseat.loop.opening import ClusterContext
-from hotseat.loop.preflight import SupervisedInputs
-from hotseat.loop.setup import settings
-from hotseat.loop.setup.inputs import SupervisedData
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
