@@ -253,7 +253,16 @@ def test_each_outside_system_has_one_home(system):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "module", ["hotseat.config", "hotseat.errors", "hotseat.placement", "hotseat.rewards", "hotseat.cli.main"]
+    "module",
+    [
+        "hotseat.config",
+        "hotseat.errors",
+        "hotseat.placement",
+        "hotseat.planning.advisor",
+        "hotseat.rewards",
+        "hotseat.checks.pipeline",
+        "hotseat.cli.main",
+    ],
 )
 def test_pure_modules_load_without_torch_or_ray(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"
