@@ -27,13 +27,13 @@ from typing import Any, TypeVar
 
 from hotseat.config import Config, loads, to_yaml
 from hotseat.config.resolved import overlap_queue
-from hotseat.loop.planning.candidates import Candidate, Refused, candidates
-from hotseat.loop.planning.plan import engine_slots, make_plan, num_data_parallel
 from hotseat.loop.rl.auto_placement import Prediction, Profile, measurement_of, ranked
 from hotseat.loop.rl.pacer import Awaited, Pace, Pacer
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS
 from hotseat.placement import Plan, shares_devices
+from hotseat.planning.candidates import Candidate, Refused, candidates
+from hotseat.planning.config_plan import engine_slots, make_plan, num_data_parallel
 
 T = TypeVar("T")
 

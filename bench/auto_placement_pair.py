@@ -27,11 +27,11 @@ from simulator_stages import BINS, FAMILY, MAX_LENGTH, pin, write_policy
 
 from hotseat.cli.profile import measure
 from hotseat.config import Config, loads, to_yaml
-from hotseat.loop.planning.candidates import Candidate, Refused, candidates
-from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl import launch
 from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of, ranked
 from hotseat.loop.start import start
+from hotseat.planning.candidates import Candidate, Refused, candidates
+from hotseat.planning.config_plan import make_plan
 
 INVENTORY = "1x2xA100-80G"  # as large as the runs' two logical devices; nothing is limited by its memory
 GROUP = 4  # samples of a seed

@@ -25,13 +25,13 @@ from pathlib import Path
 from auto_placement import SLEEPER, Result, Row, _spread_out, print_result, run_in
 
 from hotseat.config import Config, loads, to_yaml
-from hotseat.loop.planning.candidates import Candidate, Refused, candidates
-from hotseat.loop.planning.plan import make_plan, num_data_parallel, stage_slots
 from hotseat.loop.rl.auto_placement import Profile, measurement_of, ranked
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.loop.workers.engine_client import engines_of_host
 from hotseat.observe import METRICS
 from hotseat.placement import Plan, shares_devices
+from hotseat.planning.candidates import Candidate, Refused, candidates
+from hotseat.planning.config_plan import make_plan, num_data_parallel, stage_slots
 
 CONFIG = """
 cluster: {inventory: 1x8xA100-80G, component_placement: {actor: 0-7, env: 0-3, rollout: 4-7}}

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hotseat.config import loads
+from hotseat.demo import answer, make_tokenizer, question
 from hotseat.loop import run
-from hotseat.loop.setup.demo import answer, make_tokenizer, question
 from hotseat.observe import read_lines
 
 GROUP_SIZE = 8

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hotseat.config import loads, loads_saved
+from hotseat.demo import make_model
 from hotseat.loop.rl import update
 from hotseat.loop.rl.forecast import forecasts, recorded_costs, resources_of
 from hotseat.loop.run import start
-from hotseat.loop.setup.demo import make_model
 from hotseat.observe import read_lines
 
 GROUPS = 16

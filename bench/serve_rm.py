@@ -41,7 +41,7 @@ def make_model(folder: Path) -> dict[str, float]:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from hotseat.loop.setup.demo import answer, make_model, question
+    from hotseat.demo import answer, make_model, question
     from hotseat.observe.noise import without_log_lines
 
     make_model(folder, seed=0)

@@ -73,7 +73,7 @@ def main() -> None:
     if arguments.train:
         print(train(arguments.train, arguments.steps, arguments.threads))
         return
-    from hotseat.loop.setup.demo import make_model
+    from hotseat.demo import make_model
 
     cases = [(policy, is_shared) for is_shared in (False, True) for policy in (None, "PASSIVE")]
     seconds: dict[tuple[str | None, bool], list[float]] = {case: [] for case in cases}

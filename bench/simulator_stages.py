@@ -26,7 +26,6 @@ from typing import Any
 
 from hotseat.cluster import Cluster
 from hotseat.envs.loading import SimulatorSettings
-from hotseat.loop.planning.plan import KEPT_PROMPTS
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.simulator_turns import RolloutShape, TurnCosts, predicted_rollout, turn_costs
 from hotseat.loop.workers.engine_worker import EngineWorker
@@ -34,6 +33,7 @@ from hotseat.loop.workers.engines import EngineSettings, make_engine
 from hotseat.loop.workers.facts import GroupFacts, Job
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.simulation import Player, SimulationSettings, simulation_prompts
+from hotseat.planning.config_plan import KEPT_PROMPTS
 from hotseat.types import Prompt, Sampling
 
 FAMILY = str(Path(__file__).parent / "lib" / "mujoco_table.py")

@@ -24,9 +24,9 @@ from pathlib import Path
 from rich.console import Console
 from safetensors.torch import load_file
 
+from hotseat.demo import make_files
 from hotseat.faults import VARIABLE
 from hotseat.loop.rl.ledger import read_ledger
-from hotseat.loop.setup.demo import make_files
 from hotseat.observe import read_lines
 
 VICTIMS = {

@@ -20,11 +20,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from hotseat import demo
 from hotseat.cli.demo import GRPO, SFT
 from hotseat.config import loads
 from hotseat.loop.rl.arrivals import recorded_batches
 from hotseat.loop.run import start
-from hotseat.loop.setup import demo
 from hotseat.loop.state.run_dir import ARRIVALS, ROLLOUTS
 from hotseat.loop.workers.spool import Spool
 from hotseat.observe import read_lines

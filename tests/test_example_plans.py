@@ -11,8 +11,8 @@ import pytest
 from hotseat.config import load
 from hotseat.config.batches import batch_algebra
 from hotseat.errors import PlacementError
-from hotseat.loop.planning.plan import make_plan, num_data_parallel
 from hotseat.placement import Part, Plan
+from hotseat.planning.config_plan import make_plan, num_data_parallel
 
 PLANS = Path(__file__).parent.parent / "examples" / "plans"
 LETTERS = {Part.WEIGHTS: "w", Part.GRADIENTS: "g", Part.OPTIMIZER: "o", Part.KV_CACHE: "k", Part.SIMULATOR: "s"}

@@ -13,8 +13,8 @@ import pytest
 from environments import own_environment
 
 from hotseat.config import load
+from hotseat.demo import answer, careless
 from hotseat.loop.run import start
-from hotseat.loop.setup.demo import answer, careless
 from hotseat.observe import read_lines
 
 ROOT = Path(__file__).parent.parent

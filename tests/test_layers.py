@@ -13,10 +13,12 @@ PACKAGE = Path(__file__).parent.parent / "hotseat"
 # From the top. Folders in one row are siblings.
 LAYERS = (
     ("__main__",),
-    ("cli", "api", "demo", "rlinf"),
+    ("cli", "api", "rlinf"),
+    ("demo",),
     ("loop",),
+    ("checks",),
     ("rollout", "train", "weights", "cluster"),
-    ("agents", "envs", "rewards", "data", "observe"),
+    ("agents", "envs", "rewards", "data", "observe", "planning"),
     ("algorithms", "placement"),
     (
         "registry",
@@ -33,9 +35,11 @@ LAYERS = (
         "words",
         "caches",
         "files",
+        "machine",
         "vision",
         "cuda_ipc",
         "openrlhf_helpers",
+        "user_functions",
     ),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
@@ -50,6 +54,7 @@ ALLOWED_SIBLINGS = {
     ("files", "errors"),
     ("config", "words"),
     ("vision", "errors"),
+    ("user_functions", "errors"),
 }
 
 # Outside system -> folders, or files, that may import it.
@@ -102,11 +107,10 @@ ROOMS = (
     ("run", "offline"),
     ("rl", "supervised", "serving"),
     ("opening",),
-    ("preflight",),
-    ("setup",),
+    ("inputs",),
+    ("settings",),
     ("state",),
     ("workers",),
-    ("planning",),
     ("devices",),
 )
 # `start` is imported early and is light; `run`, which is heavy, asks it for the view.
@@ -250,7 +254,16 @@ def test_each_outside_system_has_one_home(system):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "module", ["hotseat.config", "hotseat.errors", "hotseat.placement", "hotseat.rewards", "hotseat.cli.main"]
+    "module",
+    [
+        "hotseat.config",
+        "hotseat.errors",
+        "hotseat.placement",
+        "hotseat.planning.advisor",
+        "hotseat.rewards",
+        "hotseat.checks.pipeline",
+        "hotseat.cli.main",
+    ],
 )
 def test_pure_modules_load_without_torch_or_ray(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"

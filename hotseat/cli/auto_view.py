@@ -11,9 +11,9 @@ from rich.table import Table
 from hotseat.config import Config
 from hotseat.config.roles import has_simulator
 from hotseat.errors import UserError
-from hotseat.loop.planning.candidates import Candidate, Refused, candidates
-from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.auto_placement import Prediction, Profile, predict, ranked
+from hotseat.planning.candidates import Candidate, Refused, candidates
+from hotseat.planning.config_plan import make_plan
 
 NUM_SHOWN = 5
 STALENESS = (0, 1, 2)

@@ -55,7 +55,7 @@ def run_demo(directory: Path | None, seed: int) -> int:
     """Run the whole demo and return the exit code."""
     from transformers.utils import logging
 
-    from hotseat.loop.setup.demo import make_files
+    from hotseat.demo import make_files
     from hotseat.loop.start import start
     from hotseat.observe import read_lines
 

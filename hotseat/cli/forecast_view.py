@@ -8,9 +8,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hotseat.checks.run_directory import CONFIG
 from hotseat.config import Config, loads_saved
 from hotseat.errors import UserError
-from hotseat.loop.planning.plan import make_plan, role_specs
 from hotseat.loop.rl.forecast import (
     Costs,
     Forecast,
@@ -22,8 +22,8 @@ from hotseat.loop.rl.forecast import (
     resources_of,
     without_queueing,
 )
-from hotseat.loop.state.run_dir import CONFIG
 from hotseat.placement import EngineMemory, ForwardMemory, ModelShape, Plan, TrainMemory, shares_devices
+from hotseat.planning.config_plan import make_plan, role_specs
 
 
 def check_recorded(config: Config, run_dir: Path) -> Config:

@@ -341,7 +341,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     from hotseat.config import load
     from hotseat.config.unsupported import unsupported
-    from hotseat.loop.planning.plan import flow_problem, make_plan, on_all_devices, with_budgets
+    from hotseat.planning.config_plan import flow_problem, make_plan, on_all_devices, with_budgets
 
     config = load(arguments.config, arguments.overrides)
     if arguments.auto is not None:
@@ -366,7 +366,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(made.to_json())
     else:
         from hotseat.cli.plan_view import make_console, notes, render
-        from hotseat.loop.planning.advice import advise
+        from hotseat.planning.advisor import advise
 
         render(
             made,
@@ -393,10 +393,10 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    from hotseat.checks.files import num_rows_of
     from hotseat.config import load
     from hotseat.config.batches import batch_algebra, explain
-    from hotseat.loop.planning.plan import make_plan, num_data_parallel, on_all_devices, with_budgets
-    from hotseat.loop.setup.refusals import num_rows_of
+    from hotseat.planning.config_plan import make_plan, num_data_parallel, on_all_devices, with_budgets
 
     config = on_all_devices(load(arguments.config, arguments.overrides), arguments.inventory)
     if arguments.num_rows is not None and arguments.num_rows < 1:
@@ -414,16 +414,18 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> int:
+    from hotseat.checks.pipeline import startup_problems
+    from hotseat.checks.stage import Unsupported
     from hotseat.config import load, to_yaml
-    from hotseat.config.unsupported import unsupported
-    from hotseat.loop.setup.refusals import startup_problems
 
     config = load(arguments.config, arguments.overrides)
     print(to_yaml(config), end="")
-    for key, message in startup_problems(config):
-        print(f"to start this run: {key}: {message}", file=sys.stderr)
-    for key, what in unsupported(config):
-        print(f"this run cannot start yet: {key}: not part of this version: {what}", file=sys.stderr)
+    for problem in startup_problems(config):
+        if isinstance(problem, Unsupported):
+            text = f"this run cannot start yet: {problem.key}: not part of this version: {problem.message}"
+        else:
+            text = f"to start this run: {problem}"
+        print(text, file=sys.stderr)
     return OK
 
 

@@ -103,7 +103,7 @@ class Kind:
 
     task: str
     config: str
-    data: Mapping[str, str]  # file -> how its rows are made: a function of hotseat.loop.setup.starter
+    data: Mapping[str, str]  # file -> how its rows are made: a function of hotseat.cli.starter_task
     rate: str  # usual learning rate of a pretrained model
     has_reward: bool = False
 
@@ -154,7 +154,7 @@ def _next_run(directory: Path, task: str) -> str:
 
 def texts(kind: str, model: str | None = None) -> dict[str, str]:
     """Return the name and content of every file except the model's."""
-    from hotseat.loop.setup import starter
+    from hotseat.cli import starter_task
 
     chosen = KINDS[kind]
     if model is None:
@@ -167,8 +167,8 @@ def texts(kind: str, model: str | None = None) -> dict[str, str]:
     files = {f"{kind}.yaml": chosen.config.format(rate_note=note, **values)}
     if chosen.has_reward:
         files["reward.py"] = REWARD
-    for name, asked in zip(chosen.data, starter.questions(), strict=True):
-        files[name] = getattr(starter, chosen.data[name])(asked)
+    for name, asked in zip(chosen.data, starter_task.questions(), strict=True):
+        files[name] = getattr(starter_task, chosen.data[name])(asked)
     return files
 
 
@@ -217,7 +217,7 @@ def _as_yaml(text: str) -> str:
 
 def _make_model(directory: Path) -> None:
     """Make the tiny model, unless the folder has one: a model with the same tokenizer counts as such."""
-    from hotseat.loop.setup.starter import make_model, make_tokenizer
+    from hotseat.cli.starter_task import make_model, make_tokenizer
 
     path = directory / MODEL
     with tempfile.TemporaryDirectory() as folder:

@@ -10,15 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
+from hotseat.checks.agent_trial import agent_trial
+from hotseat.checks.pipeline import check_user_code
 from hotseat.config import Config
 from hotseat.errors import UserError
 from hotseat.loop.offline.group_file import partial_path
 from hotseat.loop.offline.options import has_reward, offline_config, play_config, refuse
 from hotseat.loop.offline.selection import Selection, check_output
-from hotseat.loop.setup.agent_trial import agent_trial
-from hotseat.loop.setup.graders import try_sandbox
-from hotseat.loop.setup.reward_servers import check_reward_servers
-from hotseat.loop.setup.reward_trial import try_rewards
 from hotseat.observe import LiveView
 from hotseat.words import quantity
 
@@ -199,11 +197,7 @@ def _view(title: str) -> LiveView:
 
 def _try_user_code(config: Config, view: LiveView) -> None:
     """Try reward files, the sandbox and reward servers before a model loads. Raises `UserError` if they cannot work."""
-    for note in (
-        *try_rewards(config, view.stage),
-        *try_sandbox(config, view.stage),
-        *check_reward_servers(config, view.stage),
-    ):
+    for note in check_user_code(config, view.stage):
         view.say(note)
     with agent_trial(config) as trial:
         for note in [] if trial is None else trial.notes():

@@ -15,8 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from hotseat.config import Config
-from hotseat.loop.planning.advice import MAX_SEARCHED, Advice
-from hotseat.loop.planning.budgets import ChosenBudgets, describe
 from hotseat.placement import (
     DeviceGroup,
     GroupStep,
@@ -34,6 +32,8 @@ from hotseat.placement import (
 )
 from hotseat.placement.inventory import ranges
 from hotseat.placement.memory import FITS_BELOW, UNSHARDED_GRADIENTS, total
+from hotseat.planning.advisor import MAX_SEARCHED, Advice
+from hotseat.planning.budgets import ChosenBudgets, describe
 
 _LETTERS = {
     Part.WEIGHTS: "w",

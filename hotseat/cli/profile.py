@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from hotseat.checks.files import num_rows_of
 from hotseat.config import Config, load, loads, to_yaml
 from hotseat.config.roles import has_simulator
 from hotseat.errors import UserError
-from hotseat.loop.planning.candidates import refuse_fixed_roles
-from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of
 from hotseat.loop.rl.simulator_turns import steps_beside_answers
-from hotseat.loop.setup.refusals import num_rows_of
+from hotseat.planning.candidates import refuse_fixed_roles
+from hotseat.planning.config_plan import make_plan
 
 NUM_STEPS = 4  # of each short run; the first does not count
 MAX_FACTOR = 4  # a larger batch than this many steps is not measured

@@ -6,10 +6,10 @@ import filecmp
 from collections.abc import Sequence
 from pathlib import Path
 
+from hotseat.checks.run_directory import CONFIG
 from hotseat.config import Config, loads_saved
 from hotseat.config.schema import CheckpointConfig, EvaluationConfig, WandbConfig
 from hotseat.errors import UserError
-from hotseat.loop.state.run_dir import CONFIG
 from hotseat.loop.state.saving import MODEL
 
 

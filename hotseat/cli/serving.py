@@ -98,8 +98,8 @@ def serve(
     model_options: makes the settings of the model, after what needs no heavy library was checked. hint: the option by
     which only this machine is served.
     """
+    from hotseat.checks.files import model_problem
     from hotseat.loop.serving.server import ROUTE, bound_socket, run_server
-    from hotseat.loop.setup.refusals import model_problem
 
     problem = model_problem(name)
     if problem is not None:

@@ -22,6 +22,13 @@ _RUBRIC_TOKENS = 1024  # room for the rubric in a request to a judge's engine, u
 MAX_KL_ERROR = 0.2  # one update of an adaptive coefficient moves by at most this share of samples / horizon
 
 
+def critic_model(config: Config) -> str:
+    """Return the critic's checkpoint: its own, else the reward model's, else the actor's."""
+    model = config.critic.model or config.reward.model or config.actor.model
+    assert model is not None
+    return model
+
+
 def own_aggregation(config: Config) -> Aggregation:
     """Return the aggregation that the policy loss and the estimator have in their papers."""
     if config.algorithm.policy_loss == "gspo":

@@ -12,15 +12,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from hotseat import clock, faults, interrupts
+from hotseat.checks.cpu import slow_dtype
+from hotseat.checks.placement import is_cluster_there
 from hotseat.config import Config, loads_saved
 from hotseat.config.precision import idle_in_fp32, with_dtype, with_dtype_of
 from hotseat.data import check_saved, digest_of
 from hotseat.errors import CheckpointError, RunError, UserError
-from hotseat.loop.planning.budgets import describe, uses, with_budgets_of
-from hotseat.loop.planning.plan import are_devices_logical, budgets_on, plan_notes, plan_on
-from hotseat.loop.preflight import Inputs, is_cluster_there
-from hotseat.loop.setup.cpu import slow_dtype
-from hotseat.loop.setup.trackers import renaming, trackers
 from hotseat.loop.state.checkpoints import Checkpoint, digest_of_checkpoint
 from hotseat.loop.state.run_dir import (
     NOTES,
@@ -37,10 +34,14 @@ from hotseat.loop.state.saving import MODEL, Saver, critic_folder, for_ranks, so
 from hotseat.loop.workers.exports import Origin, is_exported, run_of
 from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.observe import LiveView
+from hotseat.observe.trackers import renaming, trackers
 from hotseat.placement import Plan
+from hotseat.planning.budgets import describe, uses, with_budgets_of
+from hotseat.planning.config_plan import are_devices_logical, budgets_on, plan_notes, plan_on
 
 if TYPE_CHECKING:
     from hotseat.cluster import Cluster, Template
+    from hotseat.loop.inputs import Inputs
     from hotseat.observe import Journal
 
 RESUME = "hotseat resume {run_dir}"  # the command that continues a run

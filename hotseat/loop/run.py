@@ -1,4 +1,4 @@
-"""Starts a run: preflight, then the loop of its task."""
+"""Starts a run: checks and inputs, then the loop of its task."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotseat import clock, faults
+from hotseat.checks.models import eos_token_ids
+from hotseat.checks.pipeline import check_prerequisites
 from hotseat.cluster import Template
 from hotseat.config import Config
 from hotseat.config.resolved import resolved_notes
+from hotseat.loop.inputs import rl_inputs, supervised_inputs
 from hotseat.loop.opening import (
     Exported,
     ExportingRanks,
@@ -22,13 +25,12 @@ from hotseat.loop.opening import (
     open_run,
     record_plan,
 )
-from hotseat.loop.planning.budgets import smaller_budget_kept
-from hotseat.loop.preflight import check_prerequisites, rl_inputs, supervised_inputs
 from hotseat.loop.start import make_view, without_collector
 from hotseat.loop.state.episode_images import remove_unneeded_images
 from hotseat.loop.state.saving import BACKEND, for_ranks
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
+from hotseat.planning.budgets import smaller_budget_kept
 from hotseat.registry.roles import ROLES
 
 if TYPE_CHECKING:
@@ -73,7 +75,6 @@ def _start_rl(
         from hotseat.loop.rl.auto_placement import record_prediction
         from hotseat.loop.rl.launch import launch_groups
         from hotseat.loop.rl.loop import train_rl
-        from hotseat.loop.setup.inputs import eos_token_ids
         from hotseat.loop.state.watchdog import doing_in
 
     with open_run(config, inputs, columns(config), view) as run:

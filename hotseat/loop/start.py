@@ -16,14 +16,11 @@ from rich.console import Console
 
 from hotseat import interrupts
 from hotseat.caches import keep_compiled
+from hotseat.checks.agent_trial import agent_trial
+from hotseat.checks.pipeline import check_config, check_user_code
 from hotseat.cluster import started_template
 from hotseat.config import Config
-from hotseat.loop.setup.agent_trial import agent_trial
-from hotseat.loop.setup.graders import try_sandbox
-from hotseat.loop.setup.job_directory import check_job_directory
-from hotseat.loop.setup.refusals import check_config
-from hotseat.loop.setup.reward_servers import check_reward_servers
-from hotseat.loop.setup.reward_trial import try_rewards
+from hotseat.loop.state.job_directory import check_job_directory
 from hotseat.observe import LiveView
 from hotseat.observe.noise import without_deepspeeds_greeting
 from hotseat.openmp import thread_env
@@ -39,9 +36,7 @@ def _start(config: Config, launched: bool) -> dict[str, float]:
     check_config(config)
     keep_compiled()
     with make_view(config, launched) as view, agent_trial(config) as trial:
-        notes = check_job_directory(config, Path.cwd())
-        notes += [*check_reward_servers(config, view.stage), *try_rewards(config, view.stage)]
-        notes += try_sandbox(config, view.stage)
+        notes = [*check_job_directory(config, Path.cwd()), *check_user_code(config, view.stage)]
         view.stage("loading torch and transformers")
         has_workers = not launched and config.cluster.runtime == "ray"
         env = thread_env(config.cluster.threads_per_process)

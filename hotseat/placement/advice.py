@@ -1,6 +1,6 @@
 """Search for engine memory shares with which a step fits.
 
-`hotseat.loop.planning.advice`, which knows configs, searches for other settings that make a plan fit.
+`hotseat.planning.advisor`, which knows configs, searches for other settings that make a plan fit.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from hotseat import cluster as machinery
 from hotseat.cluster import ChannelDirectory, Process
 from hotseat.errors import PlacementError, RunError
-from hotseat.loop.planning.plan import inventory_of, with_node_groups
 from hotseat.placement import Inventory
+from hotseat.planning.config_plan import inventory_of, with_node_groups
 from hotseat.rlinf.configs import checked_cluster
 from hotseat.rlinf.failures import Failures
 from hotseat.rlinf.place import current_place

@@ -8,7 +8,7 @@ from hotseat.weights.broadcast import LOOPBACK, TIMEOUT_S, BroadcastData, Broadc
 from hotseat.weights.bucket import Bucket, BucketData, Entry
 from hotseat.weights.device_ipc import merge
 from hotseat.weights.transfer import BUCKET_BYTES, Receiver, Sender, check_digests
-from hotseat.weights.transports import Transport, TransportPlan, choose_transports
+from hotseat.weights.transports import Transport, TransportPlan, check_transport, choose_transports
 
 __all__ = [
     "BUCKET_BYTES",
@@ -24,6 +24,7 @@ __all__ = [
     "Transport",
     "TransportPlan",
     "check_digests",
+    "check_transport",
     "choose_transports",
     "merge",
 ]

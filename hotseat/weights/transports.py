@@ -48,6 +48,15 @@ class TransportPlan:
         return BroadcastGroup(self.receivers, self.backend, host, generation, timeout_s)
 
 
+def check_transport(transport: str, is_cuda: bool) -> None:
+    """Raise if weights cannot travel by this transport from an actor on these devices."""
+    if transport == "nccl" and not is_cuda:
+        raise UserError(
+            "rollout.weight_transport is nccl, which sends between CUDA devices, and the actor is on the CPU: set it"
+            " to auto, or to gloo"
+        )
+
+
 def choose_transports(
     actor: Sequence[Sequence[int]],
     engines: Sequence[Sequence[int]],
@@ -60,11 +69,7 @@ def choose_transports(
     process on each of its devices that receives for itself, or one process if it has no device. transport: as set in
     the config.
     """
-    if transport == "nccl" and not is_cuda:
-        raise UserError(
-            "rollout.weight_transport is nccl, which sends between CUDA devices, and the actor is on the CPU: set it"
-            " to auto, or to gloo"
-        )
+    check_transport(transport, is_cuda)
     rank_on: dict[int, int] = {}
     for rank, devices in enumerate(actor):
         for device in devices:

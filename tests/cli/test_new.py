@@ -9,11 +9,11 @@ import pytest
 
 from hotseat.cli.main import main
 from hotseat.cli.new import KINDS, REWARD, texts, write_files
+from hotseat.cli.starter_task import questions
 from hotseat.config import load
 from hotseat.config.checks import missing
 from hotseat.errors import UserError
 from hotseat.loop.run import start
-from hotseat.loop.setup.starter import questions
 from hotseat.observe import read_lines
 
 ROOT = Path(__file__).parents[2]

@@ -231,7 +231,7 @@ def make_model(path: Path, *, is_reward: bool = False) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-    from hotseat.loop.setup.starter import make_tokenizer
+    from hotseat.cli.starter_task import make_tokenizer
 
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(path)

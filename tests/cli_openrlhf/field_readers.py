@@ -20,9 +20,9 @@ PACKAGE = Path(__file__).parents[2] / "hotseat"
 NOT_READERS = (
     *("config/schema.py", "config/checks/", "config/conditions.py", "config/load.py", "config/unsupported.py"),
     "config/roles.py",
-    *("loop/setup/refusals.py", "loop/setup/cpu.py", "loop/planning/advice.py", "cli/"),
+    *("checks/files.py", "checks/cpu.py", "planning/advisor.py", "cli/"),
 )
-_LAST = ("loop/planning/plan.py", "config/")  # these size a run; others carry it out
+_LAST = ("planning/config_plan.py", "config/")  # these size a run; others carry it out
 
 Names = dict[str, tuple[str, ...]]  # variable -> the dotted sections it may be; the whole config is ""
 

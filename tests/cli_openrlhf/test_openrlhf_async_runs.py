@@ -12,7 +12,7 @@ import pytest
 from environments import own_environment
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from hotseat.loop.setup.demo import make_model
+from hotseat.demo import make_model
 from hotseat.observe import read_lines
 
 ROOT = Path(__file__).parents[2]

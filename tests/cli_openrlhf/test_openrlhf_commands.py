@@ -9,7 +9,7 @@ from hotseat.cli.openrlhf.run import main
 from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
 from hotseat.errors import PlacementError
-from hotseat.loop.planning.plan import make_plan
+from hotseat.planning.config_plan import make_plan
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)

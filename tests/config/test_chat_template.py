@@ -2,9 +2,9 @@
 
 import pytest
 
+from hotseat.checks.pipeline import startup_problems
 from hotseat.config import loads
 from hotseat.config.chat_template import chat_template_problem, chat_template_text
-from hotseat.loop.setup.refusals import startup_problems
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 MARKED = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
@@ -44,7 +44,7 @@ def test_what_is_no_template_is_refused(template, problem, tmp_path, monkeypatch
 
 def test_a_run_is_refused_before_anything_loads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    overrides = ["data.apply_chat_template=true", "data.chat_template=tmpl.jinja"]
-    assert [key for key, _ in startup_problems(loads("{}", overrides)) if "template" in key] == ["data.chat_template"]
+    config = loads("{}", ["data.apply_chat_template=true", "data.chat_template=tmpl.jinja"])
+    assert "data.chat_template" in [problem.key for problem in startup_problems(config)]
     (tmp_path / "tmpl.jinja").write_text(TEMPLATE)
-    assert [key for key, _ in startup_problems(loads("{}", overrides)) if "template" in key] == []
+    assert "data.chat_template" not in [problem.key for problem in startup_problems(config)]

@@ -10,7 +10,7 @@ from hotseat.config import loads
 from hotseat.data import make_examples, make_pairs, make_prompts
 from hotseat.data.lost import LostRow
 from hotseat.errors import DataError
-from hotseat.loop.setup.inputs import rl_prompts, supervised
+from hotseat.loop.inputs import rl_prompts, supervised
 
 
 def write(path, rows) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hotseat.config import loads
-from hotseat.loop.setup.settings import policy_settings, simulation_settings
+from hotseat.loop.settings import policy_settings, simulation_settings
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
     flatten,

@@ -405,7 +405,7 @@ def test_stages_of_a_host_step_one_after_another():
 
 def test_engines_have_room_for_one_stage():
     from hotseat.config.load import loads
-    from hotseat.loop.planning.plan import make_plan, stage_slots
+    from hotseat.planning.config_plan import make_plan, stage_slots
 
     def slots(placement: str, rollout: str) -> int:
         config = loads(
@@ -424,7 +424,7 @@ def test_engines_have_room_for_one_stage():
 
 def test_engines_keep_prompts_in_the_room_of_slots_that_a_stage_does_not_need(tmp_path):
     from hotseat.config.load import loads
-    from hotseat.loop.setup.settings import engine_settings
+    from hotseat.loop.settings import engine_settings
 
     config = loads(
         "actor: {model: none}\nenv: {path: gym, tasks: [CartPole-v1], num_envs: 48}\nrollout: {num_slots: 40}",
@@ -450,11 +450,11 @@ def test_wrong_settings_are_refused(tmp_path):
 
 
 def test_simulators_that_cannot_start_are_named_before_a_model_loads(monkeypatch):
+    from hotseat.checks.pipeline import startup_problems
     from hotseat.config.load import loads
-    from hotseat.loop.setup.refusals import startup_problems
 
     def messages(text: str) -> dict[str, str]:
-        return dict(startup_problems(loads(text)))
+        return {problem.key: problem.message for problem in startup_problems(loads(text))}
 
     assert "no simulator 'gim'" in messages("env: {path: gim}")["env.path"]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -64,7 +64,7 @@ class Family:
 
     def write(self, directory: Path, seed: int = 0) -> Path:
         """Model and tokenizer, as files."""
-        from hotseat.loop.setup.demo import make_tokenizer
+        from hotseat.demo import make_tokenizer
 
         make_tokenizer().save_pretrained(directory)
         self.make_model(seed).save_pretrained(directory)

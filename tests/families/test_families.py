@@ -285,7 +285,7 @@ def make_task(directory: Path, family: Family, *, with_weights: bool = True) -> 
     if with_weights:
         family.write(directory / "model")
     else:
-        from hotseat.loop.setup.demo import make_tokenizer
+        from hotseat.demo import make_tokenizer
 
         make_tokenizer().save_pretrained(directory / "model")
         family.make_config().save_pretrained(directory / "model")

@@ -10,8 +10,10 @@ import pytest
 from loop_cases import rl_yaml, same, sft_yaml, weights
 from safetensors.torch import load_file
 
+from hotseat.checks.pipeline import MODELS
+from hotseat.checks.stage import Context, run_checks
 from hotseat.cli.main import main
-from hotseat.config import loads
+from hotseat.config import Config, loads
 from hotseat.errors import ConfigError, DataError, UserError
 from hotseat.loop.run import start
 from hotseat.loop.state.saving import Saver
@@ -257,7 +259,7 @@ def test_a_frozen_encoder_and_adapters_learn_from_examples_with_images(task):
 
 @pytest.mark.slow
 def test_a_chat_template_that_only_the_processor_has_is_used_and_exported(task, tmp_path):
-    from hotseat.loop.setup import inputs
+    from hotseat.loop import inputs
     from hotseat.vision import copy_processor
 
     model = tmp_path / "model"
@@ -281,6 +283,10 @@ def test_a_chat_template_that_only_the_processor_has_is_used_and_exported(task, 
     (folder / name).write_text("of the run")
     copy_processor(str(task / "model"), folder)
     assert (folder / name).read_text() == "of the run"
+
+
+def check_models(config: Config) -> None:
+    run_checks(Context(config=config), MODELS)
 
 
 REFUSED = {
@@ -307,7 +313,7 @@ def test_what_is_not_built_for_images_is_refused_by_name(text):
 def test_bad_images_and_models_without_sight_are_named_before_a_model_loads(task, tmp_path, monkeypatch):
     from transformers import LlamaConfig
 
-    from hotseat.loop.setup import inputs
+    from hotseat.loop import inputs
 
     rows = [{"input": "a", "images": [name]} for name in ("0.png", "gone.png", "notes.png")]
     (task / "notes.png").write_text("not an image")
@@ -320,35 +326,31 @@ def test_bad_images_and_models_without_sight_are_named_before_a_model_loads(task
     assert "bad.jsonl:3: images: not an image in one of the formats" in said
     LlamaConfig().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="Llama sees no images here, and data.image_key is set"):
-        inputs.check_models(loads(rl(task, "blind"), [f"actor.model={tmp_path}"]))
+        check_models(loads(rl(task, "blind"), [f"actor.model={tmp_path}"]))
     without = rl_yaml(task, data=f"{{path: {task}/prompts.jsonl, max_length: 64}}")
     with pytest.raises(UserError, match=r"Qwen2_5_VL sees images, and the run has none: set data.image_key"):
-        inputs.check_models(loads(without))
+        check_models(loads(without))
 
 
 def test_adapters_outside_of_the_language_model_are_refused_where_vllm_would_apply_them(task):
-    from hotseat.loop.setup import inputs
-
     vllm = "{engine: vllm, batch_size: 2, samples_per_prompt: 4, max_new_tokens: 3, lora_sync: adapter}"
     text = rl(task, "adapters", rollout=vllm)
     with pytest.raises(UserError) as caught:
-        inputs.check_models(loads(text, ["train.lora.rank=2"]))
+        check_models(loads(text, ["train.lora.rank=2"]))
     assert "model.visual.blocks.0.attn.qkv is one of 12 layers outside of the language model" in str(caught.value)
     pattern = ".*language_model.*_proj"
     assert f"such as {pattern}, or rollout.lora_sync to merged" in str(caught.value)
-    inputs.check_models(loads(text, ["train.lora.rank=2", f"train.lora.target_modules={pattern}"]))
-    inputs.check_models(loads(text, ["train.lora.rank=2", "rollout.lora_sync=merged"]))
+    check_models(loads(text, ["train.lora.rank=2", f"train.lora.target_modules={pattern}"]))
+    check_models(loads(text, ["train.lora.rank=2", "rollout.lora_sync=merged"]))
 
 
 def test_adapters_of_llava_are_refused_before_vllm_loads_it(task, tmp_path):
-    from hotseat.loop.setup import inputs
-
     name = image_cases.save("llava", tmp_path / "model")
     vllm = "{engine: vllm, batch_size: 2, samples_per_prompt: 4, max_new_tokens: 3, lora_sync: adapter}"
     lora = ["train.lora.rank=2", "train.lora.target_modules=.*language_model.*_proj", f"actor.model={name}"]
     with pytest.raises(UserError, match=r"LLaVA's visual encoder.*: set rollout.lora_sync to merged"):
-        inputs.check_models(loads(rl(task, "adapters", rollout=vllm), lora))
-    inputs.check_models(loads(rl(task, "adapters", rollout=vllm), [*lora, "rollout.lora_sync=merged"]))
+        check_models(loads(rl(task, "adapters", rollout=vllm), lora))
+    check_models(loads(rl(task, "adapters", rollout=vllm), [*lora, "rollout.lora_sync=merged"]))
 
 
 @pytest.mark.slow

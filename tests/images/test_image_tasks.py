@@ -13,10 +13,9 @@ from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.data import digest_of
 from hotseat.errors import ConfigError, DataError, UserError
-from hotseat.loop.preflight import supervised_inputs
+from hotseat.loop import inputs
+from hotseat.loop.inputs import supervised_inputs
 from hotseat.loop.run import start
-from hotseat.loop.setup import inputs
-from hotseat.loop.setup.value_models import check_readers
 from hotseat.loop.state.saving import Saver
 from hotseat.observe import read_lines
 
@@ -239,7 +238,7 @@ def test_models_that_take_other_pixels_are_refused_by_name(task, tmp_path):
     path.write_text(json.dumps(settings))
     config = loads(of("qwen2_5_vl", task, dpo_yaml, "others"), [f"reference.model={model}"])
     with pytest.raises(UserError, match=r"reference.model '.*' prepares images in another way than actor.model '.*'"):
-        check_readers(config, inputs.load_tokenizer(config))
+        inputs.load_tokenizer(config)
     with pytest.raises(ConfigError, match=r"reward.retokenize: true, but images are prepared for the actor's tokens"):
         loads(
             "data: {image_key: a, max_images_per_prompt: 1}\nreward: {model: x, retokenize: true}\n"

@@ -72,7 +72,7 @@ def make_task(directory: Path, seed: int = 0, architecture: str = "Llama", **sha
 def _made_task(seed: int, architecture: str, **shape: float) -> Path:
     import transformers
 
-    from hotseat.loop.setup.demo import make_model
+    from hotseat.demo import make_model
 
     held = tempfile.TemporaryDirectory(prefix="task-")
     atexit.register(held.cleanup)

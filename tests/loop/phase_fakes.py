@@ -25,7 +25,6 @@ from hotseat.config import loads
 from hotseat.config.batches import batch_algebra
 from hotseat.errors import WorkerError
 from hotseat.loop.devices.memory import DeviceWatch
-from hotseat.loop.planning.plan import make_flow, make_plan
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.meter import PhaseMeter
@@ -42,6 +41,7 @@ from hotseat.loop.workers.proof import WeightCheck
 from hotseat.loop.workers.records import SampleRecord, SegmentRecord, TokenRecord
 from hotseat.placement import PhaseStep
 from hotseat.placement.flow import make_steps
+from hotseat.planning.config_plan import make_flow, make_plan
 from hotseat.train.backend import UpdateReport
 from hotseat.types import Prompt, SampleKey
 from hotseat.weights import TransportPlan

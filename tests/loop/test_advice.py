@@ -11,8 +11,8 @@ from hotseat.cli.main import main
 from hotseat.config import load, loads
 from hotseat.config.load import valid_keys
 from hotseat.errors import UserError
-from hotseat.loop.planning.advice import _enough, _Trials, advise
-from hotseat.loop.planning.plan import make_plan
+from hotseat.planning.advisor import _enough, _Trials, advise
+from hotseat.planning.config_plan import make_plan
 
 pytestmark = pytest.mark.slow
 

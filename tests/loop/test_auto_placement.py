@@ -16,8 +16,6 @@ from hotseat.cli.main import main
 from hotseat.cli.profile import default_factors, measure
 from hotseat.config import loads
 from hotseat.errors import RunError, UserError
-from hotseat.loop.planning.candidates import Candidate, Refused, _splits_in_three, candidates
-from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of, predict, record_prediction
 from hotseat.loop.rl.pace_simulator import GroupCost
 from hotseat.loop.rl.simulator_turns import (
@@ -33,6 +31,8 @@ from hotseat.observe.report.curves import Table
 from hotseat.observe.report.facts import make_facts
 from hotseat.observe.report.times import read_prediction
 from hotseat.placement.cost import Curve, Reading
+from hotseat.planning.candidates import Candidate, Refused, _splits_in_three, candidates
+from hotseat.planning.config_plan import make_plan
 
 BENCH = Path(__file__).parents[2] / "bench" / "auto_placement.py"
 

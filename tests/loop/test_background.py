@@ -22,10 +22,10 @@ from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import CheckpointError, DeadlineError, RunError
 from hotseat.faults import Fault
-from hotseat.loop.devices.memory import available_bytes
 from hotseat.loop.run import start
 from hotseat.loop.state.checkpoints import CheckpointStore
 from hotseat.loop.state.saving import CheckpointSource, Saver
+from hotseat.machine import available_bytes
 from hotseat.observe import NullJournal, read_lines
 from hotseat.observe.timeline import read_timeline
 from hotseat.train.checkpoint_metadata import MetadataReader

@@ -13,15 +13,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from loop_cases import make_task, rl_yaml, same, weights
 
+from hotseat.checks.function_trial import component_problem
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import ConfigError, PlacementError, RunError
-from hotseat.loop.planning.plan import flow_problem, make_plan
 from hotseat.loop.rl.components import Components
-from hotseat.loop.workers.component import ComponentSettings, ComponentWorker, component_problem, load_component
+from hotseat.loop.workers.component import ComponentSettings, ComponentWorker
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import GroupFacts
+from hotseat.planning.config_plan import flow_problem, make_plan
 from hotseat.types import Episode, GroupChange, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
+from hotseat.user_functions import load_component
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "components" / "variety.py"
 
@@ -249,7 +251,7 @@ def test_a_class_whose_constructor_is_not_python_can_be_a_component(tmp_path):
     (tmp_path / "own.py").write_text(
         "class Own(dict):\n    def run(self, groups):\n        return [None] * len(groups)\n"
     )
-    assert component_problem(ComponentSettings("own", f"{tmp_path}/own.py:Own"), is_offloaded=False) is None
+    assert component_problem("own", f"{tmp_path}/own.py:Own", {}, is_offloaded=False) is None
 
 
 class Halves:

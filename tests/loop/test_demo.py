@@ -11,8 +11,8 @@ from environments import own_environment
 from hotseat.cli.demo import GRPO, SFT, free_directory, run_demo
 from hotseat.config import loads
 from hotseat.config.checks import missing
+from hotseat.demo import make_files
 from hotseat.errors import UserError
-from hotseat.loop.setup.demo import make_files
 from hotseat.observe import read_lines
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "grpo_single_file.py"

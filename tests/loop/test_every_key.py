@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 # Code that checks a key, or advises another value, does not do what the key says.
 NOT_USERS = (
     *("config/checks/", "config/conditions.py", "config/load.py", "config/unsupported.py", "config/changes.py"),
-    *("loop/setup/refusals.py", "loop/setup/cpu.py", "loop/planning/advice.py"),
+    *("checks/files.py", "checks/cpu.py", "planning/advisor.py"),
 )
 # Keys that loading a config uses up.
 LOADING = {"task", "cluster.component_names"}

@@ -7,10 +7,9 @@ import sys
 import pytest
 from model_shells import make_shell
 
+from hotseat.checks.pipeline import check_config, check_user_code
 from hotseat.config import loads
 from hotseat.errors import ConfigError, UserError
-from hotseat.loop.setup.graders import try_sandbox
-from hotseat.loop.setup.refusals import check_config
 
 
 def refusal(tmp_path, graders: str) -> str:
@@ -81,11 +80,11 @@ def test_a_missing_sandbox_is_refused_before_a_model_loads(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("PATH", os.devnull)
     with pytest.raises(UserError, match="bwrap is missing; install the package bubblewrap"):
-        try_sandbox(loads("reward: {graders: [{kind: code}]}"), shown.append)
+        check_user_code(loads("reward: {graders: [{kind: code}]}"), shown.append)
     assert shown == ["running a program in the sandbox, to see that it works"]
-    try_sandbox(loads("reward: {graders: [{kind: exact}]}"), shown.append)
+    check_user_code(loads("reward: {graders: [{kind: exact}]}"), shown.append)
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere")
-    try_sandbox(loads("reward: {graders: [{kind: code}]}"), shown.append)
+    check_user_code(loads("reward: {graders: [{kind: code}]}"), shown.append)
     assert len(shown) == 1
 
 
@@ -125,7 +124,7 @@ def test_a_run_with_generated_code(task):
 
     config = "{graders: [{kind: code}], sandbox: {max_cpu_s: 2}}"
     try:
-        try_sandbox(loads(f"reward: {config}"), print)
+        check_user_code(loads(f"reward: {config}"), print)
     except UserError as error:
         pytest.skip(str(error))
     rows = [{"input": f"{number}+1=", "label": [{"call": "2 + 3", "result": 5}]} for number in range(4)]

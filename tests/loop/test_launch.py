@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from phase_fakes import FakeGroup
 
 from hotseat.config import loads
-from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.launch import _Starting
 from hotseat.loop.rl.roles import LaunchContext
+from hotseat.planning.config_plan import make_plan
 
 CONFIG = """
 actor: {model: none}

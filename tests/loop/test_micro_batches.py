@@ -15,7 +15,12 @@ from hotseat.config import load, loads, to_saved
 from hotseat.config.changes import changes_between
 from hotseat.errors import BudgetError, ConfigError, DeviceMemoryError, PlacementError, WorkerError
 from hotseat.faults import Fault
-from hotseat.loop.planning.budgets import (
+from hotseat.loop.run import start
+from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
+from hotseat.loop.workers.experience import flatten
+from hotseat.observe import read_lines
+from hotseat.placement import GIB
+from hotseat.planning.budgets import (
     CPU_TOKENS,
     MAX_TOKENS,
     UNPRICED_TOKENS,
@@ -26,12 +31,7 @@ from hotseat.loop.planning.budgets import (
     with_budget,
     with_budgets_of,
 )
-from hotseat.loop.planning.plan import make_plan, with_budgets
-from hotseat.loop.run import start
-from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
-from hotseat.loop.workers.experience import flatten
-from hotseat.observe import read_lines
-from hotseat.placement import GIB
+from hotseat.planning.config_plan import make_plan, with_budgets
 from hotseat.train.headroom import Peak, is_out_of_memory, trial_batch
 from hotseat.types import MicroBatch
 

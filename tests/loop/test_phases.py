@@ -17,7 +17,6 @@ from hotseat.config.schema import LogConfig
 from hotseat.errors import DataError, RewardError, RunError, WeightError, WorkerError
 from hotseat.loop.devices import memory
 from hotseat.loop.devices.memory import DeviceWatch, Held
-from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl import loop, meter
 from hotseat.loop.rl.checkpoint import RlCheckpoints
 from hotseat.loop.rl.collect import Collected
@@ -35,6 +34,7 @@ from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.workers.facts import EVALUATION
 from hotseat.loop.workers.records import TokenRecord
 from hotseat.loop.workers.rollout_host import RolloutHost
+from hotseat.planning.config_plan import make_plan
 from hotseat.weights import TransportPlan
 
 REWARD_MODEL = ("reward.function=null", "reward.model=none")

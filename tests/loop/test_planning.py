@@ -7,8 +7,9 @@ import pytest
 from hotseat.cluster import Cluster
 from hotseat.config import loads
 from hotseat.errors import PlacementError, TooFewDevicesError
-from hotseat.loop.devices.memory import has_gpu
-from hotseat.loop.planning.plan import (
+from hotseat.machine import has_gpu
+from hotseat.placement import EngineMemory, ForwardMemory, Layout, Part, TrainMemory, estimate, known_shape
+from hotseat.planning.config_plan import (
     cache_limit,
     is_anything_offloaded,
     make_plan,
@@ -17,7 +18,6 @@ from hotseat.loop.planning.plan import (
     plan_on,
     role_specs,
 )
-from hotseat.placement import EngineMemory, ForwardMemory, Layout, Part, TrainMemory, estimate, known_shape
 
 LLAMA = {
     "hidden_size": 64,

@@ -1,22 +1,23 @@
 """The type of the computation: what devices are good at, unless it is set; what is slow is said."""
 
+import re
+
 import pytest
 import yaml
 from loop_cases import make_task, sft_yaml
 
+from hotseat.checks.cpu import has_bf16_units, slow_dtype, vllm_dtype_problem
 from hotseat.cli.main import main
 from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads, loads_saved, to_saved
 from hotseat.config.changes import changes_between
 from hotseat.config.precision import dtype_of, idle_in_fp32, with_dtype, with_dtype_of
-from hotseat.errors import UserError
-from hotseat.loop.devices.memory import has_gpu
-from hotseat.loop.planning.plan import make_plan
+from hotseat.loop import settings
 from hotseat.loop.rl.canary import CanarySettings
 from hotseat.loop.run import start
-from hotseat.loop.setup import settings
-from hotseat.loop.setup.cpu import check_vllm_dtype, has_bf16_units, slow_dtype
+from hotseat.machine import has_gpu
 from hotseat.observe import read_lines
+from hotseat.planning.config_plan import make_plan
 from hotseat.train.zero_config import check_zero
 
 WITHOUT = "processor\t: 0\nflags\t\t: fpu sse avx2 avx512f avx512_vnni\nbugs\t: spectre\n"
@@ -95,12 +96,13 @@ def test_bf16_on_a_cpu_without_units_for_it_is_reported_with_what_to_set():
 
 def test_vllm_in_bf16_is_refused_on_an_arm_cpu_without_units_for_it():
     config = loads("{train: {dtype: bf16}, rollout: {engine: vllm}}")
-    with pytest.raises(UserError, match="needs a CPU with units for bf16, .* or set rollout.engine to transformers"):
-        check_vllm_dtype(config, WITHOUT, "aarch64")
-    check_vllm_dtype(config, WITHOUT, "x86_64")
-    check_vllm_dtype(config, WITH["arm"], "aarch64")
-    check_vllm_dtype(loads("{train: {dtype: fp32}, rollout: {engine: vllm}}"), WITHOUT, "aarch64")
-    check_vllm_dtype(loads("train: {dtype: bf16}"), WITHOUT, "aarch64")
+    problem = vllm_dtype_problem(config, WITHOUT, "aarch64")
+    assert problem is not None
+    assert re.search("needs a CPU with units for bf16, .* or set rollout.engine to transformers", problem)
+    assert vllm_dtype_problem(config, WITHOUT, "x86_64") is None
+    assert vllm_dtype_problem(config, WITH["arm"], "aarch64") is None
+    assert vllm_dtype_problem(loads("{train: {dtype: fp32}, rollout: {engine: vllm}}"), WITHOUT, "aarch64") is None
+    assert vllm_dtype_problem(loads("train: {dtype: bf16}"), WITHOUT, "aarch64") is None
 
 
 def test_openrlhf_commands_keep_their_type_and_its_way_out_works():

@@ -18,13 +18,13 @@ from hotseat.config import loads
 from hotseat.config.saved import to_saved
 from hotseat.data import Example, Pair
 from hotseat.errors import PlacementError, UserError
-from hotseat.loop.planning.plan import is_offloaded, make_plan
-from hotseat.loop.preflight import supervised_inputs
+from hotseat.loop.inputs import supervised_inputs
 from hotseat.loop.run import start
 from hotseat.loop.workers.models import BatchSettings
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings, ScoredPair, with_reference
 from hotseat.loop.workers.reference import digest_of_model, read_scores, write_scores
 from hotseat.observe import read_lines
+from hotseat.planning.config_plan import is_offloaded, make_plan
 from hotseat.train.backend import LoraOptions, Outputs, TrainOptions, UpdateReport
 from hotseat.train.make import make_backend
 

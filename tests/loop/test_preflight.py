@@ -11,8 +11,8 @@ from loop_cases import make_value_model, ppo_yaml, rl_yaml, rm_yaml, sft_yaml
 
 from hotseat.config import loads
 from hotseat.errors import BatchError, DataError, HotseatError, UnsupportedError, UserError
+from hotseat.loop import settings
 from hotseat.loop.run import start
-from hotseat.loop.setup import settings
 from hotseat.train.models import check_value_head
 
 KL = "{kl: {coef: 0.1}}"

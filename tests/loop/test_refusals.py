@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from model_shells import make_shell
 
-from hotseat.config import loads
-from hotseat.errors import UnsupportedError, UserError
-from hotseat.loop.setup.hub import (
+from hotseat.checks.files import looks_like_path, num_positions, num_rows_of
+from hotseat.checks.hub import (
     OFFLINE,
     cache_folder,
     data_set_cache,
@@ -23,8 +22,10 @@ from hotseat.loop.setup.hub import (
     is_data_set_cached,
     is_reachable,
 )
-from hotseat.loop.setup.refusals import check_config, looks_like_path, num_positions, num_rows_of
-from hotseat.loop.setup.user_files import agent_problem, reward_problem
+from hotseat.checks.pipeline import check_config
+from hotseat.checks.user_files import agent_problem, reward_problem
+from hotseat.config import loads
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.loop.state.saving import sole_owner
 
 # Runs commands one after another, then says which heavy libraries came with them.

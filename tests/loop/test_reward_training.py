@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
 from hotseat.data import Example, Pair, digest_of
+from hotseat.demo import make_tokenizer
 from hotseat.errors import UserError
+from hotseat.loop import inputs
 from hotseat.loop.run import start
-from hotseat.loop.setup import inputs
-from hotseat.loop.setup.demo import make_tokenizer
 from hotseat.loop.workers.models import BatchSettings
 from hotseat.loop.workers.objectives import PairwiseObjective, RewardModelObjective
 from hotseat.observe import read_lines

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from model_shells import make_shell
 
+from hotseat.checks.pipeline import check_user_code
+from hotseat.checks.reward_columns import label_hint
+from hotseat.checks.reward_trial import TrialRow, trial_row
 from hotseat.config import loads
 from hotseat.errors import UserError
-from hotseat.loop.setup.reward_columns import label_hint
-from hotseat.loop.setup.reward_trial import TrialRow, trial_row, try_rewards
 from hotseat.types import Prompt
 
 FIRST_ROW = "called as for the first row of rows.jsonl, 3 times: prompt '1+1=', label 2, and the label as the answer"
@@ -36,7 +37,7 @@ def tried(here: Path, body: str, *overrides: str) -> list[str]:
     """The notes of a trial of a reward function with this body, which begins on line 3."""
     (here / "reward.py").write_text(f"import math\ndef reward_func(queries, prompts, labels):\n    {body}\n")
     patient = "reward.trial_timeout_s=300"  # a process is started, which takes its time on a busy machine
-    return try_rewards(loads((here / "run.yaml").read_text(), [patient, *overrides]), lambda text: None)
+    return check_user_code(loads((here / "run.yaml").read_text(), [patient, *overrides]), lambda text: None)
 
 
 def test_a_function_that_scores_the_first_row_passes_without_a_word(here):

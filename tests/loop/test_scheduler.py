@@ -10,7 +10,7 @@ from hotseat.config import loads
 from hotseat.errors import DeadlineError, PlacementError, RunError
 from hotseat.loop.devices.memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
-from hotseat.loop.planning.plan import make_plan
+from hotseat.planning.config_plan import make_plan
 from hotseat.types import Moved
 
 
@@ -566,7 +566,7 @@ actor: {enable_offload: true}
 
 
 def test_what_simulators_took_is_measured_as_they_leave_and_counted_by_later_plans(tmp_path, monkeypatch) -> None:
-    from hotseat.loop.planning.simulator_memory import keep_gib, kept_gib
+    from hotseat.planning.simulator_memory import keep_gib, kept_gib
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text = """

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hotseat.loop.planning.search import Value, cheapest
+from hotseat.planning.search import Value, cheapest
 
 ROLES = ("actor", "critic", "rollout")
 

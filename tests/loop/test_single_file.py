@@ -108,7 +108,7 @@ def test_the_advantage_is_the_frameworks(example):
 
 
 def test_the_task_is_the_demos(example):
-    from hotseat.loop.setup import demo
+    from hotseat import demo
 
     for a, b in [(0, 0), (9, 1), (58, 67), (99, 99), (12, 34)]:
         assert example.question(a, b) == demo.question(a, b)

@@ -16,9 +16,9 @@ from hotseat.algorithms.digest import tensor_digest
 from hotseat.cluster import Cluster
 from hotseat.config import loads
 from hotseat.errors import WeightError
+from hotseat.loop import settings
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.push import push_weights
-from hotseat.loop.setup import settings
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.models import ActorWorker

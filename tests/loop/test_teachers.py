@@ -1,6 +1,7 @@
 """On-policy distillation from several teachers: each prompt from its own, or every prompt from all of them."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,11 @@ import torch
 from loop_cases import make_group, rl_yaml, same, weights
 from safetensors.torch import load_file, save_file
 
+from hotseat.checks.models import teachers
+from hotseat.checks.stage import DataContext
 from hotseat.config import loads
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.run import start
-from hotseat.loop.setup.inputs import check_teachers
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.models import ModelWorker
@@ -98,11 +100,13 @@ def test_log_probs_of_all_teachers_are_added_by_weight_and_of_one_by_source(task
 def test_prompts_without_a_teacher_are_found_before_a_model_loads():
     config = loads(f"reference: {{teachers: {{math: m, code: c}}}}\nalgorithm: {DISTILL}")
     prompts = [Prompt(0, "p", (1,), None, "math"), Prompt(1, "p", (1,), None, "")]
-    with pytest.raises(UserError, match=r"1 of 2 prompts name no teacher .*: none \(1\); teachers are math, code\."):
-        check_teachers(config, prompts)
-    check_teachers(config, prompts[:1])
+    [problem] = teachers(DataContext(config=config, prompts=prompts))
+    found = r"1 of 2 prompts name no teacher .*: none \(1\); teachers are math, code\."
+    assert re.search(found, problem.message)
+    assert list(teachers(DataContext(config=config, prompts=prompts[:1]))) == []
     weighted = "{teachers: {math: m, code: c}, teacher_weights: {math: 0.25, code: 0.75}}"
-    check_teachers(loads(f"reference: {weighted}\nalgorithm: {DISTILL}"), prompts)
+    by_weight = loads(f"reference: {weighted}\nalgorithm: {DISTILL}")
+    assert list(teachers(DataContext(config=by_weight, prompts=prompts))) == []
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,27 @@ from loop_cases import make_group, make_segment, rl_yaml, same, weights
 from safetensors.torch import load_file
 
 from hotseat.algorithms import Advantages, cispo_loss, compute_advantages, group_normalised
+from hotseat.algorithms.policy_loss import call_policy_loss
+from hotseat.checks.pipeline import startup_problems
+from hotseat.checks.placement import user_functions
+from hotseat.checks.stage import PlanContext, run_checks
 from hotseat.cli.main import main
-from hotseat.config import loads
+from hotseat.config import Config, loads
 from hotseat.errors import ConfigError, UserError
-from hotseat.loop.preflight import check_user_functions
 from hotseat.loop.run import start
-from hotseat.loop.setup.refusals import startup_problems
-from hotseat.loop.setup.settings import policy_settings
+from hotseat.loop.settings import policy_settings
 from hotseat.loop.state.saving import Saver
 from hotseat.loop.workers.experience import flatten, with_advantages
 from hotseat.loop.workers.losses import ADVANTAGES
-from hotseat.loop.workers.user_functions import absolute, own_function, own_policy_loss
 from hotseat.observe import read_lines
+from hotseat.planning.config_plan import make_plan
+from hotseat.user_functions import absolute, own_function
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+
+def check_user_functions(config: Config) -> None:
+    run_checks(PlanContext(config=config, plan=make_plan(config)), [user_functions])
 
 
 def trial(path: Path, **names: str) -> None:
@@ -103,7 +110,7 @@ def test_a_sampler_that_cannot_choose_is_refused_on_toy_prompts(write, body, mes
 def test_missing_files_and_functions_are_refused_without_loading_anything(write):
     file = write("def one(a):\n    pass\n")
     config = loads(f"algorithm: {{policy_loss: '{file}:two', estimator: '{file.parent}/gone.py:f'}}")
-    found = dict(startup_problems(config))
+    found = {problem.key: problem.message for problem in startup_problems(config)}
     assert found["algorithm.policy_loss"] == f"{file} has no function two; its functions are: one (line 1)"
     assert found["algorithm.estimator"].startswith(f"there is no file {file.parent}/gone.py")
     with pytest.raises(UserError, match="has no function two"):
@@ -133,7 +140,7 @@ def test_the_functions_of_the_docs_pass_the_trial_and_compute_what_they_say(writ
     batch = flatten([make_group(0, [1.0, 0.0])])
     log_probs, old = torch.linspace(-2, -1, batch.num_tokens), torch.linspace(-1, -2, batch.num_tokens)
     given = log_probs, old, torch.ones(batch.num_tokens)
-    mine = own_policy_loss(f"{file}:my_loss", *given, batch.layout, eps_low=1.0, eps_high=0.2)
+    mine = call_policy_loss(own_function(f"{file}:my_loss"), *given, batch.layout, eps_low=1.0, eps_high=0.2)
     # It is CISPO without a lower bound.
     built_in = cispo_loss(*given, batch.mask, eps_low=1.0, eps_high=0.2)
     assert torch.allclose(mine.loss, built_in.loss)

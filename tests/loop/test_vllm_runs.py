@@ -24,8 +24,8 @@ from hotseat.cluster._guard import end_marked, marked
 from hotseat.config import Config, loads
 from hotseat.errors import PlacementError
 from hotseat.faults import VARIABLE, Fault
+from hotseat.loop import settings
 from hotseat.loop.run import start
-from hotseat.loop.setup import settings
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.models import ActorWorker
 from hotseat.observe import read_lines

@@ -3,8 +3,8 @@
 import pytest
 
 from hotseat.config import loads
-from hotseat.loop.setup.trackers import renaming
 from hotseat.observe.openrlhf_names import with_openrlhf_names
+from hotseat.observe.trackers import renaming
 
 
 def added(text: str, values: dict[str, float]) -> dict[str, float]:

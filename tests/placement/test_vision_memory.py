@@ -5,9 +5,9 @@ import pytest
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import PlacementError
-from hotseat.loop.planning.plan import role_specs
 from hotseat.placement import GIB, EngineMemory, ForwardMemory, Layout, Part, TrainMemory, estimate, from_hf_config
 from hotseat.placement.shapes import KNOWN_SHAPES, known_shape
+from hotseat.planning.config_plan import role_specs
 
 ALONE = Layout(num_procs=1, device_gib=141.0)
 SHAPE = KNOWN_SHAPES["Qwen2.5-VL-3B"]

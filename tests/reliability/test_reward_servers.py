@@ -7,12 +7,13 @@ from loop_cases import rl_yaml, same, weights
 from reward_servers import FakeServer, HeldPort, sevens, written
 from safetensors.torch import load_file
 
-from hotseat.config import loads
+from hotseat.checks.reward_servers import servers
+from hotseat.checks.stage import Context, run_checks
+from hotseat.config import Config, loads
 from hotseat.errors import RewardError, UserError
 from hotseat.loop import start as entry
 from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
-from hotseat.loop.setup.reward_servers import check_reward_servers
 from hotseat.observe import read_lines
 from hotseat.rewards.addresses import TOKEN
 
@@ -127,8 +128,13 @@ def test_a_run_whose_servers_are_away_is_refused_before_a_model_loads(task, serv
     held, one = HeldPort(), server()
     shown: list[str] = []
 
+    def notes_on(config: Config) -> list[str]:
+        context = Context(config=config, show=shown.append)
+        run_checks(context, [servers])
+        return context.notes
+
     def check(*urls: str) -> list[str]:
-        return check_reward_servers(loads(rl_yaml(task, reward=f"{{url: [{', '.join(urls)}]}}")), shown.append)
+        return notes_on(loads(rl_yaml(task, reward=f"{{url: [{', '.join(urls)}]}}")))
 
     with pytest.raises(UserError, match=rf"no reward server can be reached\n  reward.url {held.url}: port \d+ of 127"):
         entry.start(loads(rl_yaml(task, reward=f"{{url: {held.url}}}")))
@@ -140,7 +146,7 @@ def test_a_run_whose_servers_are_away_is_refused_before_a_model_loads(task, serv
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     [note] = check(held.url)
     assert note.startswith("warning: from this machine, which need not be the one that scores")
-    assert check_reward_servers(loads(rl_yaml(task)), shown.append) == []
+    assert notes_on(loads(rl_yaml(task))) == []
     held.close()
 
 

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from hotseat.checks.rewards import judge
+from hotseat.checks.stage import Context
 from hotseat.config import loads
 from hotseat.config.roles import has_judge_engine
 from hotseat.errors import UserError
-from hotseat.loop.setup.graders import graders_of, sandbox_of
-from hotseat.loop.setup.judge import judge_of, judge_problems
+from hotseat.loop.settings.judge import judge_of
 from hotseat.rewards import Graders, RewardFunction, Sandbox, SandboxSettings, Score
 from hotseat.rewards._worker import load, plain
 from hotseat.rewards.answers import read_answer
+from hotseat.rewards.settings import graders_of, sandbox_of
 from hotseat.types import Failed
 
 ROOT = Path(__file__).parents[2]
@@ -132,7 +134,7 @@ def test_the_judges_of_the_page_and_of_the_example(monkeypatch):
     monkeypatch.chdir(ROOT)
     example = loads((ROOT / "examples" / "judge" / "run.yaml").read_text())
     for config in (JUDGE, example):
-        assert list(judge_problems(config)) == []
+        assert list(judge(Context(config=config))) == []
         found = judge_of(config, None)
         assert (found.votes, found.combine, found.weight, found.temperature) == (3, "median", 0.3, 1.0)
         assert re.findall(found.pattern, found.rubric) == []  # what it asks for is not taken for a verdict

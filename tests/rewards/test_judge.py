@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from reward_servers import WAIT_S, HeldPort, written
 
-from hotseat.config import loads
+from hotseat.checks import rewards
+from hotseat.checks.pipeline import check_user_code
+from hotseat.checks.stage import Context
+from hotseat.config import Config, loads
 from hotseat.config.checks import missing
 from hotseat.errors import ConfigError, RunError, UserError
 from hotseat.failed import Failed
-from hotseat.loop.setup.judge import judge_of, judge_problems
-from hotseat.loop.setup.reward_servers import check_reward_servers
+from hotseat.loop.settings.judge import judge_of
 from hotseat.rewards import Grader, Graders, Score
 from hotseat.rewards.judge import Endpoints, Judge, VerdictFile, combined
 from hotseat.rewards.rubrics import JudgeSettings
@@ -270,6 +272,10 @@ def config_of(tmp_path: Path, more: str = "", text: str = "{answer}"):
     return loads(BASE.format(rubric=tmp_path / "rubric.txt", more=f", {more}" if more else ""))
 
 
+def problems_of(config: Config) -> dict[str, str]:
+    return {problem.key: problem.message for problem in rewards.judge(Context(config=config))}
+
+
 def test_settings_come_from_the_config(tmp_path, monkeypatch):
     monkeypatch.setenv("HOTSEAT_JUDGE_TOKEN", "s3cret")
     config = config_of(tmp_path, r"votes: 3, pattern: '(?i)\b(yes|no)\b', choices: {'Yes': 10, 'No': 0}")
@@ -280,21 +286,21 @@ def test_settings_come_from_the_config(tmp_path, monkeypatch):
     assert found.cache == str(tmp_path / "judge.jsonl")
     assert "s3cret" not in repr(found)
     assert judge_of(loads(""), tmp_path) is None
-    assert list(judge_problems(config)) == []
+    assert problems_of(config) == {}
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path):
     def startup_problems(*arguments):
-        return dict(judge_problems(config_of(tmp_path, *arguments)))
+        return problems_of(config_of(tmp_path, *arguments))
 
     assert "has no {answer}" in startup_problems("", "Judge!")["reward.judge.rubric"]
     assert "is no regular expression" in startup_problems("pattern: '('")["reward.judge.pattern"]
     assert "has 0 groups: it needs one" in startup_problems("pattern: 'Score'")["reward.judge.pattern"]
     gone = loads(BASE.format(rubric=tmp_path / "gone.txt", more=""))
-    assert "No such file" in dict(judge_problems(gone))["reward.judge.rubric"]
+    assert "No such file" in problems_of(gone)["reward.judge.rubric"]
     (tmp_path / "rubric.txt").write_bytes(b"\xff\xfe{answer}")
     gone = loads(BASE.format(rubric=tmp_path / "rubric.txt", more=""))
-    assert "no text in UTF-8" in dict(judge_problems(gone))["reward.judge.rubric"]
+    assert "no text in UTF-8" in problems_of(gone)["reward.judge.rubric"]
 
 
 def test_an_address_with_a_query_is_refused(tmp_path):
@@ -349,4 +355,4 @@ def test_an_endpoint_that_is_not_there_is_found_before_anything_heavy_starts(tmp
     url = opened[-1].url.replace("get_reward", "v1")
     config = loads(f"reward: {{judge: {{rubric: r.txt, url: '{url}', model: big}}}}")
     with pytest.raises(UserError, match=r"no judge can be reached\n  reward.judge.url .*Connection refused"):
-        check_reward_servers(config, lambda line: None)
+        check_user_code(config, lambda line: None)

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -10,12 +11,13 @@ import pytest
 import torch
 from agent_cases import TOKENIZER
 
-from hotseat.config import loads
+from hotseat.checks.pipeline import DATA, check_user_code
+from hotseat.checks.reward_columns import keeps_columns
+from hotseat.checks.stage import DataContext, run_checks
+from hotseat.config import Config, loads
 from hotseat.data import Row, columns_of, make_prompts
 from hotseat.errors import UserError
 from hotseat.failed import Failed, NotApplicable
-from hotseat.loop.setup.reward_columns import check_columns, keeps_columns
-from hotseat.loop.setup.reward_trial import try_rewards
 from hotseat.loop.workers.collecting import OpenGroup, submit_group
 from hotseat.loop.workers.facts import Job
 from hotseat.rewards import Grader, RewardFunction, Score
@@ -177,6 +179,10 @@ def prompts_of(here: Path) -> list[Prompt]:
     return make_prompts(rows, TOKENIZER, input_key="prompt", columns=columns_of(rows))[0]
 
 
+def check_columns(config: Config, prompts: list[Prompt], eval_prompts: Sequence[Prompt] = ()) -> None:
+    run_checks(DataContext(config=config, prompts=prompts, eval_prompts=eval_prompts), DATA)
+
+
 def test_a_column_that_is_required_and_missing_is_refused_with_those_that_there_are(here):
     config = config_of(here, "def reward_func(completions, solution, level, *, trainer_state, seen=1, **kwargs): ...\n")
     assert keeps_columns(config)
@@ -203,16 +209,16 @@ def test_what_an_evaluations_function_requires_is_asked_of_its_own_data(here):
     config = config_of(here, "def reward_func(completions, answer): ...\n", "eval.path=e.jsonl", "eval.reward=other.py")
     check_columns(config, prompts_of(here))
     with pytest.raises(UserError, match=r"eval\.reward other\.py.* requires gold"):
-        check_columns(config, prompts_of(here), is_evaluation=True)
+        check_columns(config, prompts_of(here), prompts_of(here))
 
 
 @pytest.mark.slow
 def test_the_trial_calls_it_by_names_and_refuses_a_missing_column(here):
     good = "def reward_func(prompts, completions, answer, **kwargs):\n    assert (prompts, answer) == (['1+1='] * 2,"
-    assert try_rewards(config_of(here, f"{good} ['2'] * 2)\n    return [0.0] * 2\n"), lambda text: None) == []
+    assert check_user_code(config_of(here, f"{good} ['2'] * 2)\n    return [0.0] * 2\n"), lambda text: None) == []
     hidden = "import functools\n@functools.cache\ndef reward_func(completions, solution):\n    pass\n"
     with pytest.raises(UserError, match=r"requires 'solution': no such column \(there are: answer, level\)"):
-        try_rewards(config_of(here, hidden), lambda text: None)
+        check_user_code(config_of(here, hidden), lambda text: None)
 
 
 def test_a_missing_argument_is_named_with_the_columns():

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from hotseat.errors import ConfigError, PlacementError, TooFewDevicesError
-from hotseat.loop.planning.plan import with_node_groups
 from hotseat.placement import Inventory
+from hotseat.planning.config_plan import with_node_groups
 from hotseat.rlinf import (
     ComponentPlacement,
     FlexiblePlacementStrategy,

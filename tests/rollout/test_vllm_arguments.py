@@ -12,13 +12,15 @@ import torch
 from model_shells import make_shell
 from rich.console import Console
 
-from hotseat.config import loads
+from hotseat.checks.devices import eight_bits
+from hotseat.checks.pipeline import check_prerequisites
+from hotseat.checks.stage import DeviceContext, run_checks
+from hotseat.config import Config, loads
 from hotseat.config.precision import with_dtype
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.offline.answering import prepare
 from hotseat.loop.offline.chat import Chat
-from hotseat.loop.preflight import check_prerequisites
-from hotseat.loop.setup.settings import check_8_bits, engine_settings
+from hotseat.loop.settings import engine_settings
 from hotseat.observe import LiveView
 from hotseat.rollout import vllm_arguments, vllm_versions
 from hotseat.rollout.vllm_arguments import argument_names, refusals
@@ -206,6 +208,10 @@ def test_8_bits_reach_the_engine(tmp_path):
     vllm = engine_settings(loads(text, ["train.dtype=bf16"]), (1,), tmp_path).vllm
     assert vllm is not None
     assert (vllm.fp8_weights, vllm.fp8_cache) == (True, True)
+
+
+def check_8_bits(config: Config, on_gpu: bool) -> None:
+    run_checks(DeviceContext(config=config, on_gpu=on_gpu), [eight_bits])
 
 
 def test_8_bits_need_a_16_bit_model_and_an_8_bit_cache_needs_a_gpu():

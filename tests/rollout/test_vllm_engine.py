@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from hotseat.loop.setup.cpu import has_bf16_units
+from hotseat.checks.cpu import has_bf16_units
 from hotseat.rollout._vllm_inside import widen_head
 from hotseat.rollout.vllm_engine import Core, CoreOptions, VllmEngine, weight_names
 

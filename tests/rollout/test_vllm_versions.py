@@ -15,9 +15,9 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
+from hotseat.checks.pipeline import check_prerequisites
 from hotseat.config import loads
 from hotseat.errors import UnsupportedError, UserError
-from hotseat.loop.preflight import check_prerequisites
 from hotseat.rollout.vllm_engine import start_error
 from hotseat.rollout.vllm_versions import check_config, what_is_wrong
 

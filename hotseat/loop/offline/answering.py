@@ -18,16 +18,18 @@ from transformers.utils import logging
 from hotseat import faults
 from hotseat.agents import AgentHost, OpenRequests, load_agent
 from hotseat.agents.transcript import decode
+from hotseat.checks.models import eos_token_ids
+from hotseat.checks.pipeline import DEVICES
+from hotseat.checks.reward_columns import label_hint
+from hotseat.checks.stage import DeviceContext, run_checks
 from hotseat.config import Config
 from hotseat.config.precision import with_dtype
 from hotseat.data import digest_of
 from hotseat.errors import RewardError
+from hotseat.loop import settings
+from hotseat.loop.inputs import load_tokenizer, prompts_alone
 from hotseat.loop.offline.group_file import GroupFile, settings_of
 from hotseat.loop.rl.sample_records import ChosenSample, written
-from hotseat.loop.setup import settings
-from hotseat.loop.setup.cpu import check_vllm_dtype
-from hotseat.loop.setup.inputs import check_models, eos_token_ids, load_tokenizer, prompts_alone
-from hotseat.loop.setup.reward_columns import label_hint
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engines import make_engine
 from hotseat.loop.workers.facts import EVALUATION, Job
@@ -62,11 +64,8 @@ def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, firs
     logging.disable_progress_bar()
     view.stage("reading the tokenizer and the prompts")
     config = with_dtype(config, torch.cuda.is_available())
-    settings.check_8_bits(config, on_gpu=torch.cuda.is_available())
-    if not torch.cuda.is_available():
-        check_vllm_dtype(config)
+    run_checks(DeviceContext(config=config, on_gpu=torch.cuda.is_available()), DEVICES)
     tokenizer = load_tokenizer(config)
-    check_models(config)
     prompts, notes = prompts_alone(config, tokenizer, is_evaluation=is_evaluation, first_row=first_row)
     return Prepared(config, tokenizer, eos_token_ids(config, tokenizer), prompts, notes)
 

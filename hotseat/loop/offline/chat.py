@@ -10,14 +10,16 @@ import torch
 from transformers.utils import logging
 
 from hotseat.agents.transcript import decode
+from hotseat.checks.models import eos_token_ids
+from hotseat.checks.pipeline import DEVICES
+from hotseat.checks.stage import DeviceContext, run_checks
 from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_text
 from hotseat.config.precision import with_dtype
 from hotseat.config.resolved import max_new_tokens
 from hotseat.data import ChatTemplate
-from hotseat.loop.setup import settings
-from hotseat.loop.setup.cpu import check_vllm_dtype
-from hotseat.loop.setup.inputs import check_models, eos_token_ids, load_tokenizer
+from hotseat.loop import settings
+from hotseat.loop.inputs import load_tokenizer
 from hotseat.loop.workers.engines import make_engine
 from hotseat.observe import LiveView
 from hotseat.types import Request, Sampling
@@ -32,13 +34,10 @@ class Chat:
     def __init__(self, config: Config, logs: Path, view: LiveView, system: str | None = None):
         logging.disable_progress_bar()
         config = with_dtype(config, torch.cuda.is_available())
-        settings.check_8_bits(config, on_gpu=torch.cuda.is_available())
-        if not torch.cuda.is_available():
-            check_vllm_dtype(config)
+        run_checks(DeviceContext(config=config, on_gpu=torch.cuda.is_available()), DEVICES)
         view.stage("reading the tokenizer")
         self._tokenizer = load_tokenizer(config)
         self._template = ChatTemplate(self._tokenizer, chat_template_text(config.data.chat_template))
-        check_models(config)
         self._eos = eos_token_ids(config, self._tokenizer)
         self._config = config
         self._system = system

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hotseat.checks.files import num_positions
+from hotseat.checks.pipeline import check_config
 from hotseat.config import Config, load
 from hotseat.config.load import loads
 from hotseat.config.roles import has_agent, has_judge, has_judge_engine
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import ConfigError, Problem, UserError
-from hotseat.loop.setup.refusals import check_config, num_positions
 
 # Keys and sections that have an effect without training.
 _ENGINE = ("engine", "num_slots", "tensor_parallel_size", "memory_share", "prefix_caching", "enforce_eager")

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.config import Config
 from hotseat.errors import UserError
+from hotseat.loop import settings
 from hotseat.loop.offline.answering import Answerer, prepare
-from hotseat.loop.setup import settings
 from hotseat.observe import LiveView
 from hotseat.types import Completion, Episode, Failed, Request, ScoredEpisode
 from hotseat.words import label_text

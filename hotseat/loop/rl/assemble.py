@@ -13,11 +13,11 @@ from pathlib import Path
 from hotseat.config import Config
 from hotseat.config.resolved import overlap_queue
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy, has_simulator
+from hotseat.loop import settings
 from hotseat.loop.devices.memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
+from hotseat.loop.inputs import RlInputs
 from hotseat.loop.opening import ClusterContext
-from hotseat.loop.planning.simulator_memory import keep_gib
-from hotseat.loop.preflight import RlInputs
 from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.arrivals import Arrivals
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
@@ -43,11 +43,11 @@ from hotseat.loop.rl.stream import Stream, SynchronousStream
 from hotseat.loop.rl.sync import Pusher, Routes, SyncPhase, sender_host
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.rl.update import UpdatePhase
-from hotseat.loop.setup import settings
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
 from hotseat.placement import GIB, Plan, shares_devices
+from hotseat.planning.simulator_memory import keep_gib
 from hotseat.registry.roles import role_entry
 
 

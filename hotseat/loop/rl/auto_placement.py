@@ -23,8 +23,6 @@ from hotseat.config.resolved import overlap_queue
 from hotseat.config.roles import has_simulator
 from hotseat.errors import UserError
 from hotseat.files import write_whole
-from hotseat.loop.planning.candidates import Candidate
-from hotseat.loop.planning.plan import engine_slots, num_data_parallel
 from hotseat.loop.rl.forecast import NUM_COUNTED, NUM_WARM_UP, pace_with
 from hotseat.loop.rl.pace_simulator import GroupCost, step_times
 from hotseat.loop.rl.simulator_turns import TurnCosts, predicted_rollout, shape_of, turn_costs
@@ -32,6 +30,8 @@ from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, PREDICTION, read_lines
 from hotseat.placement import Plan, shares_devices
 from hotseat.placement.cost import Curve, Reading
+from hotseat.planning.candidates import Candidate
+from hotseat.planning.config_plan import engine_slots, num_data_parallel
 
 __all__ = ["Measurement", "Prediction", "Profile", "measurement_of", "predict", "ranked", "record_prediction"]
 

@@ -14,11 +14,11 @@ from hotseat.config import Config
 from hotseat.config.resolved import overlap_queue
 from hotseat.config.roles import has_agent
 from hotseat.errors import UserError
-from hotseat.loop.planning.plan import engine_slots, episodes_per_engine
 from hotseat.loop.rl.pace_simulator import GroupCost, step_times
 from hotseat.loop.rl.pacer import Order, Pace
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, read_lines
+from hotseat.planning.config_plan import engine_slots, episodes_per_engine
 
 STALENESS = (0, 1, 2, 4)
 NUM_WARM_UP = 4  # simulated steps that do not count

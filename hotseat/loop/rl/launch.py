@@ -12,24 +12,25 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from hotseat import faults
+from hotseat.checks.pipeline import DEVICES
+from hotseat.checks.stage import DeviceContext, run_checks
 from hotseat.cluster import WorkerGroup
 from hotseat.config.batches import BatchAlgebra
 from hotseat.errors import RunError
+from hotseat.loop import settings
 from hotseat.loop.opening import ClusterContext, folder_witness
-from hotseat.loop.planning.plan import are_devices_logical, offloaded_parts
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.rl.replay import Recording
 from hotseat.loop.rl.roles import LaunchContext, RoleRecord, engine_settings_of, host_places, records_of
-from hotseat.loop.setup import settings
-from hotseat.loop.setup.cpu import check_vllm_dtype
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.run_dir import LOGS
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.models import ActorWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.observe import Journal
+from hotseat.planning.config_plan import are_devices_logical, offloaded_parts
 from hotseat.registry.roles import role_entry
 
 
@@ -49,9 +50,7 @@ def launch_groups(
     config, cluster = context.config, context.cluster
     on_gpu = not are_devices_logical(cluster)
     adapters_alone = settings.are_adapters_alone(config, on_gpu=on_gpu)
-    settings.check_8_bits(config, on_gpu=on_gpu)
-    if not on_gpu:
-        check_vllm_dtype(config)
+    run_checks(DeviceContext(config=config, on_gpu=on_gpu), DEVICES)
     engines = engine_settings_of(context, eos_token_ids, run_dir / LOGS, adapters_alone) if recording is None else {}
     host = settings.host_settings(config, run_dir)
     with (

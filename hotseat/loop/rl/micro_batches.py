@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import token_budget
-from hotseat.loop.planning.budgets import Use, least_tokens, lowered_until, smallest, uses
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.workers.models import ModelWorker
+from hotseat.planning.budgets import Use, least_tokens, lowered_until, smallest, uses
 
 
 class MicroBatches:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, token_budget
-from hotseat.loop.planning.budgets import Use, lowered_note, with_budget
+from hotseat.loop import settings
 from hotseat.loop.rl.state import RlState
-from hotseat.loop.setup import settings
 from hotseat.loop.workers.models import PolicySettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
+from hotseat.planning.budgets import Use, lowered_note, with_budget
 
 
 class PhaseSettings:

@@ -12,22 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from hotseat.checks.models import judge_eos_token_ids
 from hotseat.cluster import Cluster, Process
 from hotseat.config import Config, roles_of
+from hotseat.config.resolved import critic_model
 from hotseat.config.roles import has_simulator
+from hotseat.loop import settings
 from hotseat.loop.opening import ClusterContext
-from hotseat.loop.planning.plan import (
-    are_devices_logical,
-    cache_limit,
-    engine_kind,
-    is_anything_offloaded,
-    stage_slots,
-)
 from hotseat.loop.rl.connections import Connections
 from hotseat.loop.rl.recovery import ENGINE, HOST
-from hotseat.loop.setup import settings
-from hotseat.loop.setup.inputs import judge_eos_token_ids
-from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.workers.component import ComponentSettings, ComponentWorker
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.engines import EngineSettings
@@ -37,6 +30,13 @@ from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.teachers import TeachersWorker
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.placement import Plan
+from hotseat.planning.config_plan import (
+    are_devices_logical,
+    cache_limit,
+    engine_kind,
+    is_anything_offloaded,
+    stage_slots,
+)
 from hotseat.registry.roles import role_entry
 
 # A worker class, and the arguments of its constructor.

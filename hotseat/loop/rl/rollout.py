@@ -9,9 +9,11 @@ from statistics import fmean
 from typing import TypeVar
 
 from hotseat import faults
+from hotseat.checks.reward_columns import label_hint
 from hotseat.config import Config
 from hotseat.config.roles import has_accuracy, needs_siblings
 from hotseat.errors import RunError
+from hotseat.loop import settings
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected, Collector, GroupFilter, evaluation_metrics
 from hotseat.loop.rl.components import Components
@@ -23,8 +25,6 @@ from hotseat.loop.rl.recovery import Recovery
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.sync import Pusher
-from hotseat.loop.setup import settings
-from hotseat.loop.setup.reward_columns import label_hint
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts, Job
 from hotseat.loop.workers.value_models import RewardWorker

@@ -9,8 +9,8 @@ from typing import Any
 from hotseat.algorithms import AdaptiveKl, FixedKl
 from hotseat.config import Config, loads_saved
 from hotseat.data import PromptOrder, SampledOrder, digest_of
-from hotseat.loop.workers.user_functions import own_function
 from hotseat.types import Prompt
+from hotseat.user_functions import own_function
 
 NONE_SERVED = -1  # `RlState.version` before the first push
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hotseat.loop import settings
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected, rollout_metrics
 from hotseat.loop.rl.components import Components
@@ -12,7 +13,6 @@ from hotseat.loop.rl.push import PushReport
 from hotseat.loop.rl.recovery import Recovery
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.update import Updates
-from hotseat.loop.setup import settings
 
 
 class StepMetrics:

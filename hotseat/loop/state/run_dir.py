@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import shutil
@@ -12,18 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hotseat.checks.run_directory import CONFIG, LOCK, owner_of, run_directory
 from hotseat.config import Config, loads_saved, to_saved
 from hotseat.config.changes import Change
 from hotseat.config.hiding import has_secrets, without_secrets
 from hotseat.errors import CheckpointError, UserError
-from hotseat.files import link_error, opened, write_whole
+from hotseat.files import write_whole
 from hotseat.loop.state.checkpoints import STATE, CheckpointStore
-from hotseat.observe import METRICS, RECORDS, JsonLines, read_lines
+from hotseat.observe import RECORDS, JsonLines
 
 if TYPE_CHECKING:
     from hotseat.placement import Plan
 
-CONFIG = "config.yaml"
 LEDGER = "ledger.jsonl"
 LOGS = "logs"  # of vLLM, a file per engine
 CHANGES = "changes.jsonl"  # settings that were changed when the run was resumed
@@ -31,7 +30,6 @@ SPOOL = "spool"  # finished groups that wait for training, where rollout runs ah
 ARRIVALS = "arrivals.jsonl"  # which groups were sampled when, and in which order they were trained
 ROLLOUTS = "rollouts"  # groups that were trained or dropped, where they are kept
 EPISODE_IMAGES = "episode_images"  # prepared images that environments and programs showed
-LOCK = ".lock"  # held by the process of the run
 NOTES = "notes.jsonl"  # notes of rollout hosts for the user
 HANGS = "hangs.txt"  # what the doctor found, with stacks
 
@@ -39,7 +37,7 @@ HANGS = "hangs.txt"  # what the doctor found, with stacks
 def make_run_dir(config: Config) -> Path:
     """Make `run_dir/name`. Raises if it holds a run already, unless that is to be resumed or made no step."""
     config = named_run(config)
-    path = _named(config)
+    path = run_directory(config)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -94,60 +92,6 @@ def write_config(path: Path, config: Config) -> None:
     how = {"resume": False, "allow_changes": []}
     kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=how)})
     write_whole(path / CONFIG, to_saved(kept), is_private=has_secrets(kept))
-
-
-def check_name(config: Config) -> None:
-    """Raise if the run's name cannot name a directory, or is taken."""
-    if config.name is not None:
-        _named(config)
-
-
-def owner_of(run_dir: Path) -> str | None:
-    """Name the process that a run directory belongs to at this moment; None if no run is under way there."""
-    try:
-        with opened(run_dir / LOCK) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read() or "another run"
-    except OSError:
-        return None
-    return None
-
-
-def in_use(run_dir: Path, owner: str) -> UserError:
-    return UserError(f"{run_dir} is in use by {owner}, whose run is under way: wait for it, or choose another name")
-
-
-def _named(config: Config) -> Path:
-    assert config.name is not None
-    name = Path(config.name)
-    if name.is_absolute() or ".." in name.parts or len(name.parts) != 1:
-        raise UserError(f"name {config.name!r}: give one plain word, it becomes a directory under run_dir")
-    path = Path(config.run_dir) / name
-    owner = owner_of(path)
-    if owner is not None:
-        raise in_use(path, owner)
-    for each in path.iterdir() if path.is_dir() else ():
-        if each.is_symlink():
-            raise link_error(each)
-    if path.exists() and any(path.iterdir()) and not config.checkpoint.resume and not _made_no_step(path):
-        resume = f"resume it (`hotseat resume {path}`), " if _has_checkpoint(path, config) else ""
-        raise UserError(f"{path} holds a run already: {resume}choose another name (name=...), or remove it")
-    return path
-
-
-def _made_no_step(path: Path) -> bool:
-    """Tell whether a run began here and failed before its first step: it left nothing that could be lost."""
-    if not (path / CONFIG).exists() or any((path / name).exists() for name in ("model", "checkpoints")):
-        return False
-    metrics = path / METRICS
-    return not metrics.exists() or all(record.get("step", 0) == 0 for record in read_lines(metrics))
-
-
-def _has_checkpoint(path: Path, config: Config) -> bool:
-    folder = Path(config.checkpoint.path) if config.checkpoint.path is not None else path / "checkpoints"
-    return folder.is_dir() and any(folder.iterdir())
 
 
 def _numbered(config: Config) -> Path:

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hotseat import faults, interrupts
+from hotseat.checks.run_directory import LOCK, in_use, owner_of
 from hotseat.config import Config, to_saved
 from hotseat.config.changes import NUM_STEPS, Change, changes_between
 from hotseat.config.hiding import has_secrets
 from hotseat.errors import CheckpointError, DeadlineError, HotseatError, UserError
 from hotseat.files import opened
-from hotseat.loop.devices.memory import available_bytes
 from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint
-from hotseat.loop.state.run_dir import LOCK, in_use, owner_of, write_config
+from hotseat.loop.state.run_dir import write_config
+from hotseat.machine import available_bytes
 from hotseat.observe import Journal
 
 BACKENDS = {"actor": "actor", "critic": "critic_state"}  # folders of a checkpoint with the state of each role's backend

@@ -14,7 +14,7 @@ from hotseat.config.batches import token_budget
 from hotseat.config.precision import with_dtype
 from hotseat.config.roles import has_reference
 from hotseat.errors import UserError
-from hotseat.loop.devices.memory import has_gpu
+from hotseat.loop.inputs import supervised_inputs
 from hotseat.loop.opening import (
     Exported,
     ExportingRanks,
@@ -25,23 +25,23 @@ from hotseat.loop.opening import (
     stoppable,
     with_known_dtype,
 )
-from hotseat.loop.planning.budgets import (
-    are_layers_chosen,
-    smaller_budget_kept,
-    uses,
-    with_budget,
-    with_budgets_of,
-)
-from hotseat.loop.planning.plan import is_offloaded, make_plan, with_budgets
-from hotseat.loop.preflight import supervised_inputs
 from hotseat.loop.state.run_dir import write_config
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
 from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
 from hotseat.loop.supervised.loop import SupervisedRun, TokenBudget, columns, train_supervised, worker_arguments
 from hotseat.loop.supervised.worker import Preparation, StepResult, SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof, witness
+from hotseat.machine import has_gpu
 from hotseat.observe import LiveView, NullJournal
 from hotseat.placement import GIB, DeviceKind, Inventory, Node
+from hotseat.planning.budgets import (
+    are_layers_chosen,
+    smaller_budget_kept,
+    uses,
+    with_budget,
+    with_budgets_of,
+)
+from hotseat.planning.config_plan import is_offloaded, make_plan, with_budgets
 
 AGAIN = "start it again with checkpoint.resume=true"
 

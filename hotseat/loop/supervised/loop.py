@@ -14,12 +14,9 @@ from typing import Any, Protocol
 from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, token_budget, tokens_per_micro_batch
+from hotseat.loop import settings
+from hotseat.loop.inputs import SupervisedData, SupervisedInputs
 from hotseat.loop.opening import ClusterContext
-from hotseat.loop.planning.budgets import Use, least_tokens, lowered_note, lowered_until, with_budget
-from hotseat.loop.planning.plan import is_offloaded
-from hotseat.loop.preflight import SupervisedInputs
-from hotseat.loop.setup import settings
-from hotseat.loop.setup.inputs import SupervisedData
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
@@ -27,6 +24,8 @@ from hotseat.loop.supervised.led_ranks import LedSaver
 from hotseat.loop.supervised.worker import Preparation, StepResult, SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.observe import Journal
+from hotseat.planning.budgets import Use, least_tokens, lowered_note, lowered_until, with_budget
+from hotseat.planning.config_plan import is_offloaded
 
 
 class TrainingRanks(Protocol):

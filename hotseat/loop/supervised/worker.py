@@ -16,7 +16,6 @@ from typing import Any
 
 from hotseat.data import PromptOrder, digest_of
 from hotseat.loop.devices.memory import Held
-from hotseat.loop.planning.budgets import Use
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.models import BackendWorker
@@ -31,6 +30,7 @@ from hotseat.loop.workers.reference import (
     scored_pairs,
     write_scores,
 )
+from hotseat.planning.budgets import Use
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.packing import balance
 from hotseat.types import MicroBatch

@@ -12,7 +12,6 @@ Each process gets whole groups, in a fixed order; RANK and WORLD_SIZE are in its
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import numbers
@@ -22,13 +21,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hotseat.errors import RunError, UserError
+from hotseat.errors import RunError
 from hotseat.loop.devices.memory import Held, held_here, release_cache_here
 from hotseat.loop.workers.experience import Share, groups_of
-from hotseat.loop.workers.user_functions import described, is_own, own_function
 from hotseat.types import GroupChange, Moved, PromptGroup
+from hotseat.user_functions import described, load_component
 
-_MOVES = ("offload", "onload")
 _OWN_METRICS = ("groups", "dropped")  # recorded for every component
 
 
@@ -39,58 +37,6 @@ class ComponentSettings:
     name: str
     path: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-def load_component(path: str) -> type:
-    """Load the class that a path names. Raises `UserError` if there is none."""
-    if is_own(path):
-        loaded: Any = own_function(path)
-    else:
-        module_name, _, class_name = path.rpartition(":")
-        try:
-            module = importlib.import_module(module_name)
-        except Exception as error:
-            raise UserError(f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
-        loaded = getattr(module, class_name, None)
-    if not inspect.isclass(loaded):
-        raise UserError(f"{path} is no class")
-    return loaded
-
-
-def component_problem(settings: ComponentSettings, *, is_offloaded: bool) -> str | None:
-    """Return why a class cannot be a component; None if it can, as far as its signatures show.
-
-    is_offloaded: the plan has it give up its devices between phases.
-    """
-    try:
-        cls = load_component(settings.path)
-    except UserError as error:
-        return str(error)
-    run = getattr(cls, "run", None)
-    if not inspect.isfunction(run):
-        return f"{cls.__name__} has no method run(self, groups)"
-    try:
-        inspect.signature(run).bind(None, ())
-    except TypeError:
-        return f"{cls.__name__}.run{inspect.signature(run)}: it is called with the groups alone, run(self, groups)"
-    try:
-        signature = inspect.signature(cls)
-    except ValueError:  # the constructor is C code, which does not say what it takes
-        signature = None
-    try:
-        if signature is not None:
-            signature.bind(**settings.kwargs)
-    except TypeError as error:
-        return f"{cls.__name__}{signature} does not take kwargs {dict(settings.kwargs)}: {error}"
-    lacking = [name for name in _MOVES if not callable(getattr(cls, name, None))]
-    if len(lacking) == 1:
-        return f"{cls.__name__} has no {lacking[0]}: write both offload and onload, or none"
-    if is_offloaded and lacking:
-        return (
-            f"{cls.__name__} has no methods offload and onload, and the plan has it leave its devices between phases:"
-            f" write them, set components.{settings.name}.enable_offload to false, or give it devices of its own"
-        )
-    return None
 
 
 class ComponentWorker:

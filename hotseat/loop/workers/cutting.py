@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar
 
 from hotseat.errors import BudgetError, DeviceMemoryError
-from hotseat.loop.planning.budgets import Use
+from hotseat.planning.budgets import Use
 from hotseat.train.backend import Backend
 from hotseat.train.packing import split_by_count, split_by_tokens
 from hotseat.types import MicroBatch

@@ -14,7 +14,7 @@ import torch
 
 from hotseat.cluster import in_worker_process
 from hotseat.determinism import keep_float32, use_batch_invariant_kernels, use_deterministic_kernels
-from hotseat.loop.planning.plan import DEFAULT_ENGINE_SHARE, KEPT_PROMPTS
+from hotseat.planning.config_plan import DEFAULT_ENGINE_SHARE, KEPT_PROMPTS
 from hotseat.rollout import Engine, SlotOptions, TransformersEngine, vllm_engine
 from hotseat.rollout._progress import stages_shown
 from hotseat.train.backend import LoraOptions

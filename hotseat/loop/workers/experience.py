@@ -42,9 +42,9 @@ from hotseat.loop.workers.losses import (
     RETURNS,
     ROLLOUT_LOG_PROBS,
 )
-from hotseat.loop.workers.user_functions import is_own, own_function
 from hotseat.train.packing import balance, take
 from hotseat.types import Episode, MicroBatch, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
+from hotseat.user_functions import is_own, own_function
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,11 @@ from hotseat.algorithms import (
     weight_totals,
     weighted_sum,
 )
+from hotseat.algorithms.policy_loss import call_policy_loss
 from hotseat.algorithms.quantiles import count_sizes
-from hotseat.loop.workers.user_functions import is_own, own_policy_loss
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch
+from hotseat.user_functions import is_own, own_function
 
 # Fields of a micro-batch of experience, [num_tokens] each.
 ADVANTAGES = "advantages"
@@ -116,7 +117,7 @@ class PolicyObjective:
         elif self.ratio == "cispo":
             surrogate = cispo_loss(log_probs, old, advantages, mask, **clip)
         elif is_own(self.ratio):
-            surrogate = own_policy_loss(self.ratio, log_probs, old, advantages, batch.layout, **clip)
+            surrogate = call_policy_loss(own_function(self.ratio), log_probs, old, advantages, batch.layout, **clip)
         else:
             starts = _ratio_starts(batch)
             surrogate = ppo_loss(log_probs, old, advantages, mask, dual_clip=self.dual_clip, starts=starts, **clip)

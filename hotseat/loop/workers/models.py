@@ -22,7 +22,6 @@ from hotseat.algorithms.adapters import WeightForm, merge_apart
 from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, RunError
 from hotseat.loop.devices.memory import Held, held_here, release_cache_here
-from hotseat.loop.planning.budgets import Use
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher, too_large
 from hotseat.loop.workers.engines import device_of_process
 from hotseat.loop.workers.experience import (
@@ -51,6 +50,7 @@ from hotseat.loop.workers.losses import (
 )
 from hotseat.loop.workers.proof import Canary, WeightCheck
 from hotseat.loop.workers.records import Recorder, TokenRecord
+from hotseat.planning.budgets import Use
 from hotseat.train.backend import Backend, Loss, TrainOptions, UpdateReport
 from hotseat.train.exact import NO_8_BITS, EightBits, ExactScores, exact_log_probs, missing_bytes
 from hotseat.train.make import make_backend

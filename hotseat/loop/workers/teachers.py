@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hotseat.cluster.activity import activity
-from hotseat.loop.planning.budgets import Use
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
 from hotseat.loop.workers.engines import device_of_process
 from hotseat.loop.workers.experience import Share, flatten, groups_of
 from hotseat.loop.workers.models import BySample, ModelWorker
 from hotseat.placement.roles import Part
+from hotseat.planning.budgets import Use
 from hotseat.train import TrainOptions, make_backend
 from hotseat.train.backend import Backend
 

@@ -9,9 +9,13 @@ import sys
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from hotseat.checks.files import hub_data_sets, models_of, near
+from hotseat.checks.stage import Context
+from hotseat.errors import Problem
 
 ENDPOINT = "https://huggingface.co"
 OFFLINE = "HF_HUB_OFFLINE"
@@ -23,6 +27,18 @@ _SWITCHES = {
     "data": (OFFLINE, "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"),
 }
 _UNREACHABLE = "this machine is offline"
+
+
+def models_and_data(context: Context) -> Iterator[Problem]:
+    """Find a model or a data set that is not here and cannot be fetched."""
+    models = [(key, name) for key, name in models_of(context.config) if not Path(name).is_dir()]
+    data_sets = list(hub_data_sets(context.config))
+    problem = hub_problem([name for _, name in models], [name for _, name in data_sets])
+    if problem is not None:
+        key = next(key for key, name in [*models, *data_sets] if name == problem.name)
+        is_data = key.endswith(".path")
+        hint = "" if is_data and "/" in problem.name else near(Path(problem.name), None if is_data else "config.json")
+        yield Problem("", f"{key} {problem.name!r}: {problem.text}{hint}")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Refuses runs that cannot start, by their config and files alone, without torch, transformers or Ray."""
+"""Checks of a config and of the files that it names: code, models and data. Needs no torch, transformers or Ray."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hotseat.checks.stage import Context, Unsupported
+from hotseat.checks.user_files import agent_problem, function_problem, reward_problem, spelling_problem
+from hotseat.checks.weight_files import weights_problem
 from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_problem
 from hotseat.config.checks import missing
@@ -25,14 +28,8 @@ from hotseat.config.roles import (
 )
 from hotseat.config.unsupported import unsupported
 from hotseat.envs.loading import EXAMPLES, import_problem, path_problem
-from hotseat.errors import UnsupportedError, UserError
-from hotseat.loop.planning.plan import flow_problem
-from hotseat.loop.setup.graders import grader_problems
-from hotseat.loop.setup.hub import hub_problem
-from hotseat.loop.setup.judge import judge_problems
-from hotseat.loop.setup.user_files import agent_problem, function_problem, reward_problem, spelling_problem
-from hotseat.loop.setup.weight_files import weights_problem
-from hotseat.loop.state.run_dir import check_name
+from hotseat.errors import Problem
+from hotseat.planning.config_plan import flow_problem
 
 # Endings of data files: a path with one of them is no name on the hub.
 _ROW_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -41,62 +38,30 @@ MODEL_FOLDER = "model"  # folder of a run with its exported model
 _BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml")
 
 
-def startup_problems(config: Config, optional: Collection[str] = ()) -> list[tuple[str, str]]:
-    """List (key, message) of everything that would stop a run and can be seen in the config and in files.
-
-    optional: keys that a run must set, but the command of this config need not.
-    """
-    return [
-        *((key, message) for key, message in missing(config) if key not in optional),
-        *_flow(config),
-        *_user_files(config),
-        *_simulators(config),
-        *grader_problems(config),
-        *judge_problems(config),
-        *_missing_models(config),
-        *_export_place(config),
-        *_missing_rows(config),
-        *_missing_columns(config),
-        *_templates(config),
-        *_too_many_tokens(config),
-    ]
+def options(context: Context) -> Iterator[Problem]:
+    """Find options that a run must set and this config does not."""
+    for key, message in missing(context.config):
+        if key not in context.optional:
+            yield Problem(key, message)
 
 
-def _flow(config: Config) -> Iterator[tuple[str, str]]:
-    if (problem := flow_problem(config)) is not None:
-        yield "flow", problem
+def flow(context: Context) -> Iterator[Problem]:
+    """Find a flow that no run can follow."""
+    if (problem := flow_problem(context.config)) is not None:
+        yield Problem("flow", problem)
 
 
-def check_config(config: Config, optional: Collection[str] = ()) -> None:
-    """Raise one error with everything that would stop a run and can be seen in the config and in files.
-
-    optional: as for `startup_problems`.
-    """
-    absent = startup_problems(config, optional)
-    text = ""
-    if absent:
-        text += "this run cannot start:\n" + "".join(f"  {key}: {message}\n" for key, message in absent)
-    unbuilt = unsupported(config)
-    if unbuilt:
-        text += "not part of this version:\n" + "".join(f"  {key}: {what}\n" for key, what in unbuilt)
-    if text:
-        raise (UserError if absent else UnsupportedError)(text.rstrip())
-    check_name(config)
-    models = [(key, name) for key, name in _models(config) if not Path(name).is_dir()]
-    data_sets = list(_hub_data_sets(config))
-    problem = hub_problem([name for _, name in models], [name for _, name in data_sets])
-    if problem is not None:
-        key = next(key for key, name in [*models, *data_sets] if name == problem.name)
-        is_data = key.endswith(".path")
-        hint = "" if is_data and "/" in problem.name else near(Path(problem.name), None if is_data else "config.json")
-        raise UserError(f"{key} {problem.name!r}: {problem.text}{hint}")
+def unsupported_features(context: Context) -> Iterator[Problem]:
+    """Find features that this version does not have."""
+    return (Unsupported(key, what) for key, what in unsupported(context.config))
 
 
 # --- the user's code --------------------------------------------------------------------------------------------------
 
 
-def _user_files(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) of the user's files that are missing, or do not define what they should."""
+def user_files(context: Context) -> Iterator[Problem]:
+    """Find the user's files that are missing, or do not define what they should."""
+    config = context.config
     if config.task != "rl":
         return
     for key, path, find_problem in (
@@ -113,42 +78,44 @@ def _user_files(config: Config) -> Iterator[tuple[str, str]]:
             # The schema checks the names of functions, and the class of a component may be a module's.
             is_checked = path is not None and key in ("reward.function", "eval.reward", "agent.path")
             if is_checked and (problem := spelling_problem(key, str(path))) is not None:
-                yield key, problem
+                yield Problem(key, problem)
             continue
         file = Path(match[1]).expanduser()
         if not file.is_file():
-            yield key, f"there is no file {match[1]}{near(file)}"
+            yield Problem(key, f"there is no file {match[1]}{near(file)}")
         elif (problem := find_problem(file, match[2])) is not None:
-            yield key, problem
+            yield Problem(key, problem)
     environment = config.agent.environment
     if environment.family is not None:
         from hotseat.agents.environments.families import library_problem  # which loads torch
 
         problem = library_problem(environment.family, config.agent.python)
         if problem is not None:
-            yield "agent.environment", problem
+            yield Problem("agent.environment", problem)
     elif config.agent.python is not None and shutil.which(config.agent.python) is None:
-        yield "agent.python", f"there is no program {config.agent.python}{near(Path(config.agent.python))}"
+        hint = near(Path(config.agent.python))
+        yield Problem("agent.python", f"there is no program {config.agent.python}{hint}")
     command = config.agent.command
     if command and shutil.which(command[0]) is None:
-        yield "agent.command", f"there is no program {command[0]}{near(Path(command[0]))}"
+        yield Problem("agent.command", f"there is no program {command[0]}{near(Path(command[0]))}")
 
 
-def _simulators(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) of a simulator that is not there, or lacks a package."""
+def simulators(context: Context) -> Iterator[Problem]:
+    """Find a simulator that is not there, or lacks a package."""
+    config = context.config
     if has_simulator(config):
         path = str(config.env.path)
         problem = path_problem(path) or import_problem(path)
         if problem is not None:
-            yield "env.path", problem
+            yield Problem("env.path", problem)
         elif not path.endswith(".py") and not config.env.tasks:
-            yield "env.tasks", f"not set: {path} has no tasks of its own; name some, such as {EXAMPLES[path]}"
+            yield Problem("env.tasks", f"not set: {path} has no tasks of its own; name some, such as {EXAMPLES[path]}")
 
 
 # --- models and data --------------------------------------------------------------------------------------------------
 
 
-def _models(config: Config) -> list[tuple[str, str]]:
+def models_of(config: Config) -> list[tuple[str, str]]:
     """List (key, folder or hub name) of every model that the run loads."""
     named = [
         ("actor.model", config.actor.model, True),
@@ -167,15 +134,17 @@ def looks_like_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1 or is_below_folder
 
 
-def _missing_models(config: Config) -> Iterator[tuple[str, str]]:
-    for key, name in _models(config):
+def models(context: Context) -> Iterator[Problem]:
+    """Find models that are not there, or have no weights that can be loaded."""
+    for key, name in models_of(context.config):
         problem = model_problem(name)
         if problem is not None:
-            yield key, problem
+            yield Problem(key, problem)
 
 
-def _export_place(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) of a place for the trained model that is no folder, or in which no folder can be made."""
+def export_place(context: Context) -> Iterator[Problem]:
+    """Find a place for the trained model that is no folder, or in which no folder can be made."""
+    config = context.config
     if config.checkpoint.export_path is None or os.environ.get("RAY_ADDRESS"):  # the first rank may be on another node
         return
     path = Path(config.checkpoint.export_path).absolute()
@@ -188,7 +157,7 @@ def _export_place(config: Config) -> Iterator[tuple[str, str]]:
         problem = "cannot be written"
     else:
         return
-    yield "checkpoint.export_path", f"{there} {problem}, so the trained model could not go to {path}"
+    yield Problem("checkpoint.export_path", f"{there} {problem}, so the trained model could not go to {path}")
 
 
 def model_problem(name: str) -> str | None:
@@ -208,25 +177,30 @@ def model_problem(name: str) -> str | None:
     return weights_problem(path) if path.is_dir() else None
 
 
+def _data_paths(config: Config) -> tuple[tuple[str, str | None], ...]:
+    return ("data.path", config.data.path), ("eval.path", config.eval.path)
+
+
 def _parts(joined: str | None) -> list[str]:
     """Return the names of data sets, none if the rows are tasks of an environment."""
     return [] if task_numbers(joined) is not None else (joined or "").split(",")
 
 
-def _missing_rows(config: Config) -> Iterator[tuple[str, str]]:
-    for key, joined in (("data.path", config.data.path), ("eval.path", config.eval.path)):
+def rows(context: Context) -> Iterator[Problem]:
+    """Find data files that are not there."""
+    for key, joined in _data_paths(context.config):
         for part in _parts(joined):
             part = part.strip()
             path = Path(part).expanduser()
             if not part or path.exists() or "@" in part:
                 continue
             if part.startswith((".", "/", "~")) or path.suffix in _ROW_FILES or part.count("/") > 1:
-                yield key, f"no such file or folder: {part}{near(path)}"
+                yield Problem(key, f"no such file or folder: {part}{near(path)}")
 
 
-def _hub_data_sets(config: Config) -> Iterator[tuple[str, str]]:
+def hub_data_sets(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (key, name) of data sets that are neither files nor folders here, and so come from the hub."""
-    for key, joined in (("data.path", config.data.path), ("eval.path", config.eval.path)):
+    for key, joined in _data_paths(config):
         for part in _parts(joined):
             name = part.strip()
             if not Path(name).expanduser().exists():
@@ -238,8 +212,9 @@ def _hub_data_sets(config: Config) -> Iterator[tuple[str, str]]:
                 yield key, name
 
 
-def _missing_columns(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) of columns that the first row of a file of JSON lines lacks."""
+def columns(context: Context) -> Iterator[Problem]:
+    """Find columns that the first row of a file of JSON lines lacks."""
+    config = context.config
     path = Path(config.data.path or "").expanduser()
     row = first_row(path) if path.suffix == ".jsonl" and path.is_file() else None
     if row is None:
@@ -252,12 +227,14 @@ def _missing_columns(config: Config) -> Iterator[tuple[str, str]]:
             close = difflib.get_close_matches(column, row, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             columns = ", ".join(row) or "nothing"
-            yield f"data.{name}", f"the first row of {path} has no {column!r}; {hint}it has: {columns}"
+            yield Problem(f"data.{name}", f"the first row of {path} has no {column!r}; {hint}it has: {columns}")
 
 
-def _templates(config: Config) -> Iterator[tuple[str, str]]:
-    if config.data.chat_template is not None and (problem := chat_template_problem(config.data.chat_template)):
-        yield "data.chat_template", problem
+def chat_template(context: Context) -> Iterator[Problem]:
+    """Find a chat template that cannot be read."""
+    template = context.config.data.chat_template
+    if template is not None and (problem := chat_template_problem(template)):
+        yield Problem("data.chat_template", problem)
 
 
 def num_rows_of(config: Config) -> int | None:
@@ -301,9 +278,10 @@ def near(path: Path, holding: str | None = None) -> str:
 # --- lengths ----------------------------------------------------------------------------------------------------------
 
 
-def _too_many_tokens(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) if sequences may be longer than a local model has positions."""
-    for key, name in _models(config):
+def lengths(context: Context) -> Iterator[Problem]:
+    """Find sequences that may be longer than a local model has positions."""
+    config = context.config
+    for key, name in models_of(config):
         if key == "reward.model" and config.reward.retokenize:
             continue  # texts may be shorter in its own tokens
         try:
@@ -313,11 +291,11 @@ def _too_many_tokens(config: Config) -> Iterator[tuple[str, str]]:
         shape = shape if isinstance(shape, dict) else {}
         if key == "reward.judge.model":
             if (message := judge_length_problem(config, shape)) is not None:
-                yield "reward.judge.engine.max_length", message
+                yield Problem("reward.judge.engine.max_length", message)
             continue
         message = length_problem(config, key, name, shape)
         if message is not None:
-            yield "data.max_length", message
+            yield Problem("data.max_length", message)
             return
 
 

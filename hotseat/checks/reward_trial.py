@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotseat.checks.files import first_row
+from hotseat.checks.reward_columns import label_hint_of
+from hotseat.checks.stage import Context
+from hotseat.checks.user_files import line_of_function
 from hotseat.config import Config
-from hotseat.errors import UserError
-from hotseat.loop.setup.refusals import first_row
-from hotseat.loop.setup.reward_columns import label_hint_of
-from hotseat.loop.setup.user_files import line_of_function
+from hotseat.errors import Problem
 from hotseat.rewards.trial import Trial, try_reward
 from hotseat.words import label_text
 
@@ -42,19 +43,15 @@ class TrialRow:
     columns: dict[str, Any] | None = None
 
 
-def try_rewards(config: Config, show: Callable[[str], object]) -> list[str]:
-    """Try the reward functions of a config, and return notes for the user. Raises `UserError` for a broken one.
-
-    show: is called with a line on what happens now.
-    """
+def reward_functions(context: Context) -> Iterator[Problem]:
+    """Try the reward functions of a config, to find broken ones. What may be right is noted."""
+    config, notes = context.config, context.notes
     limit_s = config.reward.trial_timeout_s
     if config.task != "rl" or limit_s == 0:
-        return []
-    notes: list[str] = []
-    problems: list[str] = []
+        return
     max_gib = config.reward.max_memory_gib
     for key, path, data, num_samples in _reward_files(config):
-        show(f"calling {path} once, to see that it works")
+        context.show(f"calling {path} once, to see that it works")
         row = trial_row(config, data)
         trial = try_reward(
             path,
@@ -72,10 +69,11 @@ def try_rewards(config: Config, show: Callable[[str], object]) -> list[str]:
         if trial.outcome == "late":
             notes.append(f"{key}: {path} was not tried: no answer within {limit_s:g} s (reward.trial_timeout_s)")
         elif trial.outcome in _REFUSED[row.source is not None] and not is_elsewhere:
-            problems.append(
-                f"  {key}: {_described(config, path, trial, row, num_samples)}\n"
+            yield Problem(
+                key,
+                f"{_described(config, path, trial, row, num_samples)}\n"
                 "    docs/rewards.md has what it gets and what it may return; reward.trial_timeout_s=0 starts without"
-                " this trial"
+                " this trial",
             )
         elif is_elsewhere or trial.outcome == "unusable" or (trial.outcome == "failed" and row.source is not None):
             notes.append(
@@ -83,9 +81,6 @@ def try_rewards(config: Config, show: Callable[[str], object]) -> list[str]:
                 f" {config.reward.max_failed_fraction:.0%} of a step's samples have no reward"
                 " (reward.max_failed_fraction)"
             )
-    if problems:
-        raise UserError("\n".join(["this run cannot start:", *problems]))
-    return notes
 
 
 def trial_row(config: Config, path: str | None) -> TrialRow:

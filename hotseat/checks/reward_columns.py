@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from hotseat.checks.stage import DataContext
+from hotseat.checks.user_files import parameters_of
 from hotseat.config import Config
 from hotseat.config.roles import has_reward_model, has_simulator
-from hotseat.errors import UserError
-from hotseat.loop.setup.user_files import parameters_of
+from hotseat.errors import Problem
 from hotseat.rewards._worker import is_trl_form
 from hotseat.rewards.function import locate
 from hotseat.words import label_text
@@ -25,21 +26,31 @@ def keeps_columns(config: Config) -> bool:
     return any(parameters is None or is_trl_form(parameters) for _, _, parameters in _functions(config))
 
 
-def check_columns(config: Config, prompts: Sequence[Prompt], *, is_evaluation: bool = False) -> None:
-    """Raise `UserError` if a function that is called by names requires a column that the data does not have."""
-    if is_evaluation and config.eval.reward is None and config.eval.graders:
-        return  # the function scores no evaluation
-    used = "eval.reward" if is_evaluation and config.eval.reward is not None else "reward.function"
+def columns(context: DataContext) -> Iterator[Problem]:
+    """Find functions that are called by names and require a column that the data does not have."""
+    evaluation = context.config.eval
+    yield from _lacking(context.config, "reward.function", context.prompts)
+    if evaluation.reward is not None:
+        yield from _lacking(context.config, "eval.reward", context.eval_prompts)
+    elif not evaluation.graders:  # which score evaluations without the function
+        yield from _lacking(context.config, "reward.function", context.eval_prompts)
+
+
+def _lacking(config: Config, used: str, prompts: Sequence[Prompt]) -> Iterator[Problem]:
+    """Find that the function of the key `used` requires a column that these prompts do not have."""
+    if not prompts:
+        return
     there = [name for name in prompts[0].columns or () if name not in ("prompt", "completion", *_PASSED)]
     for key, path, parameters in _functions(config):
         if key != used or parameters is None or not is_trl_form(parameters):
             continue
         missing = [name for name, is_required in parameters.items() if is_required and name not in (*_PASSED, *there)]
         if missing:
-            raise UserError(
+            yield Problem(
+                "",
                 f"{key} {path}: it has a parameter completions, so it is called by names, as TRL does, and it requires"
                 f" {', '.join(missing)}: no such column. It can have the columns {', '.join(there) or '(none)'}, and"
-                f" {', '.join(_PASSED)}: rename the parameter or the column, or give the parameter a default"
+                f" {', '.join(_PASSED)}: rename the parameter or the column, or give the parameter a default",
             )
 
 

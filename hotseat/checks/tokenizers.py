@@ -1,74 +1,57 @@
-"""Checks the models beside the policy (critic, reference, reward model) by their configs, without loading them."""
+"""Checks that critic, reference and reward model can read the tokens of the policy and take its pixels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hotseat.checks.stage import TokenizerContext
 from hotseat.config import Config
+from hotseat.config.resolved import critic_model
 from hotseat.config.roles import has_critic, has_images, has_reference, has_reward_model
-from hotseat.errors import UserError
+from hotseat.errors import Problem, UserError
 
 _NUM_NAMED = 3  # tokens in an error message
 
 
-def critic_model(config: Config) -> str:
-    """Return the critic's checkpoint: its own, else the reward model's, else the actor's."""
-    model = config.critic.model or config.reward.model or config.actor.model
-    assert model is not None
-    return model
+def readers(context: TokenizerContext) -> Iterator[Problem]:
+    """Find a critic, a reward model or a reference that reads other tokens than the policy, or takes other pixels.
 
-
-def critic_aux_loss(config: Config) -> float:
-    """Return the coefficient of the critic's balancing loss: the actor's if the critic has experts, else 0."""
-    if not config.algorithm.aux_loss_coef:
-        return 0.0
-    from transformers import AutoConfig
-
-    from hotseat.train.experts import has_experts
-
-    model_config = AutoConfig.from_pretrained(critic_model(config), trust_remote_code=config.trust_remote_code)
-    return config.algorithm.aux_loss_coef if has_experts(model_config) else 0.0
-
-
-def check_readers(config: Config, tokenizer: Any) -> None:
-    """Raise unless critic, reward model and reference can read the policy's tokens and take its pixels.
-
-    `tokenizer`: the actor's. Images are prepared once for all models of a run.
+    Images are prepared once for all models of a run.
     """
+    config, tokenizer = context.config, context.tokenizer
     if has_reward_model(config):
         reward_scale(config)
-        _check_reward_model(config, tokenizer)
+        yield from _reward_model(config, tokenizer)
     if has_critic(config) and critic_model(config) != config.actor.model:
-        _check_critic(config, tokenizer)
-    if has_reference(config):
-        for key, model in _models_beside(config).items():
-            if key.startswith("reference.") and model != config.actor.model:
-                _check_reference(config, tokenizer, key, model)
-    if has_images(config):
-        _check_eyes(config, tokenizer)
+        yield from _critic(config, tokenizer)
+    others = {key: model for key, model in _models_beside(config).items() if model != config.actor.model}
+    for key, model in others.items():
+        if key.startswith("reference."):
+            yield from _reference(config, tokenizer, key, model)
+    if has_images(config) and others:
+        yield from _images(config, tokenizer, others)
 
 
-def _check_eyes(config: Config, tokenizer: Any) -> None:
-    """Raise unless all models of a run prepare images in the same way."""
+def _images(config: Config, tokenizer: Any, others: Mapping[str, str]) -> Iterator[Problem]:
+    """Find models beside the policy that prepare images in another way than it."""
     from hotseat.data.images import load_processor, preparation
 
     assert config.actor.model is not None
     expected = preparation(load_processor(config.actor.model, tokenizer, config.trust_remote_code))
-    for key, model in _models_beside(config).items():
-        if model == config.actor.model:
-            continue
+    for key, model in others.items():
         theirs = preparation(load_processor(model, tokenizer, config.trust_remote_code))
         different = sorted(name for name in expected | theirs if expected.get(name) != theirs.get(name))
         if different:
             named = ", ".join(
                 f"{name} is {expected.get(name)!r} and {theirs.get(name)!r}" for name in different[:_NUM_NAMED]
             )
-            raise UserError(
+            yield Problem(
+                "",
                 f"{key} {model!r} prepares images in another way than actor.model {config.actor.model!r}"
                 f" ({named}{', ...' if len(different) > _NUM_NAMED else ''}), and a run prepares them once for all"
                 " models: choose one of the actor's family and size of patches, or copy the actor's processor files"
-                " to its folder if it was trained with them"
+                " to its folder if it was trained with them",
             )
 
 
@@ -103,7 +86,7 @@ def reward_scale(config: Config) -> tuple[float, float] | None:
     )
 
 
-def _check_reward_model(config: Config, tokenizer: Any) -> None:
+def _reward_model(config: Config, tokenizer: Any) -> Iterator[Problem]:
     model = config.reward.model
     assert model is not None
     theirs = tokenizer_of(config, "reward.model", model)
@@ -111,31 +94,34 @@ def _check_reward_model(config: Config, tokenizer: Any) -> None:
         return
     difference = _difference(tokenizer, theirs) or _other_ends(tokenizer, theirs)
     if difference is not None:
-        raise UserError(
+        yield Problem(
+            "",
             f"reward.model {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; choose"
             " a reward model with the actor's tokenizer, or set reward.retokenize to true to give it the text in"
-            " tokens of its own"
+            " tokens of its own",
         )
 
 
-def _check_critic(config: Config, tokenizer: Any) -> None:
+def _critic(config: Config, tokenizer: Any) -> Iterator[Problem]:
     model = critic_model(config)
     key = "critic.model" if config.critic.model is not None else "critic.model (unset: reward.model)"
     difference = _difference(tokenizer, tokenizer_of(config, key, model))
     if difference is not None:
-        raise UserError(
+        yield Problem(
+            "",
             f"{key} {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; a critic"
             " gives a value for each of the actor's tokens: set critic.model to the actor's checkpoint, or to another"
-            " with its tokenizer"
+            " with its tokenizer",
         )
 
 
-def _check_reference(config: Config, tokenizer: Any, key: str, model: str) -> None:
+def _reference(config: Config, tokenizer: Any, key: str, model: str) -> Iterator[Problem]:
     difference = _difference(tokenizer, tokenizer_of(config, key, model))
     if difference is not None:
-        raise UserError(
+        yield Problem(
+            "",
             f"{key} {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; a"
-            " KL compares log-probs of the same tokens: choose a reference with the actor's tokenizer"
+            " KL compares log-probs of the same tokens: choose a reference with the actor's tokenizer",
         )
 
 

@@ -1,4 +1,4 @@
-"""Functions in users' files that take the place of built-in ones, and the trial that they have to pass.
+"""Tries the functions and classes of the user's own on toy batches, before a model loads.
 
 A policy loss is called as `gspo_loss` is, an estimator by `call_estimator`, a sampler as `Sampler` says:
 
@@ -7,18 +7,14 @@ A policy loss is called as `gspo_loss` is, an estimator by `call_estimator`, a s
     def my_estimator(rewards, groups, lengths, log_probs): ...                             # see `call_estimator`
     def my_sampler(num, pass_rates, num_draws, rng): ...                                   # num positions
 
-The trial calls them on a few made-up episodes before a model loads, and refuses what could not train. A loss must not
-depend on the other episodes of its micro-batch, nor an estimator on other groups: batches are cut anywhere between.
+A loss must not depend on the other episodes of its micro-batch, nor an estimator on other groups: batches are cut
+anywhere between.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import re
-import sys
-import traceback
-from collections.abc import Callable
-from functools import cache
+import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,73 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotseat.algorithms import PolicyLoss
 from hotseat.algorithms.advantages import call_estimator
+from hotseat.algorithms.policy_loss import call_policy_loss
 from hotseat.data.order import checked_choice
 from hotseat.errors import UserError
 from hotseat.types import TokenLayout
+from hotseat.user_functions import absolute, described, load_component, own_function
 
 _TOLERANCE = 1e-4  # between a whole toy batch and its parts
-
-
-def is_own(name: str) -> bool:
-    """Tell whether a name is `FILE.py:FUNCTION`, and not that of a built-in function."""
-    return re.fullmatch(r".+\.py:\w+", name) is not None
-
-
-def absolute(name: str) -> str:
-    """Return `FILE.py:FUNCTION` with an absolute path, which means the same in every process; other names as given."""
-    if not is_own(name):
-        return name
-    file, _, function = name.rpartition(":")
-    return f"{Path(file).expanduser().absolute()}:{function}"
-
-
-@cache
-def own_function(name: str) -> Callable[..., Any]:
-    """Load the function that `FILE.py:FUNCTION` names, once per process."""
-    path, _, function_name = absolute(name).rpartition(":")
-    file = Path(path)
-    if not file.is_file():
-        raise UserError(f"there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"hotseat_own_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    folder = str(file.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # for the modules beside it
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"{file} cannot be loaded: {described(error, file)}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise UserError(f"{file} has no function {function_name}")
-    return function
-
-
-def own_policy_loss(
-    name: str,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    layout: TokenLayout,
-    *,
-    eps_low: float,
-    eps_high: float,
-) -> PolicyLoss:
-    """Call a user's loss, and complete a plain tensor of losses by the ratios. [num_tokens] in and out."""
-    result = own_function(name)(log_probs, old_log_probs, advantages, layout, eps_low=eps_low, eps_high=eps_high)
-    if not isinstance(result, PolicyLoss):
-        log_ratio = torch.where(layout.mask, log_probs - old_log_probs, 0.0).detach()
-        nothing = torch.zeros_like(layout.mask)
-        result = PolicyLoss(result, log_ratio.clamp(-20, 20).exp(), log_ratio, nothing, nothing)
-    return result
-
-
-# --- the trial --------------------------------------------------------------------------------------------------------
+_MOVES = ("offload", "onload")
 
 
 def policy_loss_problem(name: str, *, eps_low: float, eps_high: float) -> str | None:
@@ -105,10 +43,11 @@ def policy_loss_problem(name: str, *, eps_low: float, eps_high: float) -> str | 
     def call(tokens: int, part: TokenLayout) -> tuple[Tensor, Tensor]:
         log_probs = (old + shift)[:tokens].clone().requires_grad_()
         clips = {"eps_low": eps_low, "eps_high": eps_high}
-        losses = own_policy_loss(name, log_probs, old[:tokens], advantages[:tokens], part, **clips).loss
+        losses = call_policy_loss(function, log_probs, old[:tokens], advantages[:tokens], part, **clips).loss
         return log_probs, losses
 
     try:
+        function = own_function(name)
         log_probs, losses = call(layout.num_tokens, layout)
         problem = _tensor_problem(losses, layout.num_tokens, "token")
         if problem is not None:
@@ -197,10 +136,37 @@ def _tensor_problem(values: Any, count: int, what: str) -> str | None:
     return None
 
 
-def described(error: Exception, file: Path) -> str:
-    """Format an error with the line of the user's file that raised it."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    if isinstance(error, SyntaxError):
-        lines = [error.lineno]
-    where = f" at line {lines[-1]}" if lines else ""
-    return f"{type(error).__name__}: {error}{where}"
+def component_problem(name: str, path: str, kwargs: Mapping[str, Any], *, is_offloaded: bool) -> str | None:
+    """Return why a class cannot be a component; None if it can, as far as its signatures show.
+
+    name: the component's. kwargs: of its constructor. is_offloaded: the plan has it give up its devices between phases.
+    """
+    try:
+        cls = load_component(path)
+    except UserError as error:
+        return str(error)
+    run = getattr(cls, "run", None)
+    if not inspect.isfunction(run):
+        return f"{cls.__name__} has no method run(self, groups)"
+    try:
+        inspect.signature(run).bind(None, ())
+    except TypeError:
+        return f"{cls.__name__}.run{inspect.signature(run)}: it is called with the groups alone, run(self, groups)"
+    try:
+        signature = inspect.signature(cls)
+    except ValueError:  # the constructor is C code, which does not say what it takes
+        signature = None
+    try:
+        if signature is not None:
+            signature.bind(**kwargs)
+    except TypeError as error:
+        return f"{cls.__name__}{signature} does not take kwargs {dict(kwargs)}: {error}"
+    lacking = [name for name in _MOVES if not callable(getattr(cls, name, None))]
+    if len(lacking) == 1:
+        return f"{cls.__name__} has no {lacking[0]}: write both offload and onload, or none"
+    if is_offloaded and lacking:
+        return (
+            f"{cls.__name__} has no methods offload and onload, and the plan has it leave its devices between phases:"
+            f" write them, set components.{name}.enable_offload to false, or give it devices of its own"
+        )
+    return None

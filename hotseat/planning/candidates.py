@@ -13,10 +13,10 @@ from hotseat.config import Config, loads, roles_of, to_yaml
 from hotseat.config.batches import batch_algebra
 from hotseat.config.roles import has_simulator
 from hotseat.errors import UserError
-from hotseat.loop.planning.advice import as_overrides, as_yaml
-from hotseat.loop.planning.plan import make_plan, num_data_parallel
-from hotseat.loop.planning.search import Settings
 from hotseat.placement import Inventory, Plan
+from hotseat.planning.advisor import as_overrides, as_yaml
+from hotseat.planning.config_plan import make_plan, num_data_parallel
+from hotseat.planning.search import Settings
 from hotseat.words import quantity
 
 __all__ = ["Candidate", "Refused", "candidates"]

@@ -19,9 +19,7 @@ from hotseat.config.resolved import judge_length, overlap_queue, prompt_max_leng
 from hotseat.config.roles import has_agent, has_images, has_judge_engine, has_simulator
 from hotseat.config.schema import NodePoolConfig, RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
-from hotseat.loop.devices.memory import has_gpu
-from hotseat.loop.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen
-from hotseat.loop.planning.simulator_memory import kept_gib
+from hotseat.machine import has_gpu
 from hotseat.placement import (
     GIB,
     UNKNOWN_KIND,
@@ -55,6 +53,8 @@ from hotseat.placement import (
     token_activation_bytes,
     useful_cache_gib,
 )
+from hotseat.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen
+from hotseat.planning.simulator_memory import kept_gib
 from hotseat.registry.roles import role_entry
 from hotseat.words import quantity
 

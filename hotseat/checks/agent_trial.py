@@ -19,11 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hotseat.checks.stage import error_of
 from hotseat.config import Config
-from hotseat.errors import UserError
+from hotseat.errors import Problem
 from hotseat.openmp import wait_policy
 
-_TRIAL = Path(__file__).parents[2] / "agents" / "_trial.py"
+_TRIAL = Path(__file__).parents[1] / "agents" / "_trial.py"
 _LIMIT_S = 120.0  # after which the run starts without the answer
 
 
@@ -69,7 +70,7 @@ class AgentTrial:
             return []
         if answer["absent"] and os.environ.get("RAY_ADDRESS"):
             return [f"warning: agent.path: {problem}, on this machine: the cluster must have the package"]
-        raise UserError(f"this run cannot start:\n  agent.path: {problem}")
+        raise error_of([Problem("agent.path", problem)])
 
     def _answer(self) -> dict[str, Any] | None:
         """Return the answer of the process; None if it takes too long."""

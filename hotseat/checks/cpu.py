@@ -6,7 +6,6 @@ import platform
 from pathlib import Path
 
 from hotseat.config import Config
-from hotseat.errors import UserError
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16", "svebf16")  # Intel and AMD; ARM
 _FP32 = "Set train.dtype to fp32 or leave it unset; in OpenRLHF's commands, give --param_dtype fp32"
@@ -28,15 +27,16 @@ def slow_dtype(config: Config, cpuinfo: str | None = None) -> str | None:
     )
 
 
-def check_vllm_dtype(config: Config, cpuinfo: str | None = None, machine: str | None = None) -> None:
-    """Raise if vLLM is to sample in bf16 on an ARM CPU without units for it: its build for them ends the process."""
+def vllm_dtype_problem(config: Config, cpuinfo: str | None = None, machine: str | None = None) -> str | None:
+    """Return why vLLM cannot sample in bf16 here; None if it can. Its build for ARM CPUs without units for it ends."""
     if config.rollout.engine != "vllm" or config.train.dtype != "bf16" or (machine or platform.machine()) != "aarch64":
-        return
-    if has_bf16_units(_cpuinfo() if cpuinfo is None else cpuinfo) is False:
-        raise UserError(
-            "train.dtype is bf16 and rollout.engine vllm, whose build for ARM needs a CPU with units for bf16, which"
-            f" this one lacks. {_FP32}, or set rollout.engine to transformers"
-        )
+        return None
+    if has_bf16_units(_cpuinfo() if cpuinfo is None else cpuinfo) is not False:
+        return None
+    return (
+        "train.dtype is bf16 and rollout.engine vllm, whose build for ARM needs a CPU with units for bf16, which"
+        f" this one lacks. {_FP32}, or set rollout.engine to transformers"
+    )
 
 
 def _cpuinfo() -> str:

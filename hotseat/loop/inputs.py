@@ -1,206 +1,157 @@
-"""Tokenizer and data of a run, read and checked before any model loads."""
+"""Reads tokenizer and data of a run before any model loads, between the checks that need them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from hotseat.agents.environments.agent import check_environment, environment_rows
+from hotseat.checks.pipeline import DATA, LAUNCHED_RANKS, MODELS, PLACEMENT, TOKENIZERS, TRAINING
+from hotseat.checks.placement import is_cluster_there
+from hotseat.checks.reward_columns import keeps_columns
+from hotseat.checks.stage import DataContext, PlanContext, RanksContext, TokenizerContext, TrainingContext, run_checks
 from hotseat.config import Config
+from hotseat.config.batches import BatchAlgebra, batch_algebra, left_over_note
 from hotseat.config.chat_template import chat_template_text
 from hotseat.config.images import filler_image, image_folder, largest_image
-from hotseat.config.resolved import judge_length, prompt_limit, prompt_max_length
-from hotseat.config.roles import (
-    has_agent,
-    has_critic,
-    has_images,
-    has_judge_engine,
-    has_reference,
-    has_reward_model,
-    has_simulator,
-    task_numbers,
-)
+from hotseat.config.precision import with_dtype
+from hotseat.config.resolved import prompt_limit, prompt_max_length
+from hotseat.config.roles import has_agent, has_critic, has_simulator, task_numbers
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, columns_of, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
-from hotseat.errors import UnsupportedError, UserError
-from hotseat.loop.setup.refusals import judge_length_problem, length_problem
-from hotseat.loop.setup.reward_columns import check_columns, keeps_columns
-from hotseat.loop.setup.settings import environment_settings, image_limits
-from hotseat.loop.setup.value_models import critic_model, tokenizer_of
+from hotseat.errors import TooFewDevicesError, UserError
+from hotseat.loop.settings.hosts import environment_settings, image_limits, simulation_settings
+from hotseat.loop.settings.training import critic_options, train_options
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
 from hotseat.loop.workers.simulation import EVAL_SEED, simulation_prompts
+from hotseat.machine import has_gpu
+from hotseat.placement import Inventory, Plan
+from hotseat.planning.config_plan import make_plan, num_data_parallel
 from hotseat.types import Prompt
-from hotseat.vision import sees_images
 
 Made = TypeVar("Made")  # prompts, examples or pairs, with a report
+MAX_LOGICAL_DEVICES = 64
 _TASK_LABEL = "label"  # column for the numbers of an environment's tasks
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs that every run reads before it starts."""
+
+    tokenizer: Any
+    rows: Sequence[Any]  # prompts, examples or pairs to learn from, in the order of the file
+    notes: list[str]  # warnings and facts for the journal
+    algebra: BatchAlgebra
+
+
+@dataclass(frozen=True)
+class RlInputs(Inputs):
+    """Inputs of a reinforcement run."""
+
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    plan: Plan  # for the devices of this machine, or those that the config names
+
+
+@dataclass(frozen=True)
+class SupervisedInputs(Inputs):
+    """Inputs of a supervised run."""
+
+    data: SupervisedData
+    plan: Plan | None  # None: a launcher has placed the ranks
+
+
+def rl_inputs(config: Config) -> RlInputs:
+    """Read tokenizer and data of a reinforcement run. Raises for everything that would stop it."""
+    # Placement and batch sizes first: they need neither tokenizer nor data.
+    plan = make_plan(config, local_inventory(config))
+    num_ranks = num_data_parallel(config, plan)
+    batch_algebra(config, num_ranks)
+    run_checks(PlanContext(config=config, plan=plan), PLACEMENT)
+    tokenizer = load_tokenizer(config)
+    prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
+    run_checks(DataContext(config=config, prompts=prompts, eval_prompts=eval_prompts), DATA)
+    algebra = batch_algebra(config, num_ranks, len(prompts))
+    _check_training(config, algebra)
+    notes += _left_over(config, algebra)
+    return RlInputs(tokenizer, prompts, notes, algebra, prompts, eval_prompts, plan)
+
+
+def supervised_inputs(config: Config, num_launched: int | None = None) -> SupervisedInputs:
+    """Read tokenizer and data of a supervised run. Raises for everything that would stop it.
+
+    num_launched: number of ranks that a launcher started; None: the run starts its ranks itself.
+    """
+    tokenizer = load_tokenizer(config)
+    data = supervised(config, tokenizer)
+    plan = None
+    if num_launched is None:
+        plan = make_plan(config, local_inventory(config))
+        run_checks(PlanContext(config=config, plan=plan), PLACEMENT)
+        num_ranks = num_data_parallel(config, plan)
+    else:
+        run_checks(RanksContext(config=config, num_launched=num_launched), LAUNCHED_RANKS)
+        num_ranks = num_launched // config.train.num_model_parallel
+    algebra = batch_algebra(config, num_ranks, len(data.items))
+    _check_training(config, algebra)
+    notes = [*data.notes, *_left_over(config, algebra)]
+    return SupervisedInputs(tokenizer, data.items, notes, algebra, data, plan)
+
+
+def _check_training(config: Config, algebra: BatchAlgebra) -> None:
+    """Raise now for options that ranks would otherwise refuse only after engines have loaded their model."""
+    assert algebra.schedule_length is not None
+    checked = with_dtype(config, has_gpu() or is_cluster_there(config))
+    options = [train_options(checked, algebra.schedule_length)]
+    if has_critic(config):
+        options.append(critic_options(checked, algebra.schedule_length))
+    run_checks(TrainingContext(config=config, options=options, num_steps=algebra.num_steps or 0), TRAINING)
+
+
+def _left_over(config: Config, algebra: BatchAlgebra) -> list[str]:
+    """Return the note on rows that are not learned from; a user's sampler chooses rows without an end."""
+    note = None if config.data.sampler is not None else left_over_note(algebra, config)
+    return [] if note is None else [note]
+
+
+def local_inventory(config: Config) -> Inventory | None:
+    """Return the devices to plan for before a cluster is connected: those of the config, or of this machine.
+
+    None if an existing cluster will be used, whose devices are not known yet.
+    """
+    if config.cluster.inventory is not None:
+        return Inventory.parse(config.cluster.inventory)
+    if is_cluster_there(config):
+        return None
+    import torch
+
+    if torch.cuda.is_available():
+        return Inventory.parse(f"1x{torch.cuda.device_count()}")
+    # Without accelerators devices are logical: one node with as many as the placement names.
+    for num_devices in range(1, MAX_LOGICAL_DEVICES):
+        try:
+            inventory = Inventory.parse(f"1x{num_devices}")
+            make_plan(config, inventory)
+            return inventory
+        except TooFewDevicesError:
+            continue
+    return Inventory.parse(f"1x{MAX_LOGICAL_DEVICES}")
+
+
 def load_tokenizer(config: Config) -> Any:
+    """Load the actor's tokenizer. Raises if there is none, or if a model of the run does not go with it."""
     from transformers import AutoTokenizer
 
     assert config.actor.model is not None
     try:
-        return AutoTokenizer.from_pretrained(config.actor.model, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(config.actor.model, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"actor.model {config.actor.model!r}: no tokenizer there: {error}") from None
-
-
-def check_models(config: Config) -> None:
-    """Raise if a model cannot do what the run needs, as far as its config shows."""
-    assert config.actor.model is not None
-    is_value = config.task == "rm"
-    aux_loss = config.algorithm.aux_loss_coef
-    _check_model(config, "actor.model", config.actor.model, is_value=is_value, is_trained=True, aux_loss=aux_loss)
-    if has_critic(config):
-        _check_model(config, "critic.model", critic_model(config), is_value=True, is_trained=True)
-    if has_reference(config) and config.reference.model is not None:
-        _check_model(config, "reference.model", config.reference.model)
-    if has_reference(config):
-        for name, model in config.reference.teachers.items():
-            _check_model(config, f"reference.teachers.{name}", model)
-    if has_reward_model(config) and config.reward.model is not None:
-        _check_model(config, "reward.model", config.reward.model, is_value=True)
-    if has_judge_engine(config):
-        _check_judge(config)
-
-
-def _check_judge(config: Config) -> None:
-    """Raise if the judge's engine cannot run its model."""
-    from transformers import AutoConfig
-
-    model, length = config.reward.judge.model, judge_length(config)
-    assert model is not None
-    try:
-        model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
-        _check_engine(config.reward.judge.engine.kind, length, model_config)
-    except UserError as error:
-        raise UserError(f"reward.judge.model {model!r}: {error}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"reward.judge.model {model!r}: no model there: {error}") from None
-    if (problem := judge_length_problem(config, model_config.to_dict())) is not None:
-        raise UserError(f"reward.judge.engine.max_length: {problem}")
-    judge_eos_token_ids(config)
-
-
-def check_teachers(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raise if a prompt does not name its teacher, where each has one."""
-    teachers = config.reference.teachers
-    if not teachers or config.reference.teacher_weights:
-        return
-    without = Counter(prompt.source for prompt in prompts if prompt.source not in teachers)
-    if without:
-        named = ", ".join(f"{repr(source) if source else 'none'} ({count:,})" for source, count in without.items())
-        raise UserError(
-            f"reference.teachers: {sum(without.values()):,} of {len(prompts):,} prompts name no teacher in their column"
-            f" datasource: {named}; teachers are {', '.join(teachers)}. Correct the rows, or set"
-            " reference.teacher_weights, by which all teach every prompt"
-        )
-
-
-def _check_model(
-    config: Config, key: str, model: str, *, is_value: bool = False, is_trained: bool = False, aux_loss: float = 0.0
-) -> None:
-    from transformers import AutoConfig
-
-    from hotseat.train.liger import check_liger
-    from hotseat.train.lora import check_language_targets, check_targets
-    from hotseat.train.models import check_fit, check_length, check_stored_head, check_value_head
-
-    try:
-        model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
-        _check_sight(config, model_config)
-        check_fit(model_config, config.train.sequence_parallel_size, config.train.tensor_parallel_size, aux_loss)
-        check_length(model_config, config.data.max_length)
-        if (problem := length_problem(config, key, model, model_config.to_dict())) is not None:
-            raise UserError(f"data.max_length: {problem}")
-        if key == "actor.model" and config.task == "rl":
-            rollout = config.rollout
-            _check_engine(rollout.engine, config.data.max_length, model_config, rollout.tensor_parallel_size)
-            if rollout.quantization is not None:
-                _check_quantisation(model_config)
-        if config.train.liger_kernel:
-            check_liger(model_config)
-        if is_value:
-            check_value_head(model_config)
-        if is_value and not is_trained:
-            check_stored_head(Path(model), model_config, config.reward.value_head_prefix)
-        lora = config.train.lora
-        if lora.rank > 0 and is_trained:
-            check_targets(model, lora.target_modules, "value" if is_value else "policy", config.trust_remote_code)
-        if key == "actor.model" and has_images(config) and config.rollout.lora_sync == "adapter":
-            check_language_targets(model, lora.target_modules, config.trust_remote_code)
-    except UserError as error:
-        raise UserError(f"{key} {model!r}: {error}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key} {model!r}: no model there: {error}") from None
-
-
-def _check_sight(config: Config, model_config: Any) -> None:
-    """Raise if a run has images and a model sees none, or the other way round."""
-    name, has_sight = type(model_config).__name__.removesuffix("Config"), sees_images(model_config)
-    key = "data.image_key" if config.data.image_key is not None else "env.images"
-    if has_images(config) and not has_sight:
-        raise UserError(f"{name} sees no images here, and {key} is set: choose a model that does, or unset it")
-    if not has_images(config) and has_sight:
-        key = "env.images" if has_simulator(config) else "data.image_key"
-        raise UserError(f"{name} sees images, and the run has none: set {key}, or choose a model of text alone")
-
-
-def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel_size: int = 1) -> None:
-    """Raise if an engine of this kind cannot run a model of this config."""
-    if kind == "transformers":
-        from hotseat.rollout.transformers_engine import check_config
-
-        check_config(model_config, max_length)
-    else:
-        import torch
-
-        from hotseat.rollout import vllm_versions
-
-        vllm_versions.check_config(model_config, not torch.cuda.is_available(), tensor_parallel_size)
-
-
-def _check_quantisation(model_config: Any) -> None:
-    """Raise if the weights of a model of this config cannot be pushed to engines that keep them in 8 bits."""
-    text = model_config.get_text_config()
-    if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        name = type(model_config).__name__.removesuffix("Config")
-        raise UnsupportedError(
-            f"rollout.quantization is fp8, and {name} has experts, which it is not built for: unset it"
-        )
-
-
-def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end an answer: the tokenizer's, and those of the model's generation config."""
-    assert config.actor.model is not None
-    return _eos_token_ids("actor.model", config.actor.model, tokenizer)
-
-
-def judge_eos_token_ids(config: Config) -> tuple[int, ...]:
-    """Return the tokens that end what the judge writes. Raises if its tokenizer cannot be loaded."""
-    model = config.reward.judge.model
-    assert model is not None
-    return _eos_token_ids("reward.judge.model", model, tokenizer_of(config, "reward.judge.model", model))
-
-
-def _eos_token_ids(key: str, model: str, tokenizer: Any) -> tuple[int, ...]:
-    from transformers import GenerationConfig
-
-    token_ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    try:
-        more = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # a model need not have one
-        more = None
-    token_ids |= set(more) if isinstance(more, list) else {more} if more is not None else set()
-    if not token_ids:
-        raise UserError(f"{key} {model!r}: its tokenizer has no end-of-sequence token; set eos_token")
-    return tuple(sorted(token_ids))
+    run_checks(TokenizerContext(config=config, tokenizer=tokenizer), MODELS, TOKENIZERS)
+    return tokenizer
 
 
 def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
@@ -212,17 +163,13 @@ def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Promp
         check_environment(environment, config.agent.pass_env)
     (prompts, report), evaluation = _read(config, lambda rows: _prompts(config, tokenizer, rows))
     notes = [_described("prompts", report), *_lost(config, report, evaluation)]
-    check_columns(config, prompts)
     if evaluation is None:
         return prompts, [], notes
-    check_columns(config, evaluation[0], is_evaluation=True)
     return prompts, evaluation[0], [*notes, _described("evaluation prompts", evaluation[1])]
 
 
 def _simulated(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
     """Return the tasks and seeds of a simulator as prompts."""
-    from hotseat.loop.setup.settings import simulation_settings
-
     env, settings = config.env, simulation_settings(config)
     if env.images:
         _image_store(config, tokenizer).write_filler(filler_image(config))
@@ -247,7 +194,7 @@ def prompts_alone(
     if first_row >= len(rows):
         raise UserError(f"{section.path} has {len(rows):,} rows, none from row {first_row:,} on")
     prompts, report = _prompts(config, tokenizer, rows[first_row:])
-    check_columns(config, prompts)
+    run_checks(DataContext(config=config, prompts=prompts), DATA)
     return prompts, [_described("prompts", report), *_lost(config, report, None)]
 
 

@@ -1,16 +1,16 @@
-"""Makes the settings of a judge from the config, and checks its files before a model loads. Needs no torch."""
+"""Makes the settings of a judge from the config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from hotseat.config import Config
 from hotseat.config.resolved import judge_length
 from hotseat.config.roles import has_judge
 from hotseat.config.urls import as_list
+from hotseat.planning.config_plan import engine_slots
 from hotseat.rewards.addresses import bearer_token
-from hotseat.rewards.rubrics import TOKEN, JudgeEngine, JudgeSettings, pattern_problem, rubric_problem
+from hotseat.rewards.rubrics import TOKEN, JudgeEngine, JudgeSettings
 
 VERDICTS = "judge.jsonl"
 
@@ -41,29 +41,6 @@ def judge_of(config: Config, run_dir: Path | None) -> JudgeSettings | None:
         retries=judge.retries,
         max_open=judge.max_open_requests,
         token=bearer_token(name=TOKEN) if judge.url is not None else None,
-        engine=_engine(config) if judge.url is None else None,
+        engine=JudgeEngine(judge_length(config), engine_slots(config, "judge")) if judge.url is None else None,
         cache=None if run_dir is None else str(run_dir.absolute() / VERDICTS),
     )
-
-
-def _engine(config: Config) -> JudgeEngine:
-    from hotseat.loop.planning.plan import engine_slots  # early checks do without the planner
-
-    return JudgeEngine(judge_length(config), engine_slots(config, "judge"))
-
-
-def judge_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) of a rubric or a pattern that cannot work."""
-    judge = config.reward.judge
-    if not has_judge(config) or judge.rubric is None:
-        return
-    try:
-        text = Path(judge.rubric).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        yield "reward.judge.rubric", f"{judge.rubric}: {reason}"
-    else:
-        if (problem := rubric_problem(text)) is not None:
-            yield "reward.judge.rubric", f"{judge.rubric}: {problem}"
-    if (problem := pattern_problem(judge.pattern)) is not None:
-        yield "reward.judge.pattern", problem

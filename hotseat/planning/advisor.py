@@ -20,16 +20,16 @@ from hotseat.config.roles import has_judge_engine
 from hotseat.config.schema import JudgeEngineConfig, RolloutConfig
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import BatchError, UserError
-from hotseat.loop.planning.budgets import with_least_budgets, with_whole_steps
-from hotseat.loop.planning.plan import (
+from hotseat.placement import GroupStep, Layout, Plan, RoleSpec, estimate
+from hotseat.planning.budgets import with_least_budgets, with_whole_steps
+from hotseat.planning.config_plan import (
     make_plan,
     num_data_parallel,
     on_all_devices,
     plan_as_is,
     role_specs,
 )
-from hotseat.loop.planning.search import Choice, Roles, Settings, Value, cheapest
-from hotseat.placement import GroupStep, Layout, Plan, RoleSpec, estimate
+from hotseat.planning.search import Choice, Roles, Settings, Value, cheapest
 
 MAX_SINGLES = 3  # single settings to recommend, the cheapest first
 MAX_DEVICES = 512  # of the larger inventories that are tried

@@ -1,0 +1,129 @@
+"""Checks of a run's plan: processes, host memory, transports, and the user's functions that take part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+from hotseat.checks.stage import PlanContext, RanksContext
+from hotseat.config import Config
+from hotseat.config.precision import with_dtype
+from hotseat.errors import PlacementError, Problem
+from hotseat.machine import available_bytes, has_gpu
+from hotseat.placement import GIB
+from hotseat.planning.config_plan import host_needs, is_offloaded
+from hotseat.registry.roles import role_entry
+from hotseat.user_functions import is_own
+
+
+def is_cluster_there(config: Config) -> bool:
+    """Tell whether the run will use a Ray cluster that exists already, of other machines than this one."""
+    return config.cluster.runtime == "ray" and bool(os.environ.get("RAY_ADDRESS"))
+
+
+def ranks_in_one_process(context: PlanContext) -> Iterator[Problem]:
+    """Find a role with several ranks in one process: their collectives would wait for each other."""
+    config = context.config
+    if config.cluster.runtime != "local":
+        return
+    for role in context.plan.roles:
+        if not role_entry(role.name).is_independent and len(role.processes) > 1:
+            yield Problem(
+                "",
+                f"cluster.runtime is local, which holds one rank of each model, and {role.name} has"
+                f" {len(role.processes)} ranks on {role.on}: set cluster.runtime to ray, or place {role.name} on one"
+                " device",
+            )
+
+
+def reference_of_preferences(context: PlanContext) -> Iterable[Problem]:
+    """Find a reference of preferences elsewhere than the actor: each rank scores what it learns from."""
+    plan = context.plan
+    places = {role.name: [process.devices for process in role.processes] for role in plan.roles}
+    if context.config.task == "dpo" and "reference" in places and places["reference"] != places["actor"]:
+        raise PlacementError(
+            f"cluster.component_placement: reference on {plan.role('reference').on}, actor on {plan.role('actor').on}:"
+            " in task dpo each rank of the actor holds the reference's part beside its own; leave reference out of the"
+            " placement, or write @actor"
+        )
+    return ()
+
+
+def launched_ranks(context: RanksContext) -> Iterator[Problem]:
+    """Find options that ranks which a launcher started do not support, or that do not divide them."""
+    from hotseat.train.sequence import check_ranks
+    from hotseat.train.tensor import TENSOR_PARALLEL_SIZE
+
+    train = context.config.train
+    if context.config.checkpoint.background:
+        yield Problem(
+            "",
+            "checkpoint.background is true, but ranks that a launcher started wait while they save: leave it unset, or"
+            " use `hotseat run`, which starts the ranks itself",
+        )
+    check_ranks(train.sequence_parallel_size, context.num_launched)
+    check_ranks(train.tensor_parallel_size, context.num_launched, TENSOR_PARALLEL_SIZE)
+
+
+def host_memory(context: PlanContext, available: int | None = None) -> Iterator[Problem]:
+    """Find that the roles of a run on the CPUs of this machine need more memory than it has.
+
+    Counted is what every such run holds at once, so a run that could work is never refused. available: bytes of host
+    memory; None: as measured now.
+    """
+    if is_cluster_there(context.config) or has_gpu():
+        return
+    available = available_bytes() if available is None else available
+    needs = host_needs(with_dtype(context.config, has_gpus=False), context.plan)
+    needed = sum(needs.values())
+    if not available or needed * GIB <= available:
+        return
+    listed = ", ".join(f"{role} {gib:.1f} GiB" for role, gib in needs.items() if gib >= 0.05)
+    yield Problem(
+        "actor.model",
+        f"weights, gradients and optimizer state take {needed:.1f} GiB of host memory on CPUs ({listed}), and"
+        f" {available / GIB:.1f} GiB are available: choose a smaller model, set train.lora.rank, leave out roles, or"
+        " run it on a machine with more memory or with GPUs",
+    )
+
+
+def transport(context: PlanContext) -> Iterable[Problem]:
+    """Find a weight transport that this machine's devices cannot use. An existing cluster is checked later."""
+    from hotseat.weights import check_transport
+
+    if context.config.task == "rl" and not is_cluster_there(context.config):
+        check_transport(context.config.rollout.weight_transport, is_cuda=has_gpu())
+    return ()
+
+
+def user_functions(context: PlanContext) -> Iterator[Problem]:
+    """Find a loss, an estimator or a sampler of the user's own that fails on a toy batch."""
+    for key, name, problem in _tried(context.config):
+        if problem is not None:
+            yield Problem(key, f"{name} {problem}\n    docs/algorithms.md has what it gets and returns")
+
+
+def _tried(config: Config) -> Iterator[tuple[str, str, str | None]]:
+    """Yield (key, function, its problem) of every function of the user's own."""
+    from hotseat.checks.function_trial import estimator_problem, policy_loss_problem, sampler_problem
+
+    algorithm = config.algorithm
+    if is_own(algorithm.policy_loss):
+        problem = policy_loss_problem(algorithm.policy_loss, eps_low=algorithm.clip_low, eps_high=algorithm.clip_high)
+        yield "algorithm.policy_loss", algorithm.policy_loss, problem
+    if is_own(algorithm.estimator):
+        problem = estimator_problem(algorithm.estimator, config.rollout.samples_per_prompt)
+        yield "algorithm.estimator", algorithm.estimator, problem
+    if config.data.sampler is not None:
+        yield "data.sampler", config.data.sampler, sampler_problem(config.data.sampler)
+
+
+def components(context: PlanContext) -> Iterator[Problem]:
+    """Find a component whose class cannot be loaded, made with its arguments, or called."""
+    from hotseat.checks.function_trial import component_problem
+
+    for name, component in context.config.components.items():
+        offloaded = is_offloaded(context.plan, name)
+        problem = component_problem(name, component.path, component.kwargs, is_offloaded=offloaded)
+        if problem is not None:
+            yield Problem(f"components.{name}", f"{problem}\n    docs/placement.md has what it gets and returns")

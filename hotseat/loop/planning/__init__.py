@@ -1,1 +1,0 @@
-"""Turns a config into a plan and token budgets."""

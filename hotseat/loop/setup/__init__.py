@@ -1,1 +1,0 @@
-"""Inputs and settings of a run, read and checked before it starts."""

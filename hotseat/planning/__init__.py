@@ -1,0 +1,1 @@
+"""Turns a config into a plan, token budgets, and advice where the plan does not fit. Needs no device and no torch."""

@@ -1,0 +1,79 @@
+"""Functions and classes in users' files: how they are named, and how they are loaded."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hotseat.errors import UserError
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a name is `FILE.py:FUNCTION`, and not that of a built-in function."""
+    return re.fullmatch(r".+\.py:\w+", name) is not None
+
+
+def absolute(name: str) -> str:
+    """Return `FILE.py:FUNCTION` with an absolute path, which means the same in every process; other names as given."""
+    if not is_own(name):
+        return name
+    file, _, function = name.rpartition(":")
+    return f"{Path(file).expanduser().absolute()}:{function}"
+
+
+@cache
+def own_function(name: str) -> Callable[..., Any]:
+    """Load the function that `FILE.py:FUNCTION` names, once per process."""
+    path, _, function_name = absolute(name).rpartition(":")
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(f"hotseat_own_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    folder = str(file.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # for the modules beside it
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{file} cannot be loaded: {described(error, file)}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UserError(f"{file} has no function {function_name}")
+    return function
+
+
+def load_component(path: str) -> type:
+    """Load the class that `FILE.py:CLASS` or `package.module:CLASS` names. Raises `UserError` if there is none."""
+    if is_own(path):
+        loaded: Any = own_function(path)
+    else:
+        module_name, _, class_name = path.rpartition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            raise UserError(f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
+        loaded = getattr(module, class_name, None)
+    if not inspect.isclass(loaded):
+        raise UserError(f"{path} is no class")
+    return loaded
+
+
+def described(error: Exception, file: Path) -> str:
+    """Format an error with the line of the user's file that raised it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    if isinstance(error, SyntaxError):
+        lines = [error.lineno]
+    where = f" at line {lines[-1]}" if lines else ""
+    return f"{type(error).__name__}: {error}{where}"
