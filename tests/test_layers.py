@@ -32,6 +32,7 @@ LAYERS = (
         "words",
         "caches",
         "files",
+        "processes",
         "vision",
         "cuda_ipc",
         "openrlhf_helpers",
@@ -71,7 +72,7 @@ ROWS_OF = {
         ("pending",),
         ("_worker_process", "channel", "devices", "session"),
         ("@device_items",),
-        ("_broker", "_guard", "activity", "environment", "lease", "ports", "process", "refs"),
+        ("_broker", "activity", "environment", "lease", "ports", "process", "refs"),
     ),
     "cluster/device_items": (
         ("__init__",),

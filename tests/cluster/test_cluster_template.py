@@ -15,12 +15,12 @@ import pytest
 from cluster_workers import Plain, wait_until
 
 from hotseat.cluster import Cluster, Process, started_template
-from hotseat.cluster._guard import end_marked, marked, process_state
 from hotseat.cluster._ray import forked, template_process
 from hotseat.cluster._ray.template import SWITCH
 from hotseat.cluster._ray.template_process import differing, load
 from hotseat.cluster.environment import environment_of_its_own
 from hotseat.openmp import thread_env
+from hotseat.processes.supervisor import end_marked, marked, process_state
 
 
 class Forked(Plain):

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hotseat.agents import _reaper
 from hotseat.agents._confinement import best_confinement, warn_if_open
 from hotseat.agents._programs import check_startable, environment
 from hotseat.agents.agent import AgentError
@@ -26,6 +25,7 @@ from hotseat.agents.black_box import BlackBox, Client
 from hotseat.agents.environments.families import EnvironmentSettings
 from hotseat.agents.gateway.settings import ProgramSettings
 from hotseat.errors import UserError
+from hotseat.processes import supervisor
 from hotseat.types import Prompt
 
 _MAX_LINE = 1 << 26
@@ -81,17 +81,18 @@ class EnvironmentAgent(BlackBox):
 class _Started:
     """A process with a folder and a socket of its own; it leads a process group.
 
-    A supervisor (`_reaper.py`) ends it with what it started, and removes the folder, if this process is killed.
+    A supervisor ends it with what it started, and removes the folder, if this process is killed.
     """
 
     def __init__(self, settings: EnvironmentSettings, passed_on: Sequence[str]):
         self.settings = settings
         self._folder = Path(tempfile.mkdtemp(prefix="hotseat-environment-"))
         self._name = secrets.token_hex(8)
-        self._supervisor = _reaper.start({"host": self._name, "folder": str(self._folder)})
+        self._left: supervisor.Task = {"mark": (supervisor.EPISODE, self._name), "folders": [str(self._folder)]}
+        self._supervisor = supervisor.start_supervisor(self._left, is_awaited=False)
         self._written = b""
         self.connection, theirs = socket.socketpair()
-        env = environment(self._folder, passed_on, {_reaper.MARK: f"{self._name}.0"})
+        env = environment(self._folder, passed_on, {supervisor.EPISODE: self._name})
         self._confinement = best_confinement()
         warn_if_open(self._confinement, False)
         confined = self._confinement.prefix  # what it starts is found by its mark, too: it needs no control group
@@ -125,9 +126,8 @@ class _Started:
                 self._written = (self._written + data)[-4 * _MAX_SHOWN :]
 
     def _clean_up(self) -> None:
-        _reaper.end_marked(lambda value: value.partition(".")[0] == self._name)
-        _reaper.remove_folder(self._folder)
-        _reaper.dismiss(self._supervisor)
+        supervisor.clean_up(self._left)
+        supervisor.dismiss_supervisor(self._supervisor)
 
     def end(self, *, has_hung_up: bool = False) -> str:
         """Kill the process and what it started, and return how it had ended, with the end of what it wrote.

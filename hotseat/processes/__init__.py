@@ -1,0 +1,1 @@
+"""Processes of ours: how they are started, talked to, waited for, and ended."""
