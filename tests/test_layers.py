@@ -36,6 +36,7 @@ LAYERS = (
         "caches",
         "files",
         "machine",
+        "processes",
         "vision",
         "cuda_ipc",
         "openrlhf_helpers",
@@ -78,7 +79,7 @@ ROWS_OF = {
         ("pending",),
         ("_worker_process", "channel", "devices", "session"),
         ("@device_items",),
-        ("_broker", "_guard", "activity", "environment", "lease", "ports", "process", "refs"),
+        ("_broker", "activity", "environment", "lease", "ports", "process", "refs"),
     ),
     "cluster/device_items": (
         ("__init__",),

@@ -8,7 +8,6 @@ process group   everywhere; what leaves the group is found by the mark in its en
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -19,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hotseat.agents._reaper import end_group
+from hotseat.processes.control_groups import own_group
+from hotseat.processes.supervisor import end_group
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +80,11 @@ def best_confinement(has_containers: bool = False) -> Confinement:
     for prefix in () if has_containers or _is_switched_off() else namespaces():
         if works(Confinement("PID namespace", prefix)):
             return Confinement("PID namespace", prefix)
-    groups = own_groups()
-    if groups is not None and works(Confinement("control group", groups=groups)):
-        return Confinement("control group", groups=groups)
+    found = own_group()
+    if not isinstance(found, str) and os.access(found[0], os.W_OK):
+        confinement = Confinement("control group", groups=found[0])
+        if works(confinement):
+            return confinement
     return Confinement("process group")
 
 
@@ -151,16 +153,3 @@ def _held() -> list[str]:
     lines = Path("/proc/self/status").read_text().splitlines()
     mine = int(next(line for line in lines if line.startswith("CapEff:")).split()[1], 16)
     return [name for name, number in _KEPT.items() if mine >> number & 1]
-
-
-def own_groups() -> Path | None:
-    """Return the folder of this process's control group of version 2; None if there is none to write to."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-        root = next(Path(words[4]) for words in mounts if words[words.index("-") + 1] == "cgroup2")
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        mine = next(line[3:] for line in lines if line.startswith("0::"))
-        folder = root / mine.lstrip("/")
-        if os.access(folder, os.W_OK):
-            return folder
-    return None

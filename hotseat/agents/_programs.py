@@ -16,11 +16,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotseat.agents import _reaper
 from hotseat.agents._confinement import Confinement, best_confinement, warn_if_open
+from hotseat.processes import supervisor
 
 logger = logging.getLogger(__name__)
 
+HOST_LABEL, EPISODE_LABEL = "hotseat.host", "hotseat.episode"
 _KEPT = 4096  # bytes of what a program wrote last
 
 # What a program gets of our environment. HOTSEAT_SESSION is how a run finds processes that were left behind.
@@ -38,14 +39,14 @@ def environment(folder: Path, passed_on: Sequence[str], own: Mapping[str, str]) 
 
 def container_environment() -> dict[str, str]:
     """Return the variables by which a program's containers are kept where ours are: its HOME is another."""
-    ours = {name: os.environ[name] for name in _reaper.CONTAINER_ENV if name in os.environ}
+    ours = {name: os.environ[name] for name in supervisor.CONTAINER_ENV if name in os.environ}
     return {"XDG_DATA_HOME": str(Path.home() / ".local" / "share"), **ours}
 
 
 class ProgramHost:
     """The programs of one process: each in a folder of its own, ended with what it started.
 
-    A supervisor (`_reaper.py`) does the same for all of them if this process is killed. containers: the command whose
+    A supervisor does the same for all of them if this process is killed. containers: the command whose
     containers are removed if they carry the episode's labels, such as podman; None: none.
     """
 
@@ -57,18 +58,18 @@ class ProgramHost:
         self._numbers = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="hotseat-agents-"))
         groups = self._confinement.groups
-        self._task = {
-            "host": self.name,
-            "folder": str(self._folder),
-            "groups": None if groups is None else str(groups),
-            "containers": containers,
+        self._task: supervisor.Task = {
+            "mark": (supervisor.EPISODE, self.name),
+            "groups": None if groups is None else (str(groups), f"hotseat-{self.name}-*"),
+            "folders": [str(self._folder)],
+            "containers": None if containers is None else (containers, f"{HOST_LABEL}={self.name}"),
         }
-        self._supervisor = _reaper.start(self._task)
+        self._supervisor = supervisor.start_supervisor(self._task)
 
     def close(self) -> None:
         """End what is left, and the supervisor. Nothing may run any more."""
-        _reaper.clean_up(self._task)
-        _reaper.dismiss(self._supervisor)
+        supervisor.clean_up(self._task)
+        supervisor.dismiss_supervisor(self._supervisor)
 
     @contextlib.asynccontextmanager
     async def folder(self) -> AsyncIterator[ProgramFolder]:
@@ -77,7 +78,7 @@ class ProgramHost:
         path = self._folder / name
         path.mkdir()
         labels = self._folder / f"{name}.labels"
-        labels.write_text(f"{_reaper.HOST_LABEL}={self.name}\n{_reaper.EPISODE_LABEL}={name}\n")
+        labels.write_text(f"{HOST_LABEL}={self.name}\n{EPISODE_LABEL}={name}\n")
         try:
             yield ProgramFolder(path, name, labels)
         finally:
@@ -86,12 +87,12 @@ class ProgramHost:
     def _clean(self, path: Path, name: str, labels: Path) -> None:
         self._confinement.end(name)
         # Whatever the confinement: a program that may write to control groups can leave its own.
-        _reaper.end_marked(lambda value: value == name)
-        _reaper.remove_folder(path)
+        supervisor.end_marked(supervisor.EPISODE, [name], timeout_s=5.0)
+        supervisor.remove_folder(path)
         labels.unlink(missing_ok=True)
         if self._containers is not None:
             try:
-                _reaper.remove_containers(self._containers, f"{_reaper.EPISODE_LABEL}={name}")
+                supervisor.remove_containers(self._containers, f"{EPISODE_LABEL}={name}")
             except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
                 logger.warning("containers of episode %s cannot be removed: %s", name, error)
 
@@ -101,7 +102,8 @@ class ProgramHost:
         """Run a program with a line on its standard input; return its exit code and the end of what it wrote."""
         await asyncio.get_running_loop().run_in_executor(None, check_startable, command[0])
         stores = {} if self._containers is None else container_environment()
-        marked = {**stores, **env, _reaper.MARK: folder.name, "HOTSEAT_LABEL_FILE": str(folder.labels)}
+        mark = f"{self.name}/{folder.name}"
+        marked = {**stores, **env, supervisor.EPISODE: mark, "HOTSEAT_LABEL_FILE": str(folder.labels)}
         code, written = await _run(self._confinement.command(command, folder.name), folder.path, marked, line)
         return self._confinement.exit_code(code), written
 

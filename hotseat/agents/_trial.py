@@ -1,20 +1,22 @@
 """Loads the file of an agent in a process of its own, before a run starts, and reports what is wrong with it.
 
-Run as `python _trial.py FD SPEC`: FD is a pipe to write one line of JSON to, and SPEC is JSON with `file`, `name` (that
-of a class, or null), `path`, the folders to import from, and `limit_s`, after which the process ends itself.
+Run by `processes/child.py`. The task has `file`, `name` (that of a class, or null), `path`, the folders to import from,
+and `limit_s`, after which the process ends itself.
 """
 
 from __future__ import annotations
 
 import builtins
 import dis
-import json
 import os
 import signal
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hotseat.processes.child import Channel
 
 # With one of these a file may make names that the check would miss.
 _MAKES_NAMES = {"exec", "eval", "globals", "setattr", "NameError"}
@@ -76,14 +78,8 @@ def problem_of(file: str, name: str | None) -> dict[str, Any]:
     return {"problem": "; ".join(listed[:3]) or None, "absent": False}
 
 
-def main(handle: str, text: str) -> None:
-    spec = json.loads(text)
-    signal.alarm(spec["limit_s"])
-    sys.path[:] = spec["path"]
-    answer = problem_of(spec["file"], spec["name"])
-    os.write(int(handle), json.dumps(answer).encode() + b"\n")
+def main(channel: Channel, task: dict[str, Any]) -> None:
+    signal.alarm(task["limit_s"])
+    sys.path[:] = task["path"]
+    channel.send(problem_of(task["file"], task["name"]))
     os._exit(0)  # threads of the agent's file have nothing left to do
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -5,13 +5,8 @@ It happens in a process of its own, beside the driver's imports: the file needs 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
-import select
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +18,7 @@ from hotseat.checks.stage import error_of
 from hotseat.config import Config
 from hotseat.errors import Problem
 from hotseat.openmp import wait_policy
+from hotseat.processes import ChildProcess, WorkerDied, WorkerTimeout
 
 _TRIAL = Path(__file__).parents[1] / "agents" / "_trial.py"
 _LIMIT_S = 120.0  # after which the run starts without the answer
@@ -34,28 +30,15 @@ class AgentTrial:
     def __init__(self, path: str, extra_path: list[str]):
         named = re.fullmatch(r"(.+\.py):(\w+)", path)
         file = Path(named[1] if named else path).expanduser().absolute()
-        spec = {
+        task = {
             "file": str(file),
             "name": named[2] if named else None,
             "path": [*map(str, sys.path), *extra_path],
             "limit_s": int(2 * _LIMIT_S),  # should this process be killed
         }
         self._path = path
-        self._has_ended = False
         self._began_s = time.monotonic()
-        self._inbox, outbox = os.pipe()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_TRIAL), str(outbox), json.dumps(spec)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, **wait_policy()},
-                pass_fds=(outbox,),
-                start_new_session=True,  # Ctrl-C is for the driver, and the group of all that it starts can be ended
-            )
-        finally:
-            os.close(outbox)
+        self._process = ChildProcess(_TRIAL, task, env={**os.environ, **wait_policy()})
 
     def notes(self) -> list[str]:
         """Wait for the answer, and return notes for the user. Raises `UserError` for a broken file."""
@@ -74,28 +57,16 @@ class AgentTrial:
 
     def _answer(self) -> dict[str, Any] | None:
         """Return the answer of the process; None if it takes too long."""
-        text = b""
-        while not text.endswith(b"\n"):
-            left_s = self._began_s + _LIMIT_S - time.monotonic()
-            if left_s <= 0 or not select.select([self._inbox], [], [], left_s)[0]:
-                return None
-            part = os.read(self._inbox, 1 << 16)
-            if not part:
-                code = self._process.wait()
-                problem = f"{self._path} ends its process when it is loaded (exit code {code})"
-                return {"problem": problem, "absent": False}
-            text += part
-        answer: dict[str, Any] = json.loads(text)
-        return answer
+        try:
+            return self._process.receive(self._began_s + _LIMIT_S - time.monotonic())
+        except WorkerTimeout:
+            return None
+        except WorkerDied as died:
+            problem = f"{self._path} ends its process when it is loaded (exit code {died.code})"
+            return {"problem": problem, "absent": False}
 
     def end(self) -> None:
-        if self._has_ended:
-            return
-        self._has_ended = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        os.close(self._inbox)
+        self._process.end()
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Processes: groups of plain classes on Ray or in this process, channels between them, leases on devices."""
 
-from hotseat.cluster._guard import in_worker_process
 from hotseat.cluster._ray.template import Template, started_template
 from hotseat.cluster.channel import Channel, ChannelClosed, ChannelDirectory
 from hotseat.cluster.cluster import Cluster
@@ -9,6 +8,7 @@ from hotseat.cluster.lease import DeviceMemory, Holder, Lease, LeaseError, Lease
 from hotseat.cluster.pending import Pending, reports_death
 from hotseat.cluster.process import ClusterNode, Process
 from hotseat.cluster.refs import Ref, as_arguments
+from hotseat.processes.supervisor import in_worker_process
 
 __all__ = [
     "Calling",

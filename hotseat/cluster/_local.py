@@ -18,7 +18,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NoReturn, TypeVar
 
-from hotseat.cluster._guard import process_state, start_time
 from hotseat.cluster._worker_process import is_async, refuse_generator
 from hotseat.cluster.environment import environment, restore_environment
 from hotseat.cluster.group import Arguments, WorkerGroup
@@ -29,6 +28,7 @@ from hotseat.cluster.process import ClusterNode
 from hotseat.cluster.refs import Ref, resolve
 from hotseat.cluster.runtime import Launch
 from hotseat.errors import DeadlineError, UserError
+from hotseat.processes.supervisor import process_state, start_time
 
 T = TypeVar("T")
 W_co = TypeVar("W_co", covariant=True)

@@ -20,9 +20,10 @@ from typing import Any
 
 from hotseat import faults
 from hotseat.caches import keep_compiled
-from hotseat.cluster import _guard, activity
+from hotseat.cluster import activity
 from hotseat.cluster.environment import take_passed_on
 from hotseat.cluster.refs import resolve
+from hotseat.processes import supervisor
 
 _MAX_TEXT = 40_000
 
@@ -86,7 +87,7 @@ class ProcessIdentity:
 
 
 def this_process() -> ProcessIdentity:
-    return ProcessIdentity(os.getpid(), _guard.start_time(os.getpid()), socket.gethostname())
+    return ProcessIdentity(os.getpid(), supervisor.start_time(os.getpid()), socket.gethostname())
 
 
 def run(call: Callable[[], Any]) -> Any:
@@ -121,8 +122,8 @@ class ObjectHost:
     def __init__(self) -> None:
         take_passed_on()
         keep_compiled()
-        mark = os.environ.get(_guard.WORKER, "")
-        _guard.mark_this_process(mark.partition(":")[0], mark)
+        mark = os.environ.get(supervisor.WORKER, "")
+        supervisor.mark_this_process(mark.partition(":")[0], mark)
         if mark:
             name, rank = mark.split(":")[1:3]
             faults.register(f"{name}:{rank}")

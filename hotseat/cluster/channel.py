@@ -32,8 +32,8 @@ from typing import Any, Generic, TypeVar
 
 from hotseat.cluster import _broker as wire
 from hotseat.cluster import device_items
-from hotseat.cluster._guard import WORKER
 from hotseat.errors import DeadlineError, RunError, WorkerError
+from hotseat.processes.supervisor import WORKER
 
 __all__ = ["Broker", "Channel", "ChannelClosed", "ChannelDirectory", "forget_clients"]
 

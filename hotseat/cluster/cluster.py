@@ -7,7 +7,7 @@
 
 On Ray it attaches to an existing cluster (`RAY_ADDRESS`, which `ray job submit` sets) or starts its own. With
 `runtime="local"` the same calls run in this process. Whatever ends the process that made the cluster, nothing of ours
-outlives it by more than some seconds: a guard process watches (`_guard.py`).
+outlives it by more than some seconds: a guard process watches (`processes/supervisor.py`).
 """
 
 from __future__ import annotations

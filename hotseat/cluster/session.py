@@ -11,9 +11,10 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable
 
-from hotseat.cluster import _guard, activity
+from hotseat.cluster import activity
 from hotseat.cluster.environment import restore_environment
 from hotseat.errors import RunError
+from hotseat.processes import supervisor
 
 # Longer paths than this do not leave room for Ray's socket names: a socket's path has at most 107 characters.
 _MAX_DIRECTORY = 40
@@ -27,29 +28,31 @@ class Session:
 
     def __init__(self) -> None:
         self.name = secrets.token_hex(6)
-        outer = os.environ.get(_guard.SESSION)
+        outer = os.environ.get(supervisor.SESSION)
         self.id = f"{outer}/{self.name}" if outer else self.name
         self.shm_prefix = f"hotseat-{self.name}-"
         self.directory = _make_directory()
-        self.guard = _guard.start_guard(self.name, self.shm_prefix, [self.directory])
-        self._env_before = {name: os.environ.get(name) for name in (_guard.SHM_PREFIX, activity.DIRECTORY)}
-        os.environ[_guard.SHM_PREFIX] = self.shm_prefix
+        self.guard = supervisor.start_supervisor(
+            {"mark": (supervisor.SESSION, self.name), "shm_prefix": self.shm_prefix, "folders": [self.directory]}
+        )
+        self._env_before = {name: os.environ.get(name) for name in (supervisor.SHM_PREFIX, activity.DIRECTORY)}
+        os.environ[supervisor.SHM_PREFIX] = self.shm_prefix
         os.environ[activity.DIRECTORY] = os.path.join(self.directory, "activity")
 
     def env(self) -> dict[str, str]:
         """Return the variables that every process of the session gets."""
         return {
-            _guard.SESSION: self.id,
-            _guard.SHM_PREFIX: self.shm_prefix,
+            supervisor.SESSION: self.id,
+            supervisor.SHM_PREFIX: self.shm_prefix,
             "PYTHONPATH": python_path(),
         }
 
     def close(self, killed: Iterable[int]) -> None:
         """Remove the files of the session, and the segments of processes that were killed; dismiss the guard."""
-        _guard.remove_segments(self.shm_prefix, killed)
+        supervisor.remove_segments(self.shm_prefix, killed)
         shutil.rmtree(self.directory, ignore_errors=True)
         restore_environment(self._env_before)
-        _guard.dismiss_guard(self.guard)
+        supervisor.dismiss_supervisor(self.guard)
 
 
 def _make_directory() -> str:

@@ -1,9 +1,9 @@
-"""The program of a child process: simulators, which the parent resets and steps over a pipe.
+"""The program of a child process: simulators, which the parent resets and steps over a channel.
 
-Started as `python -m hotseat.envs._child FD MEMORY`, with the descriptors of the pipe and of the memory for frames, or
--1 without any. It imports the family, and makes simulators once the parent says so: until then it takes no memory of a
-device. It answers each item of a command by itself, in order, so that the parent sees which simulator takes too long;
-batches of worlds answer together. When the pipe ends, it closes its simulators and ends.
+Run by `processes/child.py`; the task has the descriptor of the memory for frames, or None. It imports the family, and
+makes simulators once the parent says so: until then it takes no memory of a device. It answers each item of a command
+by itself, in order, so that the parent sees which simulator takes too long; batches of worlds answer together. When the
+channel ends, it closes its simulators and ends.
 """
 
 from __future__ import annotations
@@ -14,43 +14,47 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from hotseat.envs._frames import Sender
+from hotseat.envs._frames import ChildFrames
 from hotseat.envs.loading import SimulatorSettings, has_worlds, load_family, make_one, make_worlds
 from hotseat.envs.simulator import Observation, Simulator, Worlds, WorldStep
 from hotseat.errors import UserError
+from hotseat.processes.child import Channel
 
 
-def main(descriptor: int, memory: int | None) -> None:
+def main(channel: Channel, task: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    connection = Connection(descriptor)
-    answers = Sender(connection, memory)
-    settings, num_worlds = connection.recv()
+    channel.codec = ChildFrames(task["memory"])
+    _serve(channel)
+    sys.stderr.flush()
+    os._exit(0)  # all is closed: the interpreter would take a second to forget what Warp made
+
+
+def _serve(channel: Channel) -> None:
     with contextlib.ExitStack() as made, contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        settings, num_worlds = channel.receive()
         try:
             module = load_family(settings)
-            connection.recv()  # the parent lets it take memory of its device
+            channel.receive()  # the parent lets it take memory of its device
             worlds = _make(module, settings, num_worlds)
         except UserError as error:
-            answers.send(("refused", str(error)))
+            channel.send(("refused", str(error)))
             return
         except EOFError:
             return
         except Exception as error:
-            answers.send(("refused", f"env.path {settings.path}: {_describe(error)}"))
+            channel.send(("refused", f"env.path {settings.path}: {_describe(error)}"))
             return
         made.callback(worlds.close)
-        answers.send(("made", worlds.facts))
+        channel.send(("made", worlds.facts))
         while True:
-            name, items = connection.recv()
-            answers.begin()
+            name, items = channel.receive()
             for answer in worlds.answers(name, items):
-                answers.send(answer)
+                channel.send(answer)
 
 
 def _make(module: ModuleType, settings: SimulatorSettings, num_worlds: int) -> _Separate | _Batch:
@@ -158,9 +162,3 @@ def _describe(error: Exception) -> str:
         return f"{type(error).__name__}: {error}"
     frame = frames[-1]
     return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]) if int(sys.argv[2]) >= 0 else None)
-    sys.stderr.flush()
-    os._exit(0)  # all is closed: the interpreter would take a second to forget what Warp made

@@ -2,7 +2,7 @@
 
 The memory has no name: the parent makes it before it starts the child, and the system frees it when both have ended or
 let go of it, however they end. The child writes the arrays of a command's answers one after another, and begins anew
-with the next command, which the parent sends when it has taken all answers. The pipe carries where they are.
+with the next command, which the parent sends when it has taken all answers. The channel carries where they are.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-from multiprocessing.connection import Connection
 from typing import Any
 
-_MIN_BYTES = 4096  # smaller arrays go through the pipe
+_MIN_BYTES = 4096  # smaller arrays go through the channel
 _ALIGNMENT = 64
 
 
@@ -22,21 +21,21 @@ def make_memory() -> int | None:
     return os.memfd_create("hotseat-frames") if hasattr(os, "memfd_create") else None
 
 
-class Sender:
-    """The child's end. memory: the descriptor that it inherited; None: everything goes through the pipe."""
+class ChildFrames:
+    """The child's codec. memory: the descriptor that it inherited; None: everything goes through the channel."""
 
-    def __init__(self, connection: Connection, memory: int | None):
-        self._connection = connection
+    def __init__(self, memory: int | None):
         self._memory = memory
         self._map: mmap.mmap | None = None
         self._at = 0
 
-    def begin(self) -> None:
-        """Begin the answers of a command: those of earlier ones were taken."""
+    def loads(self, data: bytes) -> Any:
+        """Return a command, with which the answers begin anew: those of earlier ones were taken."""
         self._at = 0
+        return pickle.loads(data)
 
-    def send(self, answer: Any) -> None:
-        """Send an answer. Arrays in it that are large and contiguous are written to the memory."""
+    def dumps(self, message: Any) -> bytes:
+        """Pickle an answer. Arrays in it that are large and contiguous are written to the memory."""
         places: list[tuple[int, int]] = []
 
         def is_small(buffer: pickle.PickleBuffer) -> bool:
@@ -46,7 +45,7 @@ class Sender:
             places.append((self._write(raw), raw.nbytes))
             return False
 
-        self._connection.send((pickle.dumps(answer, protocol=5, buffer_callback=is_small), places))
+        return pickle.dumps((pickle.dumps(message, protocol=5, buffer_callback=is_small), places))
 
     def _write(self, raw: memoryview) -> int:
         assert self._memory is not None
@@ -60,17 +59,19 @@ class Sender:
         return start
 
 
-class Receiver:
-    """The parent's end. memory: a descriptor, which this closes in the end; None: everything comes through the pipe."""
+class ParentFrames:
+    """The parent's codec. memory: a descriptor, which this closes in the end; None: everything comes by the channel."""
 
-    def __init__(self, connection: Connection, memory: int | None):
-        self._connection = connection
+    def __init__(self, memory: int | None):
         self._memory = memory
         self._map: mmap.mmap | None = None
 
-    def receive(self) -> Any:
-        """Return the next answer. Its arrays are copies, which stay."""
-        pickled, places = self._connection.recv()
+    def dumps(self, message: Any) -> bytes:
+        return pickle.dumps(message)
+
+    def loads(self, data: bytes) -> Any:
+        """Return an answer. Its arrays are copies, which stay."""
+        pickled, places = pickle.loads(data)
         return pickle.loads(pickled, buffers=[self._read(*place) for place in places])
 
     def _read(self, start: int, size: int) -> bytearray:

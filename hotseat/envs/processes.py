@@ -12,26 +12,26 @@ import contextlib
 import hashlib
 import os
 import pickle
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hotseat.envs._frames import Receiver, make_memory
+from hotseat.envs._frames import ParentFrames, make_memory
 from hotseat.envs.env import Env, Outcome
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.envs.simulator import Observation
 from hotseat.errors import RunError, UserError
+from hotseat.processes import ChildProcess, WorkerDied, WorkerTimeout, exit_words
 from hotseat.types import Moved
 
 MAX_ATTEMPTS = 3
+_PROGRAM = Path(__file__).with_name("_child.py")
 _CLOSE_S = 10.0  # how long simulators may take to close
 
 
@@ -199,8 +199,8 @@ class ProcessEnv(Env):
             return
         try:
             kind, answer = child.receive(self._start_timeout_s)
-        except (EOFError, OSError, TimeoutError) as error:
-            why = f"did not start in {self._start_timeout_s:g} s" if isinstance(error, TimeoutError) else "died"
+        except (WorkerDied, WorkerTimeout) as error:
+            why = f"did not start in {self._start_timeout_s:g} s" if isinstance(error, WorkerTimeout) else "died"
             raise SimulatorError(f"a process of simulator {self._settings.path} {why} while it started") from None
         if kind == "refused":
             raise UserError(answer)
@@ -247,8 +247,8 @@ class ProcessEnv(Env):
         episodes = self._episodes
         begun = {slot: (episodes[slot].task, episodes[slot].seed) for slot in slots}
         arguments = begun if name == "reset" else items
-        with contextlib.suppress(OSError):  # it is dead, which whoever waits for the answer sees
-            child.send(name, [(slot, *arguments[slot]) for slot in slots])
+        with contextlib.suppress(WorkerDied, WorkerTimeout):  # whoever waits for the answer sees it
+            child.send((name, [(slot, *arguments[slot]) for slot in slots]), self._timeout_s)
 
     def _receive_all(self, index: int, name: str, waiting: list[int], answers: dict[int, Any]) -> str | None:
         """Take answers for the slots that wait, which are removed from `waiting`; return what went wrong."""
@@ -258,10 +258,10 @@ class ProcessEnv(Env):
             slot = waiting[0]
             try:
                 kind, answer = child.receive(self._timeout_s)
-            except TimeoutError:
+            except WorkerTimeout:
                 return f"{self._name(slot, name)} did not answer in {self._timeout_s:g} s"
-            except (EOFError, OSError):
-                return f"{self._name(slot, name)}: its process died{child.how_it_ended()}"
+            except WorkerDied as died:
+                return f"{self._name(slot, name)}: its process died{_how(died.code)}"
             if kind == "failed":
                 answers[slot] = SimulatorError(f"{self._name(slot, name)}: {answer}")
                 self._episodes.pop(slot, None)
@@ -316,12 +316,12 @@ class ProcessEnv(Env):
 
     def _play_again(self, child: _Child, name: str, items: dict[int, tuple[Any, ...]], at: int) -> None:
         """Repeat one call of each of these slots, whose answers must be those that were given before."""
-        with contextlib.suppress(OSError):  # `receive` reports a process that died
-            child.send(name, [(slot, *args) for slot, args in items.items()])
+        with contextlib.suppress(WorkerDied, WorkerTimeout):  # `receive` reports it
+            child.send((name, [(slot, *args) for slot, args in items.items()]), self._timeout_s)
         for slot in items:
             try:
                 kind, answer = child.receive(self._timeout_s)
-            except (EOFError, OSError, TimeoutError):
+            except (WorkerDied, WorkerTimeout):
                 raise SimulatorError(f"{self._name(slot, 'step')}: it died or hung while it was replayed") from None
             if kind == "failed" or _digest(answer) != self._episodes[slot].digests[at]:
                 raise RunError(
@@ -335,69 +335,46 @@ def _calls(episode: _Episode) -> list[tuple[str, tuple[Any, ...]]]:
     return [("reset", (episode.task, episode.seed)), *(("step", (chunk,)) for chunk in episode.actions)]
 
 
-class _Child:
-    """One process and the pipe to it. is_standby: it imports the family, and makes its simulators after `begin`."""
+class _Child(ChildProcess):
+    """A process of simulators. is_standby: it imports the family, and makes its simulators after `begin`."""
 
     def __init__(self, settings: SimulatorSettings, num_worlds: int = 1, *, is_standby: bool = False):
-        ours, theirs = socket.socketpair()
         memory = make_memory()
-        with theirs:
-            # A group of its own: whoever interrupts the run does not interrupt a simulator in the middle of a step.
-            descriptors = theirs.fileno(), -1 if memory is None else memory
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "hotseat.envs._child", *map(str, descriptors)],
-                pass_fds=[each for each in descriptors if each >= 0],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                start_new_session=True,
-            )
-        self._socket = ours
-        self._connection = Connection(os.dup(ours.fileno()))
-        self._answers = Receiver(self._connection, memory)
+        self._frames = ParentFrames(memory)
         self.is_met = False
-        with contextlib.suppress(OSError):  # `receive` reports a process that died at once
-            self._connection.send((settings, num_worlds))
+        try:
+            super().__init__(
+                _PROGRAM,
+                {"memory": memory},
+                command=(sys.executable, "-P"),
+                codec=self._frames,
+                output=(subprocess.DEVNULL, None),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
+                pass_fds=() if memory is None else (memory,),
+                ending_s=5.0,
+            )
+        except BaseException:
+            self._frames.close()
+            raise
+        with contextlib.suppress(WorkerDied):  # `receive` reports a process that died at once
+            self.send((settings, num_worlds))
         if not is_standby:
             self.begin()
 
     def begin(self) -> None:
         """Have the process make its simulators."""
-        with contextlib.suppress(OSError):  # `receive` reports a process that died
-            self._connection.send("begin")
+        with contextlib.suppress(WorkerDied):  # `receive` reports a process that died
+            self.send("begin")
 
-    def send(self, name: str, items: list[Any]) -> None:
-        self._connection.send((name, items))
+    def end(self, grace_s: float = 0.0) -> int:
+        code = super().end(grace_s)
+        self._frames.close()
+        return code
 
-    def receive(self, timeout_s: float) -> tuple[str, Any]:
-        if not self._connection.poll(timeout_s):
-            raise TimeoutError
-        return self._answers.receive()
 
-    def how_it_ended(self) -> str:
-        """Describe the end of a process whose pipe is closed."""
-        try:
-            code = self.process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            return ""
-        return f" by signal {-code}" if code < 0 else f" with exit code {code}"
-
-    def hang_up(self) -> None:
-        """End the pipe, upon which the process closes its simulators and ends."""
-        with contextlib.suppress(OSError):  # of a process that is dead
-            self._socket.shutdown(socket.SHUT_RDWR)  # also where a fork of this process has a copy
-        self._socket.close()
-        self._connection.close()
-        self._answers.close()
-
-    def end(self, grace_s: float) -> None:
-        """End the process, which has some time to do so by itself, and all processes that it started."""
-        self.hang_up()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(grace_s)
-        with contextlib.suppress(ProcessLookupError):  # all have ended
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+def _how(code: int | None) -> str:
+    """Describe the end of a process for a sentence."""
+    return "" if code is None else f" {'by' if code < 0 else 'with'} {exit_words(code)}"
 
 
 def _digest(answer: Any) -> bytes:

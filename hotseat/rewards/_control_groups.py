@@ -9,19 +9,17 @@ ones that a process left which was killed are removed.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
 import os
 import secrets
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from hotseat.errors import SandboxError
+from hotseat.processes.control_groups import MOUNTS, OWN_GROUP, own_group
+from hotseat.processes.supervisor import end_group
 
-_OWN_GROUP = Path("/proc/self/cgroup")
-_MOUNTS = Path("/proc/self/mountinfo")
 _OWN_PROCESSES = Path("/proc/self/ns/pid")
 _REMOVED_WITHIN_S = 10.0
 _PREFIX = "hotseat-sandbox"
@@ -89,19 +87,9 @@ class MemoryGroups:
 
     def _remove(self, path: Path) -> None:
         """Remove a group. If that fails, what its program gave is still valid: the failure is logged."""
-        if (path / "cgroup.kill").exists():  # from Linux 5.14 on
-            with contextlib.suppress(OSError):  # the removal below says what is wrong
-                (path / "cgroup.kill").write_text("1")
-        until_s = time.monotonic() + _REMOVED_WITHIN_S
-        while True:
-            try:
-                path.rmdir()
-                return
-            except OSError as error:
-                if error.errno != errno.EBUSY or time.monotonic() >= until_s:
-                    logger.warning("control group %s cannot be removed: %s", path, error.strerror)
-                    return
-            time.sleep(0.002)  # its last process is about to be gone
+        error = end_group(path, _REMOVED_WITHIN_S)
+        if error is not None:
+            logger.warning("control group %s cannot be removed: %s", path, error.strerror)
 
 
 def _own_prefix() -> str:
@@ -109,20 +97,12 @@ def _own_prefix() -> str:
     return f"{_PREFIX}-{_OWN_PROCESSES.stat().st_ino}"
 
 
-def find_parent(own_group: Path = _OWN_GROUP, mounts: Path = _MOUNTS) -> Path | str:
+def find_parent(own: Path = OWN_GROUP, mounts: Path = MOUNTS) -> Path | str:
     """Return the folder below which groups with limits can be made, as far as files show; a text that says why not."""
-    try:
-        own = [line[3:] for line in own_group.read_text().splitlines() if line.startswith("0::")]
-        mounted = [_cgroup2_of(line) for line in mounts.read_text().splitlines()]
-    except OSError as error:
-        return f"{error.filename}: {error.strerror}"
-    roots = [root for root in mounted if root is not None]
-    if not own or not roots:
-        return "this machine has no control groups of version 2"
-    [mount, *_], relative = roots, own[0].strip("/")
-    group = mount / relative
-    if ".." in Path(relative).parts or not group.is_dir():
-        return "the control group of this process is not visible here"
+    found = own_group(own, mounts)
+    if isinstance(found, str):
+        return found
+    group, mount = found
     for folder in (group, *group.parents):
         if not folder.is_relative_to(mount):
             break
@@ -131,9 +111,3 @@ def find_parent(own_group: Path = _OWN_GROUP, mounts: Path = _MOUNTS) -> Path | 
                 is_writable = os.access(folder, os.W_OK) and os.access(folder / "cgroup.procs", os.W_OK)
                 return folder if is_writable else f"{folder} may not be written to"
     return "no control group above this process gives the memory controller to others"
-
-
-def _cgroup2_of(line: str) -> Path | None:
-    """Return the mount point of a line of mountinfo, if it is of control groups of version 2."""
-    before, _, after = line.partition(" - ")
-    return Path(before.split()[4]) if after.split()[:1] == ["cgroup2"] else None

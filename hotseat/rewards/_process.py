@@ -1,4 +1,4 @@
-"""Handle of one worker process, used by the thread that owns it.
+"""A worker process that has loaded a file of functions, used by the thread that owns it.
 
 The thread that starts the process has to outlive it: the kernel ends the process with the thread, not with the program.
 """
@@ -6,36 +6,16 @@ The thread that starts the process has to outlive it: the kernel ends the proces
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
-import signal
-import struct
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hotseat.openmp import wait_policy
+from hotseat.processes import ChildProcess, WorkerTimeout
 
 _WORKER = Path(__file__).with_name("_worker.py")
-_MAX_ANSWER_BYTES = 1 << 30
-_LOOK_EVERY_S = 0.1  # interval of checks for the process's death and `is_closed` while the pipe is silent
-
-
-class Closed(Exception):
-    """The owner does not want the answer any more."""
-
-
-class WorkerTimeout(Exception):
-    """No answer within the deadline."""
-
-
-class ProtocolError(Exception):
-    """The pipe contains something else than an answer: the user's code wrote to it."""
 
 
 class NotLoaded(Exception):
@@ -44,28 +24,6 @@ class NotLoaded(Exception):
 
 class LoadedTooLate(NotLoaded):
     """The user's file was still being loaded at the deadline."""
-
-
-class WorkerDied(Exception):
-    """The process ended. code: its exit code, or minus the signal that ended it; None if it had to be ended."""
-
-    def __init__(self, code: int | None):
-        self.code = code
-        super().__init__(self._describe())
-
-    @property
-    def is_from_outside(self) -> bool:
-        """Return whether another process killed this one; our own deadline raises `WorkerTimeout` instead."""
-        return self.code in (-signal.SIGKILL, -signal.SIGTERM)
-
-    def _describe(self) -> str:
-        if self.code is None:
-            return "its process ended"
-        if self.code >= 0:
-            return f"its process exited with code {self.code}"
-        with contextlib.suppress(ValueError):
-            return f"its process was ended by {signal.Signals(-self.code).name}"
-        return f"its process was ended by signal {-self.code}"
 
 
 @dataclass(frozen=True)
@@ -79,144 +37,29 @@ class Task:
     extra_path: tuple[str, ...] = ()  # folders to import from, besides those of this process
 
 
-class WorkerProcess:
+class WorkerProcess(ChildProcess):
     """A process that has loaded the user's file. Ends with `end`, with its owner thread, or with this program."""
 
     def __init__(self, task: Task, timeout_s: float, is_closed: Callable[[], bool]):
-        self._is_closed = is_closed
-        worker_inbox, self._outbox = os.pipe()
-        self._inbox, worker_outbox = os.pipe()
-        task_message = {
-            "parent": os.getpid(),
-            "file": task.file,
-            "function": task.function,
-            "path": [*sys.path, *task.extra_path],
-            "max_memory": task.max_memory_bytes,
-            "inbox": worker_inbox,
-            "outbox": worker_outbox,
-        }
-        log: Any = 2 if task.log_path is None else open(task.log_path, "ab")  # noqa: SIM115
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-P", str(_WORKER), json.dumps(task_message)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+        with contextlib.ExitStack() as stack:
+            log = 2 if task.log_path is None else stack.enter_context(open(task.log_path, "ab"))
+            super().__init__(
+                _WORKER,
+                {"file": task.file, "function": task.function, "path": [*sys.path, *task.extra_path]},
+                output=(log, log),
                 env={**os.environ, **wait_policy()},
-                pass_fds=(worker_inbox, worker_outbox),
-                start_new_session=True,  # Ctrl-C is for the driver, and the group of all that it starts can be ended
+                dies_with_thread=True,
+                max_memory_bytes=task.max_memory_bytes,
+                is_closed=is_closed,
             )
-        except BaseException:
-            os.close(self._inbox)
-            os.close(self._outbox)
-            raise
-        finally:
-            os.close(worker_inbox)
-            os.close(worker_outbox)
-            if task.log_path is not None:
-                log.close()
-        os.set_blocking(self._inbox, False)
-        os.set_blocking(self._outbox, False)
         try:
-            answer = self._receive(time.monotonic() + timeout_s)
+            answer = self.receive(timeout_s)
+            if "error" in answer:
+                raise NotLoaded(answer["error"])
+            self.takes_names = bool(answer.get("takes_names"))  # the function is called by names
         except WorkerTimeout:
             self.end()
             raise LoadedTooLate(f"it did not load within {timeout_s:g} s") from None
         except BaseException:
             self.end()
             raise
-        if "error" in answer:
-            self.end()
-            raise NotLoaded(answer["error"])
-        self.takes_names = bool(answer.get("takes_names"))  # the function is called by names
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def is_alive(self) -> bool:
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        except ChildProcessError:
-            return False
-
-    def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a message, and wait for the answer. After an error the process can only be ended."""
-        deadline = time.monotonic() + timeout_s
-        self._send(message, deadline)
-        return self._receive(deadline)
-
-    def end(self) -> int | None:
-        """End the process and everything that it started. Returns the exit code, or minus the signal."""
-        if self._process.returncode is None:
-            # Kill the group before collecting the process: until then its number cannot belong to another one.
-            with contextlib.suppress(OSError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
-            os.close(self._inbox)
-            os.close(self._outbox)
-        return self._process.returncode
-
-    def _send(self, message: dict[str, Any], deadline: float) -> None:
-        data = memoryview(_framed(message))
-        while data:
-            self._wait_for(self._outbox, select.POLLOUT, deadline)
-            with contextlib.suppress(BlockingIOError):
-                try:
-                    data = data[os.write(self._outbox, data) :]
-                except BrokenPipeError:
-                    raise self._died() from None
-
-    def _receive(self, deadline: float) -> dict[str, Any]:
-        (size,) = struct.unpack("<Q", self._read(8, deadline))
-        try:
-            if size > _MAX_ANSWER_BYTES:
-                raise ValueError
-            answer = json.loads(self._read(size, deadline))
-            if not isinstance(answer, dict):
-                raise ValueError
-        except ValueError:
-            raise ProtocolError("its answer cannot be read: something else was written to the worker's pipe") from None
-        return answer
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        parts = []
-        while size:
-            self._wait_for(self._inbox, select.POLLIN, deadline)
-            with contextlib.suppress(BlockingIOError):
-                part = os.read(self._inbox, min(size, 1 << 20))
-                if not part:
-                    raise self._died()
-                parts.append(part)
-                size -= len(part)
-        return b"".join(parts)
-
-    def _wait_for(self, pipe: int, event: int, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(pipe, event)
-        while True:
-            if self._is_closed():
-                raise Closed
-            left = deadline - time.monotonic()
-            if poll.poll(max(0.0, min(left, _LOOK_EVERY_S)) * 1000):
-                return
-            if left <= 0:
-                raise WorkerTimeout
-            if not self.is_alive():  # its children may hold the pipe open
-                raise self._died()
-
-    def _died(self) -> WorkerDied:
-        """Return the error for a closed pipe, after waiting for the process to end; one that does not is ended."""
-        for _ in range(50):
-            if not self.is_alive():
-                break
-            time.sleep(0.02)
-        else:
-            self.end()
-            return WorkerDied(None)
-        return WorkerDied(self.end())
-
-
-def _framed(message: dict[str, Any]) -> bytes:
-    data = json.dumps(message).encode()
-    return struct.pack("<Q", len(data)) + data

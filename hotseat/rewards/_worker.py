@@ -1,59 +1,43 @@
-"""The process in which a user's reward function runs. Run as a program; needs only the standard library.
+"""The process in which a user's reward function runs. Run by `processes/child.py`; needs only the standard library.
 
-It loads the user's file, reports that it is ready or why not, and then answers one call after another until the pipe
-closes. Messages are JSON preceded by their length. The user's code does not use the pipe; its output goes to the
-standard output and error that the process was started with.
+It loads the user's file, reports that it is ready or why not, and then answers one call after another until the
+connection closes. The user's code does not use it; its output goes to the standard output and error that the process
+was started with.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
-import ctypes
 import faulthandler
 import importlib.util
 import inspect
-import json
 import os
 import random
 import re
-import signal
-import struct
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_PR_SET_PDEATHSIG = 1
+if TYPE_CHECKING:
+    from hotseat.processes.child import Channel
 
 
-def main(task: dict[str, Any]) -> None:
-    """Serve calls until the pipe closes.
-
-    task: `parent` (pid), `file`, `function`, `path` (for imports), `max_memory` (bytes), `inbox` and `outbox`.
-    """
-    _die_with(task["parent"])
-    inbox, outbox = task["inbox"], task["outbox"]
-    for pipe in (inbox, outbox):
-        os.set_inheritable(pipe, False)
+def main(channel: Channel, task: dict[str, Any]) -> None:
+    """Serve calls until the connection closes. task: `file`, `function`, and `path` (for imports)."""
     faulthandler.enable()
-    if task["max_memory"] is not None:
-        import resource
-
-        # The limit is on written data: libraries, above all for GPUs, reserve far more address space than they use.
-        resource.setrlimit(resource.RLIMIT_DATA, (task["max_memory"], task["max_memory"]))
     sys.path[:] = [os.path.dirname(os.path.abspath(task["file"])), *task["path"]]
     sys.argv[:] = [task["file"]]
     _install_openrlhf_helpers()
     try:
         function = load(task["file"], task["function"])
     except BaseException as error:
-        send(outbox, {"error": describe(error, task["file"])})
+        channel.send({"error": describe(error, task["file"])})
         return
-    send(outbox, {"ready": True, "takes_names": takes_names(function)})
-    while (call := receive(inbox)) is not None:
+    channel.send({"ready": True, "takes_names": takes_names(function)})
+    while (call := _next(channel)) is not None:
         if call.get("seed") is not None:
             seed_everything(call["seed"])
         try:
@@ -67,7 +51,7 @@ def main(task: dict[str, Any]) -> None:
         except BaseException as error:  # whatever the user's code raises, even SystemExit, is reported as its answer
             answer = {"error": describe(error, task["file"]), "is_mistake": isinstance(error, ArgumentMissing)}
             answer |= {"note": note} if (note := _take_note()) else {}
-        send(outbox, answer)
+        channel.send(answer)
 
 
 # --- functions of TRL's form ------------------------------------------------------------------------------------------
@@ -152,12 +136,11 @@ async def _wait(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _die_with(parent: int) -> None:
-    if sys.platform.startswith("linux"):
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent ended before prctl took effect
-        os._exit(1)
+def _next(channel: Channel) -> dict[str, Any] | None:
+    try:
+        return channel.receive()
+    except EOFError:
+        return None
 
 
 def load(file: str, name: str) -> Any:
@@ -231,36 +214,3 @@ def plain(value: Any, depth: int = 0) -> Any:
         if callable(getattr(value, "tolist", None)):
             return plain(value.tolist(), depth + 1)
     return {"__type__": type(value).__name__}
-
-
-# --- messages ---------------------------------------------------------------------------------------------------------
-
-
-def send(pipe: int, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode()
-    data = struct.pack("<Q", len(data)) + data
-    while data:
-        data = data[os.write(pipe, data) :]
-
-
-def receive(pipe: int) -> dict[str, Any] | None:
-    head = _read(pipe, 8)
-    if head is None:
-        return None
-    body = _read(pipe, struct.unpack("<Q", head)[0])
-    return None if body is None else json.loads(body)
-
-
-def _read(pipe: int, size: int) -> bytes | None:
-    parts = []
-    while size:
-        part = os.read(pipe, min(size, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

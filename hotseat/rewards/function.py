@@ -18,8 +18,9 @@ from typing import Any
 from hotseat import faults
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
+from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
-from hotseat.rewards._process import Closed, NotLoaded, ProtocolError, Task, WorkerDied, WorkerProcess, WorkerTimeout
+from hotseat.rewards._process import NotLoaded, Task, WorkerProcess
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
 from hotseat.rewards.scorer import NamedArguments, named_samples
 from hotseat.words import label_text

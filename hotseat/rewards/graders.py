@@ -18,7 +18,8 @@ from typing import Any
 from hotseat import faults
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
-from hotseat.rewards._process import Closed, NotLoaded, ProtocolError, Task, WorkerDied, WorkerProcess, WorkerTimeout
+from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
+from hotseat.rewards._process import NotLoaded, Task, WorkerProcess
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code

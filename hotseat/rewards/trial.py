@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hotseat.failed import Failed
-from hotseat.rewards._process import (
-    LoadedTooLate,
-    NotLoaded,
-    ProtocolError,
-    Task,
-    WorkerDied,
-    WorkerProcess,
-    WorkerTimeout,
-)
+from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
+from hotseat.rewards._process import LoadedTooLate, NotLoaded, Task, WorkerProcess
 from hotseat.rewards.answers import BadAnswer, read_answer
 from hotseat.rewards.function import locate
 from hotseat.rewards.scorer import NamedArguments

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -22,14 +22,17 @@ from environment_cases import GYM, OPENENV, VERIFIERS, python_of
 from gateway_cases import SAMPLING, WAIT_S, Engine, Outcome, learned, processes_of
 
 from hotseat.agents import AgentHost, ProgramSettings, load_agent
+from hotseat.agents.environments import worker
 from hotseat.agents.environments.agent import check_environment, environment_rows
 from hotseat.agents.environments.families import FAMILIES, EnvironmentSettings, library_problem
 from hotseat.agents.environments.worker import _plain
 from hotseat.errors import UserError
+from hotseat.processes import ChildProcess
 from hotseat.types import Failed, Prompt, SampleKey, ScoredEpisode
 
 pytestmark = pytest.mark.slow
 
+WORKER = Path(worker.__file__)
 START_S = 300.0  # libraries are large, and others work on the same cores
 
 
@@ -284,30 +287,22 @@ def test_the_end_of_its_socket_ends_the_process_and_what_it_started(tmp_path):
             return 0.0
     """
     settings = own_function(tmp_path, code)
-    ours, theirs = socket.socketpair()
     output, write = os.pipe()  # both processes hold its end
-    process = subprocess.Popen(
-        [*settings.command, str(theirs.fileno()), settings.spec],
-        pass_fds=[theirs.fileno()],
-        stdout=write,
-        start_new_session=True,
-    )
-    theirs.close()
+    child = ChildProcess(WORKER, settings.spec, output=(write, None))
     os.close(write)
-    with ours, ours.makefile("rb") as answers:
-        assert json.loads(answers.readline()) == {"id": 0, "result": None}
-    ours.close()  # as if the host were gone
-    assert process.wait(WAIT_S) == -signal.SIGKILL
+    assert child.receive(WAIT_S) == {"id": 0, "result": None}
+    child.socket.close()  # as if the host were gone
+    assert child.process.wait(WAIT_S) == -signal.SIGKILL
     with os.fdopen(output, "rb") as written:
         assert written.read() in (b"up\n", b"")  # ends when the last one has
 
 
 ENVIRONMENT_HOST = """
-import sys, time
-from hotseat.agents.environments.agent import _Started
+import json, sys, time
+from hotseat.agents.environments.agent import StartedEnvironment
 from hotseat.agents.environments.families import EnvironmentSettings
-started = _Started(EnvironmentSettings(file=sys.argv[1], python=sys.executable), ())
-print(started.connection.makefile().readline(), flush=True)
+started = StartedEnvironment(EnvironmentSettings(file=sys.argv[1], python=sys.executable), ())
+print(json.dumps(started.receive()), flush=True)
 time.sleep(1e6)
 """
 
@@ -339,18 +334,12 @@ def test_environments_of_a_host_that_was_killed_end_with_what_they_started(tmp_p
 
 def test_a_process_that_fails_says_why_before_it_is_killed(tmp_path):
     settings = own_function(tmp_path)
-    ours, theirs = socket.socketpair()
-    process = subprocess.Popen(
-        [*settings.command, str(theirs.fileno()), settings.spec],
-        pass_fds=[theirs.fileno()],
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    theirs.close()
-    with ours:
-        ours.sendall(b"{\n")  # no JSON
-        _, written = process.communicate(timeout=WAIT_S)
-    assert b"JSONDecodeError" in written
+    child = ChildProcess(WORKER, settings.spec, output=(subprocess.PIPE, subprocess.STDOUT))
+    child.receive(WAIT_S)
+    child.socket.send(struct.pack("<Q", 1) + b"{")  # no JSON
+    child.process.wait(WAIT_S)
+    assert "JSONDecodeError" in child.written()
+    child.end()
 
 
 def test_numbers_of_numpy_become_pythons_wherever_they_are():

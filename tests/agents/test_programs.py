@@ -18,17 +18,18 @@ import pytest
 from chat_templates import tokenizer_of
 from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned, processes_of
 
-from hotseat.agents import AgentHost, ProgramSettings, _reaper, load_agent
+from hotseat.agents import AgentHost, ProgramSettings, _programs, load_agent
 from hotseat.agents._confinement import (
     Confinement,
     best_confinement,
     namespaces,
-    own_groups,
     warn_if_open,
     works,
 )
 from hotseat.agents._programs import ProgramHost, check_startable, environment
 from hotseat.errors import UserError
+from hotseat.processes import supervisor
+from hotseat.processes.control_groups import own_group
 from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
 pytestmark = pytest.mark.slow
@@ -159,9 +160,9 @@ def confinement_of(name: str) -> Confinement:
     """One of the ways, if it works on this system."""
     if name == "process group":
         return Confinement(name)
-    groups = own_groups()
     if name == "control group":
-        found = [Confinement(name, groups=groups)] if groups else []
+        group = own_group()
+        found = [] if isinstance(group, str) else [Confinement(name, groups=group[0])]
     else:
         found = [Confinement("PID namespace", prefix) for prefix in namespaces() if prefix[0].endswith(name)]
     for confinement in filter(works, found):
@@ -301,7 +302,7 @@ def test_programs_of_a_host_that_was_killed_end_and_their_folders_are_removed(tm
     folders.mkdir()
     env = {**os.environ, "TMPDIR": str(folders)}
     host = subprocess.Popen(
-        [sys.executable, "-c", HOST, str(began), str(number), str(Path(_reaper.__file__).parent)], env=env
+        [sys.executable, "-c", HOST, str(began), str(number), str(Path(_programs.__file__).parent)], env=env
     )
     beat = threading.Event()
     while len(os.listdir(began)) < number:
@@ -324,15 +325,15 @@ def test_locked_folders_are_removed_also_without_the_rights_of_root(tmp_path):
     mine.mkdir()
     os.chown(mine, 65534, 65534)
     code = (
-        "import os, sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); import _reaper\n"
+        "import os, sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); import supervisor\n"
         "folder = Path(sys.argv[1]) / 'folder'; (folder / 'locked/inner').mkdir(parents=True)\n"
         "(folder / 'locked/inner/file').touch(); (folder / 'locked/link').symlink_to('/')\n"
         "(folder / 'locked/inner').chmod(0o500); (folder / 'locked').chmod(0); folder.chmod(0o500)\n"
-        "_reaper.remove_folder(folder); sys.exit(folder.exists())"
+        "supervisor.remove_folder(folder); sys.exit(folder.exists())"
     )
     package = tmp_path / "package"
     package.mkdir()
-    shutil.copy(_reaper.__file__, package / "_reaper.py")
+    shutil.copy(supervisor.__file__, package / "supervisor.py")
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     if python is None:
         pytest.skip("needs a Python that other users may run")
@@ -386,7 +387,7 @@ def test_containers_that_cannot_be_removed_are_an_error(tmp_path):
     engine.write_text("#!/bin/sh\ncase $1 in\n  ps) echo one ;;\n  rm) echo it is paused >&2; exit 2 ;;\nesac\n")
     engine.chmod(0o755)
     with pytest.raises(RuntimeError, match="engine rm: it is paused"):
-        _reaper.remove_containers(str(engine), "hotseat.host=x")
+        supervisor.remove_containers(str(engine), "hotseat.host=x")
 
 
 @pytest.mark.long
@@ -400,7 +401,7 @@ def test_podmans_containers_with_the_label_are_removed(tmp_path):
     made = subprocess.run(create, capture_output=True, text=True)
     if made.returncode != 0:
         pytest.skip(f"podman cannot make a container here: {made.stderr}")
-    _reaper.remove_containers("podman", f"hotseat.host=test{os.getpid()}")
+    supervisor.remove_containers("podman", f"hotseat.host=test{os.getpid()}")
     assert subprocess.run(["podman", "container", "exists", made.stdout.strip()]).returncode == 1
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from environments import own_environment
 
-from hotseat.cluster._guard import end_marked
 from hotseat.cluster.ports import free_port
+from hotseat.processes.supervisor import end_marked
 
 MARK = "HOTSEAT_TEST_HEAD"
 SECOND = Path(__file__).parents[1] / "cluster" / "second_raylet.py"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from environments import hear_interrupts
 
-from hotseat.cluster._guard import SESSION, end_marked, marked, process_state, start_time
+from hotseat.processes.supervisor import SESSION, end_marked, marked, process_state, start_time
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

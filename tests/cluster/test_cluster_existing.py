@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from environments import own_environment
 
-from hotseat.cluster._guard import SESSION, end_marked, marked, process_state
 from hotseat.cluster.ports import free_port
+from hotseat.processes.supervisor import SESSION, end_marked, marked, process_state
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from cluster_workers import wait_until
 
-from hotseat.cluster import Cluster, _guard
+from hotseat.cluster import Cluster
 from hotseat.cluster.ports import free_port
+from hotseat.processes import supervisor
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the guard needs Linux")
 
@@ -50,31 +51,31 @@ def of_this_suite(name: str) -> str:
 def number():
     """Gives this process a mark, and takes it away again."""
     before = []
-    yield lambda session, worker="": before.append(_guard.mark_this_process(session, worker))
-    _guard.remark_this_process(before[0])
+    yield lambda session, worker="": before.append(supervisor.mark_this_process(session, worker))
+    supervisor.remark_this_process(before[0])
 
 
 def test_states_of_a_process(start):
     process = start()
-    started = _guard.start_time(process.pid)
-    assert _guard.process_state(process.pid, started) == "running"
-    assert _guard.process_state(process.pid, started + 1) == "gone"  # the pid is used again by another
+    started = supervisor.start_time(process.pid)
+    assert supervisor.process_state(process.pid, started) == "running"
+    assert supervisor.process_state(process.pid, started + 1) == "gone"  # the pid is used again by another
     stop(process)
-    assert _guard.process_state(process.pid, started) == "stopped"
+    assert supervisor.process_state(process.pid, started) == "stopped"
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert _guard.process_state(process.pid, started) == "gone"  # though nobody has collected it yet
+    assert supervisor.process_state(process.pid, started) == "gone"  # though nobody has collected it yet
     process.wait(60)
-    assert _guard.process_state(process.pid) == "gone"
-    assert _guard.start_time(process.pid) is None
+    assert supervisor.process_state(process.pid) == "gone"
+    assert supervisor.start_time(process.pid) is None
 
 
 def test_a_session_is_found_by_its_environment_also_inside_another(start):
     outer, inner = of_this_suite("outer"), of_this_suite("inner")
-    ours = start(env={_guard.SESSION: f"{outer}/{inner}"})
-    start(env={_guard.SESSION: f"{outer}-1"})
-    assert _guard.marked(_guard.SESSION, [inner]) == [ours.pid]
-    assert _guard.marked(_guard.SESSION, [outer]) == [ours.pid]
+    ours = start(env={supervisor.SESSION: f"{outer}/{inner}"})
+    start(env={supervisor.SESSION: f"{outer}-1"})
+    assert supervisor.marked(supervisor.SESSION, [inner]) == [ours.pid]
+    assert supervisor.marked(supervisor.SESSION, [outer]) == [ours.pid]
 
 
 def test_a_process_without_a_readable_environment_is_found_by_its_number(start, number):
@@ -85,9 +86,9 @@ def test_a_process_without_a_readable_environment_is_found_by_its_number(start, 
     other_worker = start(env={})
     number(of_this_suite("other-session"))
     other_session = start(env={})
-    assert sorted(_guard.marked(_guard.SESSION, [session])) == sorted([ours.pid, other_worker.pid])
-    assert _guard.marked(_guard.WORKER, [f"{session}:rollout:0:0"]) == [ours.pid]
-    assert _guard.end_marked(_guard.WORKER, [f"{session}:rollout:0:0"]) == [ours.pid]
+    assert sorted(supervisor.marked(supervisor.SESSION, [session])) == sorted([ours.pid, other_worker.pid])
+    assert supervisor.marked(supervisor.WORKER, [f"{session}:rollout:0:0"]) == [ours.pid]
+    assert supervisor.end_marked(supervisor.WORKER, [f"{session}:rollout:0:0"]) == [ours.pid]
     assert ours.wait(60) == -signal.SIGKILL
     assert other_worker.poll() is None
     assert other_session.poll() is None
@@ -95,14 +96,14 @@ def test_a_process_without_a_readable_environment_is_found_by_its_number(start, 
 
 def test_stopped_processes_are_ended_too(start):
     session = of_this_suite("stopped-session")
-    process = start(env={_guard.SESSION: session})
+    process = start(env={supervisor.SESSION: session})
     stop(process)
-    assert _guard.end_marked(_guard.SESSION, [session]) == [process.pid]
+    assert supervisor.end_marked(supervisor.SESSION, [session]) == [process.pid]
 
 
 def test_who_cleans_up_after_others_goes_last(start, monkeypatch):
     """Python's resource tracker removes the segments of processes that were killed, if it outlives them."""
-    monkeypatch.setattr(_guard, "_HELPERS_GRACE_S", 60.0)  # on a loaded machine it takes its time to start
+    monkeypatch.setattr(supervisor, "_HELPERS_GRACE_S", 60.0)  # on a loaded machine it takes its time to start
     name, session = of_this_suite("hotseat-test"), of_this_suite("tracked")
     script = f"""
 import time
@@ -112,10 +113,10 @@ print("made", flush=True)
 time.sleep(600)
 """
     process = start(
-        *(sys.executable, "-c", script), env={**os.environ, _guard.SESSION: session}, stdout=subprocess.PIPE
+        *(sys.executable, "-c", script), env={**os.environ, supervisor.SESSION: session}, stdout=subprocess.PIPE
     )
     assert process.stdout.readline() == b"made\n"
-    _guard.end_marked(_guard.SESSION, [session], timeout_s=60)
+    supervisor.end_marked(supervisor.SESSION, [session], timeout_s=60)
     process.stdout.close()
     with pytest.raises(FileNotFoundError):
         shared_memory.SharedMemory(name)

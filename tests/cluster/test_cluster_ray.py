@@ -17,8 +17,8 @@ import pytest
 from cluster_workers import Busy, Closing, Plain, Waiting, wait_until
 
 from hotseat.cluster import Cluster, Holder, Leases, Process
-from hotseat.cluster._guard import SESSION, WORKER, marked, process_state
 from hotseat.errors import DeadlineError, PlacementError, RunError, WorkerError
+from hotseat.processes.supervisor import SESSION, WORKER, marked, process_state
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

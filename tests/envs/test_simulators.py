@@ -25,6 +25,7 @@ from hotseat.envs.processes import ProcessEnv, _Child
 from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
+from hotseat.processes import WorkerDied, WorkerTimeout
 
 WALK = str(Path(__file__).parent / "walk_env.py")
 WALKS = str(Path(__file__).parent / "walks_env.py")
@@ -123,11 +124,11 @@ class UntilItHangs(ProcessEnv):
 
         class Child(_Child):
             def receive(self, timeout_s):
-                while not self._connection.poll(0.01):
+                while not self._received and not select.select([self.socket], [], [], 0.01)[0]:
                     # What was answered before it began to hang is there by now.
-                    if env.marker.exists() and not env.has_given_up and not self._connection.poll(0):
+                    if env.marker.exists() and not env.has_given_up and not select.select([self.socket], [], [], 0)[0]:
                         env.has_given_up = True
-                        raise TimeoutError
+                        raise WorkerTimeout
                 return super().receive(timeout_s)
 
         return Child(self._settings)
@@ -238,7 +239,8 @@ class DyingChild:
         self.deaths = deaths
         self.asked: list[tuple[str, int]] = []
 
-    def send(self, name, items):
+    def send(self, message, timeout_s):
+        name, items = message
         self.asked += [(name, slot) for slot, *_ in items]
 
     def receive(self, timeout_s):
@@ -247,11 +249,8 @@ class DyingChild:
             return "done", Observation(text="begin")
         if self.deaths.get(slot, 0) > 0:
             self.deaths[slot] -= 1
-            raise EOFError
+            raise WorkerDied(None)
         return "done", (Observation(text="on"), [0.0], False, False, None)
-
-    def how_it_ended(self):
-        return ""
 
     def hang_up(self):
         pass

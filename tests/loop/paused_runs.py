@@ -13,8 +13,8 @@ import preloaded
 from loop_cases import rl_yaml
 
 from hotseat import faults
-from hotseat.cluster._guard import process_state
 from hotseat.faults import VARIABLE, Fault
+from hotseat.processes.supervisor import process_state
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:

@@ -20,11 +20,11 @@ from loop_cases import make_task, rl_yaml
 from paused_runs import wait_for
 from safetensors.torch import load_file
 
-from hotseat.cluster._guard import WORKER, end_marked, marked, process_state
 from hotseat.cluster._ray.template import can_fork
 from hotseat.config import loads
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
+from hotseat.processes.supervisor import WORKER, end_marked, marked, process_state
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -172,8 +172,8 @@ def pids_of(role: str, mark: str) -> list[int]:
     """Worker processes of a role, of the run with this mark, and what they started."""
     pids = marked(MARK, [mark])
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in pids if process_state(pid) != "gone"]
-    guards = [command for command in commands if any(word.endswith(b"/_guard.py") for word in command)]
-    session = json.loads(guards[0][-2])["session"]
+    guards = [command for command in commands if any(word.endswith(b"/supervisor.py") for word in command)]
+    session = json.loads(guards[0][-2])["mark"][1]
     numbers = itertools.product(range(4), range(1, 12), range(8))  # rank, launch, incarnation
     return marked(WORKER, [f"{session}:{role}:{rank}:{launch}.{again}" for rank, launch, again in numbers], pids)
 

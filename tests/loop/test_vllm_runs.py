@@ -20,7 +20,6 @@ from loop_cases import make_task, rl_yaml
 from model_shells import NO_WEIGHTS
 from safetensors.torch import load_file
 
-from hotseat.cluster._guard import end_marked, marked
 from hotseat.config import Config, loads
 from hotseat.errors import PlacementError
 from hotseat.faults import VARIABLE, Fault
@@ -29,6 +28,7 @@ from hotseat.loop.run import start
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.models import ActorWorker
 from hotseat.observe import read_lines
+from hotseat.processes.supervisor import end_marked, marked
 from hotseat.rollout import TransformersEngine
 from hotseat.types import Episode, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 

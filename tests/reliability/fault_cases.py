@@ -13,10 +13,10 @@ from environments import own_environment
 from loop_cases import make_task, rl_yaml
 from safetensors.torch import load_file
 
-from hotseat.cluster._guard import end_marked, marked
 from hotseat.config import loads
 from hotseat.faults import VARIABLE, Fault
 from hotseat.loop.run import start
+from hotseat.processes.supervisor import end_marked, marked
 
 MARK = "TEST_FAULTS"  # in the environment of everything that a run of these tests starts
 

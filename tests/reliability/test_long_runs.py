@@ -10,8 +10,8 @@ import pytest
 from environments import own_environment
 from loop_cases import make_task, rl_yaml
 
-from hotseat.cluster._guard import end_marked, marked
 from hotseat.observe import read_lines
+from hotseat.processes.supervisor import end_marked, marked
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1200)]
 

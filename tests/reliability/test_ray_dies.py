@@ -10,8 +10,8 @@ from fault_cases import MARK, Faulty, differences, make_faulty_task, run_undistu
 from paused_runs import wait_for
 
 from hotseat.cli.main import main
-from hotseat.cluster._guard import marked
 from hotseat.faults import Fault
+from hotseat.processes.supervisor import marked
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -35,7 +35,7 @@ def shm_prefix_of(run: Faulty) -> str:
     found = set()
     for pid in marked(MARK, [run.mark]):
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if any(argument.endswith(b"/_guard.py") for argument in arguments):
+        if any(argument.endswith(b"/supervisor.py") for argument in arguments):
             found.add(json.loads(arguments[-2])["shm_prefix"])
     [prefix] = found
     return prefix

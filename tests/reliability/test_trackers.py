@@ -11,11 +11,11 @@ from loop_cases import make_task, rl_yaml
 from paused_runs import wait_for
 from safetensors.torch import load_file
 
-from hotseat.cluster._guard import marked
 from hotseat.config import loads
 from hotseat.errors import UserError
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
+from hotseat.processes.supervisor import marked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -5,20 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import secrets
 import shutil
-import signal
-import socket
 import subprocess
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hotseat.agents import _reaper
 from hotseat.agents._confinement import best_confinement, warn_if_open
 from hotseat.agents._programs import check_startable, environment
 from hotseat.agents.agent import AgentError
@@ -26,13 +21,14 @@ from hotseat.agents.black_box import BlackBox, Client
 from hotseat.agents.environments.families import EnvironmentSettings
 from hotseat.agents.gateway.settings import ProgramSettings
 from hotseat.errors import UserError
+from hotseat.processes import ChildProcess, WorkerDied, exit_words, supervisor
 from hotseat.types import Prompt
 
-_MAX_LINE = 1 << 26
+_WORKER = Path(__file__).with_name("worker.py")
+_MAX_BYTES = 1 << 26
 _MAX_SHOWN = 400  # characters of what a process wrote last
-_KEEPING_S = 1.0
 _ENDING_S = 5.0
-_READY = 0  # the id of the first line of a process
+_READY = 0  # the id of the first message of a process
 
 
 class EnvironmentAgent(BlackBox):
@@ -78,73 +74,50 @@ class EnvironmentAgent(BlackBox):
         return process
 
 
-class _Started:
-    """A process with a folder and a socket of its own; it leads a process group.
+class StartedEnvironment(ChildProcess):
+    """A process of an environment, with a folder of its own.
 
-    A supervisor (`_reaper.py`) ends it with what it started, and removes the folder, if this process is killed.
+    A supervisor ends it with what it started, and removes the folder, if this process is killed.
     """
 
     def __init__(self, settings: EnvironmentSettings, passed_on: Sequence[str]):
-        self.settings = settings
-        self._folder = Path(tempfile.mkdtemp(prefix="hotseat-environment-"))
-        self._name = secrets.token_hex(8)
-        self._supervisor = _reaper.start({"host": self._name, "folder": str(self._folder)})
-        self._written = b""
-        self.connection, theirs = socket.socketpair()
-        env = environment(self._folder, passed_on, {_reaper.MARK: f"{self._name}.0"})
+        folder = Path(tempfile.mkdtemp(prefix="hotseat-environment-"))
+        name = secrets.token_hex(8)
+        self._left: supervisor.Task = {"mark": (supervisor.EPISODE, name), "folders": [str(folder)]}
+        self._supervisor = supervisor.start_supervisor(self._left, is_awaited=False)
         self._confinement = best_confinement()
         warn_if_open(self._confinement, False)
         confined = self._confinement.prefix  # what it starts is found by its mark, too: it needs no control group
-        env["PATH"] = os.pathsep.join([os.path.dirname(settings.command[0]), env.get("PATH", os.defpath)])
+        python = settings.interpreter
+        env = environment(folder, passed_on, {supervisor.EPISODE: name})
+        env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])
         try:
-            check_startable(shutil.which(settings.command[0]) or settings.command[0])
-            self._process = subprocess.Popen(
-                [*confined, *settings.command, str(theirs.fileno()), settings.spec],
-                cwd=self._folder,
+            check_startable(shutil.which(python) or python)
+            super().__init__(
+                _WORKER,
+                settings.spec,
+                command=(*confined, python),
+                output=(subprocess.PIPE, subprocess.STDOUT),
                 env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                cwd=folder,
             )
         except OSError as error:
-            self.connection.close()
             self._clean_up()
             raise AgentError(f"{settings}: its process cannot be started: {error}") from None
-        finally:
-            theirs.close()
-        self._keeping = threading.Thread(target=self._keep_written, name="environment-output", daemon=True)
-        self._keeping.start()
-
-    def _keep_written(self) -> None:
-        """Read what the process writes until nobody can write any more, and keep the end of it."""
-        assert self._process.stdout is not None
-        with self._process.stdout as output:
-            while data := os.read(output.fileno(), 1 << 16):
-                self._written = (self._written + data)[-4 * _MAX_SHOWN :]
 
     def _clean_up(self) -> None:
-        _reaper.end_marked(lambda value: value.partition(".")[0] == self._name)
-        _reaper.remove_folder(self._folder)
-        _reaper.dismiss(self._supervisor)
+        supervisor.clean_up(self._left)
+        supervisor.dismiss_supervisor(self._supervisor)
 
-    def end(self, *, has_hung_up: bool = False) -> str:
+    def how_it_ended(self, *, has_hung_up: bool = False) -> str:
         """Kill the process and what it started, and return how it had ended, with the end of what it wrote.
 
-        has_hung_up: its end of the socket is closed, so that it is about to end by itself, if it has not yet.
+        has_hung_up: its end of the channel is closed, so that it is about to end by itself, if it has not yet.
         """
-        if has_hung_up:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_ENDING_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._confinement.exit_code(self._process.wait())
+        code = self._confinement.exit_code(self.end(_ENDING_S if has_hung_up else 0.0))
         self._clean_up()
-        self._keeping.join(_KEEPING_S)  # a process that has removed its mark may hold the pipe open
-        text = self._written.decode(errors="replace").strip()[-_MAX_SHOWN:]
-        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        return how + (f": {text}" if text else "")
+        text = self.written()[-_MAX_SHOWN:]
+        return exit_words(code) + (f": {text}" if text else "")
 
 
 class _Process:
@@ -153,7 +126,7 @@ class _Process:
     def __init__(self, settings: EnvironmentSettings, passed_on: Sequence[str]):
         self._settings = settings
         self._passed_on = passed_on
-        self._started: _Started | None = None
+        self._started: StartedEnvironment | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(_READY + 1)
@@ -187,19 +160,18 @@ class _Process:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reading
 
-    def _send(self, line: dict[str, Any]) -> None:
-        if self._writer is not None and not self.has_ended:
-            self._writer.write(json.dumps(line).encode() + b"\n")
-        elif "cancel" not in line:
+    def _send(self, asked: dict[str, Any]) -> None:
+        if self._started is not None and self._writer is not None and not self.has_ended:
+            self._writer.write(self._started.channel.frame(asked))
+        elif "cancel" not in asked:
             raise AgentError(f"{self._settings}: its process has ended")
 
     async def _read(self) -> None:
         how, has_hung_up = "", False
         try:
-            self._started = _Started(self._settings, self._passed_on)
-            reader, self._writer = await asyncio.open_connection(sock=self._started.connection, limit=_MAX_LINE)
-            while line := await _line(reader):
-                answer = json.loads(line)
+            self._started = StartedEnvironment(self._settings, self._passed_on)
+            reader, self._writer = await asyncio.open_connection(sock=self._started.socket)
+            while (answer := await _next(self._started, reader)) is not None:
                 waiting = self._waiting.get(answer["id"])
                 if waiting is None or waiting.done():
                     continue  # cancelled meanwhile
@@ -215,18 +187,18 @@ class _Process:
             if self._writer is not None:
                 self._writer.close()
             if self._started is not None:
-                how = f"{self._settings}: its process ended with {self._started.end(has_hung_up=has_hung_up)}"
+                how = f"{self._settings}: its process ended with {self._started.how_it_ended(has_hung_up=has_hung_up)}"
             for waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_exception(AgentError(how))
                     waiting.exception()  # nobody may be there to take it
 
 
-async def _line(reader: asyncio.StreamReader) -> bytes:
+async def _next(started: StartedEnvironment, reader: asyncio.StreamReader) -> dict[str, Any] | None:
     try:
-        return await reader.readline()
-    except (ConnectionError, ValueError):  # ended, or a line that is longer than any should be
-        return b""
+        return await started.channel.receive_from(reader, _MAX_BYTES)
+    except (EOFError, ConnectionError, ValueError):  # ended, or what no environment sends
+        return None
 
 
 # --- where data is read -----------------------------------------------------------------------------------------------
@@ -248,22 +220,22 @@ def environment_rows(
 def _ask(settings: EnvironmentSettings, passed_on: Sequence[str], asked: dict[str, Any] | None) -> Any:
     """Start the process of an environment for one question. Python's signals end it with us."""
     try:
-        started = _Started(settings, passed_on)
+        started = StartedEnvironment(settings, passed_on)
     except AgentError as error:
         raise UserError(f"agent.environment: {error}") from None
-    answers = [b"-"]
+    answer: dict[str, Any] = {}
     try:
-        with started.connection, started.connection.makefile("rwb") as stream:
-            answers = [stream.readline()]
-            if asked is not None and answers[0] and "error" not in json.loads(answers[0]):
-                stream.write(json.dumps(asked).encode() + b"\n")
-                stream.flush()
-                answers.append(stream.readline())
+        answer = started.receive()
+        if asked is not None and "error" not in answer:
+            answer = {}
+            started.send(asked)
+            answer = started.receive()
+    except WorkerDied:
+        pass
     finally:
-        how = started.end(has_hung_up=not answers[-1])
-    if not answers[-1]:
+        how = started.how_it_ended(has_hung_up=not answer)
+    if not answer:
         raise UserError(f"agent.environment: {settings}: its process ended with {how}")
-    answer = json.loads(answers[-1])
     if "error" in answer:
         raise UserError(f"agent.environment: {settings}: {answer['error']}")
     return answer["result"]

@@ -49,17 +49,17 @@ class EnvironmentSettings:
     num_processes: int = 1
 
     @property
-    def command(self) -> list[str]:
-        """The process, without the number of its socket and without its specification."""
-        return [interpreter(self.python), str(_FOLDER / "worker.py")]
+    def interpreter(self) -> str:
+        """Return the path of the process's interpreter."""
+        return interpreter(self.python)
 
     @property
-    def spec(self) -> str:
-        """Return what the process is to run, as JSON."""
+    def spec(self) -> dict[str, Any]:
+        """Return what the process is to run, in JSON's types."""
         if self.family is None:
-            return json.dumps({"file": os.path.abspath(os.path.expanduser(str(self.file)))})
+            return {"file": os.path.abspath(os.path.expanduser(str(self.file)))}
         file = str(_FOLDER / f"{self.family}.py")
-        return json.dumps({"file": file, "name": _absolute(self.name), "arguments": json.loads(self.arguments)})
+        return {"file": file, "name": _absolute(self.name), "arguments": json.loads(self.arguments)}
 
     def __str__(self) -> str:
         if self.family is None:

@@ -1,16 +1,16 @@
 """The process in which environments of a library run, under an interpreter that may be another than ours.
 
-Run as `python worker.py FD SPEC`, where FD is a connected socket and SPEC is JSON: `file`, a Python file, and for those
-of this folder the `name` and `arguments` of an environment. Needs nothing but Python's own library, because its
-interpreter has what the environment's library asks for, and not what Hotseat does.
+Run by `processes/child.py`. The task has `file`, a Python file, and for those of this folder the `name` and `arguments`
+of an environment. Needs nothing but Python's own library, because its interpreter has what the environment's library
+asks for, and not what Hotseat does.
 
-Takes lines of JSON from the socket, and answers each with a line that has the same `id`:
+Takes messages from the channel, and answers each with one that has the same `id`:
 
     {"id": 1, "prompts": [0, 511]}                          the first texts of tasks, by number
     {"id": 2, "play": {"text", "label", "seed", "base_url", "api_key", "root_url", "model"}}    one episode
     {"cancel": 2}                                           no answer is waited for any more
 
-Episodes run side by side: async ones in one event loop, plain ones in a thread each. The end of the socket ends the
+Episodes run side by side: async ones in one event loop, plain ones in a thread each. The end of the channel ends the
 process and all that it started.
 """
 
@@ -24,7 +24,6 @@ import inspect
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 import urllib.parse
@@ -32,9 +31,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_MAX_LINE = 1 << 26
+if TYPE_CHECKING:
+    from hotseat.processes.child import Channel
+
 _MAX_THREADS = 4096
 _MAX_SHOWN = 2000
 _OVER = ("max_steps", "context_length_exceeded", "timeout")  # the run's bounds of an episode
@@ -81,7 +82,8 @@ class Policy:
 
 
 class _Worker:
-    def __init__(self, spec: Mapping[str, Any]):
+    def __init__(self, channel: Channel, spec: Mapping[str, Any]):
+        self._channel = channel
         module = _load(spec["file"])
         self._play: Callable[..., Any]
         if "arguments" in spec:
@@ -92,25 +94,33 @@ class _Worker:
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "episode")
         self._running: dict[int, asyncio.Task[None]] = {}
 
-    async def serve(self, connection: socket.socket) -> None:
-        reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_LINE)
-        _send(writer, {"id": 0, "result": None})  # ready
-        while line := await reader.readline():
-            asked = json.loads(line)
+    async def serve(self) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._channel.socket)
+        self._send({"id": 0, "result": None})  # ready
+        while (asked := await self._next(reader)) is not None:
             if "cancel" in asked:
                 running = self._running.get(asked["cancel"])
                 if running is not None:
                     running.cancel()
                 continue
-            task = asyncio.ensure_future(self._answer(asked, writer))
+            task = asyncio.ensure_future(self._answer(asked))
             self._running[asked["id"]] = task
             task.add_done_callback(partial(self._forget, asked["id"]))
         os.killpg(0, signal.SIGKILL)
 
+    async def _next(self, reader: asyncio.StreamReader) -> dict[str, Any] | None:
+        try:
+            return await self._channel.receive_from(reader)
+        except EOFError:
+            return None
+
+    def _send(self, answer: Mapping[str, Any]) -> None:
+        self._writer.write(self._channel.frame(answer))
+
     def _forget(self, number: int, _: asyncio.Task[None]) -> None:
         self._running.pop(number, None)
 
-    async def _answer(self, asked: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, asked: Mapping[str, Any]) -> None:
         try:
             if "prompts" in asked:
                 result = await self._in_thread(self._prompts, *asked["prompts"])
@@ -120,7 +130,7 @@ class _Worker:
             json.dumps(answer)
         except Exception as error:
             answer = {"id": asked["id"], "error": _described(error)}
-        _send(writer, answer)
+        self._send(answer)
 
     def _prompts(self, first: int, last: int) -> list[str]:
         return [self._tasks.prompt(number) for number in range(first, last + 1)]
@@ -189,29 +199,19 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:_MAX_SHOWN]}{where}"
 
 
-def _send(writer: asyncio.StreamWriter, answer: Mapping[str, Any]) -> None:
-    writer.write(json.dumps(answer).encode() + b"\n")
-
-
-def main(handle: str, spec: str) -> None:
-    sys.path.pop(0)  # this folder: its files have the names of the libraries
-    connection = socket.socket(fileno=int(handle))
-    sys.modules["hotseat_worker"] = sys.modules["__main__"]
+def main(channel: Channel, task: Mapping[str, Any]) -> None:
+    sys.modules["hotseat_worker"] = sys.modules[__name__]
     try:
-        worker = _Worker(json.loads(spec))
+        worker = _Worker(channel, task)
     except BaseException as error:
         traceback.print_exc()
-        connection.sendall(json.dumps({"id": 0, "error": _described(error)}).encode() + b"\n")
+        channel.send({"id": 0, "error": _described(error)})
     else:
         try:
-            asyncio.run(worker.serve(connection))
+            asyncio.run(worker.serve())
         except BaseException:
             traceback.print_exc()
     finally:
         with contextlib.suppress(OSError, ValueError):  # the file may be full or closed
             sys.stdout.flush()
         os.killpg(0, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

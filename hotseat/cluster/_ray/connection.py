@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotseat import faults
-from hotseat.cluster import _guard
 from hotseat.cluster._ray.library import RAY_ENV, import_ray, refresh_settings
 from hotseat.cluster._ray.template import Template
 from hotseat.cluster.environment import restore_environment
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
+from hotseat.processes import supervisor
 
 _NO_HANDLER = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"  # of a process that connects to Ray
 
@@ -130,18 +130,18 @@ class RayConnection:
     ) -> None:
         ray = self.ray
         variables = {
-            _guard.SESSION: self._session.id,  # for the daemons: they start with this environment
+            supervisor.SESSION: self._session.id,  # for the daemons: they start with this environment
             **RAY_ENV,
         }
         if not os.environ.get("RAY_AUTH_MODE"):
             variables["RAY_AUTH_MODE"] = "token"
             if not os.environ.get("RAY_AUTH_TOKEN") and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
                 variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        outer = os.environ.get(_guard.SESSION)
+        outer = os.environ.get(supervisor.SESSION)
         self._env_before = {key: os.environ.get(key) for key in variables}
         os.environ.update(variables)
         refresh_settings()
-        number_before = _guard.mark_this_process(self._session.id)
+        number_before = supervisor.mark_this_process(self._session.id)
         constants = ray._private.ray_constants
         on_network = getattr(constants, "ENABLE_RAY_CLUSTER", None)
         if on_network is not None:
@@ -169,16 +169,18 @@ class RayConnection:
         except BaseException:
             with contextlib.suppress(Exception):
                 ray.shutdown()
-            _guard.end_marked(_guard.SESSION, [self._session.name])  # daemons that Ray has started and does not know of
+            supervisor.end_marked(
+                supervisor.SESSION, [self._session.name]
+            )  # daemons that Ray has started and does not know of
             self._restore_env()
             raise
         finally:
-            _guard.remark_this_process(number_before)
+            supervisor.remark_this_process(number_before)
             if on_network is not None:
                 constants.ENABLE_RAY_CLUSTER = on_network
-            os.environ.pop(_guard.SESSION, None)
+            os.environ.pop(supervisor.SESSION, None)
             if outer is not None:
-                os.environ[_guard.SESSION] = outer
+                os.environ[supervisor.SESSION] = outer
 
     def _attach(self, address: str, log_to_driver: bool) -> None:
         host, _, port = address.rpartition(":")

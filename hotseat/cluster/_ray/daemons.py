@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hotseat.cluster import _guard
 from hotseat.errors import ClusterError
+from hotseat.processes import supervisor
 
 _DAEMONS = {"gcs_server": "GCS server", "raylet": "raylet"}  # Ray's name and ours, of those without which it cannot be
 _DAEMON_PERIOD_S = 0.25
@@ -59,7 +59,7 @@ class DaemonWatch(_Watch):
     def __init__(self, processes: Mapping[str, Sequence[Any]], on_loss: Callable[[ClusterError], object]):
         """`processes`: Ray's, by its own names for them, each with a `process` that has a `pid`."""
         self._watched = [
-            (words, entry.process.pid, _guard.start_time(entry.process.pid))
+            (words, entry.process.pid, supervisor.start_time(entry.process.pid))
             for name, words in _DAEMONS.items()
             for entry in processes.get(name, ())
         ]
@@ -71,7 +71,7 @@ class DaemonWatch(_Watch):
 
     def _find(self) -> ClusterError | None:
         for words, pid, started in self._watched:
-            if _guard.process_state(pid, started) == "gone":
+            if supervisor.process_state(pid, started) == "gone":
                 return ClusterError(
                     f"Ray's {words} (pid {pid}) died: without it no process of this run can be reached, so the run"
                     " ends. It was killed, by hand or for want of memory (`dmesg` tells), or it crashed"

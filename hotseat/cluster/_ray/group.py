@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from hotseat.cluster import _guard
 from hotseat.cluster._ray.library import import_ray
 from hotseat.cluster._worker_process import Failure, ProcessIdentity
 from hotseat.cluster.group import Arguments, WorkerGroup
@@ -26,6 +25,7 @@ from hotseat.cluster.pending import Pending, raise_failure, under_way_at_restart
 from hotseat.cluster.process import Process, ProcessLike
 from hotseat.cluster.refs import Ref
 from hotseat.errors import ClusterError, DeadlineError, RunError, WorkerError
+from hotseat.processes import supervisor
 
 T = TypeVar("T")
 W_co = TypeVar("W_co", covariant=True)
@@ -331,7 +331,7 @@ class RayGroup(WorkerGroup[W_co]):
         if self._owner:
             return self._owner.process_state(process.place.node, process.identity.pid, process.identity.started)
         if process.identity.hostname == socket.gethostname():
-            return _guard.process_state(process.identity.pid, process.identity.started)
+            return supervisor.process_state(process.identity.pid, process.identity.started)
         return "running"  # on another machine, as far as this copy of the group knows
 
     def describe(self, rank: int) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hotseat.cluster import _guard
 from hotseat.cluster._ray.group import RankProcess, RayGroup
 from hotseat.cluster._ray.reservation import Reservation
 from hotseat.cluster._worker_process import AsyncObjectHost, ObjectHost, ProcessIdentity, is_async
@@ -19,6 +18,7 @@ from hotseat.cluster.process import ProcessLike
 from hotseat.cluster.runtime import Launch
 from hotseat.errors import PlacementError
 from hotseat.openmp import thread_env
+from hotseat.processes import supervisor
 
 
 class ActorStarter:
@@ -77,7 +77,7 @@ class ActorStarter:
             **thread_env(launch.num_threads),
             **launch.env_on(process.place.node),
             **self._device_env(process.place),
-            _guard.WORKER: process.mark,
+            supervisor.WORKER: process.mark,
         }
         host_class, concurrency = ObjectHost, launch.max_concurrency
         if is_async(launch.cls):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 
-from hotseat.cluster import _guard
 from hotseat.cluster.channel import Address, Broker
 from hotseat.cluster.ports import free_port
+from hotseat.processes import supervisor
 
 
 class NodeAgent:
@@ -17,32 +17,34 @@ class NodeAgent:
     """
 
     def __init__(self, session: str, shm_prefix: str, directory: str):
-        _guard.mark_this_process(session)
+        supervisor.mark_this_process(session)
         self._session = session
         self._shm_prefix = shm_prefix
         self._directory = directory
-        self._guard = _guard.start_guard(session, shm_prefix, [directory])
+        self._guard = supervisor.start_supervisor(
+            {"mark": (supervisor.SESSION, session), "shm_prefix": shm_prefix, "folders": [directory]}
+        )
         self._broker: Broker | None = None
 
     def free_port(self, host: str) -> int:
         return free_port(host)
 
     def process_state(self, pid: int, started: int | None) -> str:
-        return _guard.process_state(pid, started)
+        return supervisor.process_state(pid, started)
 
     def end_workers(self, workers: list[str]) -> None:
-        _guard.end_marked(_guard.WORKER, workers, timeout_s=5.0)
+        supervisor.end_marked(supervisor.WORKER, workers, timeout_s=5.0)
 
     def start_broker(self, host: str | None) -> tuple[Address, bytes]:
         os.makedirs(self._directory, mode=0o700)
-        self._broker = Broker(self._directory, host=host, env={_guard.SESSION: self._session})
+        self._broker = Broker(self._directory, host=host, env={supervisor.SESSION: self._session})
         return self._broker.address, self._broker.key
 
     def end_session(self) -> None:
         """End everything of this session on this node but this process, which `ray.kill` ends."""
         if self._broker:
             self._broker.close()
-        killed = _guard.end_marked(_guard.SESSION, [self._session], timeout_s=5.0, spare=[os.getpid()])
-        _guard.remove_segments(self._shm_prefix, killed)
+        killed = supervisor.end_marked(supervisor.SESSION, [self._session], timeout_s=5.0, spare=[os.getpid()])
+        supervisor.remove_segments(self._shm_prefix, killed)
         shutil.rmtree(self._directory, ignore_errors=True)
-        _guard.dismiss_guard(self._guard)
+        supervisor.dismiss_supervisor(self._guard)

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from hotseat.cluster import _guard
 from hotseat.cluster._ray.connection import RayConnection
 from hotseat.cluster._ray.node_agent import NodeAgent
 from hotseat.cluster.channel import Address, Broker, forget_clients
 from hotseat.cluster.ports import free_port
 from hotseat.cluster.session import Session
 from hotseat.errors import DeadlineError, RunError, WorkerError
+from hotseat.processes import supervisor
 
 _AGENT_TIMEOUT_S = 60.0
 
@@ -39,7 +39,7 @@ class NodeProcesses:
     def process_state(self, node: int, pid: int, started: int | None) -> str:
         """Return "gone", "stopped" or "running"."""
         if node == self._connection.home:
-            return _guard.process_state(pid, started)
+            return supervisor.process_state(pid, started)
         try:
             return self._ask(node, NodeAgent.process_state, pid, started)
         except RunError:
@@ -49,7 +49,7 @@ class NodeProcesses:
         """End the processes that carry these marks, node by node, and whatever they started."""
         for node, workers in marks.items():
             if node == self._connection.home:
-                _guard.end_marked(_guard.WORKER, workers, timeout_s=5.0)
+                supervisor.end_marked(supervisor.WORKER, workers, timeout_s=5.0)
             else:
                 with contextlib.suppress(RunError):
                     if node in self._connection.live_nodes():  # on a lost one they ended with it
@@ -61,7 +61,7 @@ class NodeProcesses:
             if node not in self._brokers:
                 host = None if self._connection.is_own else self._connection.nodes[node].address
                 if node == self._connection.home:
-                    env = {_guard.SESSION: self._session.id}
+                    env = {supervisor.SESSION: self._session.id}
                     self._broker_here = Broker(self._session.directory, host=host, env=env)
                     self._brokers[node] = (self._broker_here.address, self._broker_here.key)
                 else:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from hotseat.cluster import _guard
 from hotseat.cluster._ray.connection import RayConnection
 from hotseat.cluster._ray.daemons import DaemonWatch, NodeWatch
 from hotseat.cluster._ray.group import RankProcess, RayGroup, RayRef
@@ -21,6 +20,7 @@ from hotseat.cluster.process import ClusterNode, devices_of
 from hotseat.cluster.runtime import Launch
 from hotseat.cluster.session import Session
 from hotseat.errors import ClusterError, PlacementError
+from hotseat.processes import supervisor
 
 T = TypeVar("T")
 
@@ -188,13 +188,13 @@ class RayRuntime:
         self._connection.close()
 
     def end_leftovers(self) -> list[int]:
-        return _guard.end_marked(_guard.SESSION, [self._session.name])
+        return supervisor.end_marked(supervisor.SESSION, [self._session.name])
 
     def _close_without_ray(self, groups: list[RayGroup[Any]]) -> None:
         """Take down a cluster whose daemons are gone: by the marks of its processes, since Ray cannot be asked."""
         for group in groups:
             group.is_closed = True
-        _guard.end_marked(_guard.SESSION, [self._session.name])
+        supervisor.end_marked(supervisor.SESSION, [self._session.name])
         self._processes.close_broker()
         self._connection.forget()
 

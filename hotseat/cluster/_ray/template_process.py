@@ -12,8 +12,8 @@ A request (`forked.py`) waits until the first modules are loaded. A forked proce
 streams of the process that asked. It is refused, and then starts as an ordinary process, if its environment differs in
 a variable that a library may have read while it was loaded, or if this process cannot be forked safely: it has
 threads, or has opened a GPU. The template ends when its standard input is closed, so at the latest with its driver, and
-its forks with it: one that it makes when the driver is gone already may come too late for the guard (`_guard.py`).
-Module `template` starts it.
+its forks with it: one that it makes when the driver is gone already may come too late for the
+supervisor (`processes/supervisor.py`). Module `template` starts it.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> set[str]:
 def is_forkable() -> bool:
     """Tell whether a fork of this process works, and can be marked: it has one thread, and no GPU is open."""
     if resource.getrlimit(resource.RLIMIT_RTTIME)[1] != resource.RLIM_INFINITY:
-        return False  # see `_guard.py`
+        return False  # see `processes/supervisor.py`
     if num_threads() > 1:
         return False
     for fd in os.listdir("/proc/self/fd"):
@@ -263,10 +263,10 @@ def _become(request: Request, path: Sequence[str]) -> NoReturn:
 
 def _mark() -> None:
     """Give this process the mark of its session, by which it is found and ended with its driver."""
-    from hotseat.cluster import _guard
     from hotseat.cluster._ray.library import refresh_settings
+    from hotseat.processes import supervisor
 
-    _guard.mark_this_process(os.environ.get(_guard.SESSION, ""), os.environ.get(_guard.WORKER, ""))
+    supervisor.mark_this_process(os.environ.get(supervisor.SESSION, ""), os.environ.get(supervisor.WORKER, ""))
     refresh_settings()
 
 

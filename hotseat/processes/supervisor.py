@@ -1,19 +1,21 @@
-"""Ends every process of ours with its driver: marks of our processes, and a small process that ends them.
+"""Ends what a process leaves behind when it dies: marks of our processes, and a small process that ends them.
 
-Every process of a session is marked twice, and what it starts inherits both marks, so that engines' children are
-found too. One is `HOTSEAT_SESSION=ID` in its environment; ids nest with "/", so a session that a worker starts inside
-another one is ended with the outer one. But a process that gives itself a title, as Ray's and vLLM's do, overwrites
-what others can read of its environment. The other mark is a number in the soft limit of realtime CPU time
-(RLIMIT_RTTIME): everybody inherits it, everybody can read it, and at seventy thousand years it limits nobody.
+Processes are found by a mark in their environment, which what they start inherits: `SESSION=ID` for all of a run,
+`WORKER=ID` for one rank, `EPISODE=ID` for what an agent's programs started. Ids nest with "/", so a session that a
+worker starts inside another one is ended with the outer one. But a process that gives itself a title, as Ray's and
+vLLM's do, overwrites what others can read of its environment. Sessions and workers have a second mark, a number in the
+soft limit of realtime CPU time (RLIMIT_RTTIME): everybody inherits it, everybody can read it, and at seventy thousand
+years it limits nobody.
 
-Run as a program, this file is the guard: it waits for one process to end, by whatever cause, then ends what is left
-of the session, removes its shared-memory segments and its temporary directories, and ends itself. It needs only the
-standard library and Linux; elsewhere `start_guard` returns None and Ray's own reaper has to do.
+Run as a program, this file is the supervisor: it waits for one process to end, by whatever cause, then carries out its
+`Task`: it ends what is left of the marked processes, removes what they made, and ends itself. It needs only the
+standard library and Linux; elsewhere `start_supervisor` returns None, and Ray's own reaper has to do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import hashlib
 import json
@@ -21,19 +23,25 @@ import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import TypedDict
 
 SESSION = "HOTSEAT_SESSION"
 WORKER = "HOTSEAT_WORKER"
+EPISODE = "HOTSEAT_EPISODE"
 SHM_PREFIX = "HOTSEAT_SHM_PREFIX"
+# Where an engine of containers keeps them, beside HOME: a program's must be the one by which they are removed.
+CONTAINER_ENV = ("XDG_DATA_HOME", "XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF", "CONTAINER_HOST", "DOCKER_HOST")
 
 # They remove the segments of those who used them once these are gone, so they go last.
 _HELPERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 _HELPERS_GRACE_S = 3.0
+_CONTAINERS_S = 60.0
 
 
 def in_worker_process() -> bool:
@@ -149,7 +157,11 @@ def _has_variable(pid: int, prefix: bytes, values: set[bytes]) -> bool:
 
 
 def end_marked(variable: str, values: Iterable[str], *, timeout_s: float = 8.0, spare: Iterable[int] = ()) -> list[int]:
-    """Kill what `marked` finds until it finds nothing twice (a fork may be under way). Returns the pids it killed."""
+    """Kill what `marked` finds until it finds nothing twice (a fork may be under way). Returns the pids it killed.
+
+    An agent's programs get no grace, whatever they call themselves, and no pause: this happens after every episode.
+    """
+    is_ours = variable != EPISODE
     values, spared, killed, clean = list(values), set(spare), [], 0
     begin = alone_since = time.monotonic()
     while time.monotonic() - begin < timeout_s:
@@ -157,7 +169,7 @@ def end_marked(variable: str, values: Iterable[str], *, timeout_s: float = 8.0, 
         clean = clean + 1 if not left else 0
         if clean == 2:
             break
-        helpers = {pid for pid in left if _is_helper(pid)}
+        helpers = {pid for pid in left if is_ours and _is_helper(pid)}
         if len(helpers) < len(left):
             alone_since = time.monotonic()
         for pid in left:
@@ -165,7 +177,8 @@ def end_marked(variable: str, values: Iterable[str], *, timeout_s: float = 8.0, 
                 continue
             if _kill(pid, variable, values) and pid not in killed:
                 killed.append(pid)
-        time.sleep(0.05)
+        if left or is_ours:
+            time.sleep(0.05 if is_ours else 0.01)
     return killed
 
 
@@ -205,61 +218,146 @@ def remove_segments(prefix: str, pids: Iterable[int] = ()) -> None:
                 os.unlink(path)
 
 
-def start_guard(session: str, shm_prefix: str, directories: Iterable[str] = ()) -> subprocess.Popen[bytes] | None:
-    """Start a guard over the calling process. `dismiss_guard` ends it without a sweep."""
+def end_group(group: Path, timeout_s: float = 5.0) -> OSError | None:
+    """Kill everything in a control group (version 2) and remove it; return why it could not be removed."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(OSError):  # before Linux 5.14 there is no such file
+            kill = os.open(group / "cgroup.kill", os.O_WRONLY)
+            try:
+                os.write(kill, b"1")
+            finally:
+                os.close(kill)
+        with contextlib.suppress(OSError):
+            for inner in [path for path in group.iterdir() if path.is_dir()]:  # made by the program
+                end_group(inner)
+        try:
+            group.rmdir()
+            return None
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.ENOTEMPTY) or time.monotonic() >= deadline:
+                return error
+        time.sleep(0.002)  # its last process is about to be gone
+
+
+def remove_containers(engine: str, label: str) -> None:
+    """Remove the containers that carry a label, running or not. engine: podman, or another with its commands."""
+    names = _engine(engine, "ps", "--all", "--quiet", "--filter", f"label={label}").split()
+    if names:
+        _engine(engine, "rm", "--force", "--volumes", *names)
+
+
+def _engine(*command: str) -> str:
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=_CONTAINERS_S, stdin=subprocess.DEVNULL)
+    if ran.returncode != 0:
+        raise RuntimeError(f"{command[0]} {command[1]}: {ran.stderr.strip()[-400:]}")
+    return ran.stdout
+
+
+def remove_folder(folder: str | Path) -> None:
+    """Remove a folder with everything in it, whatever its permissions are. Links are not followed."""
+
+    def unlock(path: str) -> None:
+        with contextlib.suppress(OSError):
+            if not stat.S_ISLNK(os.lstat(path).st_mode):
+                os.chmod(path, 0o700)
+
+    unlock(str(folder))
+    for parent, names, _ in os.walk(folder):  # from the top: what is below can be listed only then
+        for name in names:
+            unlock(os.path.join(parent, name))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- the supervisor ---------------------------------------------------------------------------------------------------
+
+
+class Task(TypedDict, total=False):
+    """What a process leaves behind.
+
+    mark: variable and value of its processes. groups: folder and pattern of control groups. containers: engine, label.
+    """
+
+    mark: tuple[str, str]
+    shm_prefix: str
+    folders: list[str]
+    groups: tuple[str, str] | None
+    containers: tuple[str, str] | None
+
+
+def clean_up(task: Task) -> None:
+    """End all marked processes, and remove what they left."""
+    variable, value = task["mark"]
+    killed = end_marked(variable, [value])
+    remove_segments(task.get("shm_prefix", ""), killed)
+    if groups := task.get("groups"):
+        for group in Path(groups[0]).glob(groups[1]):
+            end_group(group)
+    for folder in task["folders"]:
+        remove_folder(folder)
+    if containers := task.get("containers"):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired, RuntimeError):  # nobody is left to be told
+            remove_containers(*containers)
+
+
+def start_supervisor(task: Task, *, is_awaited: bool = True) -> subprocess.Popen[bytes] | None:
+    """Start a supervisor of the calling process. `dismiss_supervisor` ends it without a clean-up.
+
+    is_awaited: wait until it runs, and raise if it does not. It does its work also if nobody has waited.
+    """
     if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
         return None
-    task = {
-        "pid": os.getpid(),
-        "session": session,
-        "shm_prefix": shm_prefix,
-        "directories": list(directories),
-    }
-    environment = {key: value for key, value in os.environ.items() if key not in (SESSION, WORKER)}
-    guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", os.path.abspath(__file__), json.dumps(task)],
+    env = {name: value for name, value in os.environ.items() if name not in (SESSION, WORKER)}
+    if task["mark"][0] == EPISODE:  # the programs can read it, and get no secrets
+        env = {name: env[name] for name in ("PATH", "HOME", *CONTAINER_ENV) if name in env}
+    supervisor = subprocess.Popen(
+        [sys.executable, "-I", "-S", os.path.abspath(__file__), json.dumps({**task, "pid": os.getpid()})],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=environment,
+        env=env,
         cwd="/",
-        start_new_session=True,  # Ctrl-C in the terminal is for the driver
+        start_new_session=True,  # Ctrl-C in the terminal is for the process that is supervised
     )
-    assert guard.stdout is not None
-    readable, _, _ = select.select([guard.stdout], [], [], 20.0)
-    if not readable or guard.stdout.read(1) != b"+":
-        guard.kill()
-        guard.wait(5.0)
-        raise RuntimeError("the guard process, which cleans up after this one, did not start")
-    return guard
+    assert supervisor.stdout is not None
+    if is_awaited and not (select.select([supervisor.stdout], [], [], 20.0)[0] and supervisor.stdout.read(1) == b"+"):
+        supervisor.kill()
+        supervisor.wait(5.0)
+        raise RuntimeError("the supervisor process, which cleans up after this one, did not start")
+    return supervisor
 
 
-def dismiss_guard(guard: subprocess.Popen[bytes] | None) -> None:
-    """End the guard of a session that was cleaned up: nothing is left for it to do."""
-    if guard is None or guard.stdin is None or guard.stdout is None:
+def dismiss_supervisor(supervisor: subprocess.Popen[bytes] | None) -> None:
+    """End the supervisor of a process that has cleaned up itself: nothing is left for it to do."""
+    if supervisor is None or supervisor.stdin is None or supervisor.stdout is None:
         return
     with contextlib.suppress(OSError):
-        guard.stdin.write(b"-")
-        guard.stdin.close()
+        supervisor.stdin.write(b"-")
+        supervisor.stdin.close()
     with contextlib.suppress(OSError):
-        guard.stdout.close()
+        supervisor.stdout.close()
     try:
-        guard.wait(3.0)
+        supervisor.wait(3.0)
     except subprocess.TimeoutExpired:
-        guard.kill()
-        guard.wait(3.0)
+        supervisor.kill()
+        supervisor.wait(3.0)
 
 
-def _guard(task: dict[str, Any]) -> None:
-    remark_this_process(-1)  # a guard that was started by a marked process is not one of those it ends
+def _supervise(pid: int, task: Task) -> None:
+    remark_this_process(-1)  # a supervisor that was started by a marked process is not one of those it ends
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    pid = task["pid"]
-    handle = os.pidfd_open(pid)
-    if os.getppid() != pid:  # it ended before we could look
-        _sweep(task)
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        handle = None
+    if handle is None or os.getppid() != pid:  # it ended before we could look
+        clean_up(task)
         return
-    os.write(1, b"+")
+    with contextlib.suppress(BrokenPipeError):  # it ends now, or did not wait
+        os.write(1, b"+")
     os.close(1)
     watched = [handle, 0]
     while True:
@@ -267,19 +365,12 @@ def _guard(task: dict[str, Any]) -> None:
         if 0 in readable:
             if os.read(0, 1) == b"-":
                 return
-            # Closed without a word: a fork of the driver may hold the pipe, so only the handle decides.
-            watched.remove(0)
+            watched.remove(0)  # closed without a word: a fork may hold the pipe, so only the handle decides
         if handle in readable:
-            _sweep(task)
+            clean_up(task)
             return
 
 
-def _sweep(task: dict[str, Any]) -> None:
-    killed = end_marked(SESSION, [task["session"]])
-    remove_segments(task["shm_prefix"], killed)
-    for directory in task["directories"]:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 if __name__ == "__main__":
-    _guard(json.loads(sys.argv[1]))
+    _task = json.loads(sys.argv[1])
+    _supervise(_task.pop("pid"), _task)

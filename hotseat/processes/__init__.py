@@ -1,0 +1,12 @@
+"""Processes of ours: how they are started, asked, waited for, and ended."""
+
+from hotseat.processes.process import (
+    ChildProcess,
+    Closed,
+    ProtocolError,
+    WorkerDied,
+    WorkerTimeout,
+    exit_words,
+)
+
+__all__ = ["ChildProcess", "Closed", "ProtocolError", "WorkerDied", "WorkerTimeout", "exit_words"]
