@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from hotseat import extensions
+
 PACKAGE = Path(__file__).parent.parent / "hotseat"
 
 # From the top. Folders in one row are siblings.
 LAYERS = (
     ("__main__",),
-    ("cli", "api", "demo", "rlinf"),
+    ("openrlhf", "rlinf"),
+    ("cli", "api", "demo"),
     ("loop",),
     ("rollout", "train", "weights", "cluster"),
     ("agents", "envs", "rewards", "data", "observe"),
@@ -34,7 +37,7 @@ LAYERS = (
         "files",
         "vision",
         "cuda_ipc",
-        "openrlhf_helpers",
+        "extensions",
     ),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
@@ -48,6 +51,15 @@ ALLOWED_SIBLINGS = {
     ("files", "errors"),
     ("config", "words"),
     ("vision", "errors"),
+}
+
+# Folders with what users of other frameworks bring along. Nothing below imports them: `extensions` has the names by
+# which the core finds what it needs. Only the commands that users type call them.
+FRAMEWORKS = ("openrlhf", "rlinf")
+ENTRIES = {
+    *(f"cli/{name}.py" for name in ("train_ppo_ray", "train_sft", "train_rm", "train_dpo")),
+    *(f"cli/{name}.py" for name in ("batch_inference", "lora_combiner", "serve_rm")),
+    "cli/main.py",
 }
 
 # Outside system -> folders, or files, that may import it.
@@ -148,6 +160,8 @@ def violations(path: Path) -> list[str]:
         there = parts[1]
         if there == here or (here, there) in ALLOWED_SIBLINGS:
             continue
+        if there in FRAMEWORKS and path.relative_to(PACKAGE).as_posix() in ENTRIES:
+            continue
         if LEVEL[there] <= LEVEL[here]:
             found.append(f"{path.relative_to(PACKAGE)} imports {name}: {here} is not above {there}")
         if here in NO_CONFIG and there == "config":
@@ -237,6 +251,23 @@ def test_the_check_sees_an_upward_import(tmp_path, monkeypatch):
     wrong.write_text("def f():\n    from hotseat.loop import run\n")
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     assert {line.split(": ")[1] for line in violations(wrong)} == {"algorithms is not above loop"}
+
+
+def test_the_core_imports_no_folder_of_another_framework():
+    core = [path for path in modules() if unit_of(path) not in FRAMEWORKS]
+    prefixes = tuple(f"hotseat.{folder}" for folder in FRAMEWORKS)
+    importers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in core
+        if any(f"{name}.".startswith(tuple(f"{prefix}." for prefix in prefixes)) for name in imports_of(path))
+    }
+    assert importers == ENTRIES
+
+
+def test_the_core_finds_what_it_needs_of_other_frameworks_by_name():
+    names = [extensions.METRIC_NAMES, *(entry.form for entry in extensions.AGENT_FORMS)]
+    assert all(extensions.load(name) is not None for name in names)
+    assert all((PACKAGE / file).is_file() for file in extensions.REWARD_HELPERS)
 
 
 @pytest.mark.parametrize("system", HOMES)

@@ -446,7 +446,7 @@ def _rlinf_config(arguments: argparse.Namespace) -> int:
 
 
 def _openrlhf_path(arguments: argparse.Namespace) -> int:
-    from hotseat.cli.openrlhf.shim import DIRECTORY
+    from hotseat.openrlhf.shim import DIRECTORY
 
     print(DIRECTORY)
     return OK

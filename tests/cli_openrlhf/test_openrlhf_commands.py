@@ -4,12 +4,12 @@ import pytest
 import yaml
 from command_files import COMMANDS, EXPECTED, FRAGMENTS, HERE, read_command
 
-from hotseat.cli.openrlhf.argv import parse
-from hotseat.cli.openrlhf.run import main
-from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
 from hotseat.errors import PlacementError
 from hotseat.loop.planning.plan import make_plan
+from hotseat.openrlhf.argv import parse
+from hotseat.openrlhf.run import main
+from hotseat.openrlhf.translate import translate
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)

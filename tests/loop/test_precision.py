@@ -5,7 +5,6 @@ import yaml
 from loop_cases import make_task, sft_yaml
 
 from hotseat.cli.main import main
-from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads, loads_saved, to_saved
 from hotseat.config.changes import changes_between
 from hotseat.config.precision import dtype_of, idle_in_fp32, with_dtype, with_dtype_of
@@ -17,6 +16,7 @@ from hotseat.loop.run import start
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.cpu import check_vllm_dtype, has_bf16_units, slow_dtype
 from hotseat.observe import read_lines
+from hotseat.openrlhf.translate import translate
 from hotseat.train.zero_config import check_zero
 
 WITHOUT = "processor\t: 0\nflags\t\t: fpu sse avx2 avx512f avx512_vnni\nbugs\t: spectre\n"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotseat.cli.openrlhf.flags import COMMANDS, Flag, spellings
 from hotseat.errors import ConfigError, Problem
+from hotseat.openrlhf.flags import COMMANDS, Flag, spellings
 
 HIDDEN = "***"
 SWITCHES_OF_OURS = ("--print_config",)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from hotseat import clock, interrupts
 from hotseat.cli.ending import OK, reported
-from hotseat.cli.openrlhf.argv import hide_secrets
-from hotseat.cli.openrlhf.flags import TASKS
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.openmp import wait_passively
+from hotseat.openrlhf.argv import hide_secrets
+from hotseat.openrlhf.flags import TASKS
 
 if TYPE_CHECKING:
-    from hotseat.cli.openrlhf.translate import Translation
     from hotseat.config import Config
+    from hotseat.openrlhf.translate import Translation
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -44,11 +44,11 @@ def main(
 
 def _run(command: str, argv: Sequence[str], env: MutableMapping[str, str], start: Callable[..., Any] | None) -> int:
     if any(token in ("-h", "--help") for token in argv):
-        from hotseat.cli.openrlhf.help import render_help
+        from hotseat.openrlhf.help import render_help
 
         _show(render_help(command) + "\n")
         return OK
-    from hotseat.cli.openrlhf.translate import translate
+    from hotseat.openrlhf.translate import translate
 
     translation = translate(command, argv, env)
     launched = is_launched(command, env, translation.line["--local_rank"])

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from agent_cases import TOKENIZER, Script, play
 
-from hotseat import openrlhf_helpers
 from hotseat.agents import load_agent
-from hotseat.openrlhf_helpers import extract_boxed_answer, grade_answer
+from hotseat.openrlhf import helpers
+from hotseat.openrlhf.helpers import extract_boxed_answer, grade_answer
 from hotseat.rewards import RewardFunction
 
 WAIT_S = 300.0
@@ -136,7 +136,7 @@ def test_openrlhf_itself_is_used_where_it_is_installed(tmp_path):
 
 @pytest.mark.slow
 def test_beside_the_package_with_openrlhfs_commands_the_helpers_are_found(tmp_path, monkeypatch):
-    from hotseat.cli.openrlhf.shim import DIRECTORY
+    from hotseat.openrlhf.shim import DIRECTORY
 
     monkeypatch.syspath_prepend(str(DIRECTORY))
     (tmp_path / "reward.py").write_text(REWARD)
@@ -155,7 +155,7 @@ def test_an_agent_file_imports_them_while_it_loads_and_later(tmp_path, monkeypat
 
 def test_installing_twice_adds_one_finder(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    openrlhf_helpers.install()
+    helpers.install()
     num_finders = len(sys.meta_path)
-    openrlhf_helpers.install()
+    helpers.install()
     assert len(sys.meta_path) == num_finders

@@ -621,7 +621,7 @@ def test_the_stand_in_is_there_only_while_a_file_loads(load):
 
 
 def test_the_package_that_runs_openrlhfs_commands_is_not_taken_for_openrlhf(load, monkeypatch):
-    from hotseat.cli.openrlhf.shim import DIRECTORY
+    from hotseat.openrlhf.shim import DIRECTORY
 
     monkeypatch.syspath_prepend(str(DIRECTORY))
     load("import openrlhf.utils.agent as agents\nclass AgentInstance(agents.AgentInstanceBase): pass\n")

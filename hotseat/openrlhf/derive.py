@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotseat.cli.openrlhf.argv import CommandLine
-from hotseat.cli.openrlhf.flags import SCHEDULES
 from hotseat.errors import Problem
+from hotseat.openrlhf.argv import CommandLine
+from hotseat.openrlhf.flags import SCHEDULES
 
 QUEUE_VARIABLE = "OPENRLHF_ASYNC_QUEUE_SIZE"
 # In scripts written for OpenRLHF; said once, so that nobody looks for their effect.

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotseat.cli.openrlhf.argv import CommandLine, FlagArgument, parse
-from hotseat.cli.openrlhf.derive import DERIVED, ConfigDraft
-from hotseat.cli.openrlhf.flags import TASKS, Flag
 from hotseat.config import Config, checks, to_yaml
 from hotseat.config.load import valid_keys, validate
 from hotseat.config.unsupported import unsupported, value_at
 from hotseat.config.yaml_lines import Document
 from hotseat.errors import ConfigError, Problem
+from hotseat.openrlhf.argv import CommandLine, FlagArgument, parse
+from hotseat.openrlhf.derive import DERIVED, ConfigDraft
+from hotseat.openrlhf.flags import TASKS, Flag
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """KTO: not under OpenRLHF's name."""
 
-from hotseat.cli.openrlhf.shim import refuse_command
+from hotseat.openrlhf.shim import refuse_command
 
 refuse_command("train_kto")

@@ -1,7 +1,7 @@
 r"""Stand-ins for the helpers that OpenRLHF's example files import: `from openrlhf.utils import grade_answer`.
 
-Workers of rewards load this file by its path, so it needs only the standard library; `grade_answer` needs math-verify.
-`install` makes the modules importable, unless OpenRLHF itself is installed: then its own are found first.
+Worker processes of rewards load this file by its path, so it needs only the standard library; `grade_answer` needs
+math-verify. `install` makes the modules importable, unless OpenRLHF itself is installed: then its own are found first.
 """
 
 from __future__ import annotations

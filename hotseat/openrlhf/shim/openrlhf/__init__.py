@@ -1,5 +1,5 @@
 """OpenRLHF's package, for `python -m openrlhf.cli.COMMAND` on Hotseat."""
 
-from hotseat.cli.openrlhf.shim import refuse_another_openrlhf
+from hotseat.openrlhf.shim import refuse_another_openrlhf
 
 refuse_another_openrlhf()

@@ -1,4 +1,4 @@
-"""The table of all flags in docs/openrlhf.md: `python -m hotseat.cli.openrlhf.table FILE` updates it."""
+"""The table of all flags in docs/openrlhf.md: `python -m hotseat.openrlhf.table FILE` updates it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hotseat.cli.openrlhf.flags import COMMANDS, TASKS, Flag
-from hotseat.cli.openrlhf.help import MEANINGS
 from hotseat.cli.options_view import options
 from hotseat.config.unsupported import UNBUILT
+from hotseat.openrlhf.flags import COMMANDS, TASKS, Flag
+from hotseat.openrlhf.help import MEANINGS
 
 BEGIN, END = "<!-- table of flags: begin -->", "<!-- table of flags: end -->"
 HEADER = "| flag | newer spelling | for | config field | what it does |\n| --- | --- | --- | --- | --- |"

@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from hotseat.cli.openrlhf.flags import COMMANDS, MANY, SAME, TASKS, UNBOUNDED, Flag
 from hotseat.config.unsupported import UNBUILT
+from hotseat.openrlhf.flags import COMMANDS, MANY, SAME, TASKS, UNBOUNDED, Flag
 
 WIDTH = 100
 EXAMPLES: Mapping[str, str] = {

@@ -1,5 +1,5 @@
 """Process reward models: not under OpenRLHF's name."""
 
-from hotseat.cli.openrlhf.shim import refuse_command
+from hotseat.openrlhf.shim import refuse_command
 
 refuse_command("train_prm")
