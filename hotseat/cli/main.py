@@ -440,7 +440,7 @@ def _options(arguments: argparse.Namespace) -> int:
 
 
 def _rlinf_config(arguments: argparse.Namespace) -> int:
-    from hotseat.cli.rlinf_config import run_rlinf_config
+    from hotseat.rlinf.config_command import run_rlinf_config
 
     return run_rlinf_config(arguments.config, arguments.overrides)
 

@@ -16,10 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hotseat.cluster import Channel as Queue
-from hotseat.cluster import ChannelDirectory
 from hotseat.errors import DeadlineError, PlacementError
 from hotseat.rlinf.keys import key_text
+from hotseat.rlinf.queues import Queue, QueueDirectory
 from hotseat.rlinf.work import AsyncWork, Lane
 
 __all__ = ["DEFAULT_KEY", "UNBOUNDED", "Box", "Channel", "Post", "leave_all", "post_of"]
@@ -55,7 +54,7 @@ class Post:
     An object of this class per directory and process; `post_of` returns it.
     """
 
-    def __init__(self, directory: ChannelDirectory):
+    def __init__(self, directory: QueueDirectory):
         self.directory = directory
         self._lock = threading.Lock()
         self._open: dict[str, _OpenQueue] = {}
@@ -134,7 +133,7 @@ _posts: dict[str, Post] = {}
 _posts_lock = threading.Lock()
 
 
-def post_of(directory: ChannelDirectory) -> Post:
+def post_of(directory: QueueDirectory) -> Post:
     """Return this process's queues of a directory, which may have arrived here in several copies."""
     with _posts_lock:
         if directory.token not in _posts:
@@ -156,7 +155,7 @@ class Channel:
     A worker gets it as an argument, or connects by name: `self.connect_channel(name)`.
     """
 
-    def __init__(self, name: str, maxsize: int, directory: ChannelDirectory):
+    def __init__(self, name: str, maxsize: int, directory: QueueDirectory):
         self.name = name
         self._maxsize = maxsize
         self._directory = directory
@@ -181,12 +180,12 @@ class Channel:
         from hotseat.rlinf.cluster import Cluster
 
         if local:
-            return cls(name, maxsize, ChannelDirectory(None, Cluster.default_timeout_s()))
+            return cls(name, maxsize, QueueDirectory(None, Cluster.default_timeout_s()))
         return cls.create_in(Cluster().directory(), name, maxsize, items_in=Cluster().directory(node_rank))
 
     @classmethod
     def create_in(
-        cls, directory: ChannelDirectory, name: str, maxsize: int = 0, items_in: ChannelDirectory | None = None
+        cls, directory: QueueDirectory, name: str, maxsize: int = 0, items_in: QueueDirectory | None = None
     ) -> Channel:
         """Create a channel that is found by name in a directory. items_in: where its items wait, if elsewhere."""
         if maxsize < 0:
@@ -202,7 +201,7 @@ class Channel:
         return cls.connect_in(Cluster().directory(), name)
 
     @classmethod
-    def connect_in(cls, directory: ChannelDirectory, name: str) -> Channel:
+    def connect_in(cls, directory: QueueDirectory, name: str) -> Channel:
         try:
             channel: Channel = directory.look_up(_entry_of(name), timeout_s=min(_CONNECT_S, directory.timeout_s))
         except DeadlineError as error:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotseat.cluster import ChannelDirectory
 from hotseat.errors import DeadlineError, PlacementError, UserError
+from hotseat.rlinf.queues import QueueDirectory
 
 __all__ = ["Part", "group_size", "merge", "num_rows", "parts_to_receive", "parts_to_send", "record_size", "split"]
 
@@ -133,12 +133,12 @@ def _own_memory(part: Any) -> Any:
 # --- sizes of groups --------------------------------------------------------------------------------------------------
 
 
-def record_size(directory: ChannelDirectory, group: str, size: int) -> None:
+def record_size(directory: QueueDirectory, group: str, size: int) -> None:
     """Have workers of other groups find how many workers a group has."""
     directory.record(_entry_of(group), size)  # in place of a group of this name that was closed before
 
 
-def group_size(directory: ChannelDirectory, group: str) -> int:
+def group_size(directory: QueueDirectory, group: str) -> int:
     """Return how many workers a group has, which was launched or will be soon."""
     try:
         size: int = directory.look_up(_entry_of(group), timeout_s=min(_LOOK_UP_S, directory.timeout_s))

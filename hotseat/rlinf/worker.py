@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from hotseat.cluster import Channel as Queue
 from hotseat.cluster import in_worker_process
 from hotseat.cluster.ports import free_port
 from hotseat.errors import RunError, UserError
@@ -20,6 +19,7 @@ from hotseat.rlinf.channel import Box, Channel, Post, leave_all, post_of
 from hotseat.rlinf.group import GroupSpec
 from hotseat.rlinf.keys import key_text
 from hotseat.rlinf.place import WorkerPlace, set_current_place
+from hotseat.rlinf.queues import Queue
 from hotseat.rlinf.routing import group_size, merge, num_rows, parts_to_receive, parts_to_send, split
 from hotseat.rlinf.work import AsyncRouteWork
 

@@ -150,7 +150,7 @@ def test_an_agent_file_imports_them_while_it_loads_and_later(tmp_path, monkeypat
     scored = play(load_agent(tmp_path / "agent.py", TOKENIZER, max_length=50), Script([r"\boxed{2.0}"]), label=2)
     assert scored.reward == 1.0
     for name in [name for name in sys.modules if name.startswith("openrlhf")]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]  # or other tests of this process would find it
 
 
 def test_installing_twice_adds_one_finder(monkeypatch):

@@ -12,11 +12,10 @@ import numpy
 import pytest
 import torch
 
-from hotseat.cluster import ChannelDirectory
-from hotseat.cluster import channel as machinery
-from hotseat.cluster.channel import Broker
 from hotseat.errors import DeadlineError, PlacementError, UserError, WorkerError
-from hotseat.rlinf import Channel, NodePlacementStrategy, Worker, routing
+from hotseat.rlinf import Channel, NodePlacementStrategy, Worker, broker, routing
+from hotseat.rlinf.broker import Broker
+from hotseat.rlinf.queues import QueueDirectory
 from hotseat.rlinf.routing import Part, merge, num_rows, parts_to_receive, parts_to_send, split
 
 
@@ -190,7 +189,7 @@ def killed_at_its_answer(number, is_before, call) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         return
     try:
-        receive, answers = machinery._receive, itertools.count(1)
+        receive, answers = broker._receive, itertools.count(1)
 
         def receive_and_die(connection):
             is_last = next(answers) == number
@@ -201,7 +200,7 @@ def killed_at_its_answer(number, is_before, call) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return received
 
-        machinery._receive = receive_and_die
+        broker._receive = receive_and_die
         call()
     finally:
         os._exit(1)
@@ -210,7 +209,7 @@ def killed_at_its_answer(number, is_before, call) -> None:
 @pytest.fixture
 def directory(tmp_path):
     broker = Broker(str(tmp_path))
-    yield ChannelDirectory((broker.address, broker.key), 60.0)
+    yield QueueDirectory(broker.address, 60.0)
     broker.close()
 
 
@@ -244,7 +243,7 @@ def test_a_group_that_is_launched_again_has_its_new_size(directory):
 
 
 def test_what_is_looked_up_before_it_is_there_is_waited_for(directory):
-    for where in (directory, ChannelDirectory(None, 60.0)):
+    for where in (directory, QueueDirectory(None, 60.0)):
         with ThreadPoolExecutor(2) as threads:
             looking = [threads.submit(routing.group_size, where, "group") for _ in range(2)]
             routing.record_size(where, "group", 5)
@@ -254,7 +253,7 @@ def test_what_is_looked_up_before_it_is_there_is_waited_for(directory):
 def test_what_nobody_records_is_named_at_the_deadline(directory, monkeypatch):
     monkeypatch.setattr(routing, "_LOOK_UP_S", 0.1)
     monkeypatch.setattr("hotseat.rlinf.channel._CONNECT_S", 0.1)
-    for where in (directory, ChannelDirectory(None, 60.0)):
+    for where in (directory, QueueDirectory(None, 60.0)):
         for find in (routing.group_size, Channel.connect_in):
             with pytest.raises(PlacementError, match="there is no (group|channel) 'later'"):
                 find(where, "later")

@@ -1,13 +1,16 @@
-"""The actor that acts for the driver on another node: it ends processes there, and starts brokers."""
+"""The actor that acts for the driver on another node: it ends processes there, and starts services."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from typing import TypeVar
 
 from hotseat.cluster import _guard
-from hotseat.cluster.channel import Address, Broker
 from hotseat.cluster.ports import free_port
+from hotseat.cluster.services import NodeService, NodeServices
+
+A = TypeVar("A")
 
 
 class NodeAgent:
@@ -22,7 +25,7 @@ class NodeAgent:
         self._shm_prefix = shm_prefix
         self._directory = directory
         self._guard = _guard.start_guard(session, shm_prefix, [directory])
-        self._broker: Broker | None = None
+        self._services = NodeServices(directory, {_guard.SESSION: session})
 
     def free_port(self, host: str) -> int:
         return free_port(host)
@@ -33,15 +36,12 @@ class NodeAgent:
     def end_workers(self, workers: list[str]) -> None:
         _guard.end_marked(_guard.WORKER, workers, timeout_s=5.0)
 
-    def start_broker(self, host: str | None) -> tuple[Address, bytes]:
-        os.makedirs(self._directory, mode=0o700)
-        self._broker = Broker(self._directory, host=host, env={_guard.SESSION: self._session})
-        return self._broker.address, self._broker.key
+    def service(self, service: type[NodeService[A]], host: str | None) -> A:
+        return self._services.address(service, host)
 
     def end_session(self) -> None:
         """End everything of this session on this node but this process, which `ray.kill` ends."""
-        if self._broker:
-            self._broker.close()
+        self._services.close()
         killed = _guard.end_marked(_guard.SESSION, [self._session], timeout_s=5.0, spare=[os.getpid()])
         _guard.remove_segments(self._shm_prefix, killed)
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""The queue behind a channel, and the process that serves queues to other processes.
+"""The state of a bounded queue, and the process that serves queues to other processes.
 
 `BoundedQueue` is a pure state machine: no threads, no sockets, no clock. A request is answered by calling what was
-passed with it, at once or later. In one process, `channel.py` puts a lock around it. Run as a program, this file is
+passed with it, at once or later. In one process, `queues.py` puts a lock around it. Run as a program, this file is
 the broker: it serves any number of queues over sockets, knows items as bytes only, and fails a queue when a process
 that used it goes away without saying so. It needs only the standard library and starts in a few hundredths of a
 second.

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotseat.cluster import Channel, device_items
-from hotseat.cluster.channel import Broker
-from hotseat.cluster.device_items.cuda import CudaDevices
 from hotseat.errors import WorkerError
+from hotseat.rlinf import device_items
+from hotseat.rlinf.broker import Broker
+from hotseat.rlinf.device_items.cuda import CudaDevices
+from hotseat.rlinf.queues import Queue
 from hotseat.rlinf.work import Lane
 
 pytestmark = [
@@ -37,9 +38,9 @@ class HostOnly(CudaDevices):
 
 class Peer:
     def __init__(self, folder: Path, broker: Broker, **environment: str):
-        address = (broker.address, broker.key)
-        self.there = Channel("there", object, 8, broker=address)
-        self.back = Channel("back", object, 8, broker=address)
+        address = broker.address
+        self.there = Queue("there", object, 8, broker=address)
+        self.back = Queue("back", object, 8, broker=address)
         path = folder / f"channels-{len(list(folder.iterdir()))}"
         path.write_bytes(pickle.dumps((self.there, self.back)))
         self.process = subprocess.Popen(
@@ -166,7 +167,7 @@ def test_memory_is_freed_whether_an_item_is_taken_or_not(peer, tmp_path):
         assert peer.ask("get").startswith(f"cuda:0 {256 << 20} mapped")
     wait_until(lambda: device_items.num_kept() == 0)
     broker = Broker(str(tmp_path))
-    dropped = Channel("dropped", object, 8, broker=(broker.address, broker.key))
+    dropped = Queue("dropped", object, 8, broker=broker.address)
     dropped.put(torch.ones(256 << 20, dtype=torch.uint8, device="cuda"))
     dropped.put(torch.ones(256 << 20, dtype=torch.uint8, device="cuda"))
     assert device_items.num_kept() == 2

@@ -1,11 +1,11 @@
-"""The other end of a channel in the tests: `python channel_peer.py WHAT FILE`, the channel pickled in the file."""
+"""The other end of a channel in the tests: `python queue_peer.py WHAT FILE`, the channel pickled in the file."""
 
 import pickle
 import sys
 import time
 from pathlib import Path
 
-from hotseat.cluster import ChannelClosed
+from hotseat.rlinf.queues import QueueClosed
 
 what, path = sys.argv[1:3]
 channel = pickle.loads(Path(path).read_bytes())
@@ -16,7 +16,7 @@ if what == "consume":
         while True:
             channel.get(timeout_s=300)
             count += 1
-    except ChannelClosed:
+    except QueueClosed:
         print(count, flush=True)
 elif what == "take one and wait":
     print(channel.get(timeout_s=300), flush=True)

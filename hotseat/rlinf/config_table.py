@@ -1,4 +1,4 @@
-"""The table of RLinf's keys in docs/rlinf.md: `python -m hotseat.cli.rlinf_table FILE` updates it."""
+"""The table of RLinf's keys in docs/rlinf.md: `python -m hotseat.rlinf.config_table FILE` updates it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hotseat.config.load import valid_keys
-from hotseat.config.rlinf import TABLE, RlinfKey
 from hotseat.config.unsupported import UNBUILT
+from hotseat.rlinf.config_keys import TABLE, RlinfKey
 
 BEGIN, END = "<!-- table of keys: begin -->", "<!-- table of keys: end -->"
 HEADER = "| RLinf | here |\n| --- | --- |"

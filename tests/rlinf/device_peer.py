@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from file_devices import FileDevices
 
-from hotseat.cluster import device_items
+from hotseat.rlinf import device_items
 
 folder, uuid, path, orders = sys.argv[1:5]
 devices = FileDevices(Path(folder), uuid)

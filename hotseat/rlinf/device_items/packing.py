@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hotseat.cluster import _broker as wire
-from hotseat.cluster.device_items.devices import Devices, devices_in_use
-from hotseat.cluster.device_items.form import ALIGNMENT, Block, Manifest, Place, bytes_in, make_head
-from hotseat.cluster.device_items.keeper import keeper
-from hotseat.cluster.device_items.unpacking import arrived, arrived_storage
+from hotseat.rlinf import broker_process as wire
+from hotseat.rlinf.device_items.devices import Devices, devices_in_use
+from hotseat.rlinf.device_items.form import ALIGNMENT, Block, Manifest, Place, bytes_in, make_head
+from hotseat.rlinf.device_items.keeper import keeper
+from hotseat.rlinf.device_items.unpacking import arrived, arrived_storage
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """Tensors on devices inside items of channels: values, lifetime, deaths, and the way through host memory.
 
-The device's memory are files here (`file_devices.py`); tests/cluster/test_device_items_gpu.py has a real one.
+The device's memory are files here (`file_devices.py`); tests/rlinf/test_device_items_gpu.py has a real one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import preloaded
@@ -21,10 +21,11 @@ import pytest
 import torch
 from file_devices import FileDevices
 
-from hotseat.cluster import Channel, ChannelDirectory, device_items
-from hotseat.cluster.channel import Broker, _BrokerClient
 from hotseat.errors import DeadlineError, WorkerError
-from hotseat.rlinf.channel import Channel as RlinfChannel
+from hotseat.rlinf import device_items
+from hotseat.rlinf.broker import Broker, BrokerClient
+from hotseat.rlinf.channel import Channel
+from hotseat.rlinf.queues import Queue, QueueDirectory
 
 PEER = Path(__file__).with_name("device_peer.py")
 
@@ -57,14 +58,14 @@ def devices(tmp_path, monkeypatch):
 
 @pytest.fixture
 def channel(broker):
-    made = Channel("tensors", object, 200, broker=(broker.address, broker.key))
+    made = Queue("tensors", object, 200, broker=broker.address)
     yield made
     made.fail("the test is over")  # what is left in it is dropped
     wait_until(lambda: device_items.num_kept() == 0)
 
 
 class Peer:
-    def __init__(self, channel: Channel, folder: Path, file: Path, uuid: str):
+    def __init__(self, channel: Queue, folder: Path, file: Path, uuid: str):
         file.write_bytes(pickle.dumps(channel))
         orders = file.with_suffix(".orders")
         os.mkfifo(orders)
@@ -108,12 +109,11 @@ def peer(channel, devices, tmp_path):
         process.end()
 
 
-def far(broker: Broker, channel: Channel) -> Channel:
+def far(broker: Broker, channel: Queue) -> Queue:
     """The same channel in a process on another machine."""
-    path, host, port = broker.address
-    there = Channel("tensors", object, 200, broker=(broker.address, broker.key))
+    there = Queue("tensors", object, 200, broker=broker.address)
     name = channel._link._hello["channel"]
-    there._link = _BrokerClient((f"{path}-of-another-machine", host, port), broker.key, name, 200, 1)
+    there._link = BrokerClient(replace(broker.address, path=f"{broker.address.path}-of-another-machine"), name, 200, 1)
     return there
 
 
@@ -275,8 +275,8 @@ def test_more_items_than_one_message_passes_tokens_of(devices, channel):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_channels_of_rlinf_carry_them_too(devices, broker, is_async):
-    directory = ChannelDirectory((broker.address, broker.key), 60.0)
-    channel = RlinfChannel("with keys", 0, directory)
+    directory = QueueDirectory(broker.address, 60.0)
+    channel = Channel("with keys", 0, directory)
     item = shared_item()
     putting = [channel.put(item, weight=1, key=key, async_op=is_async) for key in ("a", "a", "b")]
     for work in putting if is_async else ():
@@ -323,7 +323,7 @@ def test_memory_is_freed_when_the_channel_fails(devices, channel):
 
 
 def test_memory_is_freed_when_there_was_no_room(devices, broker):
-    channel = Channel("one", object, 1, broker=(broker.address, broker.key))
+    channel = Queue("one", object, 1, broker=broker.address)
     channel.put(1)
     with pytest.raises(DeadlineError):
         channel.put(numbers(4), timeout_s=0.1)
@@ -332,7 +332,7 @@ def test_memory_is_freed_when_there_was_no_room(devices, broker):
 
 def test_memory_is_freed_when_the_broker_dies(devices, tmp_path):
     broker = Broker(str(tmp_path))
-    Channel("short", object, 4, broker=(broker.address, broker.key)).put(numbers(4))
+    Queue("short", object, 4, broker=broker.address).put(numbers(4))
     assert in_use(devices) == 1
     os.kill(broker.pid, signal.SIGKILL)
     wait_until(lambda: in_use(devices) == device_items.num_kept() == 0)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hotseat.cluster import _broker as wire
-from hotseat.cluster.device_items.devices import Devices
-from hotseat.cluster.device_items.form import bytes_in
+from hotseat.rlinf import broker_process as wire
+from hotseat.rlinf.device_items.devices import Devices
+from hotseat.rlinf.device_items.form import bytes_in
 
 if TYPE_CHECKING:
     import torch

@@ -108,7 +108,7 @@ class DeviceSender(Worker):
         import torch
         from file_devices import FileDevices
 
-        from hotseat.cluster import device_items
+        from hotseat.rlinf import device_items
 
         device_items.use(FileDevices(Path(folder)))
         device_items.packing.MIN_ON_DEVICE = 0

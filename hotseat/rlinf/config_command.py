@@ -10,8 +10,8 @@ import yaml
 
 from hotseat.config import to_yaml
 from hotseat.config.load import loads_in_effect
-from hotseat.config.rlinf import looks_like_rlinf, their_key, translate
 from hotseat.errors import ConfigError, Problem, UserError
+from hotseat.rlinf.config_keys import looks_like_rlinf, their_key, translate
 
 
 def run_rlinf_config(path: str, overrides: list[str]) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from hotseat.cluster import device_items
-from hotseat.cluster.device_items.cuda import CudaDevices
+from hotseat.rlinf import device_items
+from hotseat.rlinf.device_items.cuda import CudaDevices
 
 
 class Counting(CudaDevices):

@@ -13,18 +13,18 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from hotseat.cluster import Channel, ChannelClosed
-from hotseat.cluster import _broker as wire
-from hotseat.cluster._broker import CLOSED, DONE, FAILED, ITEMS, MAX_PASSED, BoundedQueue, receive_with
-from hotseat.cluster.channel import Broker, _BrokerClient
 from hotseat.errors import DeadlineError, WorkerError
+from hotseat.rlinf import broker_process as wire
+from hotseat.rlinf.broker import Broker, BrokerClient
+from hotseat.rlinf.broker_process import CLOSED, DONE, FAILED, ITEMS, MAX_PASSED, BoundedQueue, receive_with
+from hotseat.rlinf.queues import Queue, QueueClosed
 
-PEER = Path(__file__).with_name("channel_peer.py")
+PEER = Path(__file__).with_name("queue_peer.py")
 
 
 # --- the queue itself: no threads, no sockets -------------------------------------------------------------------------
@@ -123,11 +123,11 @@ def broker(tmp_path_factory):
 
 @pytest.fixture(params=["inside", "outside"])
 def make(request):
-    def channel(item_type, capacity, **options) -> Channel:
+    def channel(item_type, capacity, **options) -> Queue:
         if request.param == "outside":
             served = request.getfixturevalue("broker")
-            options["broker"] = (served.address, served.key)
-        return Channel("numbers", item_type, capacity, **options)
+            options["broker"] = served.address
+        return Queue("numbers", item_type, capacity, **options)
 
     return channel
 
@@ -210,9 +210,9 @@ def test_closing_wakes_every_waiter(make):
     time.sleep(0.1)
     channel.close()
     for wait in waiting:
-        with pytest.raises(ChannelClosed, match="channel 'numbers' is closed"):
+        with pytest.raises(QueueClosed, match="channel 'numbers' is closed"):
             wait()
-    with pytest.raises(ChannelClosed):
+    with pytest.raises(QueueClosed):
         channel.put(1)
 
 
@@ -246,7 +246,7 @@ def test_many_threads_lose_and_double_nothing(make):
 
 def test_a_channel_inside_a_process_does_not_leave_it():
     with pytest.raises(TypeError, match="stays in its process"):
-        pickle.dumps(Channel("local", int, 1))
+        pickle.dumps(Queue("local", int, 1))
 
 
 # --- between processes ------------------------------------------------------------------------------------------------
@@ -257,15 +257,15 @@ class Big:
     data: bytes
 
 
-def outside(broker: Broker, item_type=int, capacity: int = 8, **options) -> Channel:
-    return Channel("numbers", item_type, capacity, broker=(broker.address, broker.key), **options)
+def outside(broker: Broker, item_type=int, capacity: int = 8, **options) -> Queue:
+    return Queue("numbers", item_type, capacity, broker=broker.address, **options)
 
 
 @pytest.fixture
 def peer(tmp_path):
     started = []
 
-    def start(what: str, channel: Channel) -> subprocess.Popen:
+    def start(what: str, channel: Queue) -> subprocess.Popen:
         path = tmp_path / f"channel-{len(started)}"
         path.write_bytes(pickle.dumps(channel))
         process = subprocess.Popen([sys.executable, str(PEER), what, str(path)], stdout=subprocess.PIPE, text=True)
@@ -446,10 +446,10 @@ def test_a_killed_process_leaves_no_memory(broker, peer, what):
 
 def test_a_large_item_of_this_machine_reaches_another(tmp_path):
     broker = Broker(str(tmp_path), host="127.0.0.1")
-    path, host, port = broker.address
-    here = Channel("numbers", Big, 4, broker=(broker.address, broker.key), token="one")
-    there = Channel("numbers", Big, 4, broker=(broker.address, broker.key), token="one")
-    there._link = _BrokerClient((f"{path}-of-another-machine", host, port), broker.key, "numbers/one", 4, 1)
+    elsewhere = replace(broker.address, path=f"{broker.address.path}-of-another-machine")
+    here = Queue("numbers", Big, 4, broker=broker.address, token="one")
+    there = Queue("numbers", Big, 4, broker=broker.address, token="one")
+    there._link = BrokerClient(elsewhere, "numbers/one", 4, 1)
     item = Big(os.urandom(1 << 19))
     here.put(item)
     assert memory_of(broker.pid) == 1
@@ -477,11 +477,11 @@ def test_a_fork_has_connections_of_its_own(broker):
 
 
 def test_strangers_are_turned_away(broker):
-    path, host, _ = broker.address
+    path, host = broker.address.path, broker.address.host
     assert host is None  # no port is open
     assert os.stat(os.path.dirname(path)).st_mode & 0o077 == 0
     with pytest.raises(WorkerError, match="is gone"):
-        Channel("numbers", int, 1, broker=(broker.address, b"wrong key")).put(1, timeout_s=60)
+        Queue("numbers", int, 1, broker=replace(broker.address, key=b"wrong key")).put(1, timeout_s=60)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(60)
         stranger.connect(path)
@@ -495,9 +495,9 @@ def greeted(broker: Broker, **hello) -> socket.socket:
     """Connect with the key; greet, too, with what a greeting has otherwise."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(300)
-    connection.connect(broker.address[0])
+    connection.connect(broker.address.path)
     nonce = received(connection, wire.NONCE)
-    connection.sendall(wire.proof(broker.key, nonce, b"client") + bytes(wire.NONCE))
+    connection.sendall(wire.proof(broker.address.key, nonce, b"client") + bytes(wire.NONCE))
     received(connection, wire.NONCE)
     whole = {"client": "c", "who": "a stranger", "channel": "strange/1", "capacity": 4, "num_producers": 1}
     connection.sendall(message(wire.HELLO, json.dumps({**whole, **hello}).encode()))
@@ -583,7 +583,7 @@ def test_descriptors_that_are_something_else_end_the_connection_alone(broker, is
 
 
 def test_the_channel_of_a_malformed_message_fails_with_the_reason(broker):
-    channel = Channel("numbers", object, 4, broker=(broker.address, broker.key), token="broken")
+    channel = Queue("numbers", object, 4, broker=broker.address, token="broken")
     with greeted(broker, channel="numbers/broken") as connection:
         connection.sendall(put_of(ONE + wire.LENGTH.pack(1) + b"x") + message(200, b""))
         while connection.recv(4096):
@@ -596,15 +596,15 @@ def test_the_channel_of_a_malformed_message_fails_with_the_reason(broker):
 
 def test_memory_that_its_producer_shortens_fails_the_channel_and_not_the_broker(tmp_path):
     broker = Broker(str(tmp_path), host="127.0.0.1")
-    path, host, port = broker.address
+    elsewhere = replace(broker.address, path=f"{broker.address.path}-of-another-machine")
     memory = wire.Memory.of(b"x" * 4096)
     with greeted(broker, channel="numbers/short") as connection:
         socket.send_fds(connection, [put_of(ONE + wire.LENGTH.pack(4096 | wire.IN_MEMORY))], [memory.descriptor])
         for _ in range(2):
             assert wire.HEAD.unpack(received(connection, wire.HEAD.size)) == (wire.DONE, 0)
         os.ftruncate(memory.descriptor, 10)
-        far = Channel("numbers", object, 4, broker=(broker.address, broker.key), token="short")
-        far._link = _BrokerClient((f"{path}-of-another-machine", host, port), broker.key, "numbers/short", 4, 1)
+        far = Queue("numbers", object, 4, broker=broker.address, token="short")
+        far._link = BrokerClient(elsewhere, "numbers/short", 4, 1)
         with pytest.raises(WorkerError, match="an item of it cannot be read .* memory of 4096 bytes ends after 10"):
             far.get(timeout_s=300)
     assert outside(broker).size() == 0
@@ -613,9 +613,8 @@ def test_memory_that_its_producer_shortens_fails_the_channel_and_not_the_broker(
 
 def test_over_tcp_as_between_machines(tmp_path):
     broker = Broker(str(tmp_path), host="127.0.0.1")
-    path, host, port = broker.address
-    elsewhere = (f"{path}-of-another-machine", host, port)
-    channel = Channel("numbers", int, 4, broker=(elsewhere, broker.key))
+    elsewhere = replace(broker.address, path=f"{broker.address.path}-of-another-machine")
+    channel = Queue("numbers", int, 4, broker=elsewhere)
     channel.put_many([1, 2, 3])
     assert channel.get_many(4) == [1, 2, 3]
     broker.close()
@@ -625,7 +624,7 @@ def test_a_broker_that_is_stuck_is_named(tmp_path, monkeypatch):
     broker = Broker(str(tmp_path))
     channel = outside(broker)
     assert channel.size() == 0
-    monkeypatch.setattr("hotseat.cluster.channel._BROKER_GRACE_S", 0.1)
+    monkeypatch.setattr("hotseat.rlinf.broker._BROKER_GRACE_S", 0.1)
     os.kill(broker.pid, signal.SIGSTOP)
     with pytest.raises(DeadlineError, match=r"the broker of channel 'numbers': no answer in 0\.2 s"):
         channel.get(timeout_s=0.1)
@@ -642,7 +641,7 @@ def test_connections_end_with_their_broker(tmp_path):
     assert len(sockets() - before) == 1  # those of earlier tests may end at any time
     broker.close()
     assert not sockets() - before
-    Path(broker.address[0]).touch()
+    Path(broker.address.path).touch()
     with pytest.raises(WorkerError, match="the broker of channel 'numbers' is gone"):
         channel.put(2)
     assert not sockets() - before

@@ -53,7 +53,7 @@ def devices_here() -> Devices:
     """Return the devices that items of this process use."""
     if _devices is not None:
         return _devices
-    from hotseat.cluster.device_items.cuda import CudaDevices
+    from hotseat.rlinf.device_items.cuda import CudaDevices
 
     return CudaDevices()
 
