@@ -410,7 +410,7 @@ class _Served:
         self.name = name
         self.queue = queue
         self.records: defaultdict[str, Record] = defaultdict(Record)
-        self.connections: set[_Connection] = set()
+        self.connections: set[_ClientConnection] = set()
         self.done: set[str] = set()  # clients that closed: they are allowed to go
 
     def facts(self) -> bytes:
@@ -423,10 +423,10 @@ class _Served:
         ).encode()
 
 
-class _Connection:
+class _ClientConnection:
     """One client connection: proof, greeting, then one request at a time."""
 
-    def __init__(self, server: Server, connection: socket.socket):
+    def __init__(self, server: BrokerServer, connection: socket.socket):
         self.socket = connection
         self._server = server
         nonce = secrets.token_bytes(NONCE)
@@ -741,7 +741,7 @@ def _check_numbers(timeout_s: float, weight: float = 0.0) -> None:
         raise ValueError(f"timeout {timeout_s}, weight {weight}")
 
 
-class Server:
+class BrokerServer:
     """One thread that serves every queue: on a socket file, and on a port of `host` where other nodes take part."""
 
     def __init__(self, path: str, host: str | None, key: bytes):
@@ -777,7 +777,7 @@ class Server:
                 if key.data is None:
                     if not os.read(until_ended, 1024):
                         return
-                elif isinstance(key.data, _Connection):
+                elif isinstance(key.data, _ClientConnection):
                     if events & selectors.EVENT_WRITE:
                         key.data.on_writable()
                     if events & selectors.EVENT_READ:
@@ -859,11 +859,11 @@ class Server:
         if not (served.connections or served.done or served.records) and served.queue.is_as_new:
             del self._queues[served.name]
 
-    def watch(self, connection: _Connection) -> None:
+    def watch(self, connection: _ClientConnection) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_writing else 0)
         self._selector.modify(connection.socket, events, connection)
 
-    def forget(self, connection: _Connection) -> bool:
+    def forget(self, connection: _ClientConnection) -> bool:
         """Close a connection; return False if it was closed before."""
         if connection.socket.fileno() < 0:
             return False
@@ -883,7 +883,7 @@ class Server:
             return
         accepted.setblocking(False)
         prepare(accepted)
-        connection = _Connection(self, accepted)
+        connection = _ClientConnection(self, accepted)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
 
 
@@ -902,7 +902,7 @@ def main() -> None:
     """Read the task from standard input, write the port, and serve until standard input ends."""
     with open(0, "rb", buffering=0, closefd=False) as stdin:  # to the end of the line, and no further
         task = json.loads(stdin.readline())
-    server = Server(task["path"], task["host"], bytes.fromhex(task["key"]))
+    server = BrokerServer(task["path"], task["host"], bytes.fromhex(task["key"]))
     print(server.port, flush=True)
     server.run(until_ended=0)
 

@@ -14,7 +14,7 @@ from typing import Any
 from hotseat.config.load import valid_keys
 from hotseat.errors import ConfigError, Problem
 
-__all__ = ["NONE", "TABLE", "RlinfKey", "Translation", "looks_like_rlinf", "translate"]
+__all__ = ["NONE", "TABLE", "ConfigTranslation", "RlinfKey", "looks_like_rlinf", "translate"]
 
 NONE = ""  # stands for our key where there is none
 
@@ -30,7 +30,7 @@ class RlinfKey:
 
 
 @dataclass(frozen=True)
-class Translation:
+class ConfigTranslation:
     """Our values, as nested sections, and RLinf's keys without effect, each with the reason."""
 
     values: dict[str, Any]
@@ -241,7 +241,7 @@ def looks_like_rlinf(values: Mapping[str, Any]) -> bool:
     return isinstance(values.get("runner"), Mapping)
 
 
-def translate(values: Mapping[str, Any]) -> Translation:
+def translate(values: Mapping[str, Any]) -> ConfigTranslation:
     """Return a config of RLinf in our keys. Raises if a value has no counterpart but changes what is learned."""
     ours: dict[str, Any] = {}
     no_effect: list[tuple[str, str]] = []
@@ -265,7 +265,7 @@ def translate(values: Mapping[str, Any]) -> Translation:
     no_effect += _penalty(values, ours)
     no_effect += _share_simulators(values, ours)
     no_effect += _in_episodes(values, ours)
-    return Translation(_nested(ours), no_effect)
+    return ConfigTranslation(_nested(ours), no_effect)
 
 
 def their_key(values: Mapping[str, Any], ours: str) -> str:

@@ -27,7 +27,7 @@ from hotseat.errors import UserError
 from hotseat.rlinf import broker, broker_process
 from hotseat.rlinf import channel as rlinf_channel
 from hotseat.rlinf.broker import BrokerAddress
-from hotseat.rlinf.broker_process import Server
+from hotseat.rlinf.broker_process import BrokerServer
 from hotseat.rlinf.channel import Channel
 from hotseat.rlinf.keys import key_text
 from hotseat.rlinf.queues import QueueDirectory
@@ -42,7 +42,7 @@ Pair = namedtuple("Pair", "first second")
 def server(tmp_path):
     """A broker in a thread of this process, so that tests see what it keeps."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)  # which it raises
-    made = Server(str(tmp_path / "socket"), None, secrets.token_bytes(32))
+    made = BrokerServer(str(tmp_path / "socket"), None, secrets.token_bytes(32))
     is_ended, end = os.pipe()
     thread = threading.Thread(target=made.run, args=(is_ended,))
     thread.start()

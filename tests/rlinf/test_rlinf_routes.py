@@ -16,7 +16,7 @@ from hotseat.errors import DeadlineError, PlacementError, UserError, WorkerError
 from hotseat.rlinf import Channel, NodePlacementStrategy, Worker, broker, routing
 from hotseat.rlinf.broker import Broker
 from hotseat.rlinf.queues import QueueDirectory
-from hotseat.rlinf.routing import Part, merge, num_rows, parts_to_receive, parts_to_send, split
+from hotseat.rlinf.routing import RankRows, merge, num_rows, parts_to_receive, parts_to_send, split
 
 
 class Member(Worker):
@@ -59,9 +59,12 @@ def launched(cluster, name, size):
 
 def test_the_rows_of_two_senders_are_shared_among_three_receivers():
     # Rows 0 to 5 and 6 to 11; receivers have 0 to 3, 4 to 7 and 8 to 11.
-    assert [parts_to_send(12, 2, 3, rank) for rank in range(2)] == [[Part(0, 4), Part(1, 2)], [Part(1, 2), Part(2, 4)]]
+    assert [parts_to_send(12, 2, 3, rank) for rank in range(2)] == [
+        [RankRows(0, 4), RankRows(1, 2)],
+        [RankRows(1, 2), RankRows(2, 4)],
+    ]
     received = [parts_to_receive(12, 2, 3, rank) for rank in range(3)]
-    assert received == [[Part(0, 4)], [Part(0, 2), Part(1, 2)], [Part(1, 4)]]
+    assert received == [[RankRows(0, 4)], [RankRows(0, 2), RankRows(1, 2)], [RankRows(1, 4)]]
 
 
 @pytest.mark.parametrize(("num_senders", "num_receivers"), [(1, 1), (1, 4), (4, 1), (3, 4), (6, 4), (5, 5)])
