@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from hotseat.cluster import Channel, ChannelClosed, ChannelDirectory, Cluster
-from hotseat.cluster.channel import Broker
+from hotseat.cluster import Cluster
+from hotseat.rlinf.broker import Broker
+from hotseat.rlinf.queues import Queue, QueueClosed, QueueDirectory
 
 TARGET = 2000  # single small items per second
 NUM_TURNS = 15
@@ -36,7 +37,7 @@ NUM_TURNS = 15
 class End:
     """One end, in a process of its own. An empty item ends the queue's stream, which cannot be closed."""
 
-    def produce(self, channel: Channel, size: int, batch: int, seconds: float) -> None:
+    def produce(self, channel: Queue, size: int, batch: int, seconds: float) -> None:
         item = os.urandom(size)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -46,13 +47,13 @@ class End:
                 channel.put_many([item] * batch)
         channel.close()
 
-    def consume(self, channel: Channel, batch: int) -> float:
+    def consume(self, channel: Queue, batch: int) -> float:
         count, begin = 0, 0.0
         try:
             while True:
                 count += 1 if batch == 1 and channel.get() else len(channel.get_many(batch))
                 begin = begin or time.monotonic()
-        except ChannelClosed:
+        except QueueClosed:
             return count / (time.monotonic() - begin)
 
     def produce_queue(self, queue: Any, size: int, batch: int, seconds: float) -> None:
@@ -103,7 +104,7 @@ def main() -> None:
         ends = cluster.launch("ends", End, processes=2)
         rows = []
         for size, batch in ((40, 1), (40, 64), (1 << 20, 1)):
-            channel = cluster.channel(f"{size} bytes by {batch}", bytes, 128)
+            channel = Queue(f"{size} bytes by {batch}", bytes, 128, broker=cluster.service(Broker))
             producing = ends.on(0).start(End.produce, channel, size, batch, seconds)
             ours = ends.on(1).within(60 + seconds).call(End.consume, channel, batch)[0]
             producing.result(60)
@@ -133,7 +134,7 @@ def put_and_get(num_bytes: int) -> float:
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
         broker = Broker(folder)
-        channel = Channel("arrays", np.ndarray, 1, broker=(broker.address, broker.key))
+        channel = Queue("arrays", np.ndarray, 1, broker=broker.address)
         for _ in range(NUM_TURNS):
             started_s = time.perf_counter()
             channel.put(item)
@@ -145,13 +146,13 @@ def put_and_get(num_bytes: int) -> float:
 
 def use_keys_once(num_keys: int) -> None:
     """Print how fast items cross under a key each, and what is left of the keys then."""
-    from hotseat.rlinf.channel import Channel as ChannelWithKeys
+    from hotseat.rlinf.channel import Channel
 
     print(f"{'operations':>12}  {'keys /s':>8}  {'sockets':>8}  {'threads':>8}  {'here MiB':>9}  {'broker MiB':>10}")
     for is_async in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             broker = Broker(folder)
-            channel = ChannelWithKeys("keys", 0, ChannelDirectory((broker.address, broker.key), 600.0))
+            channel = Channel("keys", 0, QueueDirectory(broker.address, 600.0))
             channel.put(0, key="first")
             channel.get(key="first")
             before = resident_mib("self"), resident_mib(broker.pid)
@@ -179,7 +180,7 @@ def resident_mib(pid: int | str) -> float:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
-def take_tensors(there: Channel, back: Channel) -> None:
+def take_tensors(there: Queue, back: Queue) -> None:
     """Get tensors until the stream ends; answer each with its sum, if that is asked for, or None."""
     import torch
 
@@ -198,8 +199,8 @@ def compare_on_cuda() -> None:
 
     import torch
 
-    from hotseat.cluster import device_items
-    from hotseat.cluster.device_items.cuda import CudaDevices
+    from hotseat.rlinf import device_items
+    from hotseat.rlinf.device_items.cuda import CudaDevices
 
     class HostOnly(CudaDevices):
         def allocate(self, device: torch.device, num_bytes: int) -> None:
@@ -208,7 +209,7 @@ def compare_on_cuda() -> None:
     device_items.packing.MIN_ON_DEVICE = 0
     with tempfile.TemporaryDirectory() as folder:
         broker = Broker(folder)
-        there, back = (Channel(name, object, 4, broker=(broker.address, broker.key)) for name in ("there", "back"))
+        there, back = (Queue(name, object, 4, broker=broker.address) for name in ("there", "back"))
         taking = multiprocessing.get_context("spawn").Process(target=take_tensors, args=(there, back), daemon=True)
         taking.start()
         back.get(timeout_s=120)
@@ -239,7 +240,7 @@ def compare_on_cuda() -> None:
         broker.close()
 
 
-def crossing_s(there: Channel, back: Channel, tensor: Any) -> float:
+def crossing_s(there: Queue, back: Queue, tensor: Any) -> float:
     started_s = time.perf_counter()
     there.put((tensor, False))
     back.get(timeout_s=120)

@@ -73,7 +73,7 @@ LARGE = (
     "reliability/test_disk.py",
     "reliability/test_whole_runs.py",
     "train/test_train_equality.py",
-    "cluster/test_rlinf_ray.py",
+    "rlinf/test_rlinf_ray.py",
     "families/test_families.py",
     "test_example_rlhf.py",
     "loop/test_reward_models.py",

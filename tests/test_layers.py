@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from hotseat import extensions
+
 PACKAGE = Path(__file__).parent.parent / "hotseat"
 
 # From the top. Folders in one row are siblings.
 LAYERS = (
     ("__main__",),
-    ("cli", "api", "rlinf"),
+    ("openrlhf", "rlinf"),
+    ("cli", "api"),
     ("demo",),
     ("loop",),
     ("checks",),
@@ -39,8 +42,8 @@ LAYERS = (
         "processes",
         "vision",
         "cuda_ipc",
-        "openrlhf_helpers",
         "user_functions",
+        "extensions",
     ),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
@@ -56,6 +59,15 @@ ALLOWED_SIBLINGS = {
     ("config", "words"),
     ("vision", "errors"),
     ("user_functions", "errors"),
+}
+
+# Folders with what users of other frameworks bring along. Nothing below imports them: `extensions` has the names by
+# which the core finds what it needs. Only the commands that users type call them.
+FRAMEWORKS = ("openrlhf", "rlinf")
+ENTRIES = {
+    *(f"cli/{name}.py" for name in ("train_ppo_ray", "train_sft", "train_rm", "train_dpo")),
+    *(f"cli/{name}.py" for name in ("batch_inference", "lora_combiner", "serve_rm")),
+    "cli/main.py",
 }
 
 # Outside system -> folders, or files, that may import it.
@@ -77,11 +89,40 @@ ROWS_OF = {
         ("runtime",),
         ("group",),
         ("pending",),
-        ("_worker_process", "channel", "devices", "session"),
-        ("@device_items",),
-        ("_broker", "activity", "environment", "lease", "ports", "process", "refs"),
+        ("_worker_process", "devices", "session"),
+        ("activity", "environment", "lease", "ports", "process", "refs", "services"),
     ),
-    "cluster/device_items": (
+    "openrlhf": (
+        ("__init__",),
+        ("batch_inference", "lora_combiner", "run", "serve_rm", "table"),
+        ("help", "translate"),
+        ("derive",),
+        ("argv",),
+        ("flags",),
+        ("@agents",),
+        ("@shim", "helpers", "metric_names"),
+    ),
+    "openrlhf/agents": (
+        ("__init__",),
+        ("executor", "stand_in"),
+        ("episodes",),
+        ("turns",),
+        ("sampling_params",),
+    ),
+    "rlinf": (
+        ("__init__",),
+        ("actor", "config_command", "config_table"),
+        ("worker",),
+        ("channel",),
+        ("group",),
+        ("cluster", "placement", "routing"),
+        ("configs", "place"),
+        ("config_keys", "failures", "keys", "queues", "work"),
+        ("broker",),
+        ("@device_items",),
+        ("broker_process",),
+    ),
+    "rlinf/device_items": (
         ("__init__",),
         ("packing",),
         ("unpacking",),
@@ -153,6 +194,8 @@ def violations(path: Path) -> list[str]:
             continue
         there = parts[1]
         if there == here or (here, there) in ALLOWED_SIBLINGS:
+            continue
+        if there in FRAMEWORKS and path.relative_to(PACKAGE).as_posix() in ENTRIES:
             continue
         if LEVEL[there] <= LEVEL[here]:
             found.append(f"{path.relative_to(PACKAGE)} imports {name}: {here} is not above {there}")
@@ -243,6 +286,23 @@ def test_the_check_sees_an_upward_import(tmp_path, monkeypatch):
     wrong.write_text("def f():\n    from hotseat.loop import run\n")
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     assert {line.split(": ")[1] for line in violations(wrong)} == {"algorithms is not above loop"}
+
+
+def test_the_core_imports_no_folder_of_another_framework():
+    core = [path for path in modules() if unit_of(path) not in FRAMEWORKS]
+    prefixes = tuple(f"hotseat.{folder}" for folder in FRAMEWORKS)
+    importers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in core
+        if any(f"{name}.".startswith(tuple(f"{prefix}." for prefix in prefixes)) for name in imports_of(path))
+    }
+    assert importers == ENTRIES
+
+
+def test_the_core_finds_what_it_needs_of_other_frameworks_by_name():
+    names = [extensions.METRIC_NAMES, *(entry.form for entry in extensions.AGENT_FORMS)]
+    assert all(extensions.load(name) is not None for name in names)
+    assert all((PACKAGE / file).is_file() for file in extensions.REWARD_HELPERS)
 
 
 @pytest.mark.parametrize("system", HOMES)

@@ -8,11 +8,12 @@ import re
 import sys
 import traceback
 import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from hotseat import extensions
 from hotseat.agents._globals import needs_own_globals
-from hotseat.agents._openrlhf import ExecutorAgent, FunctionTurns, InstanceTurns, accepted, stand_in
 from hotseat.agents.agent import Agent, AgentError, SingleTurn
 from hotseat.agents.gateway.settings import ProgramSettings
 from hotseat.agents.multi_turn import Environment, MultiTurn
@@ -21,10 +22,17 @@ from hotseat.errors import UnsupportedError, UserError
 
 _MODULE = "hotseat_agent"
 
-_FORMS = (
-    "a subclass of hotseat.Environment or of hotseat.Agent; play(prompt, client); for OpenRLHF, class AgentExecutor,"
-    " class AgentInstance, or step(state, action, label, **kwargs)"
-)
+
+class AgentForm(Protocol):
+    """A form of agent files that another framework has; `extensions.AGENT_FORMS` lists them."""
+
+    def stand_in(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which what such files import can be imported."""
+
+    def make(
+        self, file: AgentFile, name: str, tokenizer: Any, *, run_seed: int, sight: ImagePreparer | None, **limits: Any
+    ) -> Agent:
+        """Make the agent that is called `name` in the file. limits: `max_length` and `max_steps`."""
 
 
 def load_agent(
@@ -67,10 +75,9 @@ def load_agent(
 
 def load_file(file: Path, class_name: str | None) -> tuple[types.CodeType, types.ModuleType]:
     """Load the file of an agent without making the agent; return its code and module. Raises if it has none."""
-    source = _Source(file)
-    module = source.load()
-    _choose(module, file, class_name)
-    return source.code, module
+    source = AgentFile(file)
+    _choose(source.module, file, class_name)
+    return source.code, source.module
 
 
 def _load(
@@ -81,35 +88,30 @@ def _load(
     programs: ProgramSettings,
     sight: ImagePreparer | None,
 ) -> Agent:
-    source = _Source(file)
-    module = source.load()
-    name, form = _choose(module, file, class_name)
+    source = AgentFile(file)
+    name, value, form = _choose(source.module, file, class_name)
     seed = programs.run_seed
     if name == "play":
         from hotseat.agents.black_box import PlayFunction
 
         try:
-            return PlayFunction(form, tokenizer, programs, sight=sight, **limits)
+            return PlayFunction(value, tokenizer, programs, sight=sight, **limits)
         except AgentError as error:
             raise UserError(f"{file}: {error}") from None
-    if name == "step":
-        load = source.load if needs_own_globals(module, source.text) else lambda: module
-        return MultiTurn.of_turns(lambda: FunctionTurns(load), tokenizer, run_seed=seed, sight=sight, **limits)
-    if name == "AgentInstance":
-        return MultiTurn.of_turns(lambda: InstanceTurns(form), tokenizer, run_seed=seed, sight=sight, **limits)
-    if Environment in form.__mro__:
-        return MultiTurn(form, tokenizer, run_seed=seed, sight=sight, **limits)
+    if form is None and Environment in value.__mro__:
+        return MultiTurn(value, tokenizer, run_seed=seed, sight=sight, **limits)
     try:
-        if name == "AgentExecutor":
-            return ExecutorAgent(form, tokenizer, sight=sight, **limits)
-        return form(**accepted(form.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
+        if form is not None:
+            return form.make(source, name, tokenizer, run_seed=seed, sight=sight, **limits)
+        return value(**accepted(value.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
     except UnsupportedError as error:
         raise UnsupportedError(f"{file}: {error}") from error
     except Exception as error:
         raise UserError(f"{file}: {name} cannot be made: {describe(error, str(file))}") from error
 
 
-def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tuple[str, Any]:
+def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tuple[str, Any, AgentForm | None]:
+    """Return what in a file is the agent, under its name, and the form if it is another framework's."""
     own = {
         name: value
         for name, value in vars(module).items()
@@ -118,25 +120,50 @@ def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tup
     ours = {name: cls for name, cls in own.items() if Environment in cls.__mro__ or Agent in cls.__mro__}
     if class_name is not None:
         if class_name in ours:
-            return class_name, ours[class_name]
+            return class_name, ours[class_name], None
         raise UserError(f"{file}: no agent or environment {class_name!r} in it; it has: {', '.join(ours) or 'none'}")
-    for name in ("AgentExecutor", "AgentInstance"):
-        if name in own and name not in ours:
-            return name, own[name]
+    for entry in extensions.AGENT_FORMS:
+        for name in entry.classes:
+            if name in own and name not in ours:
+                return name, own[name], extensions.load(entry.form)
     if len(ours) > 1:
         raise UserError(f"{file} has several agents or environments: name one, as {file.name}:{min(ours)}")
     if ours:
-        return next(iter(ours.items()))
-    functions = [name for name in ("step", "play") if callable(getattr(module, name, None))]
+        return *next(iter(ours.items())), None
+    forms = {name: entry.form for entry in extensions.AGENT_FORMS for name in entry.functions}
+    functions = [name for name in (*forms, "play") if callable(getattr(module, name, None))]
     if len(functions) > 1:
-        raise UserError(f"{file} has both step and play, each of which would be the agent: rename one of them")
+        both = " and ".join(functions)
+        raise UserError(f"{file} has both {both}, each of which would be the agent: rename one of them")
     if functions:
-        return functions[0], getattr(module, functions[0])
-    raise UserError(f"{file}: no agent in it; what would fit: {_FORMS}")
+        (name,) = functions
+        return name, getattr(module, name), extensions.load(forms[name]) if name in forms else None
+    raise UserError(f"{file}: no agent in it; what would fit: {extensions.describe_agent_forms()}")
 
 
-class _Source:
-    """A file that can be loaded more than once: read and compiled the first time, run each time."""
+def accepted(function: Any, offered: dict[str, Any], name: str, fill_kwargs: bool = False) -> dict[str, Any]:
+    """Select from `offered` the arguments that a function takes. A required parameter that is not offered is an error.
+
+    fill_kwargs: a function with `**kwargs` takes all of them.
+    """
+    taken = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD and fill_kwargs:
+            return offered
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name == "self":
+            continue
+        if parameter.name in offered:
+            taken[parameter.name] = offered[parameter.name]
+        elif parameter.default is parameter.empty:
+            raise UserError(f"{name} requires {parameter.name!r}; it can be given: {', '.join(offered)}")
+    return taken
+
+
+class AgentFile:
+    """A user's file: read and compiled once, run at once, and again whenever `load` is called.
+
+    module: of the first time.
+    """
 
     def __init__(self, file: Path):
         self._file = file
@@ -151,12 +178,15 @@ class _Source:
         folder = str(file.parent)
         if folder not in sys.path:
             sys.path.append(folder)  # for the modules beside it, also those imported later
+        self.module = self.load()
 
     def load(self) -> types.ModuleType:
         """Run the file in a fresh module, with globals of its own."""
         module = types.ModuleType(_MODULE)
         module.__file__ = str(self._file)
-        with stand_in():
+        with contextlib.ExitStack() as stand_ins:
+            for entry in extensions.AGENT_FORMS:
+                stand_ins.enter_context(extensions.load(entry.form).stand_in())
             before = sys.modules.get(_MODULE)
             sys.modules[_MODULE] = module
             try:
@@ -171,6 +201,10 @@ class _Source:
                 else:
                     sys.modules[_MODULE] = before
         return module
+
+    def loader_for_episodes(self) -> Callable[[], types.ModuleType]:
+        """Return what loads the file for an episode: into a fresh module if it has globals that change."""
+        return self.load if needs_own_globals(self.module, self.text) else lambda: self.module
 
 
 def describe(error: BaseException, file: str | None = None) -> str:

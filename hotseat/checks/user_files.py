@@ -12,13 +12,11 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hotseat.extensions import AGENT_FORMS, describe_agent_forms
 from hotseat.rewards.builtin import FUNCTIONS
 
 _MAKES_NAMES = ("exec", "eval", "globals", "locals", "vars", "setattr")
-_AGENT_FORMS = (
-    "a subclass of hotseat.Environment or of hotseat.Agent; play(prompt, client); for OpenRLHF, class AgentExecutor,"
-    " class AgentInstance, or step(state, action, label, **kwargs)"
-)
+_AGENT_FUNCTIONS = ("play", *(name for entry in AGENT_FORMS for name in entry.functions))
 
 
 @dataclass
@@ -123,9 +121,9 @@ def agent_problem(file: Path, name: str | None = None) -> str | None:
         return None
     if name is not None:
         return None if name in names.bound else f"{file} has no class {name}"
-    if names.can_be_class or "step" in names.bound or "play" in names.bound:
+    if names.can_be_class or names.bound.intersection(_AGENT_FUNCTIONS):
         return None
-    return f"{file} has no agent in it; what would fit: {_AGENT_FORMS}"
+    return f"{file} has no agent in it; what would fit: {describe_agent_forms()}"
 
 
 def _names_in(file: Path) -> Names | str:

@@ -440,13 +440,13 @@ def _options(arguments: argparse.Namespace) -> int:
 
 
 def _rlinf_config(arguments: argparse.Namespace) -> int:
-    from hotseat.cli.rlinf_config import run_rlinf_config
+    from hotseat.rlinf.config_command import run_rlinf_config
 
     return run_rlinf_config(arguments.config, arguments.overrides)
 
 
 def _openrlhf_path(arguments: argparse.Namespace) -> int:
-    from hotseat.cli.openrlhf.shim import DIRECTORY
+    from hotseat.openrlhf.shim import DIRECTORY
 
     print(DIRECTORY)
     return OK

@@ -1,20 +1,17 @@
-"""Processes: groups of plain classes on Ray or in this process, channels between them, leases on devices."""
+"""Processes: groups of plain classes on Ray or in this process, services of nodes, leases on devices."""
 
 from hotseat.cluster._ray.template import Template, started_template
-from hotseat.cluster.channel import Channel, ChannelClosed, ChannelDirectory
 from hotseat.cluster.cluster import Cluster
 from hotseat.cluster.group import Calling, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder, Lease, LeaseError, Leases, LeaseTransfer
 from hotseat.cluster.pending import Pending, reports_death
 from hotseat.cluster.process import ClusterNode, Process
 from hotseat.cluster.refs import Ref, as_arguments
+from hotseat.cluster.services import NodeService
 from hotseat.processes.supervisor import in_worker_process
 
 __all__ = [
     "Calling",
-    "Channel",
-    "ChannelClosed",
-    "ChannelDirectory",
     "Cluster",
     "ClusterNode",
     "DeviceMemory",
@@ -23,6 +20,7 @@ __all__ = [
     "LeaseError",
     "LeaseTransfer",
     "Leases",
+    "NodeService",
     "Pending",
     "Process",
     "Ref",

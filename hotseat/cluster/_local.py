@@ -27,6 +27,7 @@ from hotseat.cluster.ports import free_port
 from hotseat.cluster.process import ClusterNode
 from hotseat.cluster.refs import Ref, resolve
 from hotseat.cluster.runtime import Launch
+from hotseat.cluster.services import NodeService
 from hotseat.errors import DeadlineError, UserError
 from hotseat.processes.supervisor import process_state, start_time
 
@@ -269,8 +270,8 @@ class LocalRuntime:
         self._groups[launch.name] = group = LocalGroup(launch, rank_env)
         return group
 
-    def broker(self, node: int | None) -> None:
-        """Return None: a channel within a process needs no broker."""
+    def service(self, service: type[NodeService[Any]], node: int | None) -> None:
+        """Return None: within a process no other serves."""
 
     def put(self, value: T) -> LocalRef[T]:
         return LocalRef(value)

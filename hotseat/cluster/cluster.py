@@ -20,19 +20,20 @@ from typing import Any, Literal, TypeVar
 
 from hotseat.cluster._local import LocalRuntime
 from hotseat.cluster._ray.template import Template
-from hotseat.cluster.channel import Channel, ChannelDirectory
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.pending import CallObserver
 from hotseat.cluster.process import ClusterNode, Process, ProcessLike, devices_of
 from hotseat.cluster.refs import Ref
 from hotseat.cluster.runtime import Launch, Runtime
+from hotseat.cluster.services import NodeService
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
 
 __all__ = ["Cluster"]
 
 T = TypeVar("T")
+A = TypeVar("A")
 _LEAST_START_S = 300.0
 
 
@@ -261,25 +262,13 @@ class Cluster:
 
     # --- what groups share ----------------------------------------------------------------------------------------
 
-    def channel(
-        self,
-        name: str,
-        item_type: type | tuple[type, ...],
-        capacity: int,
-        *,
-        num_producers: int = 1,
-        node: int | None = None,
-        timeout_s: float | None = None,
-    ) -> Channel[Any]:
-        """Make a channel for any process of this cluster. Its items wait on `node`, by default the driver's."""
-        self._refuse_if_closed()
-        timeout_s, broker = timeout_s or self.timeout_s, self._started_runtime.broker(node)
-        return Channel(name, item_type, capacity, num_producers=num_producers, timeout_s=timeout_s, broker=broker)
+    def service(self, service: type[NodeService[A]], *, node: int | None = None) -> A | None:
+        """Return the address of a service on a node, by default the driver's, for any process of this cluster.
 
-    def channels(self, *, node: int | None = None, timeout_s: float | None = None) -> ChannelDirectory:
-        """Make a directory by which any process of this cluster opens channels by name. Their items wait on `node`."""
+        It is started when first asked for, and ends with the cluster. None: everything is in this process.
+        """
         self._refuse_if_closed()
-        return ChannelDirectory(self._started_runtime.broker(node), timeout_s or self.timeout_s)
+        return self._started_runtime.service(service, node)
 
     def put(self, value: T) -> Ref[T]:
         """Put a value where every worker can get it, once, instead of sending it with every call."""

@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from hotseat.cluster.channel import Address
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.process import ClusterNode, ProcessLike
 from hotseat.cluster.refs import Ref
+from hotseat.cluster.services import NodeService
 
 __all__ = ["Launch", "Runtime"]
 
 
 T = TypeVar("T")
+A = TypeVar("A")
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Runtime(Protocol):
     def launch(self, launch: Launch[T]) -> WorkerGroup[T]:
         """Start the processes of a group, and wait for their objects if the launch says so."""
 
-    def broker(self, node: int | None) -> tuple[Address, bytes] | None:
-        """Return address and key of the channel broker on a node, by default the driver's; None: none is needed."""
+    def service(self, service: type[NodeService[A]], node: int | None) -> A | None:
+        """Return the address of a service on a node, by default the driver's; None: everything is in this process."""
 
     def put(self, value: T) -> Ref[T]:
         """Put a value where every worker can get it."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hotseat import extensions
 from hotseat.config import Config
-from hotseat.observe.openrlhf_names import with_openrlhf_names
 from hotseat.observe.tracker_sink import KEY, MLFLOW, TRACKIO, WANDB, Tracker, TrackerSink, is_wandb_requested
 
 
@@ -49,4 +49,5 @@ def renaming(config: Config) -> Callable[[int, Mapping[str, Any]], Mapping[str, 
         "dpo": (algorithm.dpo.nll_coef, algorithm.aux_loss_coef),
     }.get(config.task, (algorithm.aux_loss_coef,))
     is_plain = not any(terms)
-    return lambda step, values: with_openrlhf_names(config.task, step, values, is_plain_loss=is_plain)
+    with_names = extensions.load(extensions.METRIC_NAMES)
+    return lambda step, values: with_names(config.task, step, values, is_plain_loss=is_plain)

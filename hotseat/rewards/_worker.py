@@ -30,7 +30,7 @@ def main(channel: Channel, task: dict[str, Any]) -> None:
     faulthandler.enable()
     sys.path[:] = [os.path.dirname(os.path.abspath(task["file"])), *task["path"]]
     sys.argv[:] = [task["file"]]
-    _install_openrlhf_helpers()
+    _install_helpers()
     try:
         function = load(task["file"], task["function"])
     except BaseException as error:
@@ -112,15 +112,21 @@ def _copies(value: Any, count: int) -> list[Any]:
     return [copy.deepcopy(value) for _ in range(count)]
 
 
-def _install_openrlhf_helpers() -> None:
-    """Let files import what OpenRLHF's examples import from it, without loading anything else of this package."""
-    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "openrlhf_helpers.py")
-    spec = importlib.util.spec_from_file_location("hotseat_openrlhf_helpers", path)
+def _install_helpers() -> None:
+    """Let files import what examples of other frameworks import, without loading anything else of this package."""
+    for file in _file_of_package("extensions.py").REWARD_HELPERS:
+        _file_of_package(file).install()
+
+
+def _file_of_package(file: str) -> Any:
+    """Load a file of this package by its path."""
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), file)
+    spec = importlib.util.spec_from_file_location(f"hotseat_{os.path.basename(file).removesuffix('.py')}", path)
     assert spec is not None
     assert spec.loader is not None
-    helpers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(helpers)
-    helpers.install()
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def seed_everything(seed: int) -> None:

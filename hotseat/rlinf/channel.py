@@ -16,13 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hotseat.cluster import Channel as Queue
-from hotseat.cluster import ChannelDirectory
 from hotseat.errors import DeadlineError, PlacementError
 from hotseat.rlinf.keys import key_text
+from hotseat.rlinf.queues import Queue, QueueDirectory
 from hotseat.rlinf.work import AsyncWork, Lane
 
-__all__ = ["DEFAULT_KEY", "UNBOUNDED", "Box", "Channel", "Post", "leave_all", "post_of"]
+__all__ = ["DEFAULT_KEY", "UNBOUNDED", "Channel", "Post", "QueueSpec", "leave_all", "post_of"]
 
 DEFAULT_KEY = "default_queue"
 UNBOUNDED = 1 << 31  # items
@@ -41,7 +40,7 @@ class _OpenQueue:
     stays: bool = False
 
 
-class Box(NamedTuple):
+class QueueSpec(NamedTuple):
     """Names a queue. stays: this process keeps it open, so that the end of the process is a failure of the queue."""
 
     name: str
@@ -55,7 +54,7 @@ class Post:
     An object of this class per directory and process; `post_of` returns it.
     """
 
-    def __init__(self, directory: ChannelDirectory):
+    def __init__(self, directory: QueueDirectory):
         self.directory = directory
         self._lock = threading.Lock()
         self._open: dict[str, _OpenQueue] = {}
@@ -63,22 +62,22 @@ class Post:
 
     def queue(self, name: str, capacity: int = UNBOUNDED) -> Queue[Any]:
         """Open a queue that stays open."""
-        return self._begin(Box(name, capacity, stays=True)).queue
+        return self._begin(QueueSpec(name, capacity, stays=True)).queue
 
-    def put(self, box: Box, item: Any, weight: float = 0.0, *, is_async: bool) -> AsyncWork | None:
+    def put(self, spec: QueueSpec, item: Any, weight: float = 0.0, *, is_async: bool) -> AsyncWork | None:
         """Put an item into a queue, after what this process has put there before."""
-        opened = self._begin(box)
+        opened = self._begin(spec)
         work: AsyncWork | None = self._run(opened, opened.puts, lambda queue: queue.put(item, weight=weight), is_async)
         return work
 
-    def get(self, box: Box, take: Callable[[Queue[Any]], Any], *, is_async: bool) -> Any:
+    def get(self, spec: QueueSpec, take: Callable[[Queue[Any]], Any], *, is_async: bool) -> Any:
         """Take something out of a queue, after what this process has asked of it before."""
-        opened = self._begin(box)
+        opened = self._begin(spec)
         return self._run(opened, opened.gets, take, is_async)
 
-    def use(self, box: Box, operation: Callable[[Queue[Any]], Any]) -> Any:
+    def use(self, spec: QueueSpec, operation: Callable[[Queue[Any]], Any]) -> Any:
         """Run an operation on a queue at once, whatever else this process has asked of it."""
-        opened = self._begin(box)
+        opened = self._begin(spec)
         try:
             return operation(opened.queue)
         finally:
@@ -102,15 +101,15 @@ class Post:
 
         return lane.start(run) if is_async else lane.run(run)
 
-    def _begin(self, box: Box) -> _OpenQueue:
+    def _begin(self, spec: QueueSpec) -> _OpenQueue:
         with self._lock:
-            opened = self._open.get(box.name)
+            opened = self._open.get(spec.name)
             if opened is None:
-                opened = self._open[box.name] = _OpenQueue(self.directory.open(box.name, box.capacity))
+                opened = self._open[spec.name] = _OpenQueue(self.directory.open(spec.name, spec.capacity))
             if not opened.stays:
-                opened.stays = box.stays
+                opened.stays = spec.stays
                 opened.num_uses += 1
-                self._idle.pop(box.name, None)
+                self._idle.pop(spec.name, None)
             return opened
 
     def _end(self, opened: _OpenQueue) -> None:
@@ -134,7 +133,7 @@ _posts: dict[str, Post] = {}
 _posts_lock = threading.Lock()
 
 
-def post_of(directory: ChannelDirectory) -> Post:
+def post_of(directory: QueueDirectory) -> Post:
     """Return this process's queues of a directory, which may have arrived here in several copies."""
     with _posts_lock:
         if directory.token not in _posts:
@@ -156,12 +155,12 @@ class Channel:
     A worker gets it as an argument, or connects by name: `self.connect_channel(name)`.
     """
 
-    def __init__(self, name: str, maxsize: int, directory: ChannelDirectory):
+    def __init__(self, name: str, maxsize: int, directory: QueueDirectory):
         self.name = name
         self._maxsize = maxsize
         self._directory = directory
         # It stays open: there is one for each channel, where other keys may be any number.
-        self._default = Box(f"{name}:{key_text(DEFAULT_KEY)}", maxsize or UNBOUNDED, stays=True)
+        self._default = QueueSpec(f"{name}:{key_text(DEFAULT_KEY)}", maxsize or UNBOUNDED, stays=True)
 
     @classmethod
     def create(
@@ -181,12 +180,12 @@ class Channel:
         from hotseat.rlinf.cluster import Cluster
 
         if local:
-            return cls(name, maxsize, ChannelDirectory(None, Cluster.default_timeout_s()))
+            return cls(name, maxsize, QueueDirectory(None, Cluster.default_timeout_s()))
         return cls.create_in(Cluster().directory(), name, maxsize, items_in=Cluster().directory(node_rank))
 
     @classmethod
     def create_in(
-        cls, directory: ChannelDirectory, name: str, maxsize: int = 0, items_in: ChannelDirectory | None = None
+        cls, directory: QueueDirectory, name: str, maxsize: int = 0, items_in: QueueDirectory | None = None
     ) -> Channel:
         """Create a channel that is found by name in a directory. items_in: where its items wait, if elsewhere."""
         if maxsize < 0:
@@ -202,7 +201,7 @@ class Channel:
         return cls.connect_in(Cluster().directory(), name)
 
     @classmethod
-    def connect_in(cls, directory: ChannelDirectory, name: str) -> Channel:
+    def connect_in(cls, directory: QueueDirectory, name: str) -> Channel:
         try:
             channel: Channel = directory.look_up(_entry_of(name), timeout_s=min(_CONNECT_S, directory.timeout_s))
         except DeadlineError as error:
@@ -217,23 +216,23 @@ class Channel:
         self, item: Any, weight: float = 0, key: Any = DEFAULT_KEY, async_op: bool = False, channel_rank: Any = None
     ) -> AsyncWork | None:
         """Wait for room and put the item in; with `async_op` return at once."""
-        return self._post.put(self._box(key), item, weight, is_async=async_op)
+        return self._post.put(self._spec(key), item, weight, is_async=async_op)
 
     def put_nowait(self, item: Any, weight: float = 0, key: Any = DEFAULT_KEY) -> None:
         """Put the item in if there is room; raise `asyncio.QueueFull` otherwise."""
         try:
-            self._post.use(self._box(key), lambda queue: queue.put(item, weight=weight, timeout_s=0.0))
+            self._post.use(self._spec(key), lambda queue: queue.put(item, weight=weight, timeout_s=0.0))
         except DeadlineError as error:
             raise asyncio.QueueFull(f"channel {self.name!r}, key {key!r}: {self._maxsize} items wait") from error
 
     def get(self, key: Any = DEFAULT_KEY, async_op: bool = False, channel_rank: Any = None) -> Any:
         """Wait for an item of this key and take it out; with `async_op` return an `AsyncWork`."""
-        return self._post.get(self._box(key), Queue.get, is_async=async_op)
+        return self._post.get(self._spec(key), Queue.get, is_async=async_op)
 
     def get_nowait(self, key: Any = DEFAULT_KEY) -> Any:
         """Take an item of this key out; raise `asyncio.QueueEmpty` if there is none."""
         try:
-            return self._post.use(self._box(key), lambda queue: queue.get(timeout_s=0.0))
+            return self._post.use(self._spec(key), lambda queue: queue.get(timeout_s=0.0))
         except DeadlineError as error:
             raise asyncio.QueueEmpty(f"channel {self.name!r} has no item with key {key!r}") from error
 
@@ -246,11 +245,11 @@ class Channel:
         def take(queue: Queue[Any]) -> list[Any]:
             return [queue.get()] if target_weight == 0 else queue.get_weight(target_weight)
 
-        return self._post.get(self._box(key), take, is_async=async_op)
+        return self._post.get(self._spec(key), take, is_async=async_op)
 
     def qsize(self, key: Any = DEFAULT_KEY) -> int:
         """Return how many items of this key wait."""
-        size: int = self._post.use(self._box(key), Queue.size)
+        size: int = self._post.use(self._spec(key), Queue.size)
         return size
 
     def empty(self, key: Any = DEFAULT_KEY) -> bool:
@@ -266,10 +265,10 @@ class Channel:
     def _post(self) -> Post:
         return post_of(self._directory)
 
-    def _box(self, key: Any) -> Box:
+    def _spec(self, key: Any) -> QueueSpec:
         if isinstance(key, str) and key == DEFAULT_KEY:
             return self._default
-        return Box(f"{self.name}:{key_text(key)}", self._maxsize or UNBOUNDED)
+        return QueueSpec(f"{self.name}:{key_text(key)}", self._maxsize or UNBOUNDED)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r}, maxsize={self._maxsize})"

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from hotseat import cluster as machinery
-from hotseat.cluster import ChannelDirectory, Process
+from hotseat.cluster import Process
 from hotseat.errors import PlacementError, RunError
 from hotseat.placement import Inventory
 from hotseat.planning.config_plan import inventory_of, with_node_groups
 from hotseat.rlinf.configs import checked_cluster
 from hotseat.rlinf.failures import Failures
 from hotseat.rlinf.place import current_place
+from hotseat.rlinf.queues import QueueDirectory
 
 __all__ = ["Cluster"]
 
@@ -47,7 +48,7 @@ class Cluster:
             if num_nodes is not None and num_nodes != self.num_nodes:
                 raise PlacementError(f"this program has a cluster of {self.num_nodes} nodes already, not {num_nodes}")
             return
-        self._directories: dict[int, ChannelDirectory] = {}
+        self._directories: dict[int, QueueDirectory] = {}
         self._lockable: set[int] = set()
         self._groups: dict[str, Any] = {}
         self.failures = Failures()
@@ -95,15 +96,13 @@ class Cluster:
 
     # --- for groups and channels ----------------------------------------------------------------------------------
 
-    def directory(self, node_rank: int = 0) -> ChannelDirectory:
+    def directory(self, node_rank: int = 0) -> QueueDirectory:
         """Return the directory of the channels whose items wait on a node."""
         if node_rank not in self._directories:
             if not 0 <= node_rank < self.num_nodes:
                 raise PlacementError(f"node_rank is {node_rank}; the nodes are 0 to {self.num_nodes - 1}")
-            timeout_s = self.default_timeout_s()
-            self._directories[node_rank] = self._driver("make a channel").channels(
-                node=node_rank or None, timeout_s=timeout_s
-            )
+            cluster, timeout_s = self._driver("make a channel"), self.default_timeout_s()
+            self._directories[node_rank] = QueueDirectory.of_node(cluster, node_rank or None, timeout_s)
         return self._directories[node_rank]
 
     def launch(self, name: str, cls: type, processes: list[Process], **options: Any) -> machinery.WorkerGroup[Any]:

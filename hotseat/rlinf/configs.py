@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hotseat.config.rlinf import TABLE
 from hotseat.config.schema import ClusterConfig
 from hotseat.errors import ConfigError, Problem
+from hotseat.rlinf.config_keys import TABLE
 
 __all__ = ["checked_cluster", "plain", "section"]
 

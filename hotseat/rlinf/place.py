@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotseat.cluster import ChannelDirectory
 from hotseat.placement import Inventory
+from hotseat.rlinf.queues import QueueDirectory
 
 __all__ = ["WorkerPlace", "current_place", "set_current_place"]
 
@@ -22,7 +22,7 @@ class WorkerPlace:
     node_rank: int  # among the group's workers on this node
     node_world_size: int
     inventory: Inventory
-    directory: ChannelDirectory
+    directory: QueueDirectory
 
 
 _current: WorkerPlace | None = None

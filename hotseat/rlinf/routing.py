@@ -11,39 +11,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotseat.cluster import ChannelDirectory
 from hotseat.errors import DeadlineError, PlacementError, UserError
+from hotseat.rlinf.queues import QueueDirectory
 
-__all__ = ["Part", "group_size", "merge", "num_rows", "parts_to_receive", "parts_to_send", "record_size", "split"]
+__all__ = ["RankRows", "group_size", "merge", "num_rows", "parts_to_receive", "parts_to_send", "record_size", "split"]
 
 _LOOK_UP_S = 60.0  # how long to wait for a group to be launched
 
 
 @dataclass(frozen=True)
-class Part:
+class RankRows:
     """Rows that go to a worker, or come from it."""
 
     rank: int
     num_rows: int
 
 
-def parts_to_send(num_rows: int, num_senders: int, num_receivers: int, rank: int) -> list[Part]:
+def parts_to_send(num_rows: int, num_senders: int, num_receivers: int, rank: int) -> list[RankRows]:
     """Return the receivers of a sender's rows, in order. num_rows: of all senders together."""
     _check_divisible(num_rows, num_senders, num_receivers)
     return _overlaps(rank, num_rows // num_senders, num_rows // num_receivers)
 
 
-def parts_to_receive(num_rows: int, num_senders: int, num_receivers: int, rank: int) -> list[Part]:
+def parts_to_receive(num_rows: int, num_senders: int, num_receivers: int, rank: int) -> list[RankRows]:
     """Return the senders of a receiver's rows, in order. num_rows: of all receivers together."""
     _check_divisible(num_rows, num_senders, num_receivers)
     return _overlaps(rank, num_rows // num_receivers, num_rows // num_senders)
 
 
-def _overlaps(rank: int, own: int, theirs: int) -> list[Part]:
+def _overlaps(rank: int, own: int, theirs: int) -> list[RankRows]:
     """Cut the rows [rank * own, (rank + 1) * own) at the multiples of `theirs`."""
     first, end = rank * own, (rank + 1) * own
     peers = range(first // theirs, (end - 1) // theirs + 1)
-    return [Part(peer, min(end, (peer + 1) * theirs) - max(first, peer * theirs)) for peer in peers]
+    return [RankRows(peer, min(end, (peer + 1) * theirs) - max(first, peer * theirs)) for peer in peers]
 
 
 def _check_divisible(num_rows: int, num_senders: int, num_receivers: int) -> None:
@@ -133,12 +133,12 @@ def _own_memory(part: Any) -> Any:
 # --- sizes of groups --------------------------------------------------------------------------------------------------
 
 
-def record_size(directory: ChannelDirectory, group: str, size: int) -> None:
+def record_size(directory: QueueDirectory, group: str, size: int) -> None:
     """Have workers of other groups find how many workers a group has."""
     directory.record(_entry_of(group), size)  # in place of a group of this name that was closed before
 
 
-def group_size(directory: ChannelDirectory, group: str) -> int:
+def group_size(directory: QueueDirectory, group: str) -> int:
     """Return how many workers a group has, which was launched or will be soon."""
     try:
         size: int = directory.look_up(_entry_of(group), timeout_s=min(_LOOK_UP_S, directory.timeout_s))

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from hotseat.cluster import Channel as Queue
 from hotseat.cluster import in_worker_process
 from hotseat.cluster.ports import free_port
 from hotseat.errors import RunError, UserError
-from hotseat.rlinf.channel import Box, Channel, Post, leave_all, post_of
+from hotseat.rlinf.channel import Channel, Post, QueueSpec, leave_all, post_of
 from hotseat.rlinf.group import GroupSpec
 from hotseat.rlinf.keys import key_text
 from hotseat.rlinf.place import WorkerPlace, set_current_place
+from hotseat.rlinf.queues import Queue
 from hotseat.rlinf.routing import group_size, merge, num_rows, parts_to_receive, parts_to_send, split
 from hotseat.rlinf.work import AsyncRouteWork
 
@@ -162,7 +162,7 @@ class Worker(metaclass=WorkerMeta):
             _mail(src_group_name, _one_rank("src_rank", src_rank), self._group_name, self._rank), async_op
         )
 
-    def _receive(self, mail: Box, is_async: bool) -> Any:
+    def _receive(self, mail: QueueSpec, is_async: bool) -> Any:
         def take(queue: Queue[Any]) -> Any:
             received, payload = queue.get()
             return received if payload is None else (received, payload)
@@ -431,12 +431,12 @@ def _one_rank(name: str, rank: int | Sequence[int]) -> int:
 
 def _mail(
     src_group: str, src_rank: int, dst_group: str, dst_rank: int, tag: str | None = None, route_key: Any = None
-) -> Box:
+) -> QueueSpec:
     """Return the queue of messages from one worker to another; those with a tag or a key have one of their own."""
     name = f"from {src_group}[{src_rank}] to {dst_group}[{dst_rank}]"
     if tag is None and route_key is None:
-        return Box(name, stays=True)
-    return Box(f"{name}, tag {key_text(tag)}, route_key {key_text(route_key)}")
+        return QueueSpec(name, stays=True)
+    return QueueSpec(f"{name}, tag {key_text(tag)}, route_key {key_text(route_key)}")
 
 
 def _route(src_group: str, dst_group: str, tag: str | None, route_key: Any, src_rank: int, dst_rank: int) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 from command_files import COMMANDS
 
-from hotseat.cli.openrlhf import flags
+from hotseat.openrlhf import flags
 
 ROOT = Path(__file__).parents[2]
 PATHS = {path.stem: path for path in COMMANDS}

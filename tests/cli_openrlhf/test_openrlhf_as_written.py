@@ -13,9 +13,9 @@ from command_files import COMMANDS
 from cut_commands import FOLDERS, LEFT_OUT, LIMITS, PATHS, ROOT, Cut, cut, make_materials, read_words
 from ray_head import ray_head, script_environment
 
-from hotseat.cli.openrlhf.argv import parse
-from hotseat.cli.openrlhf.shim import DIRECTORY
 from hotseat.cluster.ports import free_port
+from hotseat.openrlhf.argv import parse
+from hotseat.openrlhf.shim import DIRECTORY
 
 DEVICES = re.compile(r"--((actor|critic|ref|reward)_num_(nodes|gpus_per_node)|vllm_(num_engines|tensor_parallel_size))")
 JOBS = [path.stem for path in COMMANDS if "ray job submit" in path.read_text()]

@@ -4,11 +4,11 @@ import pytest
 import yaml
 from command_files import COMMANDS, EXPECTED, FRAGMENTS, HERE, read_command
 
-from hotseat.cli.openrlhf.argv import parse
-from hotseat.cli.openrlhf.run import main
-from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
 from hotseat.errors import PlacementError
+from hotseat.openrlhf.argv import parse
+from hotseat.openrlhf.run import main
+from hotseat.openrlhf.translate import translate
 from hotseat.planning.config_plan import make_plan
 
 

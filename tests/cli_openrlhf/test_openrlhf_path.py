@@ -10,7 +10,7 @@ import pytest
 
 from hotseat.cli.help_texts import EPILOGS
 from hotseat.cli.main import main
-from hotseat.cli.openrlhf.shim import DIRECTORY, INSTEAD, find_another_openrlhf
+from hotseat.openrlhf.shim import DIRECTORY, INSTEAD, find_another_openrlhf
 
 ROOT = Path(__file__).parents[2]
 MODULES = ("train_ppo_ray", "train_sft", "train_rm", "train_dpo", "serve_rm", "batch_inference", "lora_combiner")

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotseat.cli.openrlhf.argv import parse
-from hotseat.cli.openrlhf.flags import COMMANDS, SCHEDULES
-from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
 from hotseat.errors import ConfigError
+from hotseat.openrlhf.argv import parse
+from hotseat.openrlhf.flags import COMMANDS, SCHEDULES
+from hotseat.openrlhf.translate import translate
 
 WORDS = {
     "--advantage_estimator": ["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"],

@@ -9,15 +9,15 @@ import sys
 import pytest
 from model_shells import make_shell
 
-from hotseat.cli.openrlhf.argv import hide_secrets
-from hotseat.cli.openrlhf.flags import COMMANDS, TASKS
-from hotseat.cli.openrlhf.help import EXAMPLES, GROUPS, MEANINGS, NO_EFFECT, NOT_BUILT, WIDTH, group_of, render_help
-from hotseat.cli.openrlhf.run import begin, is_launched, main
-from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
 from hotseat.config.load import valid_keys
 from hotseat.config.unsupported import UNBUILT, unsupported
 from hotseat.errors import BatchError, DataError, DeadlineError
+from hotseat.openrlhf.argv import hide_secrets
+from hotseat.openrlhf.flags import COMMANDS, TASKS
+from hotseat.openrlhf.help import EXAMPLES, GROUPS, MEANINGS, NO_EFFECT, NOT_BUILT, WIDTH, group_of, render_help
+from hotseat.openrlhf.run import begin, is_launched, main
+from hotseat.openrlhf.translate import translate
 
 COMPLETE = {
     "train_ppo_ray": "--pretrain m --prompt_data d --remote_rm_url r.py --advantage_estimator reinforce"
@@ -195,7 +195,7 @@ def test_the_process_forgets_its_secrets_before_anything_else_runs():
     """Scenario 46."""
     code = (
         "import sys; sys.argv = ['x', '--use_wandb', 's3cret', '--print_config']\n"
-        "from hotseat.cli.openrlhf.run import entry\n"
+        "from hotseat.openrlhf.run import entry\n"
         "try: entry('train_sft')\n"
         "except SystemExit: print(sys.argv)"
     )
@@ -246,7 +246,7 @@ def test_help_needs_no_heavy_import():
 @pytest.mark.slow
 def test_printing_a_config_needs_no_torch():
     code = (
-        "import sys; from hotseat.cli.openrlhf.run import main\n"
+        "import sys; from hotseat.openrlhf.run import main\n"
         "main('train_ppo_ray', ['--print_config']); print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
     )
     assert python("-c", code).stdout.splitlines()[-1] == "[]"

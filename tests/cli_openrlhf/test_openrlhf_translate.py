@@ -2,10 +2,10 @@
 
 import pytest
 
-from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
 from hotseat.config.resolved import aggregation, kl_estimator, resolved_notes
 from hotseat.errors import ConfigError
+from hotseat.openrlhf.translate import translate
 
 
 def rl(*argv, env=None):

@@ -13,6 +13,8 @@ import time
 from cluster_workers import Plain
 
 from hotseat.cluster import Cluster, Process
+from hotseat.rlinf.broker import Broker
+from hotseat.rlinf.queues import Queue
 
 
 class Where(Plain):
@@ -35,8 +37,8 @@ def work(cluster: Cluster) -> dict:
     actor = cluster.launch("actor", Where, processes=actor_at)
     rollout = cluster.launch("rollout", Where, processes=rollout_at)
     numbers = {}
-    for node in (0, 1):  # the channel waits here, then there
-        channel = cluster.channel("numbers", int, 4, node=node)
+    for node in (0, 1):  # the queue is here, then there
+        channel = Queue("numbers", int, 4, broker=cluster.service(Broker, node=node))
         pending = rollout.on(0).start(Plain.produce, channel, 20)
         numbers[node] = actor.within(60).call(Plain.consume, channel)[0]
         pending.result(60)

@@ -10,6 +10,8 @@ from cluster_workers import Plain
 
 from hotseat.cluster import Cluster, Process, started_template
 from hotseat.openmp import thread_env
+from hotseat.rlinf.broker import Broker
+from hotseat.rlinf.queues import Queue
 
 
 class Holding(Plain):
@@ -23,7 +25,7 @@ class Holding(Plain):
 
 def work(cluster: Cluster) -> None:
     group = cluster.launch("work", Holding, processes=[Process(0, 0, (0, 1))])
-    channel = cluster.channel("numbers", int, 4)
+    channel = Queue("numbers", int, 4, broker=cluster.service(Broker))
     channel.put(1)
     facts = {
         "pid": os.getpid(),

@@ -3,12 +3,12 @@
 import pytest
 
 from hotseat.cli.main import main
-from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads, loads_saved, to_saved
 from hotseat.config.changes import Change, changes_between, may_change
 from hotseat.config.load import fields_of, valid_keys
 from hotseat.config.schema import Config
 from hotseat.errors import ConfigError, UserError
+from hotseat.openrlhf.translate import translate
 
 RESUMED = "checkpoint.resume=true"
 

@@ -5,12 +5,12 @@ import json
 import pytest
 from data_cases import CHATML, as_rows, assistant, char_tokenizer, user
 
-from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
 from hotseat.data import make_examples, make_pairs, make_prompts
 from hotseat.data.lost import LostRow
 from hotseat.errors import DataError
 from hotseat.loop.inputs import rl_prompts, supervised
+from hotseat.openrlhf.translate import translate
 
 
 def write(path, rows) -> str:

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from hotseat import faults
 from hotseat.cli.main import main
-from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import load, loads, to_saved
 from hotseat.config.changes import changes_between
 from hotseat.errors import BudgetError, ConfigError, DeviceMemoryError, PlacementError, WorkerError
@@ -19,6 +18,7 @@ from hotseat.loop.run import start
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
 from hotseat.loop.workers.experience import flatten
 from hotseat.observe import read_lines
+from hotseat.openrlhf.translate import translate
 from hotseat.placement import GIB
 from hotseat.planning.budgets import (
     CPU_TOKENS,

@@ -8,7 +8,6 @@ from loop_cases import make_task, sft_yaml
 
 from hotseat.checks.cpu import has_bf16_units, slow_dtype, vllm_dtype_problem
 from hotseat.cli.main import main
-from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads, loads_saved, to_saved
 from hotseat.config.changes import changes_between
 from hotseat.config.precision import dtype_of, idle_in_fp32, with_dtype, with_dtype_of
@@ -17,6 +16,7 @@ from hotseat.loop.rl.canary import CanarySettings
 from hotseat.loop.run import start
 from hotseat.machine import has_gpu
 from hotseat.observe import read_lines
+from hotseat.openrlhf.translate import translate
 from hotseat.planning.config_plan import make_plan
 from hotseat.train.zero_config import check_zero
 

@@ -13,7 +13,6 @@ import transformers
 from loop_cases import dpo_yaml, make_task, more_sevens, same, weights, write_rows
 from rank_cases import meeting
 
-from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
 from hotseat.config.saved import to_saved
 from hotseat.data import Example, Pair
@@ -24,6 +23,7 @@ from hotseat.loop.workers.models import BatchSettings
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings, ScoredPair, with_reference
 from hotseat.loop.workers.reference import digest_of_model, read_scores, write_scores
 from hotseat.observe import read_lines
+from hotseat.openrlhf.translate import translate
 from hotseat.planning.config_plan import is_offloaded, make_plan
 from hotseat.train.backend import LoraOptions, Outputs, TrainOptions, UpdateReport
 from hotseat.train.make import make_backend

@@ -96,7 +96,7 @@ def test_trivial_refusals_import_nothing_heavy(here):
 
 @pytest.mark.slow
 def test_openrlhf_commands_refuse_in_the_words_of_their_flags(here):
-    code = "import sys; from hotseat.cli.openrlhf.run import main\n"
+    code = "import sys; from hotseat.openrlhf.run import main\n"
     code += "print(main('train_ppo_ray', sys.argv[1:])); print(sorted({'torch', 'ray'} & set(sys.modules)))"
     flags = ["--pretrain", "./modle", "--prompt_data", "rows.jsonl", "--remote_rm_url", "reward.py"]
     flags += ["--n_samples_per_prompt", "8", "--advantage_estimator", "group_norm"]

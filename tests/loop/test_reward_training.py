@@ -14,7 +14,6 @@ import transformers
 from loop_cases import more_sevens, rm_yaml, write_rows
 from safetensors.torch import load_file
 
-from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
 from hotseat.data import Example, Pair, digest_of
 from hotseat.demo import make_tokenizer
@@ -24,6 +23,7 @@ from hotseat.loop.run import start
 from hotseat.loop.workers.models import BatchSettings
 from hotseat.loop.workers.objectives import PairwiseObjective, RewardModelObjective
 from hotseat.observe import read_lines
+from hotseat.openrlhf.translate import translate
 from hotseat.train.backend import Outputs, TrainOptions, UpdateReport
 from hotseat.train.make import make_backend
 

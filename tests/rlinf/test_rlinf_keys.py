@@ -23,13 +23,14 @@ from pathlib import Path
 import numpy
 import pytest
 
-from hotseat.cluster import ChannelDirectory, _broker
-from hotseat.cluster import channel as machinery
-from hotseat.cluster._broker import Server
 from hotseat.errors import UserError
+from hotseat.rlinf import broker, broker_process
 from hotseat.rlinf import channel as rlinf_channel
+from hotseat.rlinf.broker import BrokerAddress
+from hotseat.rlinf.broker_process import BrokerServer
 from hotseat.rlinf.channel import Channel
 from hotseat.rlinf.keys import key_text
+from hotseat.rlinf.queues import QueueDirectory
 
 MAX_IDLE = 4
 NUM_KEYS = 100
@@ -41,12 +42,12 @@ Pair = namedtuple("Pair", "first second")
 def server(tmp_path):
     """A broker in a thread of this process, so that tests see what it keeps."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)  # which it raises
-    made = Server(str(tmp_path / "socket"), None, secrets.token_bytes(32))
+    made = BrokerServer(str(tmp_path / "socket"), None, secrets.token_bytes(32))
     is_ended, end = os.pipe()
     thread = threading.Thread(target=made.run, args=(is_ended,))
     thread.start()
     yield made
-    machinery.forget_clients(str(tmp_path / "socket"))
+    broker.forget_clients(str(tmp_path / "socket"))
     os.close(end)
     thread.join(60)
     os.close(is_ended)
@@ -61,12 +62,12 @@ def server(tmp_path):
 def directory(request, tmp_path, monkeypatch):
     monkeypatch.setattr(rlinf_channel, "MAX_IDLE", MAX_IDLE)
     if request.param == "inside":
-        return ChannelDirectory(None, 60.0)
+        return QueueDirectory(None, 60.0)
     server = request.getfixturevalue("server")
-    return ChannelDirectory(((str(tmp_path / "socket"), None, 0), server.key), 60.0)
+    return QueueDirectory(BrokerAddress(str(tmp_path / "socket"), None, 0, server.key), 60.0)
 
 
-def num_queues(directory: ChannelDirectory, request) -> int:
+def num_queues(directory: QueueDirectory, request) -> int:
     """Count the queues that there are, after everything that was asked of the broker before."""
     if directory._local is not None:
         return len(directory._local)
@@ -84,7 +85,7 @@ def wait_until(condition) -> None:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_keys_that_are_used_once_leave_nothing(directory, request, is_async):
     channel = Channel("requests", 0, directory)
-    num_threads, num_clients = threading.active_count(), len(machinery._used_clients)
+    num_threads, num_clients = threading.active_count(), len(broker._used_clients)
     for key in range(NUM_KEYS):
         putting = channel.put(f"item {key}", key=key, async_op=is_async)
         taken = channel.get(key=key, async_op=is_async)
@@ -95,7 +96,7 @@ def test_keys_that_are_used_once_leave_nothing(directory, request, is_async):
             channel.get_nowait(key=key)
     assert num_queues(directory, request) <= MAX_IDLE + 2  # with those that are being left, and the one asked last
     assert len(channel._post._open) <= MAX_IDLE + 1
-    assert len(machinery._used_clients) <= num_clients + MAX_IDLE + 2
+    assert len(broker._used_clients) <= num_clients + MAX_IDLE + 2
     wait_until(lambda: threading.active_count() <= num_threads + 2 * (MAX_IDLE + 1))
 
 
@@ -148,8 +149,8 @@ def test_the_default_key_and_a_bounded_one_keep_their_bounds(directory):
 
 def test_a_worker_that_closes_leaves_the_channels_of_all_nodes(server, tmp_path, monkeypatch):
     monkeypatch.setattr(rlinf_channel, "_posts", {})
-    broker = ((str(tmp_path / "socket"), None, 0), server.key)
-    here, there = ChannelDirectory(broker, 60.0), ChannelDirectory(broker, 60.0)
+    address = BrokerAddress(str(tmp_path / "socket"), None, 0, server.key)
+    here, there = QueueDirectory(address, 60.0), QueueDirectory(address, 60.0)
     name = f"requests:{rlinf_channel.DEFAULT_KEY!r}"
     for directory in (here, there):
         Channel("requests", 0, directory).put("an item")
@@ -160,7 +161,7 @@ def test_a_worker_that_closes_leaves_the_channels_of_all_nodes(server, tmp_path,
 
 
 def test_timers_that_were_withdrawn_are_not_kept_until_they_run_out(server, monkeypatch):
-    monkeypatch.setattr(_broker, "_MAX_WITHDRAWN", 10)
+    monkeypatch.setattr(broker_process, "_MAX_WITHDRAWN", 10)
     calls = [server.later(10_000, lambda: None) for _ in range(2)]
     for _ in range(1000):
         server.withdraw(server.later(10_000, lambda: None))
@@ -232,6 +233,6 @@ def test_a_key_has_the_same_text_in_a_process_with_other_hashes():
 
 @pytest.mark.parametrize("key", [Plain(), (1, Plain()), numpy.zeros(2), numpy.longdouble(1), print])
 def test_a_key_without_a_form_that_all_processes_share_is_refused(key):
-    channel = Channel("requests", 0, ChannelDirectory(None, 60.0))
+    channel = Channel("requests", 0, QueueDirectory(None, 60.0))
     with pytest.raises(UserError, match="which has no form that is the same in all processes: use text"):
         channel.put("an item", key=key)

@@ -12,12 +12,11 @@ import numpy
 import pytest
 import torch
 
-from hotseat.cluster import ChannelDirectory
-from hotseat.cluster import channel as machinery
-from hotseat.cluster.channel import Broker
 from hotseat.errors import DeadlineError, PlacementError, UserError, WorkerError
-from hotseat.rlinf import Channel, NodePlacementStrategy, Worker, routing
-from hotseat.rlinf.routing import Part, merge, num_rows, parts_to_receive, parts_to_send, split
+from hotseat.rlinf import Channel, NodePlacementStrategy, Worker, broker, routing
+from hotseat.rlinf.broker import Broker
+from hotseat.rlinf.queues import QueueDirectory
+from hotseat.rlinf.routing import RankRows, merge, num_rows, parts_to_receive, parts_to_send, split
 
 
 class Member(Worker):
@@ -60,9 +59,12 @@ def launched(cluster, name, size):
 
 def test_the_rows_of_two_senders_are_shared_among_three_receivers():
     # Rows 0 to 5 and 6 to 11; receivers have 0 to 3, 4 to 7 and 8 to 11.
-    assert [parts_to_send(12, 2, 3, rank) for rank in range(2)] == [[Part(0, 4), Part(1, 2)], [Part(1, 2), Part(2, 4)]]
+    assert [parts_to_send(12, 2, 3, rank) for rank in range(2)] == [
+        [RankRows(0, 4), RankRows(1, 2)],
+        [RankRows(1, 2), RankRows(2, 4)],
+    ]
     received = [parts_to_receive(12, 2, 3, rank) for rank in range(3)]
-    assert received == [[Part(0, 4)], [Part(0, 2), Part(1, 2)], [Part(1, 4)]]
+    assert received == [[RankRows(0, 4)], [RankRows(0, 2), RankRows(1, 2)], [RankRows(1, 4)]]
 
 
 @pytest.mark.parametrize(("num_senders", "num_receivers"), [(1, 1), (1, 4), (4, 1), (3, 4), (6, 4), (5, 5)])
@@ -190,7 +192,7 @@ def killed_at_its_answer(number, is_before, call) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         return
     try:
-        receive, answers = machinery._receive, itertools.count(1)
+        receive, answers = broker._receive, itertools.count(1)
 
         def receive_and_die(connection):
             is_last = next(answers) == number
@@ -201,7 +203,7 @@ def killed_at_its_answer(number, is_before, call) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return received
 
-        machinery._receive = receive_and_die
+        broker._receive = receive_and_die
         call()
     finally:
         os._exit(1)
@@ -210,7 +212,7 @@ def killed_at_its_answer(number, is_before, call) -> None:
 @pytest.fixture
 def directory(tmp_path):
     broker = Broker(str(tmp_path))
-    yield ChannelDirectory((broker.address, broker.key), 60.0)
+    yield QueueDirectory(broker.address, 60.0)
     broker.close()
 
 
@@ -244,7 +246,7 @@ def test_a_group_that_is_launched_again_has_its_new_size(directory):
 
 
 def test_what_is_looked_up_before_it_is_there_is_waited_for(directory):
-    for where in (directory, ChannelDirectory(None, 60.0)):
+    for where in (directory, QueueDirectory(None, 60.0)):
         with ThreadPoolExecutor(2) as threads:
             looking = [threads.submit(routing.group_size, where, "group") for _ in range(2)]
             routing.record_size(where, "group", 5)
@@ -254,7 +256,7 @@ def test_what_is_looked_up_before_it_is_there_is_waited_for(directory):
 def test_what_nobody_records_is_named_at_the_deadline(directory, monkeypatch):
     monkeypatch.setattr(routing, "_LOOK_UP_S", 0.1)
     monkeypatch.setattr("hotseat.rlinf.channel._CONNECT_S", 0.1)
-    for where in (directory, ChannelDirectory(None, 60.0)):
+    for where in (directory, QueueDirectory(None, 60.0)):
         for find in (routing.group_size, Channel.connect_in):
             with pytest.raises(PlacementError, match="there is no (group|channel) 'later'"):
                 find(where, "later")

@@ -1,13 +1,16 @@
-"""The actor that acts for the driver on another node: it ends processes there, and starts brokers."""
+"""The actor that acts for the driver on another node: it ends processes there, and starts services."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from typing import TypeVar
 
-from hotseat.cluster.channel import Address, Broker
 from hotseat.cluster.ports import free_port
+from hotseat.cluster.services import NodeService, NodeServices
 from hotseat.processes import supervisor
+
+A = TypeVar("A")
 
 
 class NodeAgent:
@@ -24,7 +27,7 @@ class NodeAgent:
         self._guard = supervisor.start_supervisor(
             {"mark": (supervisor.SESSION, session), "shm_prefix": shm_prefix, "folders": [directory]}
         )
-        self._broker: Broker | None = None
+        self._services = NodeServices(directory, {supervisor.SESSION: session})
 
     def free_port(self, host: str) -> int:
         return free_port(host)
@@ -35,15 +38,12 @@ class NodeAgent:
     def end_workers(self, workers: list[str]) -> None:
         supervisor.end_marked(supervisor.WORKER, workers, timeout_s=5.0)
 
-    def start_broker(self, host: str | None) -> tuple[Address, bytes]:
-        os.makedirs(self._directory, mode=0o700)
-        self._broker = Broker(self._directory, host=host, env={supervisor.SESSION: self._session})
-        return self._broker.address, self._broker.key
+    def service(self, service: type[NodeService[A]], host: str | None) -> A:
+        return self._services.address(service, host)
 
     def end_session(self) -> None:
         """End everything of this session on this node but this process, which `ray.kill` ends."""
-        if self._broker:
-            self._broker.close()
+        self._services.close()
         killed = supervisor.end_marked(supervisor.SESSION, [self._session], timeout_s=5.0, spare=[os.getpid()])
         supervisor.remove_segments(self._shm_prefix, killed)
         shutil.rmtree(self._directory, ignore_errors=True)

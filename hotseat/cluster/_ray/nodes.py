@@ -1,4 +1,4 @@
-"""Our processes on each node, and the channel brokers there: here directly, on other nodes through an agent."""
+"""Our processes on each node, and the services there: here directly, on other nodes through an agent."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hotseat.cluster._ray.connection import RayConnection
 from hotseat.cluster._ray.node_agent import NodeAgent
-from hotseat.cluster.channel import Address, Broker, forget_clients
 from hotseat.cluster.ports import free_port
+from hotseat.cluster.services import NodeService, NodeServices
 from hotseat.cluster.session import Session
 from hotseat.errors import DeadlineError, RunError, WorkerError
 from hotseat.processes import supervisor
@@ -19,17 +19,18 @@ _AGENT_TIMEOUT_S = 60.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
+A = TypeVar("A")
 
 
 class NodeProcesses:
-    """Finds and ends our processes on every node, and starts a broker where one is needed."""
+    """Finds and ends our processes on every node, and starts services where they are needed."""
 
     def __init__(self, connection: RayConnection, session: Session):
         self._connection = connection
         self._session = session
         self._agents: dict[int, Any] = {}
-        self._brokers: dict[int, tuple[Address, bytes]] = {}
-        self._broker_here: Broker | None = None
+        self._services_here = NodeServices(session.directory, {supervisor.SESSION: session.id})
+        self._service_addresses: dict[tuple[type[NodeService[Any]], int], Any] = {}
         self._lock = threading.RLock()
 
     def free_port(self, node: int) -> int:
@@ -55,18 +56,17 @@ class NodeProcesses:
                     if node in self._connection.live_nodes():  # on a lost one they ended with it
                         self._ask(node, NodeAgent.end_workers, list(workers))
 
-    def broker(self, node: int) -> tuple[Address, bytes]:
-        """Return address and key of the channel broker on this node; it is started when first asked for."""
+    def service(self, service: type[NodeService[A]], node: int) -> A:
+        """Return the address of a service on this node; it is started when first asked for."""
         with self._lock:
-            if node not in self._brokers:
+            if (service, node) not in self._service_addresses:
                 host = None if self._connection.is_own else self._connection.nodes[node].address
                 if node == self._connection.home:
-                    env = {supervisor.SESSION: self._session.id}
-                    self._broker_here = Broker(self._session.directory, host=host, env=env)
-                    self._brokers[node] = (self._broker_here.address, self._broker_here.key)
+                    address = self._services_here.address(service, host)
                 else:
-                    self._brokers[node] = self._ask(node, NodeAgent.start_broker, host)
-            return self._brokers[node]
+                    address = self._ask(node, NodeAgent.service, service, host)
+                self._service_addresses[service, node] = address
+            return self._service_addresses[service, node]
 
     def end_agents(self) -> None:
         """End the agents, and with each what is left of the session on its node."""
@@ -76,12 +76,11 @@ class NodeProcesses:
             with contextlib.suppress(Exception):
                 self._connection.ray.kill(agent)
 
-    def close_broker(self) -> None:
-        """End the broker on this node, and this process's connections to those on others."""
-        if self._broker_here:
-            self._broker_here.close()
-        for (path, _, _), _ in self._brokers.values():
-            forget_clients(path)
+    def close_services(self) -> None:
+        """End the services on this node, and this process's connections to those on others."""
+        self._services_here.close()
+        for (service, _), address in self._service_addresses.items():
+            service.disconnect(address)
 
     def _agent(self, node: int) -> Any:
         """Return the agent on another node than the driver's."""

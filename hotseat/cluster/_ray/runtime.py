@@ -13,16 +13,17 @@ from hotseat.cluster._ray.group import RankProcess, RayGroup, RayRef
 from hotseat.cluster._ray.launching import ActorStarter, refuse_unreserved
 from hotseat.cluster._ray.nodes import NodeProcesses
 from hotseat.cluster._ray.reservation import Reservation, own_device_name
-from hotseat.cluster.channel import Address
 from hotseat.cluster.devices import device_memory
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.process import ClusterNode, devices_of
 from hotseat.cluster.runtime import Launch
+from hotseat.cluster.services import NodeService
 from hotseat.cluster.session import Session
 from hotseat.errors import ClusterError, PlacementError
 from hotseat.processes import supervisor
 
 T = TypeVar("T")
+A = TypeVar("A")
 
 
 class RayRuntime:
@@ -101,8 +102,8 @@ class RayRuntime:
             self._connection.ray, launch, self._reservation, self._session.name, master, self._num_launched
         )
 
-    def broker(self, node: int | None) -> tuple[Address, bytes]:
-        return self._processes.broker(self._connection.home if node is None else node)
+    def service(self, service: type[NodeService[A]], node: int | None) -> A:
+        return self._processes.service(service, self._connection.home if node is None else node)
 
     def put(self, value: T) -> RayRef[T]:
         return RayRef(self._connection.ray.put(value))
@@ -184,7 +185,7 @@ class RayRuntime:
             with contextlib.suppress(Exception):
                 self._reservation.release()
         self._processes.end_agents()
-        self._processes.close_broker()
+        self._processes.close_services()
         self._connection.close()
 
     def end_leftovers(self) -> list[int]:
@@ -195,7 +196,7 @@ class RayRuntime:
         for group in groups:
             group.is_closed = True
         supervisor.end_marked(supervisor.SESSION, [self._session.name])
-        self._processes.close_broker()
+        self._processes.close_services()
         self._connection.forget()
 
 

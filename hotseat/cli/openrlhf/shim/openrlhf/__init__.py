@@ -1,5 +1,0 @@
-"""OpenRLHF's package, for `python -m openrlhf.cli.COMMAND` on Hotseat."""
-
-from hotseat.cli.openrlhf.shim import refuse_another_openrlhf
-
-refuse_another_openrlhf()

@@ -1,5 +1,0 @@
-"""Distillation: not under OpenRLHF's name."""
-
-from hotseat.cli.openrlhf.shim import refuse_command
-
-refuse_command("train_kd")

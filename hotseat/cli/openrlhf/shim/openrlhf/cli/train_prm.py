@@ -1,5 +1,0 @@
-"""Process reward models: not under OpenRLHF's name."""
-
-from hotseat.cli.openrlhf.shim import refuse_command
-
-refuse_command("train_prm")

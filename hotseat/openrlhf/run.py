@@ -1,0 +1,114 @@
+"""The four commands: translate, then print the config or start the run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hotseat import clock, interrupts
+from hotseat.cli.ending import OK, reported
+from hotseat.errors import UnsupportedError, UserError
+from hotseat.openmp import wait_passively
+from hotseat.openrlhf.argv import hide_secrets
+from hotseat.openrlhf.flags import TASKS
+
+if TYPE_CHECKING:
+    from hotseat.config import Config
+    from hotseat.openrlhf.translate import Translation
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def entry(command: str) -> None:
+    """Run a command with this process's arguments, after hiding secrets in sys.argv, which other code may log."""
+    interrupts.hear_to_the_end()
+    wait_passively()
+    argv = sys.argv[1:]
+    sys.argv[1:] = hide_secrets(command, argv)
+    sys.exit(main(command, argv, start=_start))
+
+
+def main(
+    command: str,
+    argv: Sequence[str],
+    env: MutableMapping[str, str] | None = None,
+    start: Callable[..., Any] | None = None,
+) -> int:
+    """Run a command and return its exit code. start: starts a run, by default `hotseat.loop.start.start`."""
+    clock.begin()
+    return reported(command, lambda: _run(command, argv, os.environ if env is None else env, start))
+
+
+def _run(command: str, argv: Sequence[str], env: MutableMapping[str, str], start: Callable[..., Any] | None) -> int:
+    if any(token in ("-h", "--help") for token in argv):
+        from hotseat.openrlhf.help import render_help
+
+        _show(render_help(command) + "\n")
+        return OK
+    from hotseat.openrlhf.translate import translate
+
+    translation = translate(command, argv, env)
+    launched = is_launched(command, env, translation.line["--local_rank"])
+    speaks = not launched or _rank(env, translation.line["--local_rank"]) == 0
+    if speaks:
+        for name, because in translation.no_effect:
+            print(f"no effect here: {name} because {because}", file=sys.stderr)
+    if translation.line.print_config:
+        if speaks:
+            _show(translation.yaml)
+        return OK
+    check_prerequisites(translation)
+    begin(translation, env, launched, start or _start)
+    return OK
+
+
+def _show(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) has closed the pipe. Without this, Python would complain again at exit.
+        sys.stderr.close()
+
+
+def begin(translation: Translation, env: MutableMapping[str, str], launched: bool, start: Callable[..., Any]) -> None:
+    """Start the run. Secrets are passed in the environment."""
+    env.update(translation.secrets)
+    try:
+        start(translation.config, launched=launched)
+    except UserError as error:
+        raise UserError(translation.in_flags(str(error))) from error
+
+
+def _start(config: Config, launched: bool) -> None:
+    from hotseat.loop import start
+
+    start.start(config, launched=launched)
+
+
+def is_launched(command: str, env: Mapping[str, str], local_rank: int = -1) -> bool:
+    """Return whether torchrun or deepspeed started this process as one of several ranks. RL starts its own ranks."""
+    return TASKS[command] != "rl" and (local_rank >= 0 or all(env.get(name) for name in LAUNCHER_VARIABLES))
+
+
+def _rank(env: Mapping[str, str], local_rank: int) -> int:
+    text = env.get("RANK", "")
+    return int(text) if text.isdecimal() else max(local_rank, 0)
+
+
+def check_prerequisites(translation: Translation) -> None:
+    """Raise one error that lists everything that keeps the run from starting."""
+    text = ""
+    if translation.missing:
+        text = "this run cannot start:\n" + _listed(translation.missing)
+    if translation.unsupported:
+        text += "not part of this version:\n" + _listed(translation.unsupported)
+        text += "--print_config prints the config nevertheless"
+    if text:
+        raise (UserError if translation.missing else UnsupportedError)(text.rstrip())
+
+
+def _listed(pairs: Sequence[tuple[str, str]]) -> str:
+    return "".join(f"  {name}: {text}\n" for name, text in pairs)

@@ -1,0 +1,114 @@
+"""OpenRLHF's `serve_rm` on Hotseat: its flags, old and dotted, for the server of `hotseat serve-rm`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hotseat import interrupts
+from hotseat.cli import serving
+from hotseat.cli.ending import FAILED, OK, REFUSED, STOPPED
+from hotseat.errors import HotseatError, UserError
+from hotseat.rewards.addresses import bearer_token
+
+if TYPE_CHECKING:
+    from hotseat.loop.serving.model import ModelOptions
+
+
+# Flags that are read and change nothing here, and why.
+_NO_EFFECT = {
+    "flash_attn": "torch's own attention is used, which is a flash attention where the device has one",
+    "attn_implementation": "torch's own attention is used, which is a flash attention where the device has one",
+    "experts_implementation": "transformers chooses it",
+    "disable_fast_tokenizer": "the checkpoint's own tokenizer is used",
+    "packing_samples": "texts of like length are padded together",
+    "batch_size": "batches are cut by their tokens, over all requests: --max_batch_tokens",
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser: every flag in both of OpenRLHF's spellings, with its defaults."""
+    parser = argparse.ArgumentParser(
+        prog="serve_rm",
+        description="Serve a reward model as OpenRLHF does: POST /get_reward with query, prompts and labels.",
+        epilog="`hotseat serve-rm --help` describes the same server with our own options.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--reward_pretrain", "--reward.model_name_or_path", dest="model", metavar="MODEL")
+    parser.add_argument("--normalize_reward", "--reward.normalize_enable", dest="normalize", action="store_true")
+    parser.add_argument("--value_head_prefix", "--ds.value_head_prefix", dest="value_head_prefix", default="score")
+    parser.add_argument("--max_len", "--data.max_len", dest="max_len", type=int, default=2048)
+    parser.add_argument("--port", type=int, default=5000)
+    parser.add_argument("--host", help="default: 0.0.0.0, as in OpenRLHF, which needs a token here")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--param_dtype", "--ds.param_dtype", dest="param_dtype", choices=["bf16", "fp16", "fp32"])
+    parser.add_argument("--load_in_4bit", "--ds.load_in_4bit", dest="load_in_4bit", action="store_true")
+    parser.add_argument("--use_ms", action="store_true")
+    parser.add_argument("--flash_attn", action="store_true")
+    parser.add_argument("--attn_implementation", "--ds.attn_implementation", dest="attn_implementation")
+    parser.add_argument("--experts_implementation", "--ds.experts_implementation", dest="experts_implementation")
+    parser.add_argument(
+        "--disable_fast_tokenizer",
+        "--data.disable_fast_tokenizer",
+        dest="disable_fast_tokenizer",
+        action="store_true",
+    )
+    parser.add_argument("--packing_samples", "--ds.packing_samples", dest="packing_samples", action="store_true")
+    parser.add_argument("--batch_size", type=int)
+    parser.add_argument("--max_batch_tokens", type=int, default=16_384, help="tokens scored at a time (not OpenRLHF's)")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until the process is told to stop, and return the exit code."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        with interrupts.heard():
+            _serve(arguments, is_newer=any(token.startswith("--") and "." in token for token in argv))
+    except UserError as error:
+        print(f"serve_rm: {error}", file=sys.stderr)
+        return REFUSED
+    except HotseatError as error:
+        print(f"serve_rm: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("serve_rm: stopped before it served", file=sys.stderr)
+        return STOPPED
+    return OK
+
+
+def _serve(arguments: argparse.Namespace, *, is_newer: bool) -> None:
+    """is_newer: the dotted spelling is used, whose default type is bf16."""
+    if arguments.model is None:
+        raise UserError("--reward_pretrain is not set: give the folder or the hub name of a reward model")
+    if arguments.load_in_4bit:
+        raise UserError("--load_in_4bit is not part of this version: its rewards would differ from the model's own")
+    if arguments.use_ms:
+        raise UserError("--use_ms is not part of this version: give a folder")
+    for name, because in _NO_EFFECT.items():
+        if getattr(arguments, name):
+            print(f"no effect here: --{name} because {because}", file=sys.stderr)
+    from hotseat.loop.serving.server import ServerOptions
+
+    options = ServerOptions(
+        host=arguments.host or "0.0.0.0",
+        port=arguments.port,
+        token=bearer_token(),
+        max_batch_tokens=arguments.max_batch_tokens,
+    )
+
+    def model_options() -> ModelOptions:
+        from hotseat.loop.serving.model import ModelOptions
+
+        return ModelOptions(
+            model=arguments.model,
+            max_length=arguments.max_len,
+            dtype=arguments.param_dtype or ("bf16" if arguments.bf16 or is_newer else "fp32"),
+            value_head_prefix=arguments.value_head_prefix,
+            normalize=arguments.normalize,
+        )
+
+    hint = "--host 127.0.0.1; OpenRLHF's default is 0.0.0.0" if arguments.host is None else "--host 127.0.0.1"
+    serving.serve(arguments.model, model_options, options, hint=hint)

@@ -1,0 +1,5 @@
+"""Chat: not under OpenRLHF's name."""
+
+from hotseat.openrlhf.shim import refuse_command
+
+refuse_command("interactive_chat")

@@ -1,0 +1,5 @@
+"""Distillation: not under OpenRLHF's name."""
+
+from hotseat.openrlhf.shim import refuse_command
+
+refuse_command("train_kd")

@@ -1,0 +1,5 @@
+"""KTO: not under OpenRLHF's name."""
+
+from hotseat.openrlhf.shim import refuse_command
+
+refuse_command("train_kto")
