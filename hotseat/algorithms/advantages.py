@@ -273,7 +273,9 @@ class _TurnTable:
         windows, window = torch.unique(first * width + last, return_inverse=True)
         first, last = windows // width, windows % width
         is_whole = (first == 0) & (last == width - 1)
-        sums = torch.where(is_whole, self.totals, _window_sums(self.columns, first, last))
+        parts = self.columns.abs().sum(1, keepdim=True)
+        sums = _without_rounding(_window_sums(self.columns, first, last), parts)
+        sums = torch.where(is_whole, self.totals, sums)
         credits = compare(sums)  # [num_episodes, num_windows]
         if clips_sums:
             credits = clip(credits)
@@ -290,6 +292,11 @@ class _TurnTable:
         parts = torch.where(turn < num_turns, compare(self.columns), 0.0)
         parts[:, -1:] = compare(_to_go(self.columns)).gather(1, num_turns)
         return (clip(parts) - parts).double()
+
+
+def _without_rounding(sums: Tensor, parts: Tensor) -> Tensor:
+    """Return sums, exactly 0 where nothing but rounding is left: 0.1 + 0.2 − 0.3. `parts`: sums of magnitudes."""
+    return torch.where(sums.abs() > parts * 2.0**-40, sums, 0.0)
 
 
 def _to_go(columns: Tensor) -> Tensor:
@@ -561,7 +568,8 @@ def compute_advantages(
         _refuse_failed("turn", turn_rewards)
         if totals is None:
             totals = rewards.double().index_add(0, layout.token_episode[turns], turn_rewards.double())
-        totals = totals.to(rewards)
+        parts = rewards.double().abs().index_add(0, layout.token_episode[turns], turn_rewards.double().abs())
+        totals = _without_rounding(totals, parts).to(rewards)
         if turn_credit == "sum" or own is not None:
             rewards, turn_rewards = totals, None
     if own is not None:

@@ -256,6 +256,27 @@ def test_equal_rewards_have_exactly_no_advantage_however_turns_divide_them(estim
     assert not found.fields[ADVANTAGES][batch.mask].reshape(-1, 4)[:, 0].any()
 
 
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+@pytest.mark.parametrize("estimator", ["group_norm", "dr_grpo", "rloo", "reinforce_baseline"])
+def test_the_order_and_precision_in_which_turns_were_added_up_gives_no_advantage(estimator, precision):
+    """Sums of 0.7 and of 0, by turns in any order, also where 0.1 + 0.2 - 0.3 is not 0."""
+    sums = [[(0.1, 0.2, 0.4), (0.1, 0.4, 0.2), (0.2, 0.1, 0.4)], [(0.1, 0.2, -0.3), (-0.3, 0.2, 0.1), (0.0, 0.0, 0.0)]]
+    groups = []
+    for number, rows in enumerate(sums):
+        rewards = [0.0] * len(rows)
+        for at, row in enumerate(rows):
+            total = torch.zeros((), dtype=precision)
+            for reward in row:
+                total += reward
+            rewards[at] = float(total)
+        assert len(set(rewards)) > 1
+        groups.append(with_turns(make_group(number, rewards, sampled=3), (1, 1, 1), *rows))
+    for credit in ("sum", "to_go"):
+        used = settings(estimator=estimator, turn_credit=credit)
+        found = with_advantages(groups, flatten(groups), used, lambda _: Moments(1, 0.0, 1.0))
+        assert not found.fields[ADVANTAGES][found.mask].reshape(-1, 3)[:, 0].any()
+
+
 def test_penalties_stay_on_the_last_turn_and_rounding_is_no_reward():
     """Turns of one and of two tokens; the second answer reaches the limit of its length."""
     group = make_group(0, [0.1 + 0.2, 0.3 + 0.2], sampled=3)

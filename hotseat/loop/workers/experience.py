@@ -209,7 +209,7 @@ def with_lags(groups: Sequence[PromptGroup], batch: MicroBatch, version: int) ->
 def shaped_rewards(groups: Sequence[PromptGroup], batch: MicroBatch, settings: AdvantageSettings) -> Tensor:
     """Return rewards after the penalties on length and truncation: [num_episodes] float64."""
     samples = [sample for group in groups for sample in group.samples]
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    rewards = torch.tensor([_exact_reward(sample) for sample in samples], dtype=torch.float64)
     if settings.overlong_buffer:
         lengths = batch.layout.sampled_per_episode
         rewards = rewards + overlong_penalty(
@@ -230,8 +230,8 @@ def rewarded_lengths(sample: ScoredEpisode) -> tuple[int, ...]:
     return (episode.action_length,) * count if is_of_actions else ()
 
 
-def _beyond_turns(sample: ScoredEpisode) -> float:
-    """Return the part of an episode's reward that belongs to no turn.
+def _exact_reward(sample: ScoredEpisode) -> float:
+    """Return the reward of an episode, which is the exact sum of its turns' if it differs from that by rounding alone.
 
     Turn rewards sum up to the reward, in whatever order and precision they were added up: differences of rounding are
     no reward, and an estimator that divides by a deviation would enlarge them.
@@ -239,7 +239,7 @@ def _beyond_turns(sample: ScoredEpisode) -> float:
     total = math.fsum(sample.turn_rewards)
     largest = max(map(abs, sample.turn_rewards), default=0.0)
     is_sum = math.isclose(total, sample.reward, rel_tol=1e-6, abs_tol=1e-6 * largest)
-    return 0.0 if is_sum else sample.reward - total
+    return total if is_sum else sample.reward
 
 
 def rewards_of_turns(groups: Sequence[PromptGroup], batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
@@ -345,9 +345,8 @@ def with_advantages(
         samples = [sample for group in groups for sample in group.samples]
         has_turns = torch.zeros(len(samples), dtype=torch.bool)
         has_turns[batch.layout.token_episode[turns]] = True
-        raw = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-        beyond = torch.tensor([_beyond_turns(sample) for sample in samples], dtype=torch.float64)
-        rewards = torch.where(has_turns, rewards - raw + beyond, rewards)
+        of_turns = torch.tensor([math.fsum(sample.turn_rewards) for sample in samples], dtype=torch.float64)
+        rewards = torch.where(has_turns, rewards - of_turns, rewards)
     estimator = settings.estimator
     starts = starts_of_steps(groups, batch, settings.time_step)
     advantages = compute_advantages(
