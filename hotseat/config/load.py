@@ -93,15 +93,18 @@ def to_yaml(config: Config) -> str:
 
 
 def set_keys(values: Mapping[str, Any]) -> Iterator[KeyPath]:
-    """Yield every option that a document sets: leaves, where mappings and lists of free content are one leaf."""
-    known = set(valid_keys())
+    """Yield every option that a document sets: leaves, where mappings and lists of free content are one leaf.
+
+    `null` where that is the default sets nothing.
+    """
+    known = {key: info.default for key, info in fields_of(Config)}
 
     def walk(node: Mapping[str, Any], path: KeyPath) -> Iterator[KeyPath]:
         for key, value in node.items():
             here = (*path, key)
             if isinstance(value, Mapping) and dotted(here) not in known:
                 yield from walk(value, here)
-            else:
+            elif value is not None or known.get(dotted(here), ...) is not None:
                 yield here
 
     return walk(values, ())

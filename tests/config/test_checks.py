@@ -478,3 +478,9 @@ def test_a_group_of_one_is_refused_only_where_a_group_is_needed():
 )
 def test_roles_follow_from_the_config(text, roles):
     assert roles_of(loads(text)) == roles
+
+
+def test_an_option_that_is_unset_by_null_is_not_one_that_has_no_effect():
+    loads("task: rl\ntrain: {checkpointed_layers: null}\nenv: {path: null}\nreference: {model: null}")
+    with pytest.raises(ConfigError, match=r"train\.checkpointed_layers: has no effect"):
+        loads("task: rl\ntrain: {checkpointed_layers: 2}")
