@@ -15,6 +15,7 @@ from hotseat.rewards._process import (
     NotLoaded,
     ProtocolError,
     Task,
+    Tracebacks,
     WorkerDied,
     WorkerProcess,
     WorkerTimeout,
@@ -72,7 +73,7 @@ def try_reward(
         task = Task(str(file), function, max_memory_bytes, Path(folder) / "output", tuple(extra_path))
         try:
             try:
-                process = WorkerProcess(task, timeout_s, lambda: False)
+                process = WorkerProcess(task, timeout_s, lambda: False, Tracebacks(lambda text: None))
             except (WorkerDied, ProtocolError) as error:
                 return Trial("broken", f"cannot be loaded: {error}")
             if process.takes_names and columns is None:

@@ -41,11 +41,13 @@ from hotseat.loop.rl.sync import Routes, SyncPhase, sender_host
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.setup import settings
+from hotseat.loop.setup.reward_columns import label_hint
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
 from hotseat.placement import GIB, Plan, shares_devices
+from hotseat.types import Prompt
 
 
 def columns(config: Config) -> dict[str, str]:
@@ -173,7 +175,7 @@ def _connect(
         groups, phase_settings, meter, guard, sync, recovery, carries_over=is_shared, components=components
     )
     ledger = Ledger(run_dir)
-    samples = SampleLog(groups, ledger, _alarms(config, journal), state, journal, config.log)
+    samples = SampleLog(groups, ledger, _alarms(config, journal, prompts), state, journal, config.log)
     rollout = RolloutPhase(answering, groups, phase_settings, state, recovery, samples, prompts, inputs.eval_prompts)
     if config.log.keep_rollouts:
         journal.say(_kept_note(config, algebra.num_steps, run_dir / ROLLOUTS))
@@ -247,10 +249,11 @@ def _routes(place: ClusterContext, groups: Groups) -> Routes:
     return Routes(to_engines, to_inference, sender_host(plan, place.cluster), config.cluster.call_timeout_s)
 
 
-def _alarms(config: Config, journal: Journal) -> Alarms:
+def _alarms(config: Config, journal: Journal, prompts: Sequence[Prompt]) -> Alarms:
     return Alarms(
         journal.say,
         has_groups=config.algorithm.estimator in ESTIMATORS_WITH_GROUP,
         spike_factor=config.train.spike_factor,
         on_spike=config.train.on_spike,
+        hint=partial(label_hint, config, prompts),
     )
