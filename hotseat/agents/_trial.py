@@ -13,8 +13,9 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.abc import InspectLoader
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,22 @@ def _inside(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _inside(constant)
 
 
+def absent_names(code: types.CodeType, names: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    """List (name, line, function) of the names that functions of a module read from `hotseat`, and that it has not."""
+    found = []
+    for one in _inside(code):
+        instructions = [each for each in dis.get_instructions(one) if each.opname != "CACHE"]
+        line = one.co_firstlineno
+        for first, second in pairwise(instructions):
+            line = _line_of(second) or line
+            module = names.get(first.argval) if first.opname == "LOAD_GLOBAL" else None
+            if not isinstance(module, types.ModuleType) or module.__name__ != "hotseat":
+                continue
+            if second.opname in ("LOAD_ATTR", "LOAD_METHOD") and not hasattr(module, second.argval):
+                found.append((f"hotseat.{second.argval}", line, one.co_name))
+    return found
+
+
 def _beside(file: Path, names: Iterable[str]) -> Iterator[tuple[types.CodeType, types.ModuleType]]:
     """Yield code and module of those of the named modules that are in the folder of a file."""
     for name in names:
@@ -99,7 +116,10 @@ def problem_of(file: str, name: str | None) -> dict[str, Any]:
     listed = [
         f"{code.co_filename}:{line}: {user} uses the name {each!r}, which nothing defines"
         for code, module in loaded
-        for each, line, user in undefined_names(code, {*vars(module), *settable})
+        for each, line, user in [
+            *undefined_names(code, {*vars(module), *settable}),
+            *absent_names(code, vars(module)),
+        ]
     ]
     return {"problem": "; ".join(listed[:3]) or None, "absent": False}
 

@@ -158,7 +158,7 @@ class Game(hotseat.Environment):
         return prompt.text
 
     def step(self, answer):
-        return hotseat.StepResult(reward=score(answer), is_done=True)
+        return hotseat.Step(reward=score(answer))
 
 def score(answer):
     return float(len(answer))
@@ -180,11 +180,16 @@ def test_an_agent_that_loads_has_no_problem(tmp_path):
             None,
             "game.py:9: step uses the name 'socre', which nothing",
         ),
+        (
+            AGENT.replace("hotseat.Step(", "hotseat.StepResult("),
+            None,
+            "game.py:9: step uses the name 'hotseat.StepResult', which nothing",
+        ),
         (AGENT, "Chess", "no agent or environment 'Chess' in it; it has: Game"),
         ("import nowhere_to_be_found\n", None, "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
         ("x = 1\n", None, "no agent in it; what would fit: a subclass of hotseat.Environment"),
     ],
-    ids=["at the top", "in a method", "no such class", "no package", "no agent"],
+    ids=["at the top", "in a method", "not of hotseat", "no such class", "no package", "no agent"],
 )
 def test_what_is_wrong_with_an_agent_is_found_by_loading_it(tmp_path, text, name, said):
     file = tmp_path / "game.py"
