@@ -11,6 +11,7 @@ from markdown_it import MarkdownIt
 
 from hotseat.cli.main import main, make_parser
 from hotseat.cli.options_view import options
+from hotseat.config.changes import may_change
 from hotseat.config.checks import missing
 from hotseat.config.load import valid_keys
 from hotseat.config.schema import Config
@@ -137,3 +138,12 @@ def test_the_package_describes_itself():
     for script in project["scripts"].values():
         module, _, function = script.partition(":")
         assert callable(getattr(import_module(module), function))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_allow_only_changes_that_need_it(page):
+    """An `--allow-change` that allows nothing is refused, so a command of a page with one would not run."""
+    free = [key for _, keys in may_change() for key in keys]
+    for key in re.findall(r"--allow-change ([a-z_][a-z_.]*)", page.read_text()):
+        assert any(each == key or each.startswith(f"{key}.") for each in valid_keys()), key
+        assert not any(key == each or key.startswith(f"{each}.") for each in free), key

@@ -12,7 +12,10 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.abc import InspectLoader
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,11 +25,12 @@ if TYPE_CHECKING:
 _MAKES_NAMES = {"exec", "eval", "globals", "setattr", "NameError"}
 
 
-def undefined_names(code: types.CodeType, names: dict[str, Any]) -> list[tuple[str, int, str]]:
+def undefined_names(code: types.CodeType, names: Iterable[str]) -> list[tuple[str, int, str]]:
     """List (name, line, function) of the global names that functions of a module use and nothing defines.
 
-    code: the module's. names: its globals after it was loaded. What the module assigns on a line that was not reached
-    counts as defined: an optional import, or names under `if __name__ == "__main__"`.
+    code: the module's. names: its globals after it was loaded, and names that others may set in it. What the module
+    assigns on a line that was not reached counts as defined: an optional import, or names under
+    `if __name__ == "__main__"`.
     """
     codes = list(_inside(code))
     if any(_MAKES_NAMES & set(each.co_names) for each in (code, *codes)):
@@ -62,19 +66,63 @@ def _inside(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _inside(constant)
 
 
-def problem_of(file: str, name: str | None) -> dict[str, Any]:
-    """Load an agent's file; return its `problem`, and whether a package is `absent`, which another machine may have."""
-    from pathlib import Path
+def absent_names(code: types.CodeType, names: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    """List (name, line, function) of the names that functions of a module read from `hotseat`, and that it has not."""
+    found = []
+    for one in _inside(code):
+        instructions = [each for each in dis.get_instructions(one) if each.opname != "CACHE"]
+        line = one.co_firstlineno
+        for first, second in pairwise(instructions):
+            line = _line_of(second) or line
+            module = names.get(first.argval) if first.opname == "LOAD_GLOBAL" else None
+            if not isinstance(module, types.ModuleType) or module.__name__ != "hotseat":
+                continue
+            if second.opname in ("LOAD_ATTR", "LOAD_METHOD") and not hasattr(module, second.argval):
+                found.append((f"hotseat.{second.argval}", line, one.co_name))
+    return found
 
+
+def _beside(file: Path, names: Iterable[str]) -> Iterator[tuple[types.CodeType, types.ModuleType]]:
+    """Yield code and module of those of the named modules that are in the folder of a file."""
+    for name in names:
+        module = sys.modules[name]
+        path, loader = getattr(module, "__file__", None), getattr(module, "__loader__", None)
+        if path and Path(path).parent == file.parent and isinstance(loader, InspectLoader):
+            code = loader.get_code(name)
+            if code is not None:
+                yield code, module
+
+
+def problem_of(file: str, name: str | None) -> dict[str, Any]:
+    """Load an agent's file; return its `problem`, and whether a package is `absent`, which another machine may have.
+
+    The modules beside the file that it imports are checked too.
+    """
     from hotseat.agents.loading import load_file
     from hotseat.errors import HotseatError
 
+    before = set(sys.modules)
     try:
-        code, module = load_file(Path(file), name)
+        own = load_file(Path(file), name)
     except HotseatError as error:
         return {"problem": str(error), "absent": isinstance(error.__cause__, ImportError)}
-    found = undefined_names(code, vars(module))
-    listed = [f"{file}:{line}: {user} uses the name {each!r}, which nothing defines" for each, line, user in found]
+    loaded = [own, *_beside(Path(file), sorted(sys.modules.keys() - before))]
+    # A function may set a name in another module once it is called.
+    settable = {
+        each.argval
+        for code, _ in loaded
+        for one in (code, *_inside(code))
+        for each in dis.get_instructions(one)
+        if each.opname == "STORE_ATTR"
+    }
+    listed = [
+        f"{code.co_filename}:{line}: {user} uses the name {each!r}, which nothing defines"
+        for code, module in loaded
+        for each, line, user in [
+            *undefined_names(code, {*vars(module), *settable}),
+            *absent_names(code, vars(module)),
+        ]
+    ]
     return {"problem": "; ".join(listed[:3]) or None, "absent": False}
 
 

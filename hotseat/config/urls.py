@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
+from hotseat.words import without_url_secrets
+
 
 def as_list(value: str | Sequence[str] | None) -> list[str]:
     """Return the addresses that the value of `reward.url` holds."""
@@ -31,22 +33,30 @@ def url_problems(
         if (problem := _problem(url, what, example, token)) is not None:
             yield problem
     for url in dict.fromkeys(url for url in urls if urls.count(url) > 1):
-        yield f"{url!r} is given twice"
+        yield f"{_shown(url)!r} is given twice"
+
+
+def _shown(url: str) -> str:
+    """Return what was given as an address without its secrets, be it an address or not."""
+    user, at, rest = url.rpartition("@")
+    scheme, mark, _ = user.rpartition("://")
+    return without_url_secrets(f"{scheme.split('://')[0]}{mark}***@{rest}" if at else url)
 
 
 def _problem(url: str, what: str, address: str, token: str) -> str | None:
-    example = f"write it as {address}"
+    shown, example = repr(_shown(url)), f"write it as {address}"
     if url.endswith(".py"):
-        return f"{url!r} is a file: set reward.function to it"
+        return f"{shown} is a file: set reward.function to it"
     if "," in url:
-        return f"{url!r}: several addresses are a list, [http://a:5000/get_reward, http://b:5000/get_reward]"
+        return f"{shown}: several addresses are a list, [http://a:5000/get_reward, http://b:5000/get_reward]"
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port)
     except ValueError as error:
-        return f"{url!r} is no address ({error}): {example}"
+        reason = "" if "@" in url else f" ({error})"  # which quotes parts of the address
+        return f"{shown} is no address{reason}: {example}"
     if not is_address or url != url.strip() or " " in url:
-        return f"{url!r} is no address of {what}: {example}"
+        return f"{shown} is no address of {what}: {example}"
     if parts.username is not None or parts.password is not None:
         # It would be in the saved config and in messages. The address is not shown for the same reason.
         return (

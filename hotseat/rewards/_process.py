@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hotseat.openmp import wait_policy
 from hotseat.processes import ChildProcess, WorkerTimeout
@@ -37,10 +41,31 @@ class Task:
     extra_path: tuple[str, ...] = ()  # folders to import from, besides those of this process
 
 
+class Tracebacks:
+    """Shows the traceback of each cause once, whichever process raised it, and a count at the 10th, 100th, ... time."""
+
+    def __init__(self, show: Callable[[str], object]):
+        self._show = show
+        self._lock = threading.Lock()
+        self._times_raised: Counter[str] = Counter()
+
+    def add(self, answer: Mapping[str, Any]) -> None:
+        """Count the error in an answer, and show what is new of it."""
+        if "traceback" not in answer:
+            return
+        with self._lock:
+            self._times_raised[answer["cause"]] += 1
+            count = self._times_raised[answer["cause"]]
+        if count == 1:
+            self._show(answer["traceback"])
+        elif re.fullmatch("10+", str(count)):
+            self._show(f"raised {count:,} times by now, the last time: {answer['error']}")
+
+
 class WorkerProcess(ChildProcess):
     """A process that has loaded the user's file. Ends with `end`, with its owner thread, or with this program."""
 
-    def __init__(self, task: Task, timeout_s: float, is_closed: Callable[[], bool]):
+    def __init__(self, task: Task, timeout_s: float, is_closed: Callable[[], bool], tracebacks: Tracebacks):
         with contextlib.ExitStack() as stack:
             log = 2 if task.log_path is None else stack.enter_context(open(task.log_path, "ab"))
             super().__init__(
@@ -55,6 +80,7 @@ class WorkerProcess(ChildProcess):
         try:
             answer = self.receive(timeout_s)
             if "error" in answer:
+                tracebacks.add(answer)
                 raise NotLoaded(answer["error"])
             self.takes_names = bool(answer.get("takes_names"))  # the function is called by names
         except WorkerTimeout:

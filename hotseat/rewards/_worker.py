@@ -14,10 +14,8 @@ import importlib.util
 import inspect
 import os
 import random
-import re
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +32,7 @@ def main(channel: Channel, task: dict[str, Any]) -> None:
     try:
         function = load(task["file"], task["function"])
     except BaseException as error:
-        channel.send({"error": describe(error, task["file"])})
+        channel.send(description(error, task["file"]))
         return
     channel.send({"ready": True, "takes_names": takes_names(function)})
     while (call := _next(channel)) is not None:
@@ -49,8 +47,7 @@ def main(channel: Channel, task: dict[str, Any]) -> None:
                 result = asyncio.run(_wait(result))
             answer = {"result": plain(result)}
         except BaseException as error:  # whatever the user's code raises, even SystemExit, is reported as its answer
-            answer = {"error": describe(error, task["file"]), "is_mistake": isinstance(error, ArgumentMissing)}
-            answer |= {"note": note} if (note := _take_note()) else {}
+            answer = {**description(error, task["file"]), "is_mistake": isinstance(error, ArgumentMissing)}
         channel.send(answer)
 
 
@@ -174,38 +171,19 @@ def load(file: str, name: str) -> Any:
     return function
 
 
-def describe(error: BaseException, file: str) -> str:
-    """Format an error with the line of the user's file that raised it."""
+def description(error: BaseException, file: str) -> dict[str, str]:
+    """Return `error`, a line with that of the user's file that raised it, its `cause`, and its `traceback` if it helps.
+
+    What is raised in one line for different samples has one cause, whatever the message quotes.
+    """
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f" at line {lines[-1]}" if lines else ""
+    kind = type(error).__name__
     if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg} at line {error.lineno}"
-    text = f"{type(error).__name__}: {error}{where}"
-    # What is raised in one line for different samples has one cause, whatever the message quotes.
-    _print_once(error, text, cause=f"{type(error).__name__}{where}" if where else text)
-    return text
-
-
-_times_raised: Counter[str] = Counter()
-_notes: list[str] = []  # what was printed and is not part of an answer yet
-
-
-def _print_once(error: BaseException, text: str, cause: str) -> None:
-    """Print the traceback of a cause once, and how often it was raised at the 10th, 100th, 1000th time."""
-    _times_raised[cause] += 1
-    count = _times_raised[cause]
-    if count == 1:
-        _notes.append("".join(traceback.format_exception(error)).rstrip())
-    elif re.fullmatch("10+", str(count)):
-        _notes.append(f"raised {count:,} times by now, the last time: {text}")
-    else:
-        return
-    print(_notes[-1], file=sys.stderr, flush=True)
-
-
-def _take_note() -> str | None:
-    """Return what `_print_once` has printed last, once."""
-    return _notes.pop() if _notes else None
+        return {"error": f"{kind}: {error.msg} at line {error.lineno}"}
+    text = f"{kind}: {error}{where}"
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return {"error": text, "cause": f"{kind}{where}" if where else text, "traceback": trace}
 
 
 def plain(value: Any, depth: int = 0) -> Any:

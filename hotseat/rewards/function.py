@@ -20,7 +20,7 @@ from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
-from hotseat.rewards._process import NotLoaded, Task, WorkerProcess
+from hotseat.rewards._process import NotLoaded, Task, Tracebacks, WorkerProcess
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
 from hotseat.rewards.scorer import NamedArguments, named_samples
 from hotseat.words import label_text
@@ -87,7 +87,7 @@ class RewardFunction:
         self._is_closed = False
         self._has_been_late = False
         self._say = say or _to_stderr
-        self._show: Callable[[str], object] = say or (lambda note: None)  # the process has printed it
+        self._tracebacks = Tracebacks(self._show)
         self._pids: dict[int, int] = {}
         loaded: Future[None] = Future()
         self._threads = [
@@ -164,7 +164,9 @@ class RewardFunction:
 
     def _own(self, number: int, loaded: Future[None]) -> None:
         """Run one owner thread, which has one worker process at a time and serves jobs until `close`."""
-        worker = _Worker(self._task, self._start_timeout_s, lambda: self._is_closed, self._note(number), self._show)
+        worker = _Worker(
+            self._task, self._start_timeout_s, lambda: self._is_closed, self._note(number), self._tracebacks
+        )
         try:
             self._load_first(number, worker, loaded)
             while (job := self._jobs.get()) is not None:
@@ -191,6 +193,16 @@ class RewardFunction:
         with contextlib.suppress(Exception):
             loaded.result()
             worker.start()  # if this fails, the first job reports it
+
+    def _show(self, text: str) -> None:
+        """Print a traceback where the output of the function goes, and pass it to `say`."""
+        if self._task.log_path is None:
+            _to_stderr(text)
+        else:
+            with self._task.log_path.open("a") as log:
+                log.write(f"{text}\n")
+        if self._say is not _to_stderr:
+            self._say(text)
 
     def _note(self, number: int) -> Callable[[int | None], None]:
         def note(pid: int | None) -> None:
@@ -259,17 +271,17 @@ class _Worker:
         start_timeout_s: float,
         is_closed: Callable[[], bool],
         note: Callable[[int | None], None],
-        show: Callable[[str], object],
+        tracebacks: Tracebacks,
     ):
         self._task = task
         self._start_timeout_s = start_timeout_s
         self._is_closed = is_closed
         self._note = note
-        self._show = show
+        self._tracebacks = tracebacks
         self._process: WorkerProcess | None = None
 
     def start(self) -> WorkerProcess:
-        self._process = WorkerProcess(self._task, self._start_timeout_s, self._is_closed)
+        self._process = WorkerProcess(self._task, self._start_timeout_s, self._is_closed, self._tracebacks)
         faults.register("rewards", self._process.pid)
         self._note(self._process.pid)
         return self._process
@@ -284,8 +296,7 @@ class _Worker:
             self.end()
             raise
         if "error" in answer:
-            if "note" in answer:
-                self._show(answer["note"])
+            self._tracebacks.add(answer)
             limit = self._task.max_memory_bytes
             is_full = limit is not None and answer["error"].startswith(("MemoryError", "_ArrayMemoryError"))
             hint = f" (it may take {limit / 2**30:g} GiB: reward.max_memory_gib)" if is_full and limit else ""

@@ -7,6 +7,7 @@ import contextlib
 import os
 import queue
 import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from hotseat import faults
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
-from hotseat.rewards._process import NotLoaded, Task, WorkerProcess
+from hotseat.rewards._process import NotLoaded, Task, Tracebacks, WorkerProcess
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
@@ -257,13 +258,14 @@ class _Judge:
         self._grader = grader
         self._task = Task(str(_FILE), _FUNCTIONS[grader.kind], max_memory_bytes)
         self._is_closed = is_closed
+        self._tracebacks = Tracebacks(lambda text: print(text, file=sys.stderr, flush=True))
         self._options = {"pattern": grader.pattern, "json_schema": grader.json_schema}
         self._process: WorkerProcess | None = None
 
     def start(self) -> WorkerProcess:
         """Start the process, and have it import what it needs."""
         try:
-            self._process = WorkerProcess(self._task, _START_TIMEOUT_S, self._is_closed)
+            self._process = WorkerProcess(self._task, _START_TIMEOUT_S, self._is_closed, self._tracebacks)
             faults.register("rewards", self._process.pid)
             answer = self._process.call({"queries": [], "prompts": [], "labels": []}, _START_TIMEOUT_S)
         except (NotLoaded, WorkerDied, ProtocolError, WorkerTimeout) as error:
@@ -309,6 +311,7 @@ class _Judge:
                 self.end()
                 raise
             if "error" in result:
+                self._tracebacks.add(result)
                 return Failed(f"raised {result['error']}")
             [[verdict, problem]] = result["result"]
             return Failed(problem) if verdict is None else Score(verdict, verdict)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from hotseat.failed import Failed
 from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
-from hotseat.rewards._process import LoadedTooLate, NotLoaded, Task, WorkerProcess
+from hotseat.rewards._process import LoadedTooLate, NotLoaded, Task, Tracebacks, WorkerProcess
 from hotseat.rewards.answers import BadAnswer, read_answer
 from hotseat.rewards.function import locate
 from hotseat.rewards.scorer import NamedArguments
@@ -65,7 +65,7 @@ def try_reward(
         task = Task(str(file), function, max_memory_bytes, Path(folder) / "output", tuple(extra_path))
         try:
             try:
-                process = WorkerProcess(task, timeout_s, lambda: False)
+                process = WorkerProcess(task, timeout_s, lambda: False, Tracebacks(lambda text: None))
             except (WorkerDied, ProtocolError) as error:
                 return Trial("broken", f"cannot be loaded: {error}")
             if process.takes_names and columns is None:

@@ -395,6 +395,26 @@ def test_values_that_contradict_each_other_are_an_error(text, message):
 
 
 @pytest.mark.parametrize(
+    "address",
+    [
+        "http://me:s3cret@[host/x",
+        "http://me:s3cret@host:x/",
+        "http://me:pa/s3cret@host/",
+        "me:s3cret@host:5000",
+        "ftp://me:s3cret@host/",
+        "http://me:s3cret@a,http://me:s3cret@b",
+        "http://me:s3cret@℀/",
+        "http://host/x?token=s3cret y",
+    ],
+)
+def test_an_address_that_is_refused_is_shown_without_its_secrets(address):
+    with pytest.raises(ConfigError) as caught:
+        loads(f"reward: {{url: ['{address}', '{address}']}}")
+    assert "is given twice" in str(caught.value)
+    assert "cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("algorithm: {clip_low: 0}", "algorithm.clip_low: given 0, must be above 0"),

@@ -38,6 +38,12 @@ def test_the_first_of_several_steps_without_a_learning_signal_is_warned_of():
     assert [text.split(":")[0] for text in said] == ["step 1", "step 4"]
 
 
+def test_where_nothing_is_learned_because_labels_are_missing_a_hint_names_the_columns():
+    said: list[str] = []
+    alarms(said, hint=lambda: "hint: data.label_key is not set").look(1, numbers(alike=1.0), COLLECTED)
+    assert said[0].endswith("difficulty of the prompts; hint: data.label_key is not set")
+
+
 def test_where_samples_have_no_siblings_being_alike_means_nothing():
     said: list[str] = []
     alarms(said, has_groups=False).look(1, numbers(alike=1.0), COLLECTED)

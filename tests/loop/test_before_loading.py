@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import struct
+import sys
 import types
 from pathlib import Path
 
@@ -160,7 +161,7 @@ class Game(hotseat.Environment):
         return prompt.text
 
     def step(self, answer):
-        return hotseat.StepResult(reward=score(answer), is_done=True)
+        return hotseat.Step(reward=score(answer))
 
 def score(answer):
     return float(len(answer))
@@ -182,11 +183,16 @@ def test_an_agent_that_loads_has_no_problem(tmp_path):
             None,
             "game.py:9: step uses the name 'socre', which nothing",
         ),
+        (
+            AGENT.replace("hotseat.Step(", "hotseat.StepResult("),
+            None,
+            "game.py:9: step uses the name 'hotseat.StepResult', which nothing",
+        ),
         (AGENT, "Chess", "no agent or environment 'Chess' in it; it has: Game"),
         ("import nowhere_to_be_found\n", None, "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
         ("x = 1\n", None, "no agent in it; what would fit: a subclass of hotseat.Environment"),
     ],
-    ids=["at the top", "in a method", "no such class", "no package", "no agent"],
+    ids=["at the top", "in a method", "not of hotseat", "no such class", "no package", "no agent"],
 )
 def test_what_is_wrong_with_an_agent_is_found_by_loading_it(tmp_path, text, name, said):
     file = tmp_path / "game.py"
@@ -194,6 +200,19 @@ def test_what_is_wrong_with_an_agent_is_found_by_loading_it(tmp_path, text, name
     found = problem_of(str(file), name)
     assert said in found["problem"]
     assert found["absent"] == ("nowhere" in text)
+
+
+def test_modules_beside_an_agent_are_checked_with_it(tmp_path):
+    file, helper = tmp_path / "game.py", tmp_path / "scores_of_game.py"
+    file.write_text(AGENT.replace("def score", "from scores_of_game import score\n\ndef unused"))
+    text = "def score(answer):\n    return float(lenght(answer))\n"
+    helper.write_text(text)
+    said = f"{helper}:2: score uses the name 'lenght', which nothing defines"
+    assert problem_of(str(file), None) == {"problem": said, "absent": False}
+    del sys.modules["scores_of_game"]
+    file.write_text(file.read_text() + "import scores_of_game\n\ndef begin():\n    scores_of_game.lenght = len\n")
+    assert problem_of(str(file), None) == {"problem": None, "absent": False}
+    del sys.modules["scores_of_game"]
 
 
 def names_missing(text: str) -> list[tuple[str, int, str]]:

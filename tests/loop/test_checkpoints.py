@@ -133,6 +133,20 @@ def test_a_name_cannot_leave_the_directory(store, tmp_path):
         store.newest()
 
 
+def test_a_checkpoint_that_is_a_link_is_neither_read_nor_deleted(store, tmp_path):
+    said = []
+    store.warn = said.append
+    for step in (1, 2):
+        outside = write(store, step).rename(tmp_path / f"outside-{step}")
+        (store.directory / f"step-{step:06}").symlink_to(outside)
+    with pytest.raises(CheckpointError, match=rf"step-000002 is a link to {tmp_path}/outside-2, which is not followed"):
+        store.newest()
+    for step in range(3, 7):
+        write(store, step)
+    assert said == [f"{store.directory}/step-{step:06} is a link, and is left as it is" for step in (1, 2)]
+    assert {1, 2} < set(store.steps())
+
+
 def test_a_full_disk_is_noticed_before_anything_is_written(store):
     with pytest.raises(CheckpointError, match=r"[\d,]+ are free; there is no earlier checkpoint\. Make room"):
         store.begin(1, 1 << 60)

@@ -60,6 +60,21 @@ def test_a_cause_has_one_traceback_and_then_a_count(make, tmp_path):
     assert [(note.count("Traceback"), note.splitlines()[-1]) for note in notes] == [(1, "ValueError: no")]
 
 
+def test_a_cause_has_one_traceback_over_all_processes(make, tmp_path):
+    notes = []
+    failing = body("import os", "if 'hangs' in queries[0]: os._exit(1)", "raise ValueError('no')")
+    function = make(failing, say=notes.append, num_workers=2)
+    for number in range(4):
+        score(function, 1, prompt=f"prompt {number}")
+        score(function, 1, prompt="hangs")  # the next answer is that of another process
+    for future in [submit(function, 1, prompt=f"again {number}") for number in range(6)]:
+        future.result(WAIT_S)
+    assert [note.splitlines()[-1] for note in notes] == [
+        "ValueError: no",
+        "raised 10 times by now, the last time: ValueError: no at line 4",
+    ]
+
+
 def test_the_first_time_out_is_a_line_and_the_others_are_not(make, capfd):
     function = make(body("import time", "time.sleep(600)"), timeout_s=0.3)
     first, second = submit(function, 8), submit(function, 8)

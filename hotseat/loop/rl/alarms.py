@@ -22,16 +22,23 @@ class Alarms:
     """Checks the metrics of each step and warns.
 
     has_groups: the estimator compares samples with their siblings. spike_factor: a gradient norm above this many times
-    the median of recent ones is a spike.
+    the median of recent ones is a spike. hint: returns one at the cause of equal rewards, or nothing.
     """
 
     def __init__(
-        self, say: Callable[..., object], *, has_groups: bool, spike_factor: float, on_spike: Literal["warn", "stop"]
+        self,
+        say: Callable[..., object],
+        *,
+        has_groups: bool,
+        spike_factor: float,
+        on_spike: Literal["warn", "stop"],
+        hint: Callable[[], str] = str,
     ):
         self._say = say
         self._has_groups = has_groups
         self._spike_factor = spike_factor
         self._on_spike = on_spike
+        self._hint = hint
         self._norms: deque[float] = deque(maxlen=NUM_REMEMBERED)
         self._num_spikes = 0  # in a row
         self._was_alike = False
@@ -41,9 +48,10 @@ class Alarms:
         """Warn of what is wrong with a step. Raises `RunError` at a gradient spike if `train.on_spike` is stop."""
         is_alike = self._has_groups and metrics["groups_alike"] == 1.0
         if is_alike and not self._was_alike:
+            hint = self._hint()
             self._say(
                 f"step {step}: in every group all rewards are equal, so nothing is learned; if that stays so, look at"
-                " the reward function and at the difficulty of the prompts",
+                f" the reward function and at the difficulty of the prompts{'; ' * bool(hint)}{hint}",
                 kind="warning",
             )
         self._was_alike = is_alike

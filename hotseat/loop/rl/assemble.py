@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from hotseat.checks.reward_columns import label_hint
 from hotseat.config import Config
 from hotseat.config.resolved import overlap_queue
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy, has_simulator
@@ -49,6 +50,7 @@ from hotseat.observe import Journal, Timeline
 from hotseat.placement import GIB, Plan, shares_devices
 from hotseat.planning.simulator_memory import keep_gib
 from hotseat.registry.roles import role_entry
+from hotseat.types import Prompt
 
 
 def columns(config: Config) -> dict[str, str]:
@@ -159,7 +161,7 @@ def _connect(basis: _Basis) -> RlRun:
         groups, phase_settings, meter, guard, pusher, recovery, carries_over=carries_over, components=components
     )
     ledger = Ledger(basis.run_dir)
-    samples = SampleLog(groups, ledger, _alarms(config, journal), state, journal, config.log)
+    samples = SampleLog(groups, ledger, _alarms(config, journal, basis.inputs.prompts), state, journal, config.log)
     rollout = RolloutPhase(
         runner, groups, phase_settings, state, recovery, samples, basis.inputs.prompts, basis.inputs.eval_prompts
     )
@@ -272,10 +274,11 @@ def _routes(context: ClusterContext, groups: Groups) -> Routes:
     return Routes(to_engines, to_inference, sender_host(plan, context.cluster), config.cluster.call_timeout_s)
 
 
-def _alarms(config: Config, journal: Journal) -> Alarms:
+def _alarms(config: Config, journal: Journal, prompts: Sequence[Prompt]) -> Alarms:
     return Alarms(
         journal.say,
         has_groups=config.algorithm.estimator in ESTIMATORS_WITH_GROUP,
         spike_factor=config.train.spike_factor,
         on_spike=config.train.on_spike,
+        hint=partial(label_hint, config, prompts),
     )

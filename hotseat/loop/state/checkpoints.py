@@ -235,6 +235,11 @@ class CheckpointStore:
         def broken(file: str, why: str) -> CheckpointError:
             return CheckpointError(f"{path} is damaged: {file} {why}{advice}")
 
+        if path.is_symlink():
+            raise CheckpointError(
+                f"{path} is a link to {os.readlink(path)}, which is not followed: put the folder itself there, or"
+                " remove the link"
+            )
         try:
             manifest = json.loads((path / MANIFEST).read_text())
             files = manifest["files"]
@@ -294,6 +299,9 @@ class CheckpointStore:
         metrics: dict[Path, float | None] = {}
         for step in self.steps():
             path = self.directory / _name(step)
+            if path.is_symlink():
+                self._warn_of(path, "is a link, and is left as it is")
+                continue
             try:
                 value = json.loads((path / STATE).read_text()).get("best_metric")
                 metrics[path] = value if value is not None and math.isfinite(value) else None

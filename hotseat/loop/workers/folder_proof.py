@@ -24,7 +24,7 @@ from hotseat.errors import RunError, UserError
 _SEEN = ".seen"  # end of the names of the witness's answers
 _LOOK_EVERY_S = 0.02
 _APPEARS_S = 60.0  # in which a folder that the witness made appears on a network disk
-_ANSWER_S = 300.0  # the witness may be busy
+_ANSWER_S = 120.0  # the witness may be busy, and a network disk late
 _SHARE = (
     "put run_dir, or checkpoint.path, on a disk that all nodes share, or set checkpoint.every_minutes=0 to make none"
 )
