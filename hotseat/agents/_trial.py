@@ -63,19 +63,19 @@ def _inside(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def problem_of(file: str, name: str | None) -> dict[str, Any]:
-    """Load an agent's file; return its `problem`, and whether a package is `absent`, which another machine may have."""
+    """Load an agent's file; return its `problem`, whether a package is `absent` here, and a `note` for the user."""
     from pathlib import Path
 
     from hotseat.agents.loading import load_file
     from hotseat.errors import HotseatError
 
     try:
-        code, module = load_file(Path(file), name)
+        source, note = load_file(Path(file), name)
     except HotseatError as error:
-        return {"problem": str(error), "absent": isinstance(error.__cause__, ImportError)}
-    found = undefined_names(code, vars(module))
+        return {"problem": str(error), "absent": isinstance(error.__cause__, ImportError), "note": None}
+    found = undefined_names(source.code, vars(source.module))
     listed = [f"{file}:{line}: {user} uses the name {each!r}, which nothing defines" for each, line, user in found]
-    return {"problem": "; ".join(listed[:3]) or None, "absent": False}
+    return {"problem": "; ".join(listed[:3]) or None, "absent": False, "note": note}
 
 
 def main(channel: Channel, task: dict[str, Any]) -> None:

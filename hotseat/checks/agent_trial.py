@@ -50,7 +50,7 @@ class AgentTrial:
             return [f"agent.path: {self._path} was not tried: it did not load within {_LIMIT_S:g} s"]
         problem = answer["problem"]
         if problem is None:
-            return []
+            return [f"agent.path: {answer['note']}"] if answer["note"] else []
         if answer["absent"] and os.environ.get("RAY_ADDRESS"):
             return [f"warning: agent.path: {problem}, on this machine: the cluster must have the package"]
         raise error_of([Problem("agent.path", problem)])
@@ -63,7 +63,7 @@ class AgentTrial:
             return None
         except WorkerDied as died:
             problem = f"{self._path} ends its process when it is loaded (exit code {died.code})"
-            return {"problem": problem, "absent": False}
+            return {"problem": problem, "absent": False, "note": None}
 
     def end(self) -> None:
         self._process.end()
