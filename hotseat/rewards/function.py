@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat import faults
+from hotseat.closing import Closing
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
@@ -33,7 +34,7 @@ class _Job:
     future: Future[list[Score | Failed]]
 
 
-class RewardFunction:
+class RewardFunction(Closing):
     """Scores groups with `reward_func(queries, prompts, labels)` from a file, `num_workers` groups at a time.
 
     A function with a parameter `completions` is of TRL's form: it is called by names, with the columns of the row.
@@ -153,12 +154,6 @@ class RewardFunction:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(10.0)
-
-    def __enter__(self) -> RewardFunction:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- in the owner threads -----------------------------------------------------------------------------------------
 

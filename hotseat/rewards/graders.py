@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat import faults
+from hotseat.closing import Closing
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
@@ -83,7 +84,7 @@ def _schema_problem(grader: Grader) -> str | None:
     return None
 
 
-class Graders:
+class Graders(Closing):
     """Scores groups by several graders; the reward is the weighted sum of their verdicts, each of which is logged.
 
     A `function`, or servers, score beside them, with weight 1; and a model as `judge`, whose verdicts count as those of
@@ -199,12 +200,6 @@ class Graders:
             self._function.close()
         if self._judge is not None:
             self._judge[1].close()
-
-    def __enter__(self) -> Graders:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _run_code(self, grader: Grader, answer: str, label: Any) -> Score | Failed:
         assert self._sandbox is not None
