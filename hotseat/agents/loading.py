@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 import sys
 import time
 import traceback
@@ -19,6 +18,7 @@ from hotseat.agents.gateway.settings import ProgramSettings
 from hotseat.agents.multi_turn import Environment, MultiTurn
 from hotseat.agents.sight import ImagePreparer
 from hotseat.errors import UnsupportedError, UserError
+from hotseat.user_functions import located
 
 _MODULE = "hotseat_agent"
 _SLOW_S = 0.2  # of running a file, which happens for each episode of a function
@@ -66,8 +66,7 @@ def load_agent(
         return Program(tokenizer, programs, max_length=max_length, max_steps=max_steps, sight=sight)
     if path is None:
         return SingleTurn(tokenizer)
-    named = re.fullmatch(r"(.+\.py):(\w+)", str(path))
-    file, class_name = Path(named[1] if named else path).expanduser().absolute(), named[2] if named else None
+    file, class_name = located(str(path))
     agent = _load(file, class_name, tokenizer, {"max_length": max_length, "max_steps": max_steps}, programs, sight)
     with contextlib.suppress(AttributeError):
         agent.name = str(file)  # type: ignore[attr-defined]  # for messages
