@@ -21,12 +21,18 @@ def is_own(name: str) -> bool:
     return re.fullmatch(r".+\.py:\w+", name) is not None
 
 
+def located(name: str) -> tuple[Path, str | None]:
+    """Return the absolute path of `FILE.py` or `FILE.py:NAME`, and the name; None without one."""
+    named = re.fullmatch(r"(.+\.py):(\w+)", name)
+    return Path(named[1] if named else name).expanduser().absolute(), named[2] if named else None
+
+
 def absolute(name: str) -> str:
     """Return `FILE.py:FUNCTION` with an absolute path, which means the same in every process; other names as given."""
     if not is_own(name):
         return name
-    file, _, function = name.rpartition(":")
-    return f"{Path(file).expanduser().absolute()}:{function}"
+    file, function = located(name)
+    return f"{file}:{function}"
 
 
 @cache

@@ -34,6 +34,7 @@ LAYERS = (
         "openmp",
         "determinism",
         "clock",
+        "closing",
         "interrupts",
         "words",
         "caches",

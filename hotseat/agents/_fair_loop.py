@@ -24,7 +24,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class _FewEvents:
-    """The system's epoll, asked for few events; it sees to it that nobody waits for ever."""
+    """The system's epoll, with a cap on events per poll so that timers are not starved."""
 
     def __init__(self, epoll: Any):
         self._epoll = epoll

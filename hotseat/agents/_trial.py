@@ -94,7 +94,7 @@ def _beside(file: Path, names: Iterable[str]) -> Iterator[tuple[types.CodeType, 
 
 
 def problem_of(file: str, name: str | None) -> dict[str, Any]:
-    """Load an agent's file; return its `problem`, and whether a package is `absent`, which another machine may have.
+    """Load an agent's file; return its `problem`, whether a package is `absent` here, and a `note` for the user.
 
     The modules beside the file that it imports are checked too.
     """
@@ -103,10 +103,10 @@ def problem_of(file: str, name: str | None) -> dict[str, Any]:
 
     before = set(sys.modules)
     try:
-        own = load_file(Path(file), name)
+        source, note = load_file(Path(file), name)
     except HotseatError as error:
-        return {"problem": str(error), "absent": isinstance(error.__cause__, ImportError)}
-    loaded = [own, *_beside(Path(file), sorted(sys.modules.keys() - before))]
+        return {"problem": str(error), "absent": isinstance(error.__cause__, ImportError), "note": None}
+    loaded = [(source.code, source.module), *_beside(Path(file), sorted(sys.modules.keys() - before))]
     # A function may set a name in another module once it is called.
     settable = {
         each.argval
@@ -123,7 +123,7 @@ def problem_of(file: str, name: str | None) -> dict[str, Any]:
             *absent_names(code, vars(module)),
         ]
     ]
-    return {"problem": "; ".join(listed[:3]) or None, "absent": False}
+    return {"problem": "; ".join(listed[:3]) or None, "absent": False, "note": note}
 
 
 def main(channel: Channel, task: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from hotseat.agents.gateway.settings import ProgramSettings, SessionSettings
 from hotseat.agents.multi_turn import number
 from hotseat.agents.sight import ImagePreparer
 from hotseat.agents.transcript import decode
+from hotseat.processes import exit_words
 from hotseat.types import Episode, EpisodeFacts, Prompt, SampleKey, Sampling, ScoredEpisode, TurnFacts
 
 _MAX_RESULT_BYTES = 1 << 20
@@ -178,8 +179,9 @@ class Program(BlackBox):
             except OSError as error:
                 raise AgentError(f"the program cannot be started: {error}") from None
             if code != 0:
-                how = f"exit code {code}" if code > 0 else f"signal {-code}"
-                raise AgentError(f"the program ended with {how}" + (f": {written[-_MAX_SHOWN:]}" if written else ""))
+                raise AgentError(
+                    f"the program ended with {exit_words(code)}" + (f": {written[-_MAX_SHOWN:]}" if written else "")
+                )
             return _read_result(result, written)
 
     async def _opened(self) -> ProgramHost:

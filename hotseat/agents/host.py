@@ -25,6 +25,7 @@ from hotseat.agents._fair_loop import new_event_loop
 from hotseat.agents.agent import Agent, AgentError, OutOfTimeError, SingleTurn
 from hotseat.agents.deadlines import SCORING_S, Deadlines, ToolClock
 from hotseat.agents.multi_turn import MultiTurn
+from hotseat.closing import Closing
 from hotseat.errors import RunError, UserError, WorkerError
 from hotseat.types import (
     Completion,
@@ -86,7 +87,7 @@ class _Job:
     is_out_of_time: bool = False  # the episode's time ended while the policy was asked
 
 
-class AgentHost:
+class AgentHost(Closing):
     """Runs one agent for many prompts, at most `max_concurrent` episodes at a time.
 
     `ask` reaches the engine: it takes a request and returns at once a future of the completion, or an awaitable.
@@ -171,12 +172,6 @@ class AgentHost:
             if thread is not threading.current_thread():
                 thread.join(5.0)
         self._finish_all(RunError)
-
-    def __enter__(self) -> AgentHost:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- in the loop's thread -----------------------------------------------------------------------------------------
 

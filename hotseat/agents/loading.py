@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable
@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hotseat import extensions
-from hotseat.agents._globals import needs_own_globals
 from hotseat.agents.agent import Agent, AgentError, SingleTurn
 from hotseat.agents.gateway.settings import ProgramSettings
 from hotseat.agents.multi_turn import Environment, MultiTurn
 from hotseat.agents.sight import ImagePreparer
 from hotseat.errors import UnsupportedError, UserError
+from hotseat.user_functions import located
 
 _MODULE = "hotseat_agent"
+_SLOW_S = 0.2  # of running a file, which happens for each episode of a function
 
 
 class AgentForm(Protocol):
@@ -65,19 +66,19 @@ def load_agent(
         return Program(tokenizer, programs, max_length=max_length, max_steps=max_steps, sight=sight)
     if path is None:
         return SingleTurn(tokenizer)
-    named = re.fullmatch(r"(.+\.py):(\w+)", str(path))
-    file, class_name = Path(named[1] if named else path).expanduser().absolute(), named[2] if named else None
+    file, class_name = located(str(path))
     agent = _load(file, class_name, tokenizer, {"max_length": max_length, "max_steps": max_steps}, programs, sight)
     with contextlib.suppress(AttributeError):
         agent.name = str(file)  # type: ignore[attr-defined]  # for messages
     return agent
 
 
-def load_file(file: Path, class_name: str | None) -> tuple[types.CodeType, types.ModuleType]:
-    """Load the file of an agent without making the agent; return its code and module. Raises if it has none."""
+def load_file(file: Path, class_name: str | None) -> tuple[AgentFile, str | None]:
+    """Load the file of an agent without making the agent; return it with a note for the user. Raises if it has none."""
     source = AgentFile(file)
-    _choose(source.module, file, class_name)
-    return source.code, source.module
+    _, value, form = _choose(source.module, file, class_name)
+    is_run_again = form is not None and not inspect.isclass(value)
+    return source, source.slowness() if is_run_again else None
 
 
 def _load(
@@ -168,8 +169,7 @@ class AgentFile:
     def __init__(self, file: Path):
         self._file = file
         try:
-            self.text = file.read_text(encoding="utf-8")
-            self.code = compile(self.text, str(file), "exec")
+            self.code = compile(file.read_text(encoding="utf-8"), str(file), "exec")
         except OSError as error:
             raise UserError(f"agent: {file}: {error.strerror or error}") from None
         except (SyntaxError, ValueError) as error:
@@ -178,7 +178,9 @@ class AgentFile:
         folder = str(file.parent)
         if folder not in sys.path:
             sys.path.append(folder)  # for the modules beside it, also those imported later
+        started_s = time.perf_counter()
         self.module = self.load()
+        self._first_s = time.perf_counter() - started_s
 
     def load(self) -> types.ModuleType:
         """Run the file in a fresh module, with globals of its own."""
@@ -202,9 +204,27 @@ class AgentFile:
                     sys.modules[_MODULE] = before
         return module
 
+    @property
+    def _has_shared_globals(self) -> bool:
+        return bool(getattr(self.module, "SHARED_GLOBALS", False))
+
     def loader_for_episodes(self) -> Callable[[], types.ModuleType]:
-        """Return what loads the file for an episode: into a fresh module if it has globals that change."""
-        return self.load if needs_own_globals(self.module, self.text) else lambda: self.module
+        """Return what gives an episode its module: one of its own, unless the file says `SHARED_GLOBALS = True`."""
+        return (lambda: self.module) if self._has_shared_globals else self.load
+
+    def slowness(self) -> str | None:
+        """Return a note if each episode has to wait for the file, which is run again: what it imports is there then."""
+        if self._has_shared_globals or self._first_s <= _SLOW_S:
+            return None
+        started_s = time.perf_counter()
+        self.load()
+        took_s = time.perf_counter() - started_s
+        if took_s <= _SLOW_S:
+            return None
+        return (
+            f"{self._file} is run for every episode, which takes {took_s:.1f} s: with SHARED_GLOBALS = True in it,"
+            " it is run once, and all episodes of a process share its globals"
+        )
 
 
 def describe(error: BaseException, file: str | None = None) -> str:

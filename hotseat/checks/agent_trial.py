@@ -6,7 +6,6 @@ It happens in a process of its own, beside the driver's imports: the file needs 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from hotseat.config import Config
 from hotseat.errors import Problem
 from hotseat.openmp import wait_policy
 from hotseat.processes import ChildProcess, WorkerDied, WorkerTimeout
+from hotseat.user_functions import located
 
 _TRIAL = Path(__file__).parents[1] / "agents" / "_trial.py"
 _LIMIT_S = 120.0  # after which the run starts without the answer
@@ -28,11 +28,10 @@ class AgentTrial:
     """Trial of an agent's file in a process that `end` ends, with all that the file has started."""
 
     def __init__(self, path: str, extra_path: list[str]):
-        named = re.fullmatch(r"(.+\.py):(\w+)", path)
-        file = Path(named[1] if named else path).expanduser().absolute()
+        file, name = located(path)
         task = {
             "file": str(file),
-            "name": named[2] if named else None,
+            "name": name,
             "path": [*map(str, sys.path), *extra_path],
             "limit_s": int(2 * _LIMIT_S),  # should this process be killed
         }
@@ -50,7 +49,7 @@ class AgentTrial:
             return [f"agent.path: {self._path} was not tried: it did not load within {_LIMIT_S:g} s"]
         problem = answer["problem"]
         if problem is None:
-            return []
+            return [f"agent.path: {answer['note']}"] if answer["note"] else []
         if answer["absent"] and os.environ.get("RAY_ADDRESS"):
             return [f"warning: agent.path: {problem}, on this machine: the cluster must have the package"]
         raise error_of([Problem("agent.path", problem)])
@@ -63,7 +62,7 @@ class AgentTrial:
             return None
         except WorkerDied as died:
             problem = f"{self._path} ends its process when it is loaded (exit code {died.code})"
-            return {"problem": problem, "absent": False}
+            return {"problem": problem, "absent": False, "note": None}
 
     def end(self) -> None:
         self._process.end()

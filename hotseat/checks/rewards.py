@@ -12,7 +12,7 @@ from hotseat.errors import Problem
 from hotseat.rewards.graders import grader_problem, package_problem
 from hotseat.rewards.rubrics import pattern_problem, rubric_problem
 from hotseat.rewards.sandbox import Sandbox
-from hotseat.rewards.settings import eval_graders_of, graders_of, sandbox_of
+from hotseat.rewards.settings import graders_of, sandbox_of
 
 
 def graders(context: Context) -> Iterator[Problem]:
@@ -20,7 +20,10 @@ def graders(context: Context) -> Iterator[Problem]:
     config = context.config
     if config.task != "rl":
         return
-    for key, made in (("reward.graders", graders_of(config)), ("eval.graders", eval_graders_of(config))):
+    for key, made in (
+        ("reward.graders", graders_of(config.reward.graders)),
+        ("eval.graders", graders_of(config.eval.graders)),
+    ):
         for number, grader in enumerate(made):
             problem = grader_problem(grader)
             if problem is None and not is_cluster_there(config):

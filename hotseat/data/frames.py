@@ -142,9 +142,7 @@ def film_of_pictures(pictures: Sequence[np.ndarray]) -> str:
         frame = PIL.Image.fromarray(np.ascontiguousarray(picture))
         frame.thumbnail((_FILM_EDGE, _FILM_EDGE))
         frames.append(frame)
-    file = io.BytesIO()
-    frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:], duration=_FRAME_MS, loop=0, quality=60)
-    return FILM + base64.b64encode(file.getvalue()).decode("ascii")
+    return _film(frames, quality=60)
 
 
 def film_of(images: Sequence[str]) -> str | None:
@@ -161,6 +159,10 @@ def film_of(images: Sequence[str]) -> str | None:
     low, high = pixels.min(), pixels.max()
     scaled = ((pixels - low) / (high - low).clamp(min=1e-6) * 255).round().to(torch.uint8)
     pictures = [PIL.Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()) for picture in scaled]
+    return _film(pictures, lossless=True)
+
+
+def _film(pictures: Sequence[Any], **quality: Any) -> str:
     file = io.BytesIO()
-    pictures[0].save(file, "WEBP", save_all=True, append_images=pictures[1:], duration=_FRAME_MS, loop=0, lossless=True)
+    pictures[0].save(file, "WEBP", save_all=True, append_images=pictures[1:], duration=_FRAME_MS, loop=0, **quality)
     return FILM + base64.b64encode(file.getvalue()).decode("ascii")

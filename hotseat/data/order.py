@@ -56,7 +56,7 @@ class PromptOrder:
         """Do nothing: the order does not depend on answers."""
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the order, for `from_state`."""
+        """Return the position in the order, for `at`."""
         return {
             "num_prompts": self.num_prompts,
             "seed": self.seed,
@@ -67,15 +67,10 @@ class PromptOrder:
 
     def at(self, state: Mapping[str, Any]) -> PromptOrder:
         """Return the same order at a saved state. Raises DataError if that has other prompts or another seed."""
-        return self.from_state(state, num_prompts=self.num_prompts, seed=self.seed, digest=self.digest)
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], *, num_prompts: int, seed: int, digest: str = "") -> PromptOrder:
-        """Restore an order at a saved state, with the same prompts and seed."""
-        check_saved(state, num_prompts, seed, digest)
-        order = cls(num_prompts, seed, digest)
+        check_saved(state, self.num_prompts, self.seed, self.digest)
         if "epoch" not in state:
             raise DataError("the order of prompts was saved with data.sampler: resume with it, or start anew")
+        order = PromptOrder(self.num_prompts, self.seed, self.digest)
         order._epoch, order._position = state["epoch"], state["position"]
         order._permutation = order._permute(order._epoch)
         return order

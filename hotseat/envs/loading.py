@@ -52,11 +52,6 @@ def path_problem(path: str) -> str | None:
     return f"no simulator {path!r}: name one of {', '.join(family_names())}, or a file such as my_env.py"
 
 
-def make_simulator(settings: SimulatorSettings) -> Simulator:
-    """Make a simulator of a family that makes them one by one. Raises for what is wrong with the settings."""
-    return make_one(load_family(settings), settings)
-
-
 def load_family(settings: SimulatorSettings) -> ModuleType:
     """Import the file of a family. Raises for what is wrong with it."""
     problem = path_problem(settings.path)

@@ -73,6 +73,7 @@ class ProcessEnv(Env):
         self._start_timeout_s = start_timeout_s
         self._say = say
         self._episodes: dict[int, _Episode] = {}
+        self.is_on_device: bool  # the simulators hold memory of an accelerator
         self._is_offloaded = False
         self._standby: list[_Child] = []  # processes that will replace those that were offloaded
         num_processes = min(num_processes, num_envs)
@@ -142,7 +143,7 @@ class ProcessEnv(Env):
         New processes import the family meanwhile, and take no memory of the device before `onload`.
         """
         started_s = time.monotonic()
-        if self._is_on_device and not self._is_offloaded:
+        if self.is_on_device and not self._is_offloaded:
             self._is_offloaded = True
             self.close()
             self._children = [None] * len(self._children)
@@ -169,11 +170,6 @@ class ProcessEnv(Env):
         """Drop the episodes of these slots, which have ended."""
         for slot in where:
             self._episodes.pop(slot, None)
-
-    @property
-    def is_on_device(self) -> bool:
-        """Tell whether the simulators hold memory of an accelerator."""
-        return bool(self._is_on_device)
 
     def pids(self) -> list[int]:
         """Return the process ids of the children."""
@@ -205,7 +201,7 @@ class ProcessEnv(Env):
         if kind == "refused":
             raise UserError(answer)
         child.is_met = True
-        self.tasks, self.action, self.state_bounds, self._is_on_device, self.num_state_values = answer
+        self.tasks, self.action, self.state_bounds, self.is_on_device, self.num_state_values = answer
 
     def _mine(self, index: int, slots: Any) -> list[int]:
         return [slot for slot in sorted(slots) if slot % len(self._children) == index]

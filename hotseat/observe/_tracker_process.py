@@ -1,23 +1,25 @@
-"""The process that runs a tracker: W&B, MLflow or Trackio. Run as a program; needs only that package.
+"""The program of the process that runs a tracker: W&B, MLflow or Trackio.
 
-It reads JSON lines: first its settings, then one record per step, until the pipe closes. It writes at most two JSON
-lines to standard output: that it started, and the first failure. Once the pipe is closed, by `close` or by the death of
-the run, it has some seconds to finish, and then ends itself and all that it started.
+Run by `processes/child.py`. It receives one record per step until the channel closes, and sends at most two messages:
+that it started, and the first failure. Once the channel is closed, by `close` or by the death of the run, it has some
+seconds to finish, and then ends itself and all that it started.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
 import select
-import signal
-import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from hotseat.processes.supervisor import TRACKER, end_marked
+
+if TYPE_CHECKING:
+    from hotseat.processes.child import Channel
 
 KEY = "WANDB_API_KEY"
 SECRETS = (KEY, "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
@@ -35,23 +37,20 @@ SETTINGS = {
 }
 
 
-def main() -> None:
-    out = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # drop the output of the package and its processes
-    os.dup2(nowhere, 2)
-    task = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_when_alone, args=(task["grace_s"],), daemon=True).start()
+def main(channel: Channel, task: dict[str, Any]) -> None:
+    threading.Thread(target=_end_when_alone, args=(channel, task["grace_s"]), daemon=True).start()
     try:
         tracker = TRACKERS[task["kind"]](task)
-        _tell(out, {"started": tracker.where, "id": tracker.run_id})
-        for line in sys.stdin:
-            record = json.loads(line)
-            tracker.log(record["step"], record["values"])
+        channel.send({"started": tracker.where, "id": tracker.run_id})
+        with contextlib.suppress(EOFError):
+            while True:
+                record = channel.receive()
+                tracker.log(record["step"], record["values"])
         tracker.finish()
     except BaseException as error:
-        _tell(out, {"failed": _without_key(f"{type(error).__name__}: {error}")})
-    end_with_children(os.getpid(), 0)
+        with contextlib.suppress(OSError):
+            channel.send({"failed": _without_key(f"{type(error).__name__}: {error}")})
+    _end(0)
 
 
 class _Wandb:
@@ -174,50 +173,20 @@ def _without_password(uri: str) -> str:
     return re.sub(r"//[^/@]*@", "//***@", uri)
 
 
-def _end_when_alone(grace_s: float) -> None:
-    """Wait until the pipe's other end is closed, even if not all is read, and end this process after a grace period."""
+def _end_when_alone(channel: Channel, grace_s: float) -> None:
+    """Wait until the other end is closed, even if not all is read, and end this process after a grace period."""
     poll = select.poll()
-    poll.register(0, 0)  # no events: the closing of a pipe is reported anyway
+    poll.register(channel.socket, select.POLLRDHUP)
     while not poll.poll():
         pass
     time.sleep(grace_s)
-    end_with_children(os.getpid(), 1)
+    _end(1)
 
 
-def end_with_children(pid: int, code: int | None = None) -> None:
-    """End a process and all that it started. code: exit code if `pid` is this process; None for another one."""
-    if code is None:
-        _stop(pid)
-    for child in reversed(_stopped_descendants(pid)):
-        with contextlib.suppress(OSError):
-            os.kill(child, signal.SIGKILL)
-    if code is not None:
-        os._exit(code)
-    with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _stop(pid: int) -> None:
-    """Stop a process, so that it starts no more children."""
-    with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGSTOP)
-
-
-def _stopped_descendants(pid: int) -> list[int]:
-    """Stop and list all descendants, parents first. W&B's service has its own session and group."""
-    descendants: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                for child in map(int, file.read().split()):
-                    _stop(child)
-                    descendants += [child, *_stopped_descendants(child)]
-    return descendants
-
-
-def _tell(out: int, message: dict[str, str]) -> None:
-    with contextlib.suppress(OSError):
-        os.write(out, json.dumps(message).encode() + b"\n")
+def _end(code: int) -> None:
+    """End this process and all that it started: W&B's service has its own session and group."""
+    end_marked(TRACKER, [os.environ[TRACKER]])
+    os._exit(code)
 
 
 def _without_key(text: str) -> str:
@@ -225,7 +194,3 @@ def _without_key(text: str) -> str:
         if os.environ.get(name):
             text = text.replace(os.environ[name], "***")
     return " ".join(_without_password(text).split())[:300]
-
-
-if __name__ == "__main__":
-    main()

@@ -11,8 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from hotseat.closing import Closing
 from hotseat.observe.live import LiveView
-from hotseat.observe.metrics import Closing, JsonLines, TensorBoard
+from hotseat.observe.metrics import JsonLines, TensorBoard
 from hotseat.observe.timeline import Timeline
 
 METRICS = "metrics.jsonl"

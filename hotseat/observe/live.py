@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
@@ -89,13 +88,8 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.processes = None
-        self._stop()
-
-    def _stop(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None

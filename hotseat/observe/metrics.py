@@ -6,33 +6,17 @@ import json
 import math
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from hotseat.closing import Closing
 from hotseat.files import opened
 
 Value = float | int | str | None
 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 _CHUNK = 1 << 16
-
-
-class Closing(ABC):
-    """Base of objects that are closed at the end of a `with` block."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class JsonLines(Closing):

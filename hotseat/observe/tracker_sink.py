@@ -10,6 +10,8 @@ import contextlib
 import importlib.util
 import json
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -22,8 +24,12 @@ from typing import Any
 from hotseat.config.hiding import without_secrets
 from hotseat.files import write_whole
 from hotseat.observe._tracker_process import KEY as KEY
-from hotseat.observe._tracker_process import end_with_children
 from hotseat.observe.metrics import Value
+from hotseat.processes import ChildProcess, Closed, WorkerDied
+from hotseat.processes.supervisor import TRACKER, end_marked
+
+_PROGRAM = Path(__file__).with_name("_tracker_process.py")
+_ROOT = str(Path(__file__).parents[2])  # which the program imports from, wherever this package was found
 
 MAX_WAITING = 1000  # records
 START_S = 60.0  # limit for a tracker's first answer, while the run continues
@@ -85,7 +91,7 @@ class TrackerSink:
         self._id_path = run_dir / tracker.id_file
         self._say = say
         self._close_s = tracker.close_s if close_s is None else close_s
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[dict[str, Any]] = deque()
         self._max_waiting = max_waiting
         self._changed = threading.Condition()
         self._is_closing = self._has_failed = self._has_warned = False
@@ -101,20 +107,21 @@ class TrackerSink:
             "start_s": start_s,
             "grace_s": 2 * self._close_s,
         }
-        self._process: subprocess.Popen[bytes] | None = None
+        self._mark = secrets.token_hex(8)
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _ROOT)))
+        self._process: ChildProcess | None = None
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(__file__).with_name("_tracker_process.py"))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the run
-                env={**os.environ, "WANDB_SILENT": "true"},
+            self._process = ChildProcess(
+                _PROGRAM,
+                task,
+                command=(sys.executable, "-P"),
+                env={**os.environ, "PYTHONPATH": path, "WANDB_SILENT": "true", TRACKER: self._mark},
+                is_closed=lambda: self._has_failed,
             )
         except OSError as error:
             self._fail(f"could not be started: {error}")
             return
-        self._feeder = threading.Thread(target=self._feed, args=(self._process, _line(task)), daemon=True)
+        self._feeder = threading.Thread(target=self._feed, args=(self._process,), daemon=True)
         self._hearer = threading.Thread(target=self._hear, args=(self._process,), daemon=True)
         self._feeder.start()
         self._hearer.start()
@@ -127,7 +134,7 @@ class TrackerSink:
             if len(self._waiting) == self._max_waiting:
                 self._waiting.popleft()
                 self._num_dropped += 1
-            self._waiting.append(_line({"step": step, "values": numbers}))
+            self._waiting.append({"step": step, "values": numbers})
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -139,44 +146,36 @@ class TrackerSink:
             return
         self._has_started.wait(self._close_s)
         try:
-            if self._process.wait(self._close_s if self._has_started.is_set() else 0) != 0:
+            if self._process.process.wait(self._close_s if self._has_started.is_set() else 0) != 0:
                 self._fail("ended unexpectedly, and may lack the end of this run")
         except subprocess.TimeoutExpired:
             self._fail("did not finish in time, and may lack the end of this run")
-            end_with_children(self._process.pid)
-            self._process.wait()
+            end_marked(TRACKER, [self._mark])
         self._feeder.join(1.0)
         self._hearer.join(1.0)
+        self._process.end()
         if self._num_dropped:
             self._warn(f"was too slow: {self._num_dropped} records were not sent")
 
     # --- in the threads -----------------------------------------------------------------------------------------------
 
-    def _feed(self, process: subprocess.Popen[bytes], task: bytes) -> None:
-        assert process.stdin is not None
-        try:
-            process.stdin.write(task)
-            process.stdin.flush()
+    def _feed(self, process: ChildProcess) -> None:
+        with contextlib.suppress(Closed, WorkerDied):  # the hearing thread receives why
             while True:
                 with self._changed:
                     while not (self._waiting or self._is_closing or self._has_failed):
                         self._changed.wait()
                     if self._has_failed or not self._waiting:
-                        return
+                        break
                     record = self._waiting.popleft()
-                process.stdin.write(record)
-                process.stdin.flush()
-        except OSError:
-            pass  # the process has ended: the hearing thread reads why
-        finally:
-            with contextlib.suppress(OSError):
-                process.stdin.close()
+                process.send(record)
+        with contextlib.suppress(OSError):
+            process.socket.shutdown(socket.SHUT_WR)  # it may still send why it failed
 
-    def _hear(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
-                message = json.loads(line)
+    def _hear(self, process: ChildProcess) -> None:
+        with contextlib.suppress(Closed, WorkerDied):
+            while True:
+                message = process.receive()
                 if "started" in message:
                     self._keep_id(message["id"])
                     self._has_started.set()
@@ -215,7 +214,3 @@ def _saved_id(path: Path) -> str | None:
         return str(json.loads(path.read_text())["id"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _line(message: Mapping[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"

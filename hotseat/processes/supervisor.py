@@ -1,11 +1,11 @@
 """Ends what a process leaves behind when it dies: marks of our processes, and a small process that ends them.
 
 Processes are found by a mark in their environment, which what they start inherits: `SESSION=ID` for all of a run,
-`WORKER=ID` for one rank, `EPISODE=ID` for what an agent's programs started. Ids nest with "/", so a session that a
-worker starts inside another one is ended with the outer one. But a process that gives itself a title, as Ray's and
-vLLM's do, overwrites what others can read of its environment. Sessions and workers have a second mark, a number in the
-soft limit of realtime CPU time (RLIMIT_RTTIME): everybody inherits it, everybody can read it, and at seventy thousand
-years it limits nobody.
+`WORKER=ID` for one rank, `EPISODE=ID` for what an agent's programs started, `TRACKER=ID` for a tracker and what it
+started. Ids nest with "/", so a session that a worker starts inside another one is ended with the outer one. But a
+process that gives itself a title, as Ray's and vLLM's do, overwrites what others can read of its environment. Sessions
+and workers have a second mark, a number in the soft limit of realtime CPU time (RLIMIT_RTTIME): everybody inherits it,
+everybody can read it, and at seventy thousand years it limits nobody.
 
 Run as a program, this file is the supervisor: it waits for one process to end, by whatever cause, then carries out its
 `Task`: it ends what is left of the marked processes, removes what they made, and ends itself. It needs only the
@@ -34,6 +34,7 @@ from typing import TypedDict
 SESSION = "HOTSEAT_SESSION"
 WORKER = "HOTSEAT_WORKER"
 EPISODE = "HOTSEAT_EPISODE"
+TRACKER = "HOTSEAT_TRACKER"
 SHM_PREFIX = "HOTSEAT_SHM_PREFIX"
 # Where an engine of containers keeps them, beside HOME: a program's must be the one by which they are removed.
 CONTAINER_ENV = ("XDG_DATA_HOME", "XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF", "CONTAINER_HOST", "DOCKER_HOST")
@@ -160,8 +161,9 @@ def end_marked(variable: str, values: Iterable[str], *, timeout_s: float = 8.0, 
     """Kill what `marked` finds until it finds nothing twice (a fork may be under way). Returns the pids it killed.
 
     An agent's programs get no grace, whatever they call themselves, and no pause: this happens after every episode.
+    Neither do trackers.
     """
-    is_ours = variable != EPISODE
+    is_ours = variable not in (EPISODE, TRACKER)
     values, spared, killed, clean = list(values), set(spare), [], 0
     begin = alone_since = time.monotonic()
     while time.monotonic() - begin < timeout_s:

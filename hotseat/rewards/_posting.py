@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from hotseat.closing import Closing
 from hotseat.errors import RunError
 from hotseat.failed import Failed
 from hotseat.rewards._servers import Server, Servers
@@ -68,7 +69,7 @@ class _Job:
     future: Future[Any]
 
 
-class Poster:
+class Poster(Closing):
     """Posts bodies to one server or several, `max_open` at a time, and hands on what is read from their answers.
 
     A request that breaks, takes longer than `timeout_s`, or has another status or another answer is made again after a
@@ -83,21 +84,21 @@ class Poster:
     One thread runs all requests; `post` may be called from any. `close` ends it within seconds.
     """
 
+    kind: ServerKind
+
     def __init__(
         self,
-        kind: ServerKind,
         urls: Sequence[str],
         *,
-        timeout_s: float,
-        retries: int,
-        max_open: int,
-        token: str | None,
-        back_off_s: float,
-        report: Callable[[str], object] | None,
+        timeout_s: float = 180.0,
+        retries: int = 4,
+        max_open: int = 64,
+        token: str | None = None,
+        back_off_s: float = 0.5,
+        report: Callable[[str], object] | None = None,
     ):
         self.timeout_s = timeout_s
         self.retries = retries
-        self._kind = kind
         self._servers = Servers(urls)
         self._max_open = max_open
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -111,7 +112,7 @@ class Poster:
         self._is_closed = False
         self._num_jobs = 0  # that have no result yet
         started: Future[asyncio.AbstractEventLoop] = Future()
-        name = kind.name.replace(" ", "-")
+        name = self.kind.name.replace(" ", "-")
         self._thread = threading.Thread(target=self._serve, args=(started,), name=name, daemon=True)
         self._thread.start()
         self._loop = started.result(60.0)
@@ -132,7 +133,7 @@ class Poster:
         job = _Job(body, tuple(ids), read, failed, Future())
         with self._lock:
             if self._is_closed:
-                raise RunError(f"the client of {self._kind.name}s is closed")
+                raise RunError(f"the client of {self.kind.name}s is closed")
             asyncio.run_coroutine_threadsafe(self._run(job), self._loop)
         return job.future
 
@@ -185,7 +186,7 @@ class Poster:
                 result = await self._answer(job)
         except asyncio.CancelledError:
             samples = named_samples(job.ids)
-            problem = f"the client of {self._kind.name}s was closed before {samples} had an answer"
+            problem = f"the client of {self.kind.name}s was closed before {samples} had an answer"
             job.future.set_exception(RunError(problem))
         except BaseException as error:
             job.future.set_exception(error)
@@ -233,7 +234,7 @@ class Poster:
                 raise
             else:
                 if server.num_failures:
-                    self._report(f"{self._kind.name} {without_url_secrets(server.url)}: answers again")
+                    self._report(f"{self.kind.name} {without_url_secrets(server.url)}: answers again")
                 self._servers.answered(server)
                 return result
 
@@ -242,14 +243,14 @@ class Poster:
         note = self._servers.failed if is_reachable else self._servers.unreachable
         note(server, self._loop.time(), problem)
         if was_well:
-            self._report(without_url_secrets(f"{self._kind.name} {server.url}: {problem}; trying again"))
+            self._report(without_url_secrets(f"{self.kind.name} {server.url}: {problem}; trying again"))
 
     def _pause_s(self, num_attempts: int) -> float:
         longest_s = min(_LONGEST_PAUSE_S, self._back_off_s * 2.0 ** (num_attempts - 1))
         return longest_s * self._random.uniform(0.5, 1.0)
 
     def _failed(self, job: _Job, reason: str) -> Any:
-        return job.failed(Failed(f"{self._kind.name} {without_url_secrets(reason)}; {named_samples(job.ids)}"))
+        return job.failed(Failed(f"{self.kind.name} {without_url_secrets(reason)}; {named_samples(job.ids)}"))
 
     async def _ask(self, url: str, job: _Job) -> Any:
         """Make one request. Raises one of the errors above, or `BadAnswer`."""
@@ -277,9 +278,9 @@ class Poster:
             raise _Broken(problem)
         if 300 <= status < 400:
             place = headers.get("Location", "nowhere")
-            raise _Refused(f"status {status}: it redirects to {place}; set {self._kind.url_key} to where it answers")
+            raise _Refused(f"status {status}: it redirects to {place}; set {self.kind.url_key} to where it answers")
         if status == 401:
-            raise _Refused(f"{problem}; the environment variable {self._kind.token_name} holds the token to send")
+            raise _Refused(f"{problem}; the environment variable {self.kind.token_name} holds the token to send")
         raise _Refused(problem)
 
 

@@ -1,4 +1,4 @@
-"""A worker process that has loaded a file of functions, used by the thread that owns it.
+"""Worker processes that have loaded a file of functions, one at a time for the thread that owns them.
 
 The thread that starts the process has to outlive it: the kernel ends the process with the thread, not with the program.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotseat import faults
 from hotseat.openmp import wait_policy
 from hotseat.processes import ChildProcess, WorkerTimeout
 
@@ -89,3 +90,39 @@ class WorkerProcess(ChildProcess):
         except BaseException:
             self.end()
             raise
+
+
+class Worker:
+    """The current worker process of an owner thread, if any. After a failed call it is ended; the next starts another.
+
+    is_closed: waits raise `Closed` once it returns True.
+    """
+
+    def __init__(self, task: Task, start_timeout_s: float, is_closed: Callable[[], bool], tracebacks: Tracebacks):
+        self.task = task
+        self._tracebacks = tracebacks
+        self.process: WorkerProcess | None = None
+        self._start_timeout_s = start_timeout_s
+        self._is_closed = is_closed
+
+    def start(self) -> WorkerProcess:
+        self.process = WorkerProcess(self.task, self._start_timeout_s, self._is_closed, self._tracebacks)
+        faults.register("rewards", self.process.pid)
+        return self.process
+
+    def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        if self.process is not None and not self.process.is_alive():
+            self.end()  # it died between two calls, so neither of them is to blame
+        process = self.process or self.start()
+        try:
+            answer: dict[str, Any] = process.call(message, timeout_s)
+        except BaseException:
+            self.end()
+            raise
+        self._tracebacks.add(answer)
+        return answer
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.end()
+            self.process = None

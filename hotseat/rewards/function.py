@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import hashlib
 import queue
-import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -15,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotseat import faults
+from hotseat.closing import Closing
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
-from hotseat.rewards._process import NotLoaded, Task, Tracebacks, WorkerProcess
+from hotseat.rewards._process import NotLoaded, Task, Tracebacks, Worker
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
 from hotseat.rewards.scorer import NamedArguments, named_samples
+from hotseat.user_functions import located
 from hotseat.words import label_text
 
 
@@ -33,7 +33,7 @@ class _Job:
     future: Future[list[Score | Failed]]
 
 
-class RewardFunction:
+class RewardFunction(Closing):
     """Scores groups with `reward_func(queries, prompts, labels)` from a file, `num_workers` groups at a time.
 
     A function with a parameter `completions` is of TRL's form: it is called by names, with the columns of the row.
@@ -77,18 +77,18 @@ class RewardFunction:
         self.retries = retries
         self.max_kills = max_kills
         self._seed = seed
-        self._start_timeout_s = start_timeout_s
         log = None if log_path is None else Path(log_path)
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-        self._task = Task(str(file), function, max_memory_bytes, log)
+        task = Task(str(file), function, max_memory_bytes, log)
+        self._log = log
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
         self._has_been_late = False
         self._say = say or _to_stderr
-        self._tracebacks = Tracebacks(self._show)
-        self._pids: dict[int, int] = {}
+        tracebacks = Tracebacks(self._show)
+        self._workers = [Worker(task, start_timeout_s, lambda: self._is_closed, tracebacks) for _ in range(num_workers)]
         loaded: Future[None] = Future()
         self._threads = [
             threading.Thread(target=self._own, args=(number, loaded), name=f"reward-{number}", daemon=True)
@@ -134,7 +134,8 @@ class RewardFunction:
     @property
     def pids(self) -> list[int]:
         """Ids of the running worker processes."""
-        return list(self._pids.values())
+        processes = [worker.process for worker in self._workers]
+        return [process.pid for process in processes if process is not None]
 
     def close(self) -> None:
         """End the workers and all that they started. Unfinished futures raise an error. A second call does nothing."""
@@ -154,19 +155,11 @@ class RewardFunction:
             if thread is not threading.current_thread():
                 thread.join(10.0)
 
-    def __enter__(self) -> RewardFunction:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # --- in the owner threads -----------------------------------------------------------------------------------------
 
     def _own(self, number: int, loaded: Future[None]) -> None:
         """Run one owner thread, which has one worker process at a time and serves jobs until `close`."""
-        worker = _Worker(
-            self._task, self._start_timeout_s, lambda: self._is_closed, self._note(number), self._tracebacks
-        )
+        worker = self._workers[number]
         try:
             self._load_first(number, worker, loaded)
             while (job := self._jobs.get()) is not None:
@@ -181,7 +174,7 @@ class RewardFunction:
         finally:
             worker.end()
 
-    def _load_first(self, number: int, worker: _Worker, loaded: Future[None]) -> None:
+    def _load_first(self, number: int, worker: Worker, loaded: Future[None]) -> None:
         """Start a thread's worker. The first thread reports whether the file loads; the others wait for its result."""
         if number == 0:
             try:
@@ -196,29 +189,20 @@ class RewardFunction:
 
     def _show(self, text: str) -> None:
         """Print a traceback where the output of the function goes, and pass it to `say`."""
-        if self._task.log_path is None:
+        if self._log is None:
             _to_stderr(text)
         else:
-            with self._task.log_path.open("a") as log:
+            with self._log.open("a") as log:
                 log.write(f"{text}\n")
         if self._say is not _to_stderr:
             self._say(text)
 
-    def _note(self, number: int) -> Callable[[int | None], None]:
-        def note(pid: int | None) -> None:
-            if pid is None:
-                self._pids.pop(number, None)
-            else:
-                self._pids[number] = pid
-
-        return note
-
-    def _score(self, worker: _Worker, job: _Job) -> list[Score | Failed]:
+    def _score(self, worker: Worker, job: _Job) -> list[Score | Failed]:
         best: list[Score | Failed] | None = None
         reason, num_attempts, num_kills = "", 0, 0
         while num_attempts <= self.retries:
             try:
-                samples = worker.score(job.message, self.timeout_s)
+                samples = self._ask(worker, job.message)
             except WorkerDied as died:
                 if died.is_from_outside and num_kills < self.max_kills:
                     num_kills += 1
@@ -243,6 +227,16 @@ class RewardFunction:
             return [Failed(f"{self.name}: {reason} ({attempts}; {named_samples(job.ids)})")] * len(job.ids)
         return [self._named(sample, attempts, name) for sample, name in zip(best, job.ids, strict=True)]
 
+    def _ask(self, worker: Worker, message: dict[str, Any]) -> list[Score | Failed]:
+        answer = worker.call(message, self.timeout_s)
+        if "error" in answer:
+            limit = worker.task.max_memory_bytes
+            is_full = limit is not None and answer["error"].startswith(("MemoryError", "_ArrayMemoryError"))
+            hint = f" (it may take {limit / 2**30:g} GiB: reward.max_memory_gib)" if is_full and limit else ""
+            raise BadAnswer(f"raised {answer['error']}{hint}")
+        is_optional = worker.process is not None and worker.process.takes_names
+        return read_answer(answer["result"], len(message["queries"]), is_optional=is_optional)
+
     def _warn_of_first_time_out(self, job: _Job, is_last: bool) -> None:
         with self._lock:
             is_first, self._has_been_late = not self._has_been_late, True
@@ -262,60 +256,12 @@ class RewardFunction:
         return Failed(f"{self.name}: {sample.reason} ({attempts}; sample {name})")
 
 
-class _Worker:
-    """The current worker process of an owner thread, if any."""
-
-    def __init__(
-        self,
-        task: Task,
-        start_timeout_s: float,
-        is_closed: Callable[[], bool],
-        note: Callable[[int | None], None],
-        tracebacks: Tracebacks,
-    ):
-        self._task = task
-        self._start_timeout_s = start_timeout_s
-        self._is_closed = is_closed
-        self._note = note
-        self._tracebacks = tracebacks
-        self._process: WorkerProcess | None = None
-
-    def start(self) -> WorkerProcess:
-        self._process = WorkerProcess(self._task, self._start_timeout_s, self._is_closed, self._tracebacks)
-        faults.register("rewards", self._process.pid)
-        self._note(self._process.pid)
-        return self._process
-
-    def score(self, message: dict[str, Any], timeout_s: float) -> list[Score | Failed]:
-        if self._process is not None and not self._process.is_alive():
-            self.end()  # it died between two jobs, so neither of them is to blame
-        process = self._process or self.start()
-        try:
-            answer = process.call(message, timeout_s)
-        except BaseException:
-            self.end()
-            raise
-        if "error" in answer:
-            self._tracebacks.add(answer)
-            limit = self._task.max_memory_bytes
-            is_full = limit is not None and answer["error"].startswith(("MemoryError", "_ArrayMemoryError"))
-            hint = f" (it may take {limit / 2**30:g} GiB: reward.max_memory_gib)" if is_full and limit else ""
-            raise BadAnswer(f"raised {answer['error']}{hint}")
-        return read_answer(answer["result"], len(message["queries"]), is_optional=process.takes_names)
-
-    def end(self) -> None:
-        if self._process is not None:
-            self._process.end()
-            self._process = None
-            self._note(None)
-
-
 def locate(path: str) -> tuple[Path, str]:
     """Return the file and the name of the function that `path` names."""
     if path in builtin.FUNCTIONS:
         return Path(builtin.__file__), path
-    named = re.fullmatch(r"(.+\.py):(\w+)", path)
-    file, function = Path(named[1] if named else path).expanduser().absolute(), named[2] if named else "reward_func"
+    file, name = located(path)
+    function = name or "reward_func"
     if not file.is_file():
         raise UserError(
             f"reward function: no such file: {file}; give a Python file with {function}(queries, prompts, labels), or"

@@ -16,11 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hotseat import faults
+from hotseat.closing import Closing
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
-from hotseat.rewards._process import NotLoaded, Task, Tracebacks, WorkerProcess
+from hotseat.rewards._process import NotLoaded, Task, Tracebacks, Worker, WorkerProcess
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
@@ -84,7 +84,7 @@ def _schema_problem(grader: Grader) -> str | None:
     return None
 
 
-class Graders:
+class Graders(Closing):
     """Scores groups by several graders; the reward is the weighted sum of their verdicts, each of which is logged.
 
     A `function`, or servers, score beside them, with weight 1; and a model as `judge`, whose verdicts count as those of
@@ -201,12 +201,6 @@ class Graders:
         if self._judge is not None:
             self._judge[1].close()
 
-    def __enter__(self) -> Graders:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _run_code(self, grader: Grader, answer: str, label: Any) -> Score | Failed:
         assert self._sandbox is not None
         try:
@@ -251,23 +245,21 @@ class _Group:
     ids: list[str]
 
 
-class _Judge:
+class _Judge(Worker):
     """One grader that compares text, and its process. Used by the thread that owns it."""
 
     def __init__(self, grader: Grader, max_memory_bytes: int | None, is_closed: Callable[[], bool]):
+        task = Task(str(_FILE), _FUNCTIONS[grader.kind], max_memory_bytes)
+        tracebacks = Tracebacks(lambda text: print(text, file=sys.stderr, flush=True))
+        super().__init__(task, _START_TIMEOUT_S, is_closed, tracebacks)
         self._grader = grader
-        self._task = Task(str(_FILE), _FUNCTIONS[grader.kind], max_memory_bytes)
-        self._is_closed = is_closed
-        self._tracebacks = Tracebacks(lambda text: print(text, file=sys.stderr, flush=True))
         self._options = {"pattern": grader.pattern, "json_schema": grader.json_schema}
-        self._process: WorkerProcess | None = None
 
     def start(self) -> WorkerProcess:
         """Start the process, and have it import what it needs."""
         try:
-            self._process = WorkerProcess(self._task, _START_TIMEOUT_S, self._is_closed, self._tracebacks)
-            faults.register("rewards", self._process.pid)
-            answer = self._process.call({"queries": [], "prompts": [], "labels": []}, _START_TIMEOUT_S)
+            process = super().start()
+            answer = process.call({"queries": [], "prompts": [], "labels": []}, _START_TIMEOUT_S)
         except (NotLoaded, WorkerDied, ProtocolError, WorkerTimeout) as error:
             self.end()
             why = f"it did not start within {_START_TIMEOUT_S:g} s" if isinstance(error, WorkerTimeout) else str(error)
@@ -275,43 +267,29 @@ class _Judge:
         if "error" in answer:
             self.end()
             raise UserError(f"grader {self._grader.name}: cannot be used: {answer['error']}")
-        return self._process
+        return process
 
     def judge(self, group: _Group) -> Part:
         return [self._judge_one(answer, label) for answer, label in zip(group.answers, group.labels, strict=True)]
-
-    def end(self) -> None:
-        if self._process is not None:
-            self._process.end()
-            self._process = None
 
     def _judge_one(self, answer: str, label: str | None) -> Score | Failed:
         message = {"queries": [answer], "prompts": [self._options], "labels": [label]}
         reason = ""
         for _ in range(_MAX_KILLS + 1):
             try:
-                if self._process is not None and not self._process.is_alive():
-                    self.end()
-                result = (self._process or self.start()).call(message, self._grader.timeout_s)
+                result = self.call(message, self._grader.timeout_s)
             except WorkerDied as died:
-                self.end()
                 reason = str(died)
                 if died.is_from_outside:
                     continue
                 return Failed(reason)
             except WorkerTimeout:
-                self.end()
                 return Failed(f"no verdict within {self._grader.timeout_s:g} s")
             except ProtocolError as error:
-                self.end()
                 return Failed(str(error))
             except UserError as error:
                 return Failed(f"could not be started again: {error}")
-            except BaseException:
-                self.end()
-                raise
             if "error" in result:
-                self._tracebacks.add(result)
                 return Failed(f"raised {result['error']}")
             [[verdict, problem]] = result["result"]
             return Failed(problem) if verdict is None else Score(verdict, verdict)

@@ -14,11 +14,12 @@ import re
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
+from hotseat.closing import Closing
 from hotseat.failed import Failed
 from hotseat.files import opened
 from hotseat.rewards._posting import Poster, ServerKind, excerpt
@@ -32,7 +33,6 @@ PLACES = ("prompt", "answer", "label")
 _PLACE = re.compile(r"\{(" + "|".join(PLACES) + r")\}")
 _MAX_TRIES = 3  # to get a verdict from a judge that answers, but writes none
 _MAX_SHOWN = 120
-_KIND = ServerKind("judge", "reward.judge.url", TOKEN)
 
 
 class CutOff(Failed):
@@ -52,31 +52,27 @@ class WritesVerdicts(Protocol):
         """End all requests; what waits for them raises an error."""
 
 
-class Endpoints:
+class Endpoints(Poster):
     """A judge behind OpenAI-compatible endpoints, which share the work. The threads are those of `Poster`."""
 
-    def __init__(
-        self, settings: JudgeSettings, *, back_off_s: float = 0.5, report: Callable[[str], object] | None = None
-    ):
-        self._poster = Poster(
-            _KIND,
+    kind = ServerKind("judge", "reward.judge.url", TOKEN)
+
+    def __init__(self, settings: JudgeSettings, **options: Any):
+        """options: further ones of `Poster`."""
+        super().__init__(
             [f"{url.rstrip('/')}/chat/completions" for url in settings.urls],
             timeout_s=settings.timeout_s,
             retries=settings.retries,
             max_open=settings.max_open,
             token=settings.token,
-            back_off_s=back_off_s,
-            report=report,
+            **options,
         )
 
     def ask(self, body: Mapping[str, Any], name: str) -> Future[str | Failed]:
-        return self._poster.post(_json(body), [name], _read)
-
-    def close(self) -> None:
-        self._poster.close()
+        return self.post(_json(body), [name], _read)
 
 
-class Judge:
+class Judge(Closing):
     """Scores samples by the votes of a judge. A score is 0 at the low end of the scale and 1 at the high end.
 
     A sample is `Failed` if its rubric needs a label that it lacks, if the model does not answer (see `Poster`), or if a
@@ -119,12 +115,6 @@ class Judge:
         """End all requests. Unfinished futures raise an error. A second call does nothing."""
         self._model.close()
         self._verdicts.close()
-
-    def __enter__(self) -> Judge:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _votes(self, prompt: str, answer: str, label: Any, name: str) -> list[Future[float | Failed]] | Failed:
         written = label_text(label)

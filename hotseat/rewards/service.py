@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,8 +12,6 @@ from hotseat.rewards._posting import Poster, ServerKind, excerpt
 from hotseat.rewards.addresses import TOKEN
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
 from hotseat.rewards.scorer import NamedArguments
-
-_KIND = ServerKind("reward server", "reward.url", TOKEN)
 
 
 class RewardService(Poster):
@@ -25,27 +23,7 @@ class RewardService(Poster):
     sample alone.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        timeout_s: float = 180.0,
-        retries: int = 4,
-        max_open: int = 64,
-        token: str | None = None,
-        back_off_s: float = 0.5,
-        report: Callable[[str], object] | None = None,
-    ):
-        super().__init__(
-            _KIND,
-            urls,
-            timeout_s=timeout_s,
-            retries=retries,
-            max_open=max_open,
-            token=token,
-            back_off_s=back_off_s,
-            report=report,
-        )
+    kind = ServerKind("reward server", "reward.url", TOKEN)
 
     def submit(
         self,
@@ -61,12 +39,6 @@ class RewardService(Poster):
         body = json.dumps({"query": list(queries), "prompts": list(prompts), "labels": list(labels)}).encode()
         names = [str(each) for each in ids]
         return self.post(body, names, lambda content, url: _read(content, url, names), lambda why: [why] * len(names))
-
-    def __enter__(self) -> RewardService:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _read(content: bytes, url: str, ids: Sequence[str]) -> list[Score | Failed]:

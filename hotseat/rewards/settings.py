@@ -10,29 +10,9 @@ from hotseat.rewards.graders import Grader
 from hotseat.rewards.sandbox import SandboxSettings
 
 
-def graders_of(config: Config) -> tuple[Grader, ...]:
-    """Return the graders of samples to learn from."""
-    return _made(config.reward.graders)
-
-
-def eval_graders_of(config: Config) -> tuple[Grader, ...]:
-    """Return the graders that score only evaluations, instead of any other reward."""
-    return _made(config.eval.graders)
-
-
-def _made(graders: Sequence[GraderConfig]) -> tuple[Grader, ...]:
-    return tuple(
-        Grader(
-            grader.kind,
-            grader.name or grader.kind,
-            grader.weight,
-            grader.timeout_s,
-            grader.pattern,
-            grader.json_schema,
-            grader.partial,
-        )
-        for grader in graders
-    )
+def graders_of(graders: Sequence[GraderConfig]) -> tuple[Grader, ...]:
+    """Return graders, of samples to learn from or of evaluations."""
+    return tuple(Grader(**{**dict(grader), "name": grader.name or grader.kind}) for grader in graders)
 
 
 def sandbox_of(config: Config) -> SandboxSettings:

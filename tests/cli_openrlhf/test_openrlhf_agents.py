@@ -2,12 +2,14 @@
 
 import asyncio
 import builtins
+import re
 import sys
 
 import pytest
 from agent_cases import KEY, SAMPLING, TOKENIZER, WAIT_S, Script, ids_of, marked, play, prompt_of
 
 from hotseat.agents import AgentError, AgentHost, load_agent
+from hotseat.agents.loading import load_file
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
@@ -158,72 +160,43 @@ def test_each_episode_of_a_step_function_sees_its_own_globals(load):
 
 
 LOADED = """
-import builtins, re
+import builtins
 builtins.num_loaded += 1
-PATTERN = re.compile("a")
-LIMIT = 3
-UNUSED = []
-{more}
-def helper(text):
-    {use}
-    return PATTERN.sub("", text), LIMIT
-class Tool:
-    @staticmethod
-    def use():
-        {inner}
+{flag}
 def step(state, action, label, **kwargs):
-    helper(action)
     return 1.0, state + action, True, {{}}
 """
 
 
-@pytest.mark.parametrize(
-    ("more", "use", "inner", "is_shared"),
-    [
-        ("", "pass", "pass", True),
-        ("COUNT = 0", "global COUNT; COUNT += 1", "pass", False),
-        ("COUNT = 0", "pass", "global COUNT; COUNT = 1", False),
-        ("SEEN = {}", "SEEN[text] = 1", "pass", False),
-        ("class Env: pass\nENV = Env()", "ENV.text = text", "pass", False),
-        ("class State: turn = 0", "State.turn += 1", "pass", False),
-        ("class State:\n    turn = 0\n    def go(self): type(self).turn += 1", "State().go()", "pass", False),
-        ("class State: seen = []", "State().seen.append(text)", "pass", False),
-        ("", "helper.count = 1", "pass", False),
-        ("def seen(text, all_of_them=[]): all_of_them.append(text)", "seen(text)", "pass", False),
-        ("import types\nSTATE = types.SimpleNamespace(turn=0)", "STATE.turn += 1", "pass", False),
-        ("import random\nRNG = random.Random(0)", "RNG.random()", "pass", False),
-        ("import itertools\nCOUNT = itertools.count()", "next(COUNT)", "pass", False),
-        ("import numpy\nSEEN = numpy.zeros(1)", "SEEN[0] += 1", "pass", False),
-        ("import functools\n@functools.cache\ndef seen(): return []", "seen().append(text)", "pass", False),
-        ("APPEND = [].append", "APPEND(text)", "pass", False),
-        (
-            "def make():\n    seen = []\n    return lambda text: seen.append(text)\nSEEN = make()",
-            "SEEN(text)",
-            "pass",
-            False,
-        ),
-        ("PAIR = (1, [])", "PAIR[1].append(text)", "pass", False),
-        ("", "globals()['LIMIT'] = 4", "pass", False),
-        ("class Memory:\n    def __init__(self): self.seen = []", "Memory().seen.append(text)", "pass", True),
-        (
-            "import enum, typing, dataclasses\nclass Kind(enum.Enum):\n    A = 1\n"
-            "@dataclasses.dataclass\nclass Move:\n    kind: typing.Optional[Kind] = None\n"
-            "    of: list = dataclasses.field(default_factory=list)\n"
-            "class Pair(typing.NamedTuple):\n    x: int = 0\nNAMES = (1, 'a', Kind.A, len)",
-            "return Move(Kind.A), Pair(), NAMES",
-            "pass",
-            True,
-        ),
-    ],
-)
-def test_a_file_is_executed_once_for_all_episodes_unless_its_globals_may_change(
-    load, monkeypatch, more, use, inner, is_shared
-):
+@pytest.mark.parametrize(("flag", "num_loaded"), [("", 4), ("SHARED_GLOBALS = False", 4), ("SHARED_GLOBALS = True", 1)])
+def test_a_file_is_run_for_each_episode_unless_it_shares_its_globals(load, monkeypatch, flag, num_loaded):
     monkeypatch.setattr("builtins.num_loaded", 0, raising=False)
-    agent = load(LOADED.format(more=more, use=use, inner=inner))
+    agent = load(LOADED.format(flag=flag))
     for _ in range(3):
         assert play(agent, Script(["a"])).reward == 1.0
-    assert builtins.num_loaded == (1 if is_shared else 4)
+    assert builtins.num_loaded == num_loaded
+
+
+SLOW = "import time\n{flag}\ntime.sleep({s})\ndef step(state, action, label):\n    return 1.0, state, True, {{}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "has_note"),
+    [
+        (SLOW.format(flag="", s=0.25), True),
+        (SLOW.format(flag="SHARED_GLOBALS = True", s=0.25), False),
+        ("import time\n" + NEW.replace("\nclass AgentInstance", "\ntime.sleep(0.25)\nclass AgentInstance"), False),
+    ],
+)
+def test_a_note_names_the_flag_if_running_a_file_for_each_episode_takes_long(tmp_path, text, has_note):
+    file = tmp_path / "agent_func.py"
+    file.write_text(text)
+    _, note = load_file(file, None)
+    assert (note is not None) == has_note
+    if has_note:
+        assert re.fullmatch(
+            rf"{file} is run for every episode, which takes 0\.\d s: with SHARED_GLOBALS = True .*", note
+        )
 
 
 def test_a_plain_step_function_that_takes_three_arguments(load):

@@ -57,7 +57,7 @@ def test_resumed_equals_uninterrupted(num_prompts, seed, before, after):
     for num in before:
         order.next(num)
     saved = json.loads(json.dumps(order.state()))
-    resumed = PromptOrder.from_state(saved, num_prompts=num_prompts, seed=seed)
+    resumed = PromptOrder(num_prompts, seed).at(saved)
     assert resumed.next(after) == order.next(after)
     assert resumed.state() == order.state()
 
@@ -65,24 +65,24 @@ def test_resumed_equals_uninterrupted(num_prompts, seed, before, after):
 def test_other_data_or_another_seed_is_refused():
     state = PromptOrder(5, seed=3).state()
     with pytest.raises(DataError, match="saved with num_prompts 5, and now it is 6"):
-        PromptOrder.from_state(state, num_prompts=6, seed=3)
+        PromptOrder(6, 3).at(state)
     with pytest.raises(DataError, match="saved with seed 3, and now it is 4"):
-        PromptOrder.from_state(state, num_prompts=5, seed=4)
+        PromptOrder(5, 4).at(state)
 
 
 def test_other_contents_are_refused_though_their_number_is_the_same():
     """Scenario 24."""
     prompts = [Prompt(number, "q", (1, number), label=str(number)) for number in range(5)]
     state = json.loads(json.dumps(PromptOrder(5, 3, digest_of(prompts)).state()))
-    same = PromptOrder.from_state(state, num_prompts=5, seed=3, digest=digest_of(list(prompts)))
+    same = PromptOrder(5, 3, digest_of(list(prompts))).at(state)
     assert same.state() == state
     for changed in ({"token_ids": (1, 9)}, {"token_ids": (1,)}, {"label": "9"}, {"label": None}):
         other = [*prompts[:4], replace(prompts[4], **changed)]
         with pytest.raises(DataError, match="5 prompts are not those .* contents have changed"):
-            PromptOrder.from_state(state, num_prompts=5, seed=3, digest=digest_of(other))
+            PromptOrder(5, 3, digest_of(other)).at(state)
     assert digest_of(prompts[::-1]) != digest_of(prompts)
     del state["digest"]  # of an earlier version
-    assert PromptOrder.from_state(state, num_prompts=5, seed=3, digest="x").next(1) == PromptOrder(5, 3).next(1)
+    assert PromptOrder(5, 3, "x").at(state).next(1) == PromptOrder(5, 3).next(1)
 
 
 def test_labels_of_any_type_have_the_digests_that_their_texts_had_in_earlier_versions():

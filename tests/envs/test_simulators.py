@@ -20,7 +20,7 @@ import conformance
 from hotseat.data.frames import film_of_pictures
 from hotseat.envs._child import _Batch, _step
 from hotseat.envs.env import Outcome
-from hotseat.envs.loading import SimulatorSettings, family_names, import_problem, make_simulator, path_problem
+from hotseat.envs.loading import SimulatorSettings, family_names, import_problem, load_family, make_one, path_problem
 from hotseat.envs.processes import ProcessEnv, _Child
 from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
 from hotseat.envs.tokens import NumberTokens
@@ -29,6 +29,10 @@ from hotseat.processes import WorkerDied, WorkerTimeout
 
 WALK = str(Path(__file__).parent / "walk_env.py")
 WALKS = str(Path(__file__).parent / "walks_env.py")
+
+
+def make_simulator(settings: SimulatorSettings):
+    return make_one(load_family(settings), settings)
 
 
 def walk(num_envs: int = 2, said: list[str] | None = None, num_processes: int = 1, cls=ProcessEnv, path=WALK, **kwargs):
@@ -363,7 +367,7 @@ def test_episodes_that_ended_are_forgotten():
         asyncio.run(play())
         assert list(stage.env._episodes) == [2]
         stage.leave(2)
-        stage.env._is_on_device = False
+        stage.env.is_on_device = False
         stage.offload()
         assert not stage.env._episodes
 

@@ -171,7 +171,7 @@ def score(answer):
 def test_an_agent_that_loads_has_no_problem(tmp_path):
     file = tmp_path / "game.py"
     file.write_text(AGENT)
-    assert problem_of(str(file), None) == {"problem": None, "absent": False}
+    assert problem_of(str(file), None) == {"problem": None, "absent": False, "note": None}
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,16 @@ def test_a_broken_agent_is_refused_by_a_process_of_its_own(task, tmp_path):
         match = rf"this run cannot start:\n  agent\.path: .*{said}"
         with agent_trial(config) as trial, pytest.raises(UserError, match=match):
             trial.notes()
+
+
+@pytest.mark.slow
+def test_a_step_file_that_takes_long_to_run_gets_one_note_that_names_the_flag(task, tmp_path):
+    file = tmp_path / "agent_func.py"
+    file.write_text("import time\ntime.sleep(0.25)\ndef step(state, action, label):\n    return 1.0, state, True, {}\n")
+    with agent_trial(loads(rl_yaml(task), [f"agent.path={file}"])) as trial:
+        [note] = trial.notes()
+    assert note.startswith(f"agent.path: {file} is run for every episode")
+    assert "SHARED_GLOBALS = True" in note
 
 
 # --- host memory and short runs ---------------------------------------------------------------------------------------

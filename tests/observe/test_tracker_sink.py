@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -162,14 +163,14 @@ def test_what_hangs_for_ever_holds_up_nobody(case, where):
     assert time.monotonic() - began < 300  # not the 1,000 s of the other side
     if where == "finish":  # which nobody calls before `close`
         found.wait_for(lambda: found.said and found.notes[-1].get("step") == 2)
-        wait = found.sink._process.wait
+        wait = found.sink._process.process.wait
 
         def wait_once_it_hangs(timeout=None):
             if timeout:
                 found.wait_for(lambda: "pid" in found.notes[-1])
             return wait(timeout)
 
-        found.sink._process.wait = wait_once_it_hangs
+        found.sink._process.process.wait = wait_once_it_hangs
     else:
         found.wait_for(lambda: found.notes and "pid" in found.notes[-1])
     assert found.close() < 300  # of the 1,000
@@ -203,16 +204,16 @@ def test_a_slow_one_loses_the_oldest_records_and_the_count_is_said_once(case, tm
 def test_when_the_run_is_killed_it_finishes(case):
     found = case()
     found.wait_for(lambda: found.said)
-    found.sink._process.stdin.close()  # as the kernel does
-    assert found.sink._process.wait(300) == 0
+    found.sink._process.socket.shutdown(socket.SHUT_WR)  # as the kernel does
+    assert found.sink._process.process.wait(300) == 0
     assert found.notes[-2:] == [{"finished": True}, {"torn_down": True}]
 
 
 def test_when_the_run_is_killed_and_it_hangs_it_ends_itself(case):
     found = case(finish="time.sleep(1000)", close_s=0.3)
     found.wait_for(lambda: found.said)
-    found.sink._process.stdin.close()
-    assert found.sink._process.wait(300) == 1
+    found.sink._process.socket.shutdown(socket.SHUT_WR)
+    assert found.sink._process.process.wait(300) == 1
 
 
 def test_when_it_is_wanted():

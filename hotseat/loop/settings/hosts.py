@@ -23,7 +23,7 @@ from hotseat.loop.workers.simulation import SimulationSettings
 from hotseat.placement import Plan
 from hotseat.planning.config_plan import episodes_per_engine
 from hotseat.rewards.addresses import bearer_token
-from hotseat.rewards.settings import eval_graders_of, graders_of, sandbox_of
+from hotseat.rewards.settings import graders_of, sandbox_of
 from hotseat.user_functions import absolute
 
 # Seconds of an attempt to score a group, and further attempts. Those of servers are OpenRLHF's.
@@ -69,8 +69,8 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         has_reward_model=has_reward_model(config),
         reward_tokenizer=config.reward.model if config.reward.retokenize else None,
         trust_remote_code=config.trust_remote_code,
-        graders=graders_of(config),
-        eval_graders=eval_graders_of(config),
+        graders=graders_of(config.reward.graders),
+        eval_graders=graders_of(config.eval.graders),
         judge=judge_of(config, run_dir),
         sandbox=sandbox_of(config),
         simulation=simulation_settings(config) if has_simulator(config) else None,

@@ -62,7 +62,7 @@ class InstanceTurns(Turns):
 
 
 class FunctionTurns(Turns):
-    """Plays a module-level `step` function. load: returns the module, a fresh one if it has globals that change."""
+    """Plays a module-level `step` function. load: returns the module of the episode."""
 
     def __init__(self, load: Callable[[], types.ModuleType]):
         self._load = load
