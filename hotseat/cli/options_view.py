@@ -13,6 +13,7 @@ import typing
 from typing import Any
 
 from hotseat.config.load import fields_of
+from hotseat.config.names import names_of
 from hotseat.config.schema import Config
 from hotseat.config.unsupported import UNBUILT
 from hotseat.errors import UserError
@@ -55,7 +56,7 @@ def options(section: str) -> list[dict[str, Any]]:
     return [
         {
             "key": key,
-            "takes": _words(info.annotation),
+            "takes": " | ".join(names_of(info)) or _words(info.annotation),
             "default": list(info.default) if isinstance(info.default, tuple) else info.default,
             "meaning": info.description,
             "unsupported": _not_built(key),

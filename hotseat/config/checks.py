@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -38,8 +39,20 @@ from hotseat.config.roles import (
     roles_of,
     task_numbers,
 )
-from hotseat.config.schema import Config, CorrectionConfig, GraderConfig, OptimizerConfig, RoleName, tasks_of
+from hotseat.config.schema import (
+    Config,
+    CorrectionConfig,
+    GraderConfig,
+    JudgeEngineConfig,
+    OptimizerConfig,
+    RoleName,
+    RolloutConfig,
+    Section,
+    tasks_of,
+)
 from hotseat.config.urls import as_list, url_problems
+from hotseat.registry.backends import BACKENDS, backend_entry
+from hotseat.registry.engines import EngineEntry, engine_entry, with_option
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,27 @@ def _optimizer_rules(role: str, optimizer: Callable[[Config], OptimizerConfig]) 
             _says(f"{at}.schedule is constant"),
         ),
     )
+
+
+def _engine_rules(
+    at: str, section: type[Section], key: str, is_idle: Callable[[Config], bool] = lambda c: False
+) -> tuple[Rule, ...]:
+    """Make rules for the options of a section that not every engine has. is_idle: another rule covers the section."""
+
+    def entry(config: Config) -> EngineEntry:
+        return engine_entry(operator.attrgetter(f"{at}.{key}")(config))
+
+    def rule(options: list[str]) -> Rule:
+        return Rule(
+            tuple(f"{at}.{option}" for option in options),
+            lambda c: is_idle(c) or options[0] in entry(c).options,
+            lambda c: f"{at}.{key} is {entry(c).without(options[0])}",
+        )
+
+    owners: dict[tuple[str, ...], list[str]] = {}
+    for option in sorted(section.model_fields):
+        owners.setdefault(tuple(each.name for each in with_option(option)), []).append(option)
+    return tuple(rule(options) for names, options in owners.items() if names)
 
 
 def _for_losses(name: str, *losses: str) -> Rule:
@@ -177,20 +211,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: not has_judge_engine(c),
         _says("reward.judge.url is not set, so the judge runs on an engine of the run's own"),
     ),
-    Rule(
-        (
-            "reward.judge.engine.memory_share",
-            "reward.judge.engine.enforce_eager",
-            "reward.judge.engine.tensor_parallel_size",
-        ),
-        lambda c: not has_judge_engine(c) or c.reward.judge.engine.kind == "vllm",
-        _says("reward.judge.engine.kind is transformers; this is for vllm"),
-    ),
-    Rule(
-        ("reward.judge.engine.num_slots",),
-        lambda c: not has_judge_engine(c) or c.reward.judge.engine.kind == "transformers",
-        _says("reward.judge.engine.kind is vllm, which sizes its own batch"),
-    ),
+    *_engine_rules("reward.judge.engine", JudgeEngineConfig, "kind", lambda c: not has_judge_engine(c)),
     Rule(
         ("reward.judge.combine",),
         lambda c: not has_judge(c) or c.reward.judge.votes > 1,
@@ -269,8 +290,8 @@ RULES: tuple[Rule, ...] = (
     *_optimizer_rules("critic", lambda c: c.critic.optimizer),
     Rule(
         ("train.deepspeed",),
-        lambda c: c.train.backend == "deepspeed",
-        _says("train.backend is fsdp"),
+        lambda c: backend_entry(c.train.backend).has_zero_options,
+        lambda c: f"train.backend is {c.train.backend}",
     ),
     Rule(
         (
@@ -318,29 +339,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.train.dtype != "fp32",
         _says("train.dtype is fp32, and so are all logits"),
     ),
-    Rule(
-        (
-            "rollout.memory_share",
-            "rollout.prefix_caching",
-            "rollout.enforce_eager",
-            "rollout.engine_args",
-            "rollout.quantization",
-            "rollout.kv_cache_dtype",
-            "rollout.lora_sync",
-            "rollout.tensor_parallel_size",
-        ),
-        lambda c: c.rollout.engine == "vllm",
-        _says("rollout.engine is transformers; this is for vllm"),
-    ),
+    *_engine_rules("rollout", RolloutConfig, "engine"),
     Rule(
         ("rollout.weight_transport",),
         lambda c: not _is_on_actor(c, "rollout"),
         _says("rollout is on the actor's devices, where weights are handed over in memory"),
-    ),
-    Rule(
-        ("rollout.num_slots",),
-        lambda c: c.rollout.engine == "transformers",
-        _says("rollout.engine is vllm, which sizes its own batch"),
     ),
     Rule(
         ("agent.max_steps", "agent.turn_length", "agent.tool_timeout_s"),
@@ -575,8 +578,9 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
     """Return (key, message) of values that contradict each other."""
     problems: list[tuple[str, str]] = []
     algorithm, rollout, reward, data = config.algorithm, config.rollout, config.reward, config.data
-    if config.train.dtype == "fp16" and config.train.backend != "deepspeed":
-        problems.append(("train.dtype", "fp16 needs loss scaling: set train.backend to deepspeed, or dtype to bf16"))
+    if config.train.dtype == "fp16" and not backend_entry(config.train.backend).scales_loss:
+        scaling = " or ".join(name for name, entry in BACKENDS.items() if entry.scales_loss)
+        problems.append(("train.dtype", f"fp16 needs loss scaling: set train.backend to {scaling}, or dtype to bf16"))
     if config.train.dtype == "fp16" and not config.train.fp32_master:
         problems.append(
             ("train.fp32_master", "false: small updates of fp16 weights would be rounded away; set it to true")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from hotseat.config.roles import has_reward_model, has_simulator
 from hotseat.config.schema import Config
+from hotseat.registry.backends import backend_entry
+from hotseat.registry.engines import ENGINES, engine_entry
 
 _OPEN = "not built for images yet"
 
@@ -27,8 +29,9 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
             ("data.max_images_per_prompt", "0, and data.image_key names a column of images: set it to 1 or more")
         )
     if config.task == "rl":
-        if config.rollout.engine == "vllm" and data.image_key is None:
-            why = "vllm is not built for images of simulators yet: set it to transformers"
+        if not engine_entry(config.rollout.engine).sees_simulators and data.image_key is None:
+            seeing = " or ".join(name for name, entry in ENGINES.items() if entry.sees_simulators)
+            why = f"{config.rollout.engine} is not built for images of simulators yet: set it to {seeing}"
             problems.append(("rollout.engine", why))
         for key in ("quantization", "kv_cache_dtype"):
             if getattr(config.rollout, key) is not None:
@@ -42,7 +45,7 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
     for key, is_set in (
         ("train.sequence_parallel_size", train.sequence_parallel_size > 1),
         ("train.deepspeed.tensor_parallel_size", train.tensor_parallel_size > 1),
-        ("train.deepspeed.deepcompile", train.backend == "deepspeed" and train.deepspeed.deepcompile),
+        ("train.deepspeed.deepcompile", backend_entry(train.backend).has_zero_options and train.deepspeed.deepcompile),
         ("train.liger_kernel", train.liger_kernel),
     ):
         if is_set:

@@ -14,6 +14,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hotseat.config.names import BackendName, EngineName
+from hotseat.registry.backends import DEFAULT_BACKEND, backend_entry
+from hotseat.registry.engines import DEFAULT_ENGINE
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -305,7 +309,7 @@ class SandboxConfig(Section):
 
 
 class JudgeEngineConfig(Section):
-    kind: Literal["transformers", "vllm"] = "transformers"
+    kind: EngineName = DEFAULT_ENGINE
     """Which engine runs the judge."""
     num_engines: Positive | None = None
     """Engines; unset is one per device, or per `tensor_parallel_size` devices."""
@@ -415,7 +419,7 @@ class CanaryConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: EngineName = DEFAULT_ENGINE
     """Which engine samples."""
     batch_size: Positive = 128
     """Prompts per step."""
@@ -734,7 +738,7 @@ class EmaConfig(Section):
 
 
 class TrainConfig(Section):
-    backend: Literal["fsdp", "deepspeed"] = "fsdp"
+    backend: BackendName = DEFAULT_BACKEND
     """Which backend trains."""
     batch_size: Positive = 128
     """Samples an optimizer step sees."""
@@ -787,7 +791,7 @@ class TrainConfig(Section):
 
     @property
     def tensor_parallel_size(self) -> int:
-        return self.deepspeed.tensor_parallel_size if self.backend == "deepspeed" else 1
+        return self.deepspeed.tensor_parallel_size if backend_entry(self.backend).has_zero_options else 1
 
     @property
     def num_model_parallel(self) -> int:

@@ -17,6 +17,7 @@ from hotseat.loop.planning.plan import host_needs, is_offloaded, make_plan, num_
 from hotseat.loop.setup.refusals import check_config
 from hotseat.loop.setup.value_models import check_readers
 from hotseat.placement import GIB, Inventory, Plan
+from hotseat.registry.backends import backend_entry
 from hotseat.types import Prompt
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def check_prerequisites(config: Config) -> None:
 
 def _missing_packages(config: Config) -> list[tuple[str, str]]:
     from hotseat.observe.tracker_sink import MLFLOW, TRACKIO, WANDB
-    from hotseat.rollout import vllm_arguments, vllm_versions
+    from hotseat.rollout.kinds import engine_kind
     from hotseat.train import liger
 
     absent = []
@@ -161,15 +162,16 @@ def _missing_packages(config: Config) -> list[tuple[str, str]]:
     for tracker, section in trackers:
         if section.enabled and not tracker.is_installed():
             absent.append((f"log.{tracker.kind}.enabled", tracker.hint))
-    if config.task == "rl" and config.rollout.engine == "vllm":
-        problem = vllm_versions.what_is_wrong()
+    if config.task == "rl":
+        kind = engine_kind(config.rollout.engine)
+        problem = kind.problem()
         if problem is not None:
             absent.append(("rollout.engine", problem))
         elif config.rollout.engine_args:
-            refused = vllm_arguments.refusals(config.rollout.engine_args)
+            refused = kind.refused_arguments(config.rollout.engine_args)
             absent += [(f"rollout.engine_args.{name}", reason) for name, reason in refused]
-    if has_judge_engine(config) and config.reward.judge.engine.kind == "vllm":
-        problem = vllm_versions.what_is_wrong()
+    if has_judge_engine(config):
+        problem = engine_kind(config.reward.judge.engine.kind).problem()
         if problem is not None:
             absent.append(("reward.judge.engine.kind", problem))
     return absent
@@ -243,7 +245,7 @@ def check_training(config: Config, algebra: BatchAlgebra) -> None:
         return  # other machines may have what this one lacks
     if config.train.liger_kernel:
         liger.check_device(torch.cuda.is_available())
-    if config.train.backend == "deepspeed" and config.train.deepspeed.deepcompile:
+    if backend_entry(config.train.backend).has_zero_options and config.train.deepspeed.deepcompile:
         deepcompile.check_device(torch.cuda.is_available())
 
 

@@ -15,7 +15,7 @@ from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.canary import CanarySettings
 from hotseat.loop.run import start
 from hotseat.loop.setup import settings
-from hotseat.loop.setup.cpu import check_vllm_dtype, has_bf16_units, slow_dtype
+from hotseat.loop.setup.cpu import check_engine_dtype, has_bf16_units, slow_dtype
 from hotseat.observe import read_lines
 from hotseat.train.zero_config import check_zero
 
@@ -96,11 +96,11 @@ def test_bf16_on_a_cpu_without_units_for_it_is_reported_with_what_to_set():
 def test_vllm_in_bf16_is_refused_on_an_arm_cpu_without_units_for_it():
     config = loads("{train: {dtype: bf16}, rollout: {engine: vllm}}")
     with pytest.raises(UserError, match="needs a CPU with units for bf16, .* or set rollout.engine to transformers"):
-        check_vllm_dtype(config, WITHOUT, "aarch64")
-    check_vllm_dtype(config, WITHOUT, "x86_64")
-    check_vllm_dtype(config, WITH["arm"], "aarch64")
-    check_vllm_dtype(loads("{train: {dtype: fp32}, rollout: {engine: vllm}}"), WITHOUT, "aarch64")
-    check_vllm_dtype(loads("train: {dtype: bf16}"), WITHOUT, "aarch64")
+        check_engine_dtype(config, WITHOUT, "aarch64")
+    check_engine_dtype(config, WITHOUT, "x86_64")
+    check_engine_dtype(config, WITH["arm"], "aarch64")
+    check_engine_dtype(loads("{train: {dtype: fp32}, rollout: {engine: vllm}}"), WITHOUT, "aarch64")
+    check_engine_dtype(loads("train: {dtype: bf16}"), WITHOUT, "aarch64")
 
 
 def test_openrlhf_commands_keep_their_type_and_its_way_out_works():

@@ -25,7 +25,7 @@ from hotseat.errors import RewardError
 from hotseat.loop.offline.group_file import GroupFile, settings_of
 from hotseat.loop.rl.sample_records import ChosenSample, written
 from hotseat.loop.setup import settings
-from hotseat.loop.setup.cpu import check_vllm_dtype
+from hotseat.loop.setup.cpu import check_engine_dtype
 from hotseat.loop.setup.inputs import check_models, eos_token_ids, load_tokenizer, prompts_alone
 from hotseat.loop.setup.reward_columns import label_hint
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
@@ -64,7 +64,7 @@ def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, firs
     config = with_dtype(config, torch.cuda.is_available())
     settings.check_8_bits(config, on_gpu=torch.cuda.is_available())
     if not torch.cuda.is_available():
-        check_vllm_dtype(config)
+        check_engine_dtype(config)
     tokenizer = load_tokenizer(config)
     check_models(config)
     prompts, notes = prompts_alone(config, tokenizer, is_evaluation=is_evaluation, first_row=first_row)

@@ -16,7 +16,7 @@ from hotseat.config.precision import with_dtype
 from hotseat.config.resolved import max_new_tokens
 from hotseat.data import ChatTemplate
 from hotseat.loop.setup import settings
-from hotseat.loop.setup.cpu import check_vllm_dtype
+from hotseat.loop.setup.cpu import check_engine_dtype
 from hotseat.loop.setup.inputs import check_models, eos_token_ids, load_tokenizer
 from hotseat.loop.workers.engines import make_engine
 from hotseat.observe import LiveView
@@ -34,7 +34,7 @@ class Chat:
         config = with_dtype(config, torch.cuda.is_available())
         settings.check_8_bits(config, on_gpu=torch.cuda.is_available())
         if not torch.cuda.is_available():
-            check_vllm_dtype(config)
+            check_engine_dtype(config)
         view.stage("reading the tokenizer")
         self._tokenizer = load_tokenizer(config)
         self._template = ChatTemplate(self._tokenizer, chat_template_text(config.data.chat_template))

@@ -37,14 +37,13 @@ from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.rl.replay import NoWorkers, Recording
 from hotseat.loop.setup import settings
-from hotseat.loop.setup.cpu import check_vllm_dtype
+from hotseat.loop.setup.cpu import check_engine_dtype
 from hotseat.loop.setup.inputs import judge_eos_token_ids
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.run_dir import LOGS
 from hotseat.loop.workers.component import ComponentWorker
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.engines import EngineSettings
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.models import ActorWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
@@ -52,6 +51,7 @@ from hotseat.loop.workers.teachers import TeachersWorker
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.observe import Journal
 from hotseat.placement import Part, Plan
+from hotseat.rollout.kinds import EngineSettings
 
 M = TypeVar("M", bound=Movable)
 
@@ -105,8 +105,8 @@ def launch_groups(
     adapters_alone = settings.are_adapters_alone(config, on_gpu=not are_devices_logical(place.cluster))
     settings.check_8_bits(config, on_gpu=not are_devices_logical(place.cluster))
     if are_devices_logical(place.cluster):
-        check_vllm_dtype(config)
-    limit = cache_limit(config, place.plan) if config.rollout.engine == "vllm" else None
+        check_engine_dtype(config)
+    limit = cache_limit(config, place.plan)
     engine: EngineSettings | None = settings.engine_settings(
         config,
         eos_token_ids,
@@ -117,7 +117,7 @@ def launch_groups(
     )
     judge: EngineSettings | None = None
     if has_judge_engine(config) and recording is None:
-        limit = cache_limit(config, place.plan, "judge") if config.reward.judge.engine.kind == "vllm" else None
+        limit = cache_limit(config, place.plan, "judge")
         judge = settings.judge_engine_settings(config, judge_eos_token_ids(config), run_dir / LOGS, limit=limit)
     host = settings.host_settings(place.config, run_dir)
     if recording is not None:
@@ -193,15 +193,14 @@ def _launch(
         return group
 
     trust = config.trust_remote_code
-    vllm = None if engine is None else engine.vllm
-    vllms = [each.vllm for each in (engine, judge) if each is not None and each.vllm is not None]
+    shared = [each for each in (engine, judge) if each is not None and each.entry.memory_share is not None]
     engines: WorkerGroup[EngineWorker] = (
         NoWorkers("rollout") if engine is None else launch("rollout", EngineWorker, engine)
     )
-    # Where vLLM fills its memory share, it measures free memory: no other process may use the device meanwhile.
+    # An engine that fills its memory share measures free memory: no other process may use the device meanwhile.
     # Trainers' processes start and load their libraries, but not their models.
-    fills_share = any(each.cache_gib is None for each in vllms)
-    needs_room = bool(vllms) and is_anything_offloaded(plan)
+    fills_share = any(each.options.cache_gib is None for each in shared)
+    needs_room = bool(shared) and is_anything_offloaded(plan)
     measures_its_device = (fills_share or needs_room) and not are_devices_logical(cluster)
     judges: WorkerGroup[EngineWorker] | None = None
     judge_away = [] if judge is None else offloaded_parts(plan, "judge")
@@ -255,8 +254,8 @@ def _launch(
     hosts = launch_hosts() if early_hosts is None else early_hosts
     faults.reach("start-up")
     warming = []
-    if vllm is not None and not measures_its_device and not are_devices_logical(cluster):
-        # vLLM starts longest. Memory is no concern: everything fits beside everything.
+    if engine is not None and engine.entry.compiles and not measures_its_device and not are_devices_logical(cluster):
+        # The engine starts longest. Memory is no concern: everything fits beside everything.
         warming = [group.start(ModelWorker.warm_up, config.data.max_length) for group in (actor, reference) if group]
     start_up(engines, say_fault)
     start_up(hosts, say_fault)

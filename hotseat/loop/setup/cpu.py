@@ -1,4 +1,4 @@
-"""Finds a dtype that the CPU of this machine computes slowly, or that vLLM cannot compute on it."""
+"""Finds a dtype that the CPU of this machine computes slowly, or that an engine cannot compute on it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hotseat.config import Config
 from hotseat.errors import UserError
+from hotseat.registry.engines import DEFAULT_ENGINE, engine_entry
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16", "svebf16")  # Intel and AMD; ARM
 _FP32 = "Set train.dtype to fp32 or leave it unset; in OpenRLHF's commands, give --param_dtype fp32"
@@ -28,14 +29,15 @@ def slow_dtype(config: Config, cpuinfo: str | None = None) -> str | None:
     )
 
 
-def check_vllm_dtype(config: Config, cpuinfo: str | None = None, machine: str | None = None) -> None:
-    """Raise if vLLM is to sample in bf16 on an ARM CPU without units for it: its build for them ends the process."""
-    if config.rollout.engine != "vllm" or config.train.dtype != "bf16" or (machine or platform.machine()) != "aarch64":
+def check_engine_dtype(config: Config, cpuinfo: str | None = None, machine: str | None = None) -> None:
+    """Raise if an engine is to sample in bf16 on a CPU without units for it, where vLLM's for ARM ends the process."""
+    machine, engine = machine or platform.machine(), engine_entry(config.rollout.engine)
+    if config.train.dtype != "bf16" or machine not in engine.needs_bf16_units:
         return
     if has_bf16_units(_cpuinfo() if cpuinfo is None else cpuinfo) is False:
         raise UserError(
-            "train.dtype is bf16 and rollout.engine vllm, whose build for ARM needs a CPU with units for bf16, which"
-            f" this one lacks. {_FP32}, or set rollout.engine to transformers"
+            f"train.dtype is bf16 and rollout.engine {engine.name}, whose build for {machine} needs a CPU with units"
+            f" for bf16, which this one lacks. {_FP32}, or set rollout.engine to {DEFAULT_ENGINE}"
         )
 
 

@@ -33,6 +33,7 @@ from hotseat.loop.setup.value_models import critic_model, tokenizer_of
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
 from hotseat.loop.workers.simulation import EVAL_SEED, simulation_prompts
+from hotseat.registry.engines import engine_entry
 from hotseat.types import Prompt
 from hotseat.vision import sees_images
 
@@ -153,16 +154,11 @@ def _check_sight(config: Config, model_config: Any) -> None:
 
 def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel_size: int = 1) -> None:
     """Raise if an engine of this kind cannot run a model of this config."""
-    if kind == "transformers":
-        from hotseat.rollout.transformers_engine import check_config
+    import torch
 
-        check_config(model_config, max_length)
-    else:
-        import torch
+    from hotseat.rollout.kinds import engine_kind
 
-        from hotseat.rollout import vllm_versions
-
-        vllm_versions.check_config(model_config, not torch.cuda.is_available(), tensor_parallel_size)
+    engine_kind(kind).check_model(model_config, max_length, tensor_parallel_size, not torch.cuda.is_available())
 
 
 def _check_quantisation(model_config: Any) -> None:
@@ -435,7 +431,7 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row], *input_keys: s
     prepared = prepare_rows(rows, store, data.image_key, *input_keys, is_chat=data.apply_chat_template)
     if not store.num_images:
         raise UserError(f"data.image_key {data.image_key!r}: no row has an image: correct it, or leave it unset")
-    if config.task == "rl" and config.rollout.engine == "vllm":
+    if config.task == "rl" and engine_entry(config.rollout.engine).is_sized_by_images:
         # What an environment shows later may be larger than all images of the data.
         others = has_agent(config)
         store.write_largest(largest_image(config), data.max_length, with_others=others)

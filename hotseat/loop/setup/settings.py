@@ -35,14 +35,13 @@ from hotseat.config.urls import as_list
 from hotseat.data.images import ImageLimits
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.errors import UserError
-from hotseat.loop.planning.plan import KEPT_PROMPTS, CacheLimit, engine_slots, episodes_per_engine
+from hotseat.loop.planning.plan import CacheLimit, engine_slots, episodes_per_engine
 from hotseat.loop.setup.graders import eval_graders_of, graders_of, sandbox_of
 from hotseat.loop.setup.judge import judge_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.state.run_dir import EPISODE_IMAGES, NOTES, ROLLOUTS, SPOOL
 from hotseat.loop.workers.component import ComponentSettings
 from hotseat.loop.workers.cutting import BatchSettings
-from hotseat.loop.workers.engines import EngineSettings, VllmSettings
 from hotseat.loop.workers.experience import AdvantageSettings
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.models import PolicySettings
@@ -53,8 +52,10 @@ from hotseat.loop.workers.simulation import SimulationSettings
 from hotseat.loop.workers.user_functions import absolute
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
+from hotseat.registry.backends import backend_entry
+from hotseat.registry.engines import engine_entry
 from hotseat.rewards.addresses import bearer_token
-from hotseat.rollout import vllm_engine, vllm_versions
+from hotseat.rollout.kinds import EngineOptions, EngineSettings, ImageOptions, engine_kind
 from hotseat.train.backend import AdamW, LoraOptions, Muon, Precision, TrainOptions, ZeroOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
@@ -103,13 +104,14 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         sequence_parallel_size=train.sequence_parallel_size,
         max_non_finite=train.max_skipped_steps,
         timeout_s=config.cluster.call_timeout_s,
+        backend=train.backend,
         zero=_zero(config, is_trained),
     )
 
 
 def _zero(config: Config, is_trained: bool) -> ZeroOptions | None:
     zero = config.train.deepspeed
-    if config.train.backend != "deepspeed":
+    if not backend_entry(config.train.backend).has_zero_options:
         return None
     return ZeroOptions(
         stage=zero.zero_stage,
@@ -209,10 +211,11 @@ def engine_dtype(config: Config) -> str:
 
 
 def are_adapters_alone(config: Config, on_gpu: bool) -> bool:
-    """Tell whether engines get adapters without the other weights. Raises if vLLM could not apply them."""
+    """Tell whether engines get adapters without the other weights. Raises if these could not apply them."""
     if config.rollout.lora_sync == "merged":
         return False
-    problem = vllm_versions.adapter_problem(config.train.lora.rank, engine_dtype(config), is_cpu=not on_gpu)
+    kind = engine_kind(config.rollout.engine)
+    problem = kind.adapter_problem(config.train.lora.rank, engine_dtype(config), is_cpu=not on_gpu)
     if problem is not None:
         raise UserError(f"rollout.lora_sync is adapter: {problem}; set it to merged")
     return True
@@ -228,7 +231,8 @@ def check_8_bits(config: Config, on_gpu: bool) -> None:
             )
     if config.rollout.kv_cache_dtype is not None and not on_gpu:
         raise UserError(
-            "rollout.kv_cache_dtype is fp8, which vLLM has on GPUs alone, and there are none: leave it unset"
+            f"rollout.kv_cache_dtype is fp8, which {engine_entry(config.rollout.engine).title} has on GPUs alone, and"
+            " there are none: leave it unset"
         )
 
 
@@ -248,7 +252,8 @@ def engine_settings(
     """
     assert config.actor.model is not None
     rollout = config.rollout
-    vllm = VllmSettings(
+    lora = lora_options(config) if adapters_alone else None
+    options = EngineOptions(
         tensor_parallel_size=rollout.tensor_parallel_size,
         memory_share=rollout.memory_share if limit is None else limit.share,
         cache_gib=None if limit is None else limit.gib,
@@ -256,7 +261,8 @@ def engine_settings(
         enforce_eager=rollout.enforce_eager,
         logs=str(logs),
         engine_args=rollout.engine_args,
-        lora=lora_options(config) if adapters_alone else None,
+        adapter_rank=0 if lora is None else lora.rank,
+        adapter_targets=() if lora is None else lora.target_modules,
         images=_image_options(config),
         fp8_weights=rollout.quantization is not None,
         fp8_cache=rollout.kv_cache_dtype is not None,
@@ -270,19 +276,22 @@ def engine_settings(
         num_threads=config.cluster.threads_per_process,
         trust_remote_code=config.trust_remote_code,
         fp32_head=rollout.fp32_head,
-        num_kept_prompts=KEPT_PROMPTS + engine_slots(config) - (num_slots or engine_slots(config)),
+        num_kept_prompts=engine_entry(rollout.engine).num_kept_prompts
+        + engine_slots(config)
+        - (num_slots or engine_slots(config)),
         keeps_cache=config.overlap.in_flight == "keep",
         is_deterministic=config.train.full_determinism,
-        vllm=vllm if rollout.engine == "vllm" else None,
+        engine=rollout.engine,
+        options=options,
     )
 
 
-def _image_options(config: Config) -> vllm_engine.ImageOptions | None:
+def _image_options(config: Config) -> ImageOptions | None:
     """Return bounds on the images of requests; None if no images were prepared for this config."""
     largest = largest_image(config)
     if config.data.image_key is None or not largest.exists():
         return None
-    return vllm_engine.ImageOptions(config.data.max_images_per_prompt, str(largest))
+    return ImageOptions(config.data.max_images_per_prompt, str(largest))
 
 
 def judge_engine_settings(
@@ -291,7 +300,7 @@ def judge_engine_settings(
     """Return the settings of the judge's engines. `logs`: the folder for their logs. `limit`: of their caches."""
     judge, engine = config.reward.judge, config.reward.judge.engine
     assert judge.model is not None
-    vllm = VllmSettings(
+    options = EngineOptions(
         tensor_parallel_size=engine.tensor_parallel_size,
         memory_share=engine.memory_share if limit is None else limit.share,
         cache_gib=None if limit is None else limit.gib,
@@ -309,7 +318,8 @@ def judge_engine_settings(
         num_threads=config.cluster.threads_per_process,
         trust_remote_code=config.trust_remote_code,
         is_deterministic=config.train.full_determinism,
-        vllm=vllm if engine.kind == "vllm" else None,
+        engine=engine.kind,
+        options=options,
     )
 
 
@@ -374,7 +384,7 @@ def _host_images(config: Config, run_dir: Path | None) -> HostImages | None:
     """Return the settings of images that environments and programs show; None if none can."""
     if config.data.image_key is None or not has_agent(config):
         return None
-    options = _image_options(config) if config.rollout.engine == "vllm" else None
+    options = _image_options(config) if engine_entry(config.rollout.engine).is_sized_by_images else None
     of_data = image_folder(config)
     return HostImages(
         folder=str(of_data if run_dir is None else run_dir.absolute() / EPISODE_IMAGES),
