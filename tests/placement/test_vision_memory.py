@@ -61,10 +61,7 @@ def test_weights_of_the_encoder_and_pixels_are_named_in_every_role():
     assert terms(trained.working["train"])["pixels"].gib == 500 * 4 * 1176 * 4 / GIB
     assert terms(scored.working["forward"])["pixels"].gib == 500 * 4 * 1176 * 4 / GIB
     assert terms(sampled.working["generate"])["pixels"].gib == 256 * 4 * 1176 * 4 / GIB
-    for slots, num_tokens in (
-        (8, 8 * 250),
-        (64, 8192),
-    ):  # or those of a step, which has 8,192 at most
+    for slots, num_tokens in ((8, 8 * 250), (64, 8192)):  # those of a step, which has 8,192 at most
         together = estimate("rollout", EngineMemory(1000, slots, image_share=0.25), SHAPE, ALONE)
         assert terms(together.working["generate"])["pixels"].gib == num_tokens * 4 * 1176 * 4 / GIB
     # With recomputation an encoder keeps the input of each of 32 layers, and of one layer all.
