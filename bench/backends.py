@@ -113,6 +113,7 @@ def measure(case: Case) -> dict[str, Any]:
         compile=is_compiled[case.layers] if device == "cuda" else False,
         liger_kernel=case.layers == "liger",
         gradient_checkpointing=case.gradient_checkpointing,
+        backend="fsdp" if case.stage is None else "deepspeed",
         zero=None if case.stage is None else zero,
     )
     backend = make_backend(make_model(case.model, device), options, device=device)

@@ -43,10 +43,11 @@ from hotseat.errors import WeightError
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.push import PushReport, push_weights
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.engines import EngineSettings, VllmSettings, device_of_process
+from hotseat.loop.workers.engines import device_of_process
 from hotseat.loop.workers.losses import SupervisedObjective
 from hotseat.loop.workers.models import ActorWorker
 from hotseat.loop.workers.proof import Canary, WeightCheck
+from hotseat.rollout.kinds import EngineOptions, EngineSettings
 from hotseat.train.backend import TrainOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import MicroBatch, Prompt
@@ -439,9 +440,12 @@ def main(arguments: list[str]) -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         actor_model, engine_model, turned_model = make_folders(chosen.model, directory, chosen.qwen2)
         prompts = make_prompts(actor_model)
-        vllm = VllmSettings(1, chosen.memory_share, False, True, str(directory)) if chosen.engine == "vllm" else None
+        options = EngineOptions(1, chosen.memory_share, False, True, str(directory))
+        slots = 64 if chosen.engine == "vllm" else 8
         dtype = {"fp32": "float32", "bf16": "bfloat16"}[chosen.dtype]
-        settings = EngineSettings(str(engine_model), MAX_LENGTH, 8 if vllm is None else 64, (), dtype, 2, vllm=vllm)
+        settings = EngineSettings(
+            str(engine_model), MAX_LENGTH, slots, (), dtype, 2, engine=chosen.engine, options=options
+        )
         cluster = stack.enter_context(Cluster("local", num_devices=1))
         engine = cluster.launch("rollout", BenchEngine, args=(settings,), num_threads=2)
         bench = Bench(cluster, actor_model, engine, prompts, chosen.dtype, chosen.tokens)

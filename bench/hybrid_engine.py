@@ -239,11 +239,13 @@ def measure_vllm(directory: Path) -> dict[str, Any]:
 def measure_engine(directory: Path) -> dict[str, Any]:
     """The same through the engine contract: a seed for each request, log-probs, weights digested and scored."""
     make_model(directory, "1.5B")
-    from hotseat.loop.workers.engines import EngineSettings, VllmSettings, make_engine
+    from hotseat.loop.workers.engines import make_engine
+    from hotseat.rollout.kinds import EngineOptions, EngineSettings
     from hotseat.types import Request, Sampling
 
-    vllm = VllmSettings(1, 0.4, True, False, str(directory / "logs"))
-    engine = make_engine(EngineSettings(str(directory / "1.5B"), 1024, 256, (), "bfloat16", 1, vllm=vllm), 0)
+    options = EngineOptions(1, 0.4, True, False, str(directory / "logs"))
+    model = str(directory / "1.5B")
+    engine = make_engine(EngineSettings(model, 1024, 256, (), "bfloat16", 1, engine="vllm", options=options), 0)
     rng = random.Random(1)
     sampling = Sampling(max_new_tokens=NUM_NEW_TOKENS)
     seconds = []

@@ -30,9 +30,9 @@ from rich.table import Table
 from hotseat.cluster import Cluster, Process
 from hotseat.loop.rl.push import push_weights
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.engines import EngineSettings, VllmSettings
 from hotseat.loop.workers.models import ActorWorker
 from hotseat.loop.workers.proof import Canary
+from hotseat.rollout.kinds import EngineOptions, EngineSettings
 from hotseat.train.backend import TrainOptions
 from hotseat.types import Request, Sampling
 from hotseat.weights.transports import choose_transports
@@ -92,9 +92,18 @@ def measure(points: list[Point], begun_s: float, push_s: float) -> Pause:
 
 def run(directory: Path, model: str, num_requests: int, num_pushes: int, keeps_cache: bool) -> list[Pause]:
     dtype = "bfloat16" if has_gpu() else "float32"
-    vllm = VllmSettings(1, 0.4, True, False, str(directory / "logs")) if has_gpu() else None
+    engine = "vllm" if has_gpu() else "transformers"
+    options = EngineOptions(1, 0.4, True, False, str(directory / "logs"))
     settings = EngineSettings(
-        str(directory / model), MAX_LENGTH, num_requests, (), dtype, 1, keeps_cache=keeps_cache, vllm=vllm
+        str(directory / model),
+        MAX_LENGTH,
+        num_requests,
+        (),
+        dtype,
+        1,
+        keeps_cache=keeps_cache,
+        engine=engine,
+        options=options,
     )
     rng = random.Random(0)
 

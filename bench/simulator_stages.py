@@ -29,11 +29,11 @@ from hotseat.envs.loading import SimulatorSettings
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.simulator_turns import RolloutShape, TurnCosts, predicted_rollout, turn_costs
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.engines import EngineSettings, make_engine
+from hotseat.loop.workers.engines import make_engine
 from hotseat.loop.workers.facts import GroupFacts, Job
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.simulation import Player, SimulationSettings, simulation_prompts
-from hotseat.planning.config_plan import KEPT_PROMPTS
+from hotseat.rollout.kinds import EngineSettings
 from hotseat.types import Prompt, Sampling
 
 FAMILY = str(Path(__file__).parent / "lib" / "mujoco_table.py")
@@ -149,7 +149,7 @@ class Policy(EngineWorker):
 
     def resize(self, num_slots: int) -> None:
         self._engine.close()
-        num_kept = KEPT_PROMPTS + 2 * self._settings.num_slots - num_slots
+        num_kept = self._settings.num_kept_prompts + 2 * self._settings.num_slots - num_slots
         self._engine = make_engine(replace(self._settings, num_slots=num_slots, num_kept_prompts=num_kept), 0)
 
 

@@ -1,4 +1,4 @@
-"""Finds a dtype that the CPU of this machine computes slowly, or that vLLM cannot compute on it."""
+"""Finds a dtype that the CPU of this machine computes slowly, or that an engine cannot compute on it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import platform
 from pathlib import Path
 
 from hotseat.config import Config
+from hotseat.registry.engines import DEFAULT_ENGINE, engine_entry
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16", "svebf16")  # Intel and AMD; ARM
 _FP32 = "Set train.dtype to fp32 or leave it unset; in OpenRLHF's commands, give --param_dtype fp32"
@@ -27,15 +28,16 @@ def slow_dtype(config: Config, cpuinfo: str | None = None) -> str | None:
     )
 
 
-def vllm_dtype_problem(config: Config, cpuinfo: str | None = None, machine: str | None = None) -> str | None:
-    """Return why vLLM cannot sample in bf16 here; None if it can. Its build for ARM CPUs without units for it ends."""
-    if config.rollout.engine != "vllm" or config.train.dtype != "bf16" or (machine or platform.machine()) != "aarch64":
+def engine_dtype_problem(config: Config, cpuinfo: str | None = None, machine: str | None = None) -> str | None:
+    """Return why the engine cannot sample in bf16 on this CPU; None if it can. vLLM's build for ARM would end."""
+    machine, engine = machine or platform.machine(), engine_entry(config.rollout.engine)
+    if config.train.dtype != "bf16" or machine not in engine.needs_bf16_units:
         return None
     if has_bf16_units(_cpuinfo() if cpuinfo is None else cpuinfo) is not False:
         return None
     return (
-        "train.dtype is bf16 and rollout.engine vllm, whose build for ARM needs a CPU with units for bf16, which"
-        f" this one lacks. {_FP32}, or set rollout.engine to transformers"
+        f"train.dtype is bf16 and rollout.engine {engine.name}, whose build for {machine} needs a CPU with units for"
+        f" bf16, which this one lacks. {_FP32}, or set rollout.engine to {DEFAULT_ENGINE}"
     )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hotseat.checks.cpu import vllm_dtype_problem
+from hotseat.checks.cpu import engine_dtype_problem
 from hotseat.checks.placement import is_cluster_there
 from hotseat.checks.stage import DeviceContext, TrainingContext
 from hotseat.config.precision import dtype_of
 from hotseat.config.roles import has_critic
 from hotseat.errors import Problem
 from hotseat.machine import has_gpu
+from hotseat.registry.backends import backend_entry
+from hotseat.registry.engines import engine_entry
 
 
 def backends(context: TrainingContext) -> Iterable[Problem]:
@@ -24,7 +26,7 @@ def backends(context: TrainingContext) -> Iterable[Problem]:
     if not is_cluster_there(context.config):  # whose machines may have what this one lacks
         if train.liger_kernel:
             liger.check_device(has_gpu())
-        if train.backend == "deepspeed" and train.deepspeed.deepcompile:
+        if backend_entry(train.backend).has_zero_options and train.deepspeed.deepcompile:
             deepcompile.check_device(has_gpu())
     return ()
 
@@ -51,13 +53,14 @@ def eight_bits(context: DeviceContext) -> Iterator[Problem]:
                 " set train.dtype to bf16, or leave it unset",
             )
     if rollout.kv_cache_dtype is not None and not context.on_gpu:
+        title = engine_entry(rollout.engine).title
         yield Problem(
-            "", "rollout.kv_cache_dtype is fp8, which vLLM has on GPUs alone, and there are none: leave it unset"
+            "", f"rollout.kv_cache_dtype is fp8, which {title} has on GPUs alone, and there are none: leave it unset"
         )
 
 
-def vllm_dtype(context: DeviceContext) -> Iterator[Problem]:
-    """Find a dtype in which vLLM cannot sample on this CPU."""
-    problem = None if context.on_gpu else vllm_dtype_problem(context.config)
+def engine_dtype(context: DeviceContext) -> Iterator[Problem]:
+    """Find a dtype in which the engine cannot sample on this CPU."""
+    problem = None if context.on_gpu else engine_dtype_problem(context.config)
     if problem is not None:
         yield Problem("", problem)

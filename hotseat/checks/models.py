@@ -118,16 +118,11 @@ def _check_sight(config: Config, model_config: Any) -> None:
 
 def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel_size: int = 1) -> None:
     """Raise if an engine of this kind cannot run a model of this config."""
-    if kind == "transformers":
-        from hotseat.rollout.transformers_engine import check_config
+    import torch
 
-        check_config(model_config, max_length)
-    else:
-        import torch
+    from hotseat.rollout.kinds import engine_kind
 
-        from hotseat.rollout import vllm_versions
-
-        vllm_versions.check_config(model_config, not torch.cuda.is_available(), tensor_parallel_size)
+    engine_kind(kind).check_model(model_config, max_length, tensor_parallel_size, not torch.cuda.is_available())
 
 
 def _check_quantisation(model_config: Any) -> None:

@@ -10,9 +10,9 @@ from hotseat.errors import Problem
 
 
 def optional_packages(context: Context) -> Iterator[Problem]:
-    """Find extras that the config needs and this machine lacks, and arguments of vLLM that it does not take."""
+    """Find extras that the config needs and this machine lacks, and arguments that the engine does not take."""
     from hotseat.observe.tracker_sink import MLFLOW, TRACKIO, WANDB
-    from hotseat.rollout import vllm_arguments, vllm_versions
+    from hotseat.rollout.kinds import engine_kind
     from hotseat.train import liger
 
     config = context.config
@@ -22,14 +22,15 @@ def optional_packages(context: Context) -> Iterator[Problem]:
     for tracker, section in trackers:
         if section.enabled and not tracker.is_installed():
             yield Problem(f"log.{tracker.kind}.enabled", tracker.hint)
-    if config.task == "rl" and config.rollout.engine == "vllm":
-        problem = vllm_versions.what_is_wrong()
+    if config.task == "rl":
+        kind = engine_kind(config.rollout.engine)
+        problem = kind.problem()
         if problem is not None:
             yield Problem("rollout.engine", problem)
         elif config.rollout.engine_args:
-            for name, reason in vllm_arguments.refusals(config.rollout.engine_args):
+            for name, reason in kind.refused_arguments(config.rollout.engine_args):
                 yield Problem(f"rollout.engine_args.{name}", reason)
-    if has_judge_engine(config) and config.reward.judge.engine.kind == "vllm":
-        problem = vllm_versions.what_is_wrong()
+    if has_judge_engine(config):
+        problem = engine_kind(config.reward.judge.engine.kind).problem()
         if problem is not None:
             yield Problem("reward.judge.engine.kind", problem)

@@ -70,7 +70,7 @@ TOKENIZERS: Stage[TokenizerContext] = (tokenizers.readers,)
 DATA: Stage[DataContext] = (reward_columns.columns, models.teachers)
 TRAINING: Stage[TrainingContext] = (devices.backends, devices.critic_warmup)
 # On the devices of the cluster, right before models load.
-DEVICES: Stage[DeviceContext] = (devices.eight_bits, devices.vllm_dtype)
+DEVICES: Stage[DeviceContext] = (devices.eight_bits, devices.engine_dtype)
 
 
 def startup_problems(config: Config) -> list[Problem]:

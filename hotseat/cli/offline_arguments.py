@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from hotseat.registry.engines import DEFAULT_ENGINE, ENGINES
+
 DEFAULT_OUTPUT = "answers.jsonl"
 
 
@@ -93,7 +95,7 @@ def _takes_settings(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--config", metavar="CONFIG", help="config of a run: its data keys, templates, rewards and engine are used"
     )
-    command.add_argument("--engine", choices=("transformers", "vllm"), help="rollout.engine (default: transformers)")
+    command.add_argument("--engine", choices=tuple(ENGINES), help=f"rollout.engine (default: {DEFAULT_ENGINE})")
 
 
 def _takes_sampling(command: argparse.ArgumentParser) -> None:

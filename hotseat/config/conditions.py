@@ -33,6 +33,8 @@ from hotseat.config.roles import (
     is_on_actor,
     is_placed,
 )
+from hotseat.registry.backends import BACKENDS, backend_entry
+from hotseat.registry.engines import engine_entry, with_option
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
@@ -64,13 +66,13 @@ class Condition:
 class Beside:
     """A condition on the option `name` of the same section, whichever section that is.
 
-    words: what the option must be. because: contains {key} and {value} of the option.
+    words: what the option must be. because: contains {key} and {value} of the option; a function gets the value.
     """
 
     name: str
     holds: Callable[[Any], bool]
     words: str
-    because: str
+    because: str | Callable[[Any], str]
 
     def words_at(self, section: str) -> str:
         """Return what must be so for an option in a section."""
@@ -81,7 +83,8 @@ class Beside:
         value = functools.reduce(getattr, (*section.split("."), self.name), config)
         if self.holds(value):
             return None
-        return self.because.format(key=f"{section}.{self.name}", value=_as_yaml(value))
+        because = self.because if isinstance(self.because, str) else self.because(value)
+        return because.format(key=f"{section}.{self.name}", value=_as_yaml(value))
 
 
 def _as_yaml(value: Any) -> str:
@@ -107,6 +110,16 @@ def _is_unset(name: str, because: str) -> Beside:
 
 def _is_above_0(name: str, so: str = "") -> Beside:
     return Beside(name, lambda value: value > 0, "is above 0", f"{{key}} is 0{so}")
+
+
+def engine_has(option: str, name: str = "engine") -> Beside:
+    """Return the condition that the engine named by a neighbouring option has `option`."""
+    return Beside(
+        name,
+        lambda engine: option in engine_entry(engine).options,
+        f"is {' or '.join(entry.name for entry in with_option(option))}",
+        lambda engine: f"{{key}} is {engine_entry(engine).without(option)}",
+    )
 
 
 def _without_simulator(because: str) -> Condition:
@@ -211,10 +224,6 @@ SEVERAL_VOTES = Beside("votes", lambda votes: votes > 1, "is above 1", "{key} is
 OVERLONG = _is_above_0("buffer_length")
 
 # Rollout and agents
-_SIZES_ITSELF = "{key} is {value}, which sizes its own batch"
-VLLM, TRANSFORMERS = _is("engine", "vllm", because=_THIS_IS_FOR), _is("engine", "transformers", because=_SIZES_ITSELF)
-JUDGE_VLLM = _is("kind", "vllm", because=_THIS_IS_FOR)
-JUDGE_TRANSFORMERS = _is("kind", "transformers", because=_SIZES_ITSELF)
 OTHER_DEVICES = Condition(
     "rollout has other devices than the actor",
     lambda c: not is_on_actor(c, "rollout"),
@@ -307,7 +316,12 @@ DPO_LOSS, IPO_LOSS, SIMPO_LOSS = (_is("loss", name, because=_THIS_IS_FOR) for na
 NOT_ORPO = _is("loss", "dpo", "ipo", "simpo", because=_THIS_IS_FOR)
 
 # Training
-DEEPSPEED = _is("backend", "deepspeed")
+ZERO = Beside(
+    "backend",
+    lambda backend: backend_entry(backend).has_zero_options,
+    f"is {' or '.join(name for name, entry in BACKENDS.items() if entry.has_zero_options)}",
+    "{key} is {value}",
+)
 LORA = Condition("train.lora.rank is above 0", lambda c: c.train.lora.rank > 0, "train.lora.rank is 0")
 FROZEN_WEIGHTS = Condition(
     LORA.words,

@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hotseat.config import conditions as when
 from hotseat.config.annotations import ALL, DPO, PAIRS, RL, RL_OR_DPO, RL_OR_SFT, RM, SFT, MayChange, TaskName, Tasks
+from hotseat.registry.backends import DEFAULT_BACKEND, BackendName, backend_entry
+from hotseat.registry.engines import DEFAULT_ENGINE, EngineName
 from hotseat.registry.roles import RoleName
 
 Positive = Annotated[int, Field(gt=0)]
@@ -298,19 +300,19 @@ class SandboxConfig(Section):
 
 
 class JudgeEngineConfig(Section):
-    kind: Annotated[Literal["transformers", "vllm"], MayChange.ENGINE] = "transformers"
+    kind: Annotated[EngineName, MayChange.ENGINE] = DEFAULT_ENGINE
     """Which engine runs the judge."""
     num_engines: Annotated[Positive | None, MayChange.ENGINE] = None
     """Engines; unset is one per device, or per `tensor_parallel_size` devices."""
-    tensor_parallel_size: Annotated[Positive, when.JUDGE_VLLM, MayChange.ENGINE] = 1
+    tensor_parallel_size: Annotated[Positive, when.engine_has("tensor_parallel_size", "kind"), MayChange.ENGINE] = 1
     """Devices per engine."""
     max_length: Positive | None = None
     """Tokens of rubric, prompt, answer and verdict; unset is `data.max_length` + `max_tokens` + 1024 for the rubric."""
-    num_slots: Annotated[Positive, when.JUDGE_TRANSFORMERS, MayChange.ENGINE] = 64
+    num_slots: Annotated[Positive, when.engine_has("num_slots", "kind"), MayChange.ENGINE] = 64
     """Verdicts that one transformers engine writes at a time."""
-    memory_share: Annotated[Share | None, when.JUDGE_VLLM, MayChange.ENGINE] = None
+    memory_share: Annotated[Share | None, when.engine_has("memory_share", "kind"), MayChange.ENGINE] = None
     """Share of a device's memory that a vLLM engine takes; unset is 0.9. Without devices it has no effect."""
-    enforce_eager: Annotated[bool, when.JUDGE_VLLM, MayChange.ENGINE] = False
+    enforce_eager: Annotated[bool, when.engine_has("enforce_eager", "kind"), MayChange.ENGINE] = False
     """Run vLLM without CUDA graphs."""
     shape: dict[str, Any] | None = None
     """As `actor.shape`, for the judge."""
@@ -408,7 +410,7 @@ class CanaryConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Annotated[Literal["transformers", "vllm"], MayChange.ENGINE] = "transformers"
+    engine: Annotated[EngineName, MayChange.ENGINE] = DEFAULT_ENGINE
     """Which engine samples."""
     batch_size: Positive = 128
     """Prompts per step."""
@@ -432,29 +434,31 @@ class RolloutConfig(Section):
     """Tokens sampled per turn at most; unset is what `data.max_length` leaves."""
     num_engines: Annotated[Positive | None, MayChange.ENGINE] = None
     """Engines; unset is one per device, or per `tensor_parallel_size` devices."""
-    tensor_parallel_size: Annotated[Positive, when.VLLM, MayChange.ENGINE] = 1
+    tensor_parallel_size: Annotated[Positive, when.engine_has("tensor_parallel_size"), MayChange.ENGINE] = 1
     """Devices per engine."""
-    memory_share: Annotated[Share | None, when.VLLM, MayChange.ENGINE] = None
+    memory_share: Annotated[Share | None, when.engine_has("memory_share"), MayChange.ENGINE] = None
     """Share of a device's memory that a vLLM engine takes; unset is 0.9. Without devices it has no effect."""
     num_hosts: Annotated[Positive | None, when.HOSTS, MayChange.ENGINE] = None
     """Processes that run agents and score their answers; unset is one on each node with engines."""
     pipeline_stage_num: Annotated[Positive, when.STEPPED, MayChange.SIMULATORS] = 1
     """Parts of each env process's simulators; while the policy samples for one, another steps."""
-    num_slots: Annotated[Positive, when.TRANSFORMERS, MayChange.ENGINE] = 64
+    num_slots: Annotated[Positive, when.engine_has("num_slots"), MayChange.ENGINE] = 64
     """Sequences that one transformers engine decodes at a time."""
-    prefix_caching: Annotated[bool, when.VLLM, MayChange.ENGINE] = False
+    prefix_caching: Annotated[bool, when.engine_has("prefix_caching"), MayChange.ENGINE] = False
     """Reuse the cache of common prompt prefixes (vLLM)."""
-    enforce_eager: Annotated[bool, when.VLLM, MayChange.ENGINE] = False
+    enforce_eager: Annotated[bool, when.engine_has("enforce_eager"), MayChange.ENGINE] = False
     """Run vLLM without CUDA graphs."""
-    engine_args: Annotated[dict[str, Any], when.VLLM, MayChange.ENGINE] = {}
+    engine_args: Annotated[dict[str, Any], when.engine_has("engine_args"), MayChange.ENGINE] = {}
     """Further arguments of vLLM's engine, by its own names, such as `max_num_batched_tokens`."""
     fp32_head: Annotated[bool, when.HEAD, MayChange.ENGINE] = True
     """Compute the logits of a 16-bit engine in fp32, as the trainer does; false rounds them to the model's dtype."""
-    quantization: Annotated[Literal["fp8"] | None, when.VLLM] = None
+    quantization: Annotated[Literal["fp8"] | None, when.engine_has("quantization")] = None
     """Have vLLM keep the weights of linear layers, and compute with them, in 8 bits; unset is the model's dtype."""
-    kv_cache_dtype: Annotated[Literal["fp8"] | None, when.VLLM] = None
+    kv_cache_dtype: Annotated[Literal["fp8"] | None, when.engine_has("kv_cache_dtype")] = None
     """Have vLLM keep keys and values in 8 bits, on GPUs; unset is the model's dtype."""
-    lora_sync: Annotated[Literal["merged", "adapter"], when.LORA, when.VLLM, MayChange.ENGINE] = "merged"
+    lora_sync: Annotated[Literal["merged", "adapter"], when.LORA, when.engine_has("lora_sync"), MayChange.ENGINE] = (
+        "merged"
+    )
     """Send vLLM all weights with adapters merged in, or adapters alone, which it applies beside the weights it has."""
     weight_transport: Annotated[Literal["auto", "nccl", "gloo"], when.OTHER_DEVICES, MayChange.ENGINE] = "auto"
     """How weights reach engines on other devices; engines on the actor's devices always share memory."""
@@ -729,7 +733,7 @@ class EmaConfig(Section):
 
 
 class TrainConfig(Section):
-    backend: Annotated[Literal["fsdp", "deepspeed"], MayChange.PLACEMENT] = "fsdp"
+    backend: Annotated[BackendName, MayChange.PLACEMENT] = DEFAULT_BACKEND
     """Which backend trains."""
     batch_size: Positive = 128
     """Samples an optimizer step sees."""
@@ -775,7 +779,7 @@ class TrainConfig(Section):
     """Gradient norm that counts as a spike, as a multiple of the usual one (the median of the last 20 steps)."""
     on_spike: Annotated[Literal["warn", "stop"], RL, MayChange.LIMITS] = "warn"
     """Reaction to a spike: `warn` prints a warning that names samples, `stop` ends the run."""
-    deepspeed: Annotated[DeepSpeedConfig, when.DEEPSPEED] = DeepSpeedConfig()
+    deepspeed: Annotated[DeepSpeedConfig, when.ZERO] = DeepSpeedConfig()
     """Options of the DeepSpeed backend."""
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters."""
@@ -786,7 +790,7 @@ class TrainConfig(Section):
 
     @property
     def tensor_parallel_size(self) -> int:
-        return self.deepspeed.tensor_parallel_size if self.backend == "deepspeed" else 1
+        return self.deepspeed.tensor_parallel_size if backend_entry(self.backend).has_zero_options else 1
 
     @property
     def num_model_parallel(self) -> int:

@@ -30,6 +30,7 @@ from hotseat.loop.workers.simulation import EVAL_SEED, simulation_prompts
 from hotseat.machine import has_gpu
 from hotseat.placement import Inventory, Plan
 from hotseat.planning.config_plan import make_plan, num_data_parallel
+from hotseat.registry.engines import engine_entry
 from hotseat.types import Prompt
 
 Made = TypeVar("Made")  # prompts, examples or pairs, with a report
@@ -383,7 +384,7 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row], *input_keys: s
     prepared = prepare_rows(rows, store, data.image_key, *input_keys, is_chat=data.apply_chat_template)
     if not store.num_images:
         raise UserError(f"data.image_key {data.image_key!r}: no row has an image: correct it, or leave it unset")
-    if config.task == "rl" and config.rollout.engine == "vllm":
+    if config.task == "rl" and engine_entry(config.rollout.engine).is_sized_by_images:
         # What an environment shows later may be larger than all images of the data.
         others = has_agent(config)
         store.write_largest(largest_image(config), data.max_length, with_others=others)

@@ -31,6 +31,7 @@ from hotseat.loop.state.saving import BACKEND, for_ranks
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
 from hotseat.planning.budgets import smaller_budget_kept
+from hotseat.registry.engines import engine_entry
 from hotseat.registry.roles import ROLES
 
 if TYPE_CHECKING:
@@ -161,7 +162,8 @@ def _loading(config: Config, plan: Plan) -> str:
     """Describe the stage in which every role loads its model."""
     counts = {role.name: len(role.processes) for role in plan.roles}
     named = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counts.items())
-    engine = ", vLLM compiles" if config.task == "rl" and config.rollout.engine == "vllm" else ""
+    entry = engine_entry(config.rollout.engine)
+    engine = f", {entry.title} compiles" if config.task == "rl" and entry.compiles else ""
     return f"starting processes, which load {Path(config.actor.model or '').name}{engine}: {named}"
 
 

@@ -24,6 +24,7 @@ from hotseat.loop.state.job_directory import check_job_directory
 from hotseat.observe import LiveView
 from hotseat.observe.noise import without_deepspeeds_greeting
 from hotseat.openmp import thread_env
+from hotseat.registry.backends import backend_entry
 
 
 def start(config: Config, launched: bool = False) -> dict[str, float]:
@@ -71,8 +72,9 @@ def worker_modules(config: Config) -> list[str]:
         modules += ["hotseat.loop.workers.rollout_host", "hotseat.loop.workers.value_models"]
     else:
         modules.append("hotseat.loop.supervised.worker")
-    if config.train.backend == "deepspeed":
-        modules.append("deepspeed")
+    package = backend_entry(config.train.backend).package
+    if package is not None:
+        modules.append(package)
     for model in {config.actor.model, config.critic.model, config.reference.model, config.reward.model}:
         family = _family(model)
         if family is not None:

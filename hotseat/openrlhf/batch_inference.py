@@ -10,6 +10,7 @@ from typing import Any
 
 from hotseat.cli.ending import reported
 from hotseat.errors import UnsupportedError, UserError
+from hotseat.registry.engines import engine_entry
 
 _NO_EFFECT = {
     "--micro_batch_size": "an engine batches by itself",
@@ -187,11 +188,11 @@ def _check(arguments: argparse.Namespace) -> None:
 def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the config keys that the flags set."""
     is_served = (arguments.remote_rm_url or "").startswith(("http://", "https://"))
-    is_vllm = arguments.eval_task == "generate_vllm"
+    engine = engine_entry(_TASKS[arguments.eval_task])
     return {
-        "rollout.engine": _TASKS[arguments.eval_task],
-        "rollout.tensor_parallel_size": arguments.tp_size if is_vllm else None,
-        "rollout.prefix_caching": True if is_vllm and arguments.enable_prefix_caching else None,
+        "rollout.engine": engine.name,
+        "rollout.tensor_parallel_size": arguments.tp_size if "tensor_parallel_size" in engine.options else None,
+        "rollout.prefix_caching": ("prefix_caching" in engine.options and arguments.enable_prefix_caching) or None,
         "rollout.temperature": 0.0 if arguments.greedy_sampling else arguments.temperature,
         "rollout.top_p": arguments.top_p,
         "rollout.max_new_tokens": arguments.max_new_tokens,

@@ -14,6 +14,7 @@ from typing import Literal
 from hotseat.errors import PlacementError
 from hotseat.placement.roles import Part
 from hotseat.placement.shapes import ModelShape, VisionShape
+from hotseat.registry.backends import DEFAULT_BACKEND, BackendEntry, backend_entry
 from hotseat.registry.roles import role_entry
 
 GIB = 2**30
@@ -78,7 +79,7 @@ class TrainMemory:
     max_tokens: int  # of the longest sequence, prompt and answer together
     micro_batch: int = 1  # sequences per forward and backward
     forward_micro_batch: int | None = None  # sequences per forward without backward; None: micro_batch
-    backend: Literal["fsdp", "deepspeed"] = "fsdp"
+    backend: str = DEFAULT_BACKEND
     zero_stage: int = 3
     sequence_parallel: int = 1
     weight_bytes: int = 2
@@ -135,7 +136,11 @@ class TrainMemory:
     @property
     def is_sharded(self) -> bool:
         """A rank keeps only its shard of the weights."""
-        return self.zero_stage == 3 or (self.backend == "fsdp" and self.zero_stage > 0)
+        return self.zero_stage == 3 or (self.facts.shards_by_layer and self.zero_stage > 0)
+
+    @property
+    def facts(self) -> BackendEntry:
+        return backend_entry(self.backend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +172,13 @@ class EngineMemory:
 
     max_tokens: int
     slots: int  # sequences at once
-    engine: Literal["vllm", "transformers"] = "vllm"
     weight_bytes: int = 2
     kv_bytes: int = 2
     layer_bytes: int | None = None  # bytes of a weight of linear layers; None: `weight_bytes`
     cuda_graphs: bool = True
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
     kept_prompts: int = 0  # of full length, whose keys and values are kept beside the slots
+    encodes_by_prompt: bool = False  # images of one prompt, or of small ones, at a time; else of all that a step begins
 
     def __post_init__(self) -> None:
         _check_positive("an engine", self, "max_tokens", "slots")
@@ -326,8 +331,8 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         trained = memory.num_trained(model) / tp, f"{_n(memory.num_trained(model))} parameters"
     copied = trained if memory.adapter_rank else held
     weight_cut = shards if memory.is_sharded else 1
-    is_fsdp_cut = memory.backend == "fsdp" and memory.zero_stage > 0
-    gradient_cut = shards if memory.zero_stage >= 2 or is_fsdp_cut else 1
+    is_layer_cut = memory.facts.shards_by_layer and memory.zero_stage > 0
+    gradient_cut = shards if memory.zero_stage >= 2 or is_layer_cut else 1
     optimizer_cut = shards if memory.zero_stage >= 1 else 1
 
     def share(name: str, num_bytes: int, cut: int, part: Part, of: tuple[float, str] = trained) -> Term:
@@ -368,13 +373,13 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     if memory.optimizer_offload:
         host += [replace(term, name=f"{term.name} (pinned)") for term in state]
         parts[Part.OPTIMIZER] = tuple(replace(term, gib=0.0, formula="on the host") for term in state)
-        if memory.backend == "deepspeed" and gradient_cut > 1:
+        if memory.facts.keeps_gradients and gradient_cut > 1:
             # ZeRO-Offload sends each reduced bucket to the host and keeps no gradient shard on the device.
             host.append(replace(gradients, name="gradients (pinned)"))
             parts[Part.GRADIENTS] = (replace(gradients, gib=0.0, formula="on the host"),)
     training: tuple[Term, ...] = ()
-    if memory.backend == "fsdp":
-        # FSDP's gradients exist only during an update, so they are working memory and no part.
+    if not memory.facts.keeps_gradients:
+        # Gradients exist only during an update, so they are working memory and no part.
         training = (replace(gradients, part=None),)
         if gradient_cut > 1 and memory.accumulates(shards // memory.sequence_parallel):
             # Only the last micro-batch sums them over ranks and shards them; until then they add up whole, in fp32.
@@ -388,7 +393,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     tokens = _tokens(memory, memory.micro_batch)
     back += _logits(role, model, tokens, memory.chunked_logprobs, memory.compute_bytes, 2)
     step: list[Term] = []
-    if memory.backend == "deepspeed" and not memory.optimizer_offload:  # a fused AdamW needs nothing but its state
+    if memory.facts.steps_at_once and not memory.optimizer_offload:  # a fused AdamW needs nothing but its state
         step = [
             _bytes(
                 role,
@@ -487,7 +492,8 @@ def _tokens(memory: TrainMemory | ForwardMemory, micro_batch: int) -> int:
 def _has_copies(memory: TrainMemory, model: ModelShape, shards: int) -> bool:
     """Tell whether fp32 weights have copies to compute with: FSDP on a single rank keeps them, see `train.masters`."""
     is_small = memory.num_trained(model) <= COPIED_PARAMETERS
-    return memory.backend == "fsdp" and shards == 1 and memory.weight_bytes != memory.compute_bytes and is_small
+    is_cast = memory.weight_bytes != memory.compute_bytes
+    return memory.facts.copies_weights and shards == 1 and is_cast and is_small
 
 
 def _gathered(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: int) -> list[Term]:
@@ -500,7 +506,7 @@ def _gathered(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp
     n, layer, rest = model.num_parameters, model.num_layer_parameters, model.num_embedding_parameters
     if memory.zero_stage < 3 and not memory.weight_offload:
         live, how = n, f"{_n(n)} parameters"
-    elif memory.backend == "fsdp":
+    elif memory.facts.shards_by_layer:
         live = min(n, rest + FSDP_LIVE_LAYERS * layer)
         how = f"({_n(rest)} outside the layers + {FSDP_LIVE_LAYERS} layers x {_n(layer)})"
     else:
@@ -526,7 +532,7 @@ def _reduce(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: 
     if memory.adapter_rank:
         count = min(memory.num_trained(model), DEEPSPEED_BUCKET_ELEMENTS)
         how = f"{_n(count)} parameters"
-    elif memory.backend == "fsdp" and memory.zero_stage > 0:
+    elif memory.facts.shards_by_layer and memory.zero_stage > 0:
         count = model.num_embedding_parameters + model.num_layer_parameters
         how = (
             f"({_n(model.num_embedding_parameters)} outside the layers + one layer of {_n(model.num_layer_parameters)})"
@@ -690,7 +696,7 @@ def useful_cache_gib(memory: EngineMemory, model: ModelShape, tp: int = 1) -> fl
 def _seen_tokens(memory: EngineMemory, model: ModelShape, layout: Layout) -> int:
     """Count the tokens of prompts with images that share a forward of the engine's own layers; 0: it has none."""
     is_llava = model.vision is not None and model.vision.tokens_per_image is not None
-    if not is_llava or not memory.image_share or memory.engine != "transformers" or not layout.has_device:
+    if not is_llava or not memory.image_share or not memory.encodes_by_prompt or not layout.has_device:
         return 0
     return max(memory.max_tokens, min(SEEN_FORWARD_TOKENS, memory.slots * memory.max_tokens))
 
@@ -712,7 +718,7 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     if layout.has_device and layout.share is not None and layout.device_gib is None:
         return None  # a share of an unknown amount
     fixed = list(_fixed(role, layout, tp > 1))
-    if memory.engine == "vllm" and memory.cuda_graphs and layout.has_device:
+    if memory.cuda_graphs and layout.has_device:
         graphs = model.num_layers * CUDA_GRAPH_GIB_PER_LAYER
         formula = f"{model.num_layers} layers x {CUDA_GRAPH_GIB_PER_LAYER} GiB"
         fixed.append(Term(role, "captured graphs", graphs, formula))
@@ -731,12 +737,10 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
         f"{_n(tokens)} tokens x {_n(width)} B + {memory.slots} slots x {_n(model.vocab_size)} x"
         f" {memory.weight_bytes + FP32} B{_per(tp, 'tensor parallel')}",
     )
-    # The transformers engine encodes the images of one prompt at a time, or of small ones that share a forward; vLLM
-    # those of all prompts of a step.
     image_tokens = memory.image_share * memory.max_tokens
-    if memory.engine == "transformers":
+    if memory.encodes_by_prompt:
         image_tokens = memory.image_share * max(memory.max_tokens, SHARED_FORWARD_TOKENS, num_seen)
-    elif memory.engine == "vllm":
+    else:
         image_tokens = max(image_tokens, min(ENGINE_BATCH_TOKENS, memory.slots * image_tokens))
     images = _seeing_forward(role, model, image_tokens, memory.weight_bytes)
     per_token = kv_bytes_per_token(model, memory.kv_bytes, tp)
@@ -754,7 +758,7 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
             f"{layout.share:g} x {layout.device_gib:g} GiB - {rest:.2f} GiB (weights, buffers, workspace)"
             f" = {_n(held)} tokens of {_n(per_token)} B"
         )
-        if memory.engine == "vllm" and left > useful:
+        if left > useful:
             formula = (
                 f"{USEFUL_CACHE} x {memory.slots} slots x {_n(memory.max_tokens)} tokens x {_n(per_token)} B, less than"
                 f" the share of {layout.share:g} allows"

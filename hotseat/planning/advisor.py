@@ -1,9 +1,9 @@
 """Advises which settings to change where a plan does not fit; the planner tries each before it is recommended.
 
 Single settings are tried first; if none is enough, the cheapest combination of all that `_choices` and `_reliefs`
-list; if none of these fits, the same on more devices. Where no setting is enough with the transformers engine, which
-holds a whole model on each device, the same is tried with vLLM. Settings that give the steps that did not fit room to
-spare come first. Settings that change what is learned (adapters, precision, lengths) are not tried.
+list; if none of these fits, the same on more devices. Where no setting is enough with an engine that holds a
+whole model on each device, the same is tried with one that shards it. Settings that give the steps that did not fit
+room to spare come first. Settings that change what is learned (adapters, precision, lengths) are not tried.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from hotseat.planning.config_plan import (
     role_specs,
 )
 from hotseat.planning.search import Choice, Roles, Settings, Value, cheapest
+from hotseat.registry.backends import BACKENDS, backend_entry
+from hotseat.registry.engines import with_option
 
 MAX_SINGLES = 3  # single settings to recommend, the cheapest first
 MAX_DEVICES = 512  # of the larger inventories that are tried
 MAX_SEARCHED = 1024  # devices of an inventory for which settings are searched: plans take time
 _PLACEMENT = "cluster.component_placement"
-_VLLM: Settings = {"rollout.engine": "vllm"}
 _ENGINES = {"rollout": "rollout", "judge": "reward.judge.engine"}  # roles and their sections
 _TRAINED: Roles = frozenset({"actor", "critic", "reference", "reward", "inference"})  # trainers' processes
 _ALL_ROLES: Roles = _TRAINED | {"rollout", "judge", "env"}
@@ -107,9 +108,16 @@ def advise(config: Config, inventory: str | None = None) -> list[Advice]:
     if as_it_is is not None and as_it_is.inventory.num_devices > MAX_SEARCHED:
         return []
     alternatives = _enough(config, trials, as_it_is)
-    if not alternatives and (sampled_by_vllm := _with_vllm(config)) is not None:
-        by_vllm = _Trials(sampled_by_vllm, inventory)
-        alternatives = [{**_VLLM, **settings} for settings in _enough(sampled_by_vllm, by_vllm, by_vllm.plan({}))]
+    for other in _sharding_engines(config) if not alternatives else []:
+        settings = {"rollout.engine": other}
+        try:
+            sharded = loads(to_yaml(config), as_overrides(settings))
+        except UserError:
+            continue
+        others = _Trials(sharded, inventory)
+        alternatives = [{**settings, **more} for more in _enough(sharded, others, others.plan({}))]
+        if alternatives:
+            break
     if alternatives:
         return [trials.advice({**assumed, **settings}) for settings in alternatives]
     return _on_more_devices(config, as_it_is, assumed)
@@ -141,14 +149,10 @@ def _single_knobs(choice: Choice) -> list[list[Settings]]:
     return list(knobs.values())
 
 
-def _with_vllm(config: Config) -> Config | None:
-    """Return the config with vLLM as engine, which can shard a model; None if it has it already, or cannot."""
-    if config.task != "rl" or config.rollout.engine == "vllm":
-        return None
-    try:
-        return loads(to_yaml(config), as_overrides(_VLLM))
-    except UserError:
-        return None
+def _sharding_engines(config: Config) -> list[str]:
+    """List the engines that can shard a model; none if the config has one of them already."""
+    names = [entry.name for entry in with_option("tensor_parallel_size")]
+    return names if config.task == "rl" and config.rollout.engine not in names else []
 
 
 class _Trials:
@@ -175,7 +179,7 @@ class _Trials:
         try:
             config = loads(self._text, as_overrides(settings))
             made = plan_as_is(with_least_budgets(config), self._inventory)
-            if made.verdict == "does_not_fit" and config.train.backend == "fsdp":
+            if made.verdict == "does_not_fit" and not backend_entry(config.train.backend).keeps_gradients:
                 # A micro-batch for the whole optimizer step needs no unsharded gradients.
                 at_once = with_least_budgets(with_whole_steps(config, num_data_parallel(config, made)))
                 other = plan_as_is(at_once, self._inventory)
@@ -236,7 +240,7 @@ def _divides(config: Config, plan: Plan) -> bool:
 
 
 class _Engines:
-    """Memory shares of the vLLM engines of a config, on the devices that a plan gives them."""
+    """Memory shares of the engines of a config that have one, on the devices that a plan gives them."""
 
     def __init__(self, config: Config, plan: Plan | None):
         specs = {spec.name: spec for spec in role_specs(config)} if config.task == "rl" else {}
@@ -421,22 +425,23 @@ def _names_devices(on: object) -> bool:
 
 
 def _shardings(config: Config) -> Choice:
-    """Return other ZeRO stages, with and without the optimizer on the host; FSDP's place is taken by DeepSpeed's."""
-    zero, is_deepspeed = config.train.deepspeed, config.train.backend == "deepspeed"
+    """Return other ZeRO stages, with and without the optimizer on the host, of another backend if this one has none."""
+    zero, has_stages = config.train.deepspeed, backend_entry(config.train.backend).has_zero_options
+    other = next(name for name, entry in BACKENDS.items() if entry.has_zero_options)
     values = []
     for stage in (1, 2, 3):
         for is_offloaded in (False, True):
             cost, settings = 0.0, {}
-            if not is_deepspeed:
+            if not has_stages:
                 # Stage 3 shards as FSDP does; stage 1 would keep whole gradients for ever.
-                cost, settings = 1.5 - stage / 10, {"train.backend": "deepspeed", "train.deepspeed.zero_stage": stage}
+                cost, settings = 1.5 - stage / 10, {"train.backend": other, "train.deepspeed.zero_stage": stage}
             elif stage != zero.zero_stage:
                 cost = 1 + (stage - zero.zero_stage) / 10 if stage > zero.zero_stage else 2.0
                 settings = {"train.deepspeed.zero_stage": stage}
-            if is_offloaded != (is_deepspeed and zero.adam_offload):
+            if is_offloaded != (has_stages and zero.adam_offload):
                 cost += 1.5
                 settings["train.deepspeed.adam_offload"] = is_offloaded
-            is_more = stage >= (zero.zero_stage if is_deepspeed else 3)
+            is_more = stage >= (zero.zero_stage if has_stages else 3)
             if settings and (stage > 1 or is_more):
                 # Whole models of roles that score are in no group of processes, and have no communicator in any step.
                 values.append(Value(cost, settings, _TRAINED if is_more else _ALL_ROLES))

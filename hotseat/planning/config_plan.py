@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hotseat.config import Config, roles_of
 from hotseat.config.batches import num_checkpointed, token_budget, tokens_per_micro_batch
@@ -55,16 +55,15 @@ from hotseat.placement import (
 )
 from hotseat.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen
 from hotseat.planning.simulator_memory import kept_gib
+from hotseat.registry.backends import BackendEntry, backend_entry
+from hotseat.registry.engines import EngineEntry, engine_entry
 from hotseat.registry.roles import role_entry
 from hotseat.words import quantity
 
 DEVICES_PER_NODE = 8  # of the nodes assumed where neither config nor command line names an inventory
 MAX_ASSUMED_NODES = 4096
 _QWEN_VALUES = 6  # numbers of a pixel in a patch: three colours, twice, since a still image is a film of two
-DEFAULT_ENGINE_SHARE = 0.9  # of a device's memory, for vLLM
-KEPT_PROMPTS = 8  # of full length, which a transformers engine keeps beside its slots for requests that begin alike
 UNMEASURED_GIB = 4.0  # of a process of the role env, for the size of micro-batches, until a run has measured it
-VLLM_SLOTS = 512  # sequences that one vLLM engine decodes at a time: the most that its CUDA graphs take
 
 _WITHOUT_DEVICES = frozenset({"babyai", "gym"})  # families whose simulators compute on the host
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -196,7 +195,7 @@ def _with_scoring_together(config: Config, made: Plan) -> Plan:
 def _check_second_copies(config: Config, made: Plan) -> None:
     """Raise unless ZeRO++'s groups with a second copy of the weights divide the ranks of every model."""
     zero = config.train.deepspeed
-    size = zero.zpg if config.train.backend == "deepspeed" and zero.zero_stage == 3 else 1
+    size = zero.zpg if _backend(config).has_zero_options and zero.zero_stage == 3 else 1
     for role in made.roles:
         num_ranks = len(role.processes)
         if role_entry(role.name).kind == "model" and num_ranks % size:
@@ -233,13 +232,13 @@ def plan_notes(config: Config, cluster: Any, made: Plan) -> list[str]:
 
 
 def more_engines(config: Config, made: Plan) -> list[str]:
-    """Recommend several engines instead of one where a small model would leave its device idle between steps of vLLM.
+    """Recommend several engines instead of one where a small model would leave its device idle between steps.
 
     vLLM works in Python for every sequence of a step. Three engines with a third of the sequences each sampled twice as
     fast from 135M parameters on an H200, and two 1.24 times as fast from 1.5B.
     """
-    rollout = config.rollout
-    if config.task != "rl" or rollout.engine != "vllm" or rollout.tensor_parallel_size > 1:
+    rollout, engine = config.rollout, engine_of(config)
+    if config.task != "rl" or not engine.is_busy_per_sequence or rollout.tensor_parallel_size > 1:
         return []
     devices = [device for process in made.role("rollout").processes for device in process.devices]
     shape, _ = _shape(config, "actor")
@@ -248,12 +247,12 @@ def more_engines(config: Config, made: Plan) -> list[str]:
     count = 3 if shape.num_parameters < 5e8 else 2 if shape.num_parameters < 3e9 else 1
     if count == 1:
         return []
-    share = (rollout.memory_share or DEFAULT_ENGINE_SHARE) / count
+    share = rollout.memory_share or engine.memory_share
+    shared = "" if share is None else f" and rollout.memory_share {share / count:.2f}"
     return [
-        f"rollout.num_engines: a model of {shape.num_parameters / 1e9:.1f}B parameters leaves a device idle while vLLM"
-        f" prepares its next step; if step times matter, try {count} engines on it: place rollout on"
-        f" {devices[0]}:0-{count - 1} instead of {devices[0]}, with rollout.num_engines {count} and"
-        f" rollout.memory_share {share:.2f}"
+        f"rollout.num_engines: a model of {shape.num_parameters / 1e9:.1f}B parameters leaves a device idle while"
+        f" {engine.title} prepares its next step; if step times matter, try {count} engines on it: place rollout on"
+        f" {devices[0]}:0-{count - 1} instead of {devices[0]}, with rollout.num_engines {count}{shared}"
     ]
 
 
@@ -261,21 +260,22 @@ def without_effect_on_cpus(config: Config) -> list[str]:
     """List options that are set and have no effect without accelerators, with why."""
     notes = []
     for role in [role for role in roles_of(config) if role_entry(role).kind == "engine"]:
-        if engine_kind(config, role) != "vllm":
+        engine = engine_of(config, role)
+        if engine.offloads_on_cpu:
             continue
         section = _section(config, role)
         if section.enable_offload:
             key = f"{section_of(role)}.enable_offload"
-            notes.append(f"{key}: no effect here: on a CPU vLLM cannot offload its weights and its cache")
+            notes.append(f"{key}: no effect here: on a CPU {engine.title} cannot offload its weights and its cache")
         if section.memory_share is not None:
             key = f"{section_of(role)}.memory_share"
-            notes.append(f"{key}: no effect here: on a CPU vLLM's cache has the size that its sequences need")
+            notes.append(f"{key}: no effect here: on a CPU {engine.title}'s cache has the size that its sequences need")
     return notes
 
 
 def _without_accelerator(config: Config, spec: RoleSpec) -> RoleSpec:
-    """Return the role as it is on a CPU, where vLLM cannot offload."""
-    if role_entry(spec.name).kind == "engine" and engine_kind(config, spec.name) == "vllm":
+    """Return the role as it is on a CPU, where not every engine can offload."""
+    if role_entry(spec.name).kind == "engine" and not engine_of(config, spec.name).offloads_on_cpu:
         return replace(spec, can_offload=frozenset(), offload=None)
     return spec
 
@@ -345,15 +345,19 @@ def num_data_parallel(config: Config, made: Plan) -> int:
     return len(made.role("actor").processes) // config.train.num_model_parallel
 
 
-def engine_kind(config: Config, role: str = "rollout") -> Literal["transformers", "vllm"]:
-    """Return the kind of a role's engines."""
-    return config.rollout.engine if role == "rollout" else config.reward.judge.engine.kind
+def engine_of(config: Config, role: str = "rollout") -> EngineEntry:
+    """Return the entry of a role's engines."""
+    return engine_entry(config.rollout.engine if role == "rollout" else config.reward.judge.engine.kind)
 
 
 def engine_slots(config: Config, role: str = "rollout") -> int:
     """Return how many sequences one engine decodes at a time."""
     section = config.rollout if role == "rollout" else config.reward.judge.engine
-    return section.num_slots if engine_kind(config, role) == "transformers" else VLLM_SLOTS
+    return engine_of(config, role).num_slots or section.num_slots
+
+
+def _backend(config: Config) -> BackendEntry:
+    return backend_entry(config.train.backend)
 
 
 def _simulator_memory(config: Config) -> SimulatorMemory | None:
@@ -466,22 +470,22 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
     if kind == "engine":
         rollout, judge = config.rollout, config.reward.judge.engine
         section = rollout if role == "rollout" else judge
-        is_vllm = engine_kind(config, role) == "vllm"
+        engine = engine_of(config, role)
         return replace(
             spec,
             tensor_parallel=section.tensor_parallel_size,
             num_procs=rollout.num_engines if role == "rollout" else judge.num_engines,
-            share=(section.memory_share or DEFAULT_ENGINE_SHARE) if is_vllm else None,
+            share=None if engine.memory_share is None else section.memory_share or engine.memory_share,
             can_offload=frozenset({Part.WEIGHTS, Part.KV_CACHE}),
             memory=EngineMemory(
                 max_tokens=config.data.max_length if role == "rollout" else judge_length(config),
                 slots=engine_slots(config, role),
-                engine=engine_kind(config, role),
+                encodes_by_prompt=engine.encodes_by_prompt,
                 weight_bytes=_BYTES[dtype_of(config)],
                 kv_bytes=1 if role == "rollout" and rollout.kv_cache_dtype else _BYTES[dtype_of(config)],
-                kept_prompts=0 if is_vllm else KEPT_PROMPTS,
+                kept_prompts=engine.num_kept_prompts,
                 layer_bytes=1 if role == "rollout" and rollout.quantization else None,
-                cuda_graphs=is_vllm and not section.enforce_eager,
+                cuda_graphs="enforce_eager" in engine.options and not section.enforce_eager,
                 image_share=_image_share(config) if role == "rollout" else 0.0,
             ),
         )
@@ -503,7 +507,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             max_tokens=score_tokens,
             micro_batch=score_batch,
             weight_bytes=_BYTES[dtype_of(config)],
-            is_sharded=config.train.backend == "fsdp" or config.train.deepspeed.zero_stage == 3,
+            is_sharded=not _backend(config).has_zero_options or config.train.deepspeed.zero_stage == 3,
             packing=config.train.packing,
             sequence_parallel=config.train.sequence_parallel_size,
             is_guest=config.task == "dpo",
@@ -521,8 +525,7 @@ def _section(config: Config, role: str) -> Any:
 def _train_memory(config: Config, role: str) -> TrainMemory:
     train = config.train
     compute = _BYTES[dtype_of(config)]
-    is_deepspeed = train.backend == "deepspeed"
-    # FSDP keeps fp32 weights, and 16-bit copies on one rank; DeepSpeed 16-bit weights beside fp32 masters.
+    backend = _backend(config)
     has_master = train.fp32_master and compute < 4
     max_tokens, micro_batch = _train_batch(config)
     score_tokens, score_batch = _score_batch(config)
@@ -533,9 +536,9 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         # In units of `max_tokens`, rounded up: a token budget counts as one long sequence.
         forward_micro_batch=-(-score_tokens * score_batch // max_tokens),
         backend=train.backend,
-        zero_stage=train.deepspeed.zero_stage if is_deepspeed else 3,
+        zero_stage=train.deepspeed.zero_stage if backend.has_zero_options else 3,
         sequence_parallel=train.sequence_parallel_size,
-        weight_bytes=4 if has_master and not is_deepspeed else compute,
+        weight_bytes=4 if has_master and not backend.has_masters_apart else compute,
         compute_bytes=compute,
         gradient_bytes=_gradient_bytes(config, compute, has_master),
         master_bytes=_master_bytes(config, compute, has_master),
@@ -544,7 +547,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         optimizer_offload=train.deepspeed.adam_offload,
         gradient_checkpointing=train.gradient_checkpointing,
         checkpointed_layers=num_checkpointed(config),
-        is_whole=is_deepspeed and train.deepspeed.deepcompile,
+        is_whole=backend.has_zero_options and train.deepspeed.deepcompile,
         is_compiled=train.compile is not False and not train.liger_kernel and train.tensor_parallel_size == 1,
         packing=train.packing,
         sends_weights=config.task == "rl" and role == "actor",
@@ -617,14 +620,14 @@ def _score_batch(config: Config) -> tuple[int, int]:
 
 
 def _master_bytes(config: Config, compute: int, has_master: bool) -> int:
-    """Return bytes per weight of the copy that DeepSpeed's optimizer steps: sharded, it has one even in their dtype."""
-    if config.train.backend != "deepspeed":
+    """Return bytes per weight of the copy that the optimizer steps: sharded, it has one even in their dtype."""
+    if not _backend(config).has_masters_apart:
         return 0
     return 4 if has_master else compute if config.train.deepspeed.zero_stage > 0 else 0
 
 
 def _gradient_bytes(config: Config, compute: int, has_master: bool) -> int:
-    if config.train.backend == "deepspeed":
+    if _backend(config).has_masters_apart:
         return _BYTES[config.train.deepspeed.grad_accum_dtype or dtype_of(config)]
     return 4 if has_master else compute
 

@@ -16,7 +16,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -26,20 +26,13 @@ from typing import Any
 import torch
 
 from hotseat.errors import UserError
+from hotseat.rollout.kinds import ImageOptions
 from hotseat.vision import pixels_of, tokens_of
 
 _KEY = "hotseat_images"  # among vLLM's arguments for processors, which reach all of its processes
 _MODALITY = "image"
 _TORCHVISION = "torchvision"
 _CACHED = 64  # images that are kept as vLLM takes them: the samples of a prompt have the same
-
-
-@dataclass(frozen=True)
-class ImageOptions:
-    """Bounds on the images of a request."""
-
-    max_images: int  # of a request
-    largest: str  # the prepared image of the most tokens that are replaced: vLLM measures its memory with it
 
 
 def engine_arguments(options: ImageOptions | None, known: frozenset[str]) -> dict[str, Any]:

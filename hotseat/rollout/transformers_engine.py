@@ -26,11 +26,12 @@ from hotseat.rollout._sampling import filtered, sample, uniforms
 from hotseat.rollout._slot_cache import NO_IMAGES, ImageBatch
 from hotseat.rollout._slots import Prefix, check_config, padded, slot_model
 from hotseat.rollout._threaded import ThreadedEngine
-from hotseat.rollout.engine import PARTS
+from hotseat.rollout.engine import PARTS, Engine
+from hotseat.rollout.kinds import EngineKind, EngineProcess, EngineSettings
 from hotseat.types import Completion, Request
-from hotseat.vision import placeholder_ids
+from hotseat.vision import placeholder_ids, policy_class
 
-__all__ = ["SlotOptions", "TransformersEngine", "check_config"]
+__all__ = ["SlotOptions", "TransformersEngine", "TransformersKind"]
 
 
 Context = tuple[tuple[int, ...], tuple[str, ...]]  # token ids, and the images of their placeholders
@@ -486,3 +487,34 @@ class TransformersEngine(ThreadedEngine):
 def _context(sequence: EngineSequence) -> Context:
     """Return what is prefilled for a sequence: its prompt without the last token, and its images."""
     return sequence.prompt[:-1], sequence.request.images
+
+
+class TransformersKind(EngineKind):
+    """The engine on transformers."""
+
+    def check_model(self, config: Any, max_length: int, tensor_parallel_size: int, is_cpu: bool) -> None:
+        check_config(config, max_length)
+
+    def make(self, settings: EngineSettings, process: EngineProcess) -> Engine:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+        model = policy_class(config).from_pretrained(
+            settings.model,
+            dtype=getattr(torch, settings.dtype),
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=True,
+        )
+        return TransformersEngine(
+            model,
+            max_length=settings.max_length,
+            num_slots=settings.num_slots,
+            eos_token_ids=settings.eos_token_ids,
+            num_threads=settings.num_threads,
+            options=SlotOptions(
+                device=process.device,
+                fp32_head=settings.fp32_head,
+                prefix_cache_tokens=settings.num_kept_prompts * settings.max_length,
+                keeps_cache=settings.keeps_cache,
+            ),
+        )

@@ -25,8 +25,8 @@ from hotseat.placement.roles import Part
 from hotseat.rollout._live_weights import WeightNames
 from hotseat.rollout._requests import EngineSequence
 from hotseat.rollout._threaded import ThreadedEngine
-from hotseat.rollout._vllm_images import ImageOptions
 from hotseat.rollout.engine import PARTS
+from hotseat.rollout.kinds import ImageOptions
 from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, AdapterOptions, Core, CoreOptions, Sampled
 from hotseat.types import Completion, Request
 from hotseat.vision import policy_class

@@ -25,12 +25,12 @@ from hotseat.errors import UnsupportedError, WorkerError
 from hotseat.placement.memory import ENGINE_BATCH_TOKENS
 from hotseat.rollout._vllm_images import (
     ImageInputs,
-    ImageOptions,
     engine_arguments,
     learn_names,
     use_prepared_images,
     without_torchvision,
 )
+from hotseat.rollout.kinds import ImageOptions
 from hotseat.types import Request
 from hotseat.vision import placeholder_ids, sees_images
 

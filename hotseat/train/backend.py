@@ -21,6 +21,7 @@ from torch import Tensor
 from hotseat.algorithms.adapters import WeightForm
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.placement.roles import Part
+from hotseat.registry.backends import DEFAULT_BACKEND
 from hotseat.train.packing import LayoutKind
 from hotseat.train.schedule import Schedule
 from hotseat.types import MicroBatch, Moved
@@ -131,7 +132,8 @@ class TrainOptions:
     sequence_parallel_size: int = 1  # ranks that share the sequences of each micro-batch; see `sequence`
     max_non_finite: int = 3  # the run ends after this many updates in a row whose loss or gradient is not finite
     timeout_s: float = 600.0  # for one rank to wait for the others
-    zero: ZeroOptions | None = None  # None: FSDP2
+    backend: str = DEFAULT_BACKEND  # its name in the registry
+    zero: ZeroOptions | None = None  # None: a backend without them, or with their defaults
 
     def __post_init__(self) -> None:
         if self.precision not in get_args(Precision):

@@ -6,17 +6,17 @@ import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from hotseat.determinism import keep_float32, use_deterministic_kernels
 from hotseat.errors import UserError
+from hotseat.extensions import load
+from hotseat.registry.backends import backend_entry
 from hotseat.train.backend import Backend, TrainOptions, ZeroOptions
-from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.models import check_attention
-from hotseat.train.zero import ZeroBackend
-from hotseat.train.zero_config import HINT
 
 
 def make_backend(
@@ -31,7 +31,8 @@ def make_backend(
     if options.is_deterministic:
         use_deterministic_kernels()
     options = replace(options, zero=_needed(options.zero, int(os.environ.get("WORLD_SIZE", "1"))))
-    return _kind(options)(model, options, device=device, trust_remote_code=trust_remote_code)
+    backend: Backend = _kind(options)(model, options, device=device, trust_remote_code=trust_remote_code)
+    return backend
 
 
 def _needed(zero: ZeroOptions | None, num_ranks: int) -> ZeroOptions | None:
@@ -49,9 +50,13 @@ def check_options(options: TrainOptions) -> None:
     """Raise if the backend that the options name does not have what they ask for, or is not installed."""
     _kind(options).check(options)
     check_attention(options)
-    if options.zero is not None and find_spec("deepspeed") is None:
-        raise UserError(f"DeepSpeed is not installed: {HINT}")
+    entry = backend_entry(options.backend)
+    if entry.package is not None and find_spec(entry.package) is None:
+        raise UserError(f"{entry.title} is not installed: {entry.hint}")
 
 
-def _kind(options: TrainOptions) -> type[FSDPBackend] | type[ZeroBackend]:
-    return FSDPBackend if options.zero is None else ZeroBackend
+def _kind(options: TrainOptions) -> Any:
+    """Return the class of the backend that the options name."""
+    entry = backend_entry(options.backend)
+    assert entry.has_zero_options or options.zero is None, f"{entry.name} has no ZeRO"
+    return load(entry.backend)

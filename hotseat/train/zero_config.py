@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from hotseat.errors import RunError, UnsupportedError, UserError
+from hotseat.registry.backends import backend_entry
 from hotseat.train.backend import Precision, TrainOptions, ZeroOptions
 from hotseat.train.deepcompile import check_deepcompile
 from hotseat.train.tensor import TENSOR_PARALLEL_SIZE
-
-HINT = "install it with `pip install hotseat[deepspeed]`, or set train.backend to fsdp"
 
 COMPUTE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -90,7 +89,7 @@ def import_deepspeed(device: torch.device) -> Any:
         import deepspeed
         import deepspeed.accelerator
     except ImportError as error:
-        raise UserError(f"the DeepSpeed backend: {error}; {HINT}") from None
+        raise UserError(f"the DeepSpeed backend: {error}; {backend_entry('deepspeed').hint}") from None
     accelerator = deepspeed.accelerator.get_accelerator().device_name()
     if accelerator != device.type:
         raise RunError(

@@ -316,7 +316,7 @@ def test_an_engine_forgets_what_a_lost_client_asked_for(tmp_path):
 
     from hotseat import faults
     from hotseat.loop.workers.engine_worker import EngineWorker
-    from hotseat.loop.workers.engines import EngineSettings
+    from hotseat.rollout.kinds import EngineSettings
 
     def step_when_called(point):
         """End a step when the next command waits, so that it finds requests under way."""
@@ -341,7 +341,7 @@ def test_a_request_that_an_engine_refuses_does_not_fail_those_submitted_with_it(
 
     from hotseat.errors import UserError
     from hotseat.loop.workers.engine_worker import EngineWorker
-    from hotseat.loop.workers.engines import EngineSettings
+    from hotseat.rollout.kinds import EngineSettings
 
     make_task(tmp_path)
     engine = EngineWorker(EngineSettings(str(tmp_path / "model"), 16, 4, (1,), "float32", 1))
@@ -360,7 +360,7 @@ def test_a_canary_is_answered_while_the_engine_pauses(tmp_path):
     from loop_cases import make_task
 
     from hotseat.loop.workers.engine_worker import EngineWorker
-    from hotseat.loop.workers.engines import EngineSettings
+    from hotseat.rollout.kinds import EngineSettings
 
     make_task(tmp_path)
     engine = EngineWorker(EngineSettings(str(tmp_path / "model"), 16, 2, (1,), "float32", 1))

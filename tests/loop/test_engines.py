@@ -3,8 +3,9 @@
 import pytest
 
 from hotseat.errors import RunError
-from hotseat.loop.workers.engines import EngineSettings, VllmSettings, make_engine
+from hotseat.loop.workers.engines import make_engine
 from hotseat.rollout import vllm_engine
+from hotseat.rollout.kinds import EngineOptions, EngineSettings
 
 NUM_SLOTS = 1 << 16  # so many that the cache is larger than the least it can be
 
@@ -24,9 +25,11 @@ def options_of(task, monkeypatch, memory_share: float | None) -> vllm_engine.Cor
     monkeypatch.setattr(vllm_engine, "Core", core)
     monkeypatch.setattr(vllm_engine, "log_to", lambda log: {})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    vllm = VllmSettings(1, memory_share, prefix_caching=True, enforce_eager=True, logs=str(task))
+    options = EngineOptions(1, memory_share, prefix_caching=True, enforce_eager=True, logs=str(task))
     with pytest.raises(RunError):
-        make_engine(EngineSettings(f"{task}/model", 16, NUM_SLOTS, (1,), "float32", 1, vllm=vllm), 0)
+        make_engine(
+            EngineSettings(f"{task}/model", 16, NUM_SLOTS, (1,), "float32", 1, engine="vllm", options=options), 0
+        )
     return given[0]
 
 

@@ -8,6 +8,7 @@ from hotseat.config import loads
 from hotseat.loop.rl.launch import _Starting
 from hotseat.loop.rl.roles import LaunchContext
 from hotseat.planning.config_plan import make_plan
+from hotseat.rollout.kinds import EngineSettings
 
 CONFIG = """
 actor: {model: none}
@@ -46,7 +47,7 @@ class Cluster:
 def test_engines_that_measure_their_devices_start_one_at_a_time_before_models_load():
     log: list[str] = []
     config = loads(CONFIG)
-    engine = SimpleNamespace(vllm=SimpleNamespace(cache_gib=None))
+    engine = EngineSettings("none", 16, 4, (1,), "bfloat16", 1, engine="vllm")
     launch = LaunchContext(
         config,
         make_plan(config, "1x1xA100-80G"),

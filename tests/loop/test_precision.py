@@ -6,7 +6,7 @@ import pytest
 import yaml
 from loop_cases import make_task, sft_yaml
 
-from hotseat.checks.cpu import has_bf16_units, slow_dtype, vllm_dtype_problem
+from hotseat.checks.cpu import engine_dtype_problem, has_bf16_units, slow_dtype
 from hotseat.cli.main import main
 from hotseat.config import loads, loads_saved, to_saved
 from hotseat.config.changes import changes_between
@@ -96,13 +96,13 @@ def test_bf16_on_a_cpu_without_units_for_it_is_reported_with_what_to_set():
 
 def test_vllm_in_bf16_is_refused_on_an_arm_cpu_without_units_for_it():
     config = loads("{train: {dtype: bf16}, rollout: {engine: vllm}}")
-    problem = vllm_dtype_problem(config, WITHOUT, "aarch64")
+    problem = engine_dtype_problem(config, WITHOUT, "aarch64")
     assert problem is not None
     assert re.search("needs a CPU with units for bf16, .* or set rollout.engine to transformers", problem)
-    assert vllm_dtype_problem(config, WITHOUT, "x86_64") is None
-    assert vllm_dtype_problem(config, WITH["arm"], "aarch64") is None
-    assert vllm_dtype_problem(loads("{train: {dtype: fp32}, rollout: {engine: vllm}}"), WITHOUT, "aarch64") is None
-    assert vllm_dtype_problem(loads("train: {dtype: bf16}"), WITHOUT, "aarch64") is None
+    assert engine_dtype_problem(config, WITHOUT, "x86_64") is None
+    assert engine_dtype_problem(config, WITH["arm"], "aarch64") is None
+    assert engine_dtype_problem(loads("{train: {dtype: fp32}, rollout: {engine: vllm}}"), WITHOUT, "aarch64") is None
+    assert engine_dtype_problem(loads("train: {dtype: bf16}"), WITHOUT, "aarch64") is None
 
 
 def test_openrlhf_commands_keep_their_type_and_its_way_out_works():

@@ -47,10 +47,8 @@ def test_adapters_go_alone_where_the_config_says_so(tmp_path):
     assert are_adapters_alone(settings(task, "rollout.lora_sync=adapter", "train.dtype=bf16"), on_gpu=True)
     assert not are_adapters_alone(settings(task), on_gpu=False)
     assert not are_adapters_alone(loads(rl_yaml(task)), on_gpu=False)
-    found = engine_settings(settings(task), (1,), tmp_path, adapters_alone=True).vllm
-    assert found is not None
-    assert found.lora is not None
-    assert found.lora.rank == 4
+    found = engine_settings(settings(task), (1,), tmp_path, adapters_alone=True).options
+    assert found.adapter_rank == 4
 
 
 def test_adapters_alone_that_vllm_cannot_apply_are_an_error(tmp_path):

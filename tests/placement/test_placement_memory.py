@@ -252,7 +252,6 @@ def test_an_engine_without_a_share_takes_cache_for_its_slots():
     assert in_bytes(found.fixed)["engine buffers"] == assumed.ENGINE_BUFFERS_GIB * GIB
     assert in_bytes(found.fixed)["captured graphs"] == round(2 * assumed.CUDA_GRAPH_GIB_PER_LAYER * GIB, 3)
     assert "captured graphs" not in in_bytes(engine(cuda_graphs=False).fixed)
-    assert "captured graphs" not in in_bytes(engine(engine="transformers").fixed)
 
 
 def test_an_engine_with_layers_in_8_bits_takes_half_for_them():

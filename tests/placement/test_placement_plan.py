@@ -193,7 +193,7 @@ def embodied(offload="always"):
     return [
         actor("0-7", model=model, offload=offload),
         RoleSpec("env", "0-3", memory=SimulatorMemory(50.0), offload=offload, can_offload=frozenset({Part.SIMULATOR})),
-        rollout("4-7", model=model, offload=offload, memory=EngineMemory(1024, slots=64, engine="transformers")),
+        rollout("4-7", model=model, offload=offload, memory=EngineMemory(1024, slots=64, cuda_graphs=False)),
     ]
 
 
@@ -351,9 +351,7 @@ def test_host_memory():
 def test_roles_without_devices_take_host_memory():
     roles = [
         actor("cpu*1", model="SmolLM2-135M", memory=TrainMemory(128, weight_bytes=4, compute_bytes=4, master_bytes=0)),
-        rollout(
-            "cpu*2", model="SmolLM2-135M", memory=EngineMemory(128, slots=4, engine="transformers", weight_bytes=4)
-        ),
+        rollout("cpu*2", model="SmolLM2-135M", memory=EngineMemory(128, slots=4, cuda_graphs=False, weight_bytes=4)),
     ]
     found = plan(Inventory.parse("cpu").with_hosts(memory_gib=64.0), roles, default_flow("rl", ["actor", "rollout"]))
     assert found.groups == ()

@@ -51,7 +51,7 @@ def test_a_config_of_the_hub_has_its_keys_in_one_object_or_in_two():
 def test_weights_of_the_encoder_and_pixels_are_named_in_every_role():
     trained = estimate("actor", TRAIN, SHAPE, ALONE)
     scored = estimate("reference", ForwardMemory(max_tokens=1000, micro_batch=2, image_share=0.25), SHAPE, ALONE)
-    sampled = estimate("rollout", EngineMemory(1000, 8, "transformers", image_share=0.25), SHAPE, ALONE)
+    sampled = estimate("rollout", EngineMemory(1000, 8, encodes_by_prompt=True, image_share=0.25), SHAPE, ALONE)
     for each in (trained, scored, sampled):
         weights = terms(each.parts[Part.WEIGHTS])
         assert weights["visual encoder"].gib == ENCODER * 2 / GIB
@@ -61,9 +61,9 @@ def test_weights_of_the_encoder_and_pixels_are_named_in_every_role():
     assert terms(trained.working["train"])["pixels"].gib == 500 * 4 * 1176 * 4 / GIB
     assert terms(scored.working["forward"])["pixels"].gib == 500 * 4 * 1176 * 4 / GIB
     assert terms(sampled.working["generate"])["pixels"].gib == 256 * 4 * 1176 * 4 / GIB
-    for slots, num_tokens in ((8, 8 * 250), (64, 8192)):  # vLLM encodes those of a step, which has 8,192 tokens at most
-        by_vllm = estimate("rollout", EngineMemory(1000, slots, "vllm", image_share=0.25), SHAPE, ALONE)
-        assert terms(by_vllm.working["generate"])["pixels"].gib == num_tokens * 4 * 1176 * 4 / GIB
+    for slots, num_tokens in ((8, 8 * 250), (64, 8192)):  # those of a step, which has 8,192 at most
+        together = estimate("rollout", EngineMemory(1000, slots, image_share=0.25), SHAPE, ALONE)
+        assert terms(together.working["generate"])["pixels"].gib == num_tokens * 4 * 1176 * 4 / GIB
     # With recomputation an encoder keeps the input of each of 32 layers, and of one layer all.
     layer = 2 * (4 + 2) * 1280 + 4 * 2 * 1280 + 4 * 2 * 3420
     kept = terms(trained.working["train"])["visual encoder activations"].gib
@@ -76,8 +76,9 @@ def test_prompts_of_llava_that_share_a_forward_on_a_gpu_are_counted():
     text = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
     llava = from_hf_config({"model_type": "llava", "text_config": {**text, "vocab_size": 32064}, "vision_config": {}})
 
-    def generating(slots, layout=ALONE, engine="transformers", image_share=0.5):
-        found = estimate("rollout", EngineMemory(1000, slots, engine, image_share=image_share), llava, layout)
+    def generating(slots, layout=ALONE, by_prompt=True, image_share=0.5):
+        memory = EngineMemory(1000, slots, encodes_by_prompt=by_prompt, image_share=image_share)
+        found = estimate("rollout", memory, llava, layout)
         return terms(found.working["generate"])
 
     # Keys and values of a token: 2 of 32 layers of 4,096 numbers of 2 bytes. A patch: 3 x 14 x 14 fp32 numbers.
@@ -87,11 +88,11 @@ def test_prompts_of_llava_that_share_a_forward_on_a_gpu_are_counted():
         assert seen["keys and values of prompts"].gib == 2 * num_tokens * 2 * 32 * 4096 * 2 / GIB
         assert seen["engine workspace"].formula.startswith(f"{num_tokens:,} tokens x ")
     on_host = generating(64, Layout(num_procs=1, has_device=False))
-    for other in (on_host, generating(64, engine="vllm"), generating(64, image_share=0.0)):
+    for other in (on_host, generating(64, by_prompt=False), generating(64, image_share=0.0)):
         assert "keys and values of prompts" not in other
         assert other["engine workspace"].formula.startswith("8,192 tokens x ")
     assert on_host["pixels"].gib == 512 * 588 * 4 / GIB
-    sampled = estimate("rollout", EngineMemory(1000, 64, "transformers", image_share=0.25), SHAPE, ALONE)
+    sampled = estimate("rollout", EngineMemory(1000, 64, encodes_by_prompt=True, image_share=0.25), SHAPE, ALONE)
     assert "keys and values of prompts" not in terms(sampled.working["generate"])  # Qwen's own forward
 
 

@@ -193,8 +193,8 @@ def test_a_run_is_refused_before_a_model_loads(vllm, monkeypatch, tmp_path):
 def test_arguments_reach_the_engine_as_they_are(tmp_path):
     config = loads(CONFIG.replace("ARGUMENTS", "block_size: 32, compilation_config: {mode: 0}"), ["train.dtype=fp32"])
     settings = engine_settings(config, (1,), tmp_path)
-    assert settings.vllm is not None
-    assert settings.vllm.engine_args == {"block_size": 32, "compilation_config": {"mode": 0}}
+    assert settings.engine == "vllm"
+    assert settings.options.engine_args == {"block_size": 32, "compilation_config": {"mode": 0}}
 
 
 def test_with_the_transformers_engine_they_are_refused():
@@ -205,7 +205,7 @@ def test_with_the_transformers_engine_they_are_refused():
 
 def test_8_bits_reach_the_engine(tmp_path):
     text = CONFIG.replace("engine_args: {ARGUMENTS}", "quantization: fp8\n  kv_cache_dtype: fp8")
-    vllm = engine_settings(loads(text, ["train.dtype=bf16"]), (1,), tmp_path).vllm
+    vllm = engine_settings(loads(text, ["train.dtype=bf16"]), (1,), tmp_path).options
     assert vllm is not None
     assert (vllm.fp8_weights, vllm.fp8_cache) == (True, True)
 

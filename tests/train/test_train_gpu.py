@@ -175,7 +175,7 @@ def device_memory_of(num_bytes: int) -> Iterator[None]:
 @pytest.mark.parametrize("zero", [None, ZeroOptions(2), ZeroOptions(3)], ids=["fsdp", "zero2", "zero3"])
 def test_a_device_that_is_full_gets_smaller_micro_batches(zero: ZeroOptions | None) -> None:
     """Memory truly runs out, in scoring and in an update, and the result is that of the smaller micro-batches."""
-    options = replace(OPTIONS, zero=zero)
+    options = replace(OPTIONS, backend="fsdp" if zero is None else "deepspeed", zero=zero)
     batch = some_segments(16_000)
     whole = BatchSettings(None, 16 * batch.num_segments, is_chosen=True)
     backend = make_backend(tiny_model(), options, device="cuda")
@@ -240,7 +240,7 @@ def test_ligers_kernels_beside_adapters_checkpointing_and_values() -> None:
         {"lora": LoraOptions(4)},
         {"gradient_checkpointing": True},
         {"head": "value"},
-        {"zero": ZeroOptions(3)},
+        {"backend": "deepspeed", "zero": ZeroOptions(3)},
     ):
         norms = []
         for has_liger in (False, True):

@@ -292,7 +292,7 @@ def test_gradients_of_sixteen_bits_are_summed_in_thirty_two_if_asked(stage: int)
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("precision", ["bf16_master", "bf16"])
 def test_one_rank_is_spared_the_third_stage_and_computes_the_same_bits(precision: Precision) -> None:
-    options = replace(OPTIONS, precision=precision, zero=ZeroOptions(3))
+    options = replace(OPTIONS, precision=precision, backend="deepspeed", zero=ZeroOptions(3))
     results = []
     for backend in (ZeroBackend(tiny_model(), options), make_backend(tiny_model(), options)):
         assert isinstance(backend, ZeroBackend)
@@ -423,7 +423,7 @@ def test_merged_weights_leave_in_the_type_of_the_computation_while_masters_are_o
 
 
 def test_the_options_choose_the_backend() -> None:
-    backend = make_backend(tiny_model(), replace(OPTIONS, zero=ZeroOptions(0)))
+    backend = make_backend(tiny_model(), replace(OPTIONS, backend="deepspeed", zero=ZeroOptions(0)))
     assert isinstance(backend, ZeroBackend)
     backend.close()
     assert not dist.is_initialized()

@@ -6,6 +6,8 @@ from hotseat.config.annotations import RL
 from hotseat.config.checks.registry import Problems, conflict
 from hotseat.config.roles import has_images, has_reward_model
 from hotseat.config.schema import Config
+from hotseat.registry.backends import backend_entry
+from hotseat.registry.engines import ENGINES, engine_entry
 
 _OPEN = "not built for images yet"
 
@@ -51,8 +53,9 @@ def images_in_rollouts(config: Config) -> Problems:
     if not has_images(config):
         return
     has_column, rollout = config.data.image_key is not None, config.rollout
-    if rollout.engine == "vllm" and not has_column:
-        yield "rollout.engine", "vllm is not built for images of simulators yet: set it to transformers"
+    if not engine_entry(rollout.engine).sees_simulators and not has_column:
+        seeing = " or ".join(name for name, entry in ENGINES.items() if entry.sees_simulators)
+        yield "rollout.engine", f"{rollout.engine} is not built for images of simulators yet: set it to {seeing}"
     for key in ("quantization", "kv_cache_dtype"):
         if getattr(rollout, key) is not None:
             yield f"rollout.{key}", f"fp8 is {_OPEN}: leave it unset"
@@ -70,7 +73,7 @@ def images_in_training(config: Config) -> Problems:
     for key, is_set in (
         ("train.sequence_parallel_size", train.sequence_parallel_size > 1),
         ("train.deepspeed.tensor_parallel_size", train.tensor_parallel_size > 1),
-        ("train.deepspeed.deepcompile", train.backend == "deepspeed" and train.deepspeed.deepcompile),
+        ("train.deepspeed.deepcompile", backend_entry(train.backend).has_zero_options and train.deepspeed.deepcompile),
         ("train.liger_kernel", train.liger_kernel),
     ):
         if is_set and has_images(config):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from hotseat.config.checks.registry import Problems, conflict
 from hotseat.config.schema import Config
+from hotseat.registry.backends import BACKENDS, backend_entry
 
 
 @conflict()
 def fp16_without_loss_scaling(config: Config) -> Problems:
-    if config.train.dtype == "fp16" and config.train.backend != "deepspeed":
-        yield "train.dtype", "fp16 needs loss scaling: set train.backend to deepspeed, or dtype to bf16"
+    if config.train.dtype == "fp16" and not backend_entry(config.train.backend).scales_loss:
+        scaling = " or ".join(name for name, entry in BACKENDS.items() if entry.scales_loss)
+        yield "train.dtype", f"fp16 needs loss scaling: set train.backend to {scaling}, or dtype to bf16"
 
 
 @conflict()

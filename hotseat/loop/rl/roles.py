@@ -23,7 +23,6 @@ from hotseat.loop.rl.connections import Connections
 from hotseat.loop.rl.recovery import ENGINE, HOST
 from hotseat.loop.workers.component import ComponentSettings, ComponentWorker
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.engines import EngineSettings
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.models import ActorWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
@@ -33,11 +32,11 @@ from hotseat.placement import Plan
 from hotseat.planning.config_plan import (
     are_devices_logical,
     cache_limit,
-    engine_kind,
     is_anything_offloaded,
     stage_slots,
 )
 from hotseat.registry.roles import role_entry
+from hotseat.rollout.kinds import EngineSettings
 
 # A worker class, and the arguments of its constructor.
 Worker = tuple[type[Any], tuple[Any, ...]]
@@ -64,20 +63,20 @@ class LaunchContext:
     def measures_its_device(self) -> bool:
         """Tell whether a starting engine takes a share of the free memory that it measures on its device.
 
-        Where vLLM fills its memory share, no other process may use the device meanwhile.
+        Where an engine fills its memory share, no other process may use the device meanwhile.
         """
-        vllms = [each.vllm for each in self.engines.values() if each.vllm is not None]
-        fills_share = any(each.cache_gib is None for each in vllms)
-        needs_room = bool(vllms) and is_anything_offloaded(self.plan)
+        shared = [each for each in self.engines.values() if each.entry.memory_share is not None]
+        fills_share = any(each.options.cache_gib is None for each in shared)
+        needs_room = bool(shared) and is_anything_offloaded(self.plan)
         return (fills_share or needs_room) and not are_devices_logical(self.cluster)
 
     @property
     def warms_models_up(self) -> bool:
-        """Tell whether models warm up while the policy's engines start, of which vLLM's take longest.
+        """Tell whether models warm up while the policy's engines start, where these take longest.
 
         Memory is no concern where nothing measures it: everything fits beside everything.
         """
-        is_slow = "rollout" in self.engines and self.engines["rollout"].vllm is not None
+        is_slow = "rollout" in self.engines and self.engines["rollout"].entry.compiles
         return is_slow and not self.measures_its_device and not are_devices_logical(self.cluster)
 
 
@@ -161,24 +160,19 @@ def engine_settings_of(
 ) -> dict[str, EngineSettings]:
     """Return the settings of the run's engines by role. logs: the folder for their logs."""
     config, plan = context.config, context.plan
-    limits = {
-        role: cache_limit(config, plan, role) if engine_kind(config, role) == "vllm" else None
-        for role in roles_of(config)
-        if role_entry(role).kind == "engine"
-    }
     engines = {
         "rollout": settings.engine_settings(
             config,
             eos_token_ids,
             logs,
-            limit=limits["rollout"],
+            limit=cache_limit(config, plan),
             adapters_alone=adapters_alone,
             num_slots=stage_slots(config, plan) if has_simulator(config) else None,
         )
     }
-    if "judge" in limits:
-        of_judge = judge_eos_token_ids(config)
-        engines["judge"] = settings.judge_engine_settings(config, of_judge, logs, limit=limits["judge"])
+    if "judge" in roles_of(config):
+        of_judge, limit = judge_eos_token_ids(config), cache_limit(config, plan, "judge")
+        engines["judge"] = settings.judge_engine_settings(config, of_judge, logs, limit=limit)
     return engines
 
 

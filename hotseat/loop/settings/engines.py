@@ -10,9 +10,8 @@ from hotseat.config.precision import dtype_of
 from hotseat.config.resolved import judge_length, max_new_tokens
 from hotseat.errors import UserError
 from hotseat.loop.settings.training import lora_options
-from hotseat.loop.workers.engines import EngineSettings, VllmSettings
-from hotseat.planning.config_plan import KEPT_PROMPTS, CacheLimit, engine_slots
-from hotseat.rollout import vllm_engine, vllm_versions
+from hotseat.planning.config_plan import CacheLimit, engine_of, engine_slots
+from hotseat.rollout.kinds import EngineOptions, EngineSettings, ImageOptions, engine_kind
 from hotseat.types import Sampling
 
 
@@ -35,10 +34,11 @@ def engine_dtype(config: Config) -> str:
 
 
 def are_adapters_alone(config: Config, on_gpu: bool) -> bool:
-    """Tell whether engines get adapters without the other weights. Raises if vLLM could not apply them."""
+    """Tell whether engines get adapters without the other weights. Raises if these could not apply them."""
     if config.rollout.lora_sync == "merged":
         return False
-    problem = vllm_versions.adapter_problem(config.train.lora.rank, engine_dtype(config), is_cpu=not on_gpu)
+    kind = engine_kind(config.rollout.engine)
+    problem = kind.adapter_problem(config.train.lora.rank, engine_dtype(config), is_cpu=not on_gpu)
     if problem is not None:
         raise UserError(f"rollout.lora_sync is adapter: {problem}; set it to merged")
     return True
@@ -59,8 +59,10 @@ def engine_settings(
     kept in the room of the others: of simulators that an action did not change, and that are asked for again.
     """
     assert config.actor.model is not None
-    rollout = config.rollout
-    vllm = VllmSettings(
+    rollout, all_slots = config.rollout, engine_slots(config)
+    num_slots = num_slots or all_slots
+    lora = lora_options(config) if adapters_alone else None
+    options = EngineOptions(
         tensor_parallel_size=rollout.tensor_parallel_size,
         memory_share=rollout.memory_share if limit is None else limit.share,
         cache_gib=None if limit is None else limit.gib,
@@ -68,7 +70,8 @@ def engine_settings(
         enforce_eager=rollout.enforce_eager,
         logs=str(logs),
         engine_args=rollout.engine_args,
-        lora=lora_options(config) if adapters_alone else None,
+        adapter_rank=0 if lora is None else lora.rank,
+        adapter_targets=() if lora is None else lora.target_modules,
         images=image_options(config),
         fp8_weights=rollout.quantization is not None,
         fp8_cache=rollout.kv_cache_dtype is not None,
@@ -76,16 +79,17 @@ def engine_settings(
     return EngineSettings(
         model=config.actor.model,
         max_length=config.data.max_length,
-        num_slots=num_slots or engine_slots(config),
+        num_slots=num_slots,
         eos_token_ids=eos_token_ids,
         dtype=engine_dtype(config),
         num_threads=config.cluster.threads_per_process,
         trust_remote_code=config.trust_remote_code,
         fp32_head=rollout.fp32_head,
-        num_kept_prompts=KEPT_PROMPTS + engine_slots(config) - (num_slots or engine_slots(config)),
+        num_kept_prompts=engine_of(config).num_kept_prompts + all_slots - num_slots,
         keeps_cache=config.overlap.in_flight == "keep",
         is_deterministic=config.train.full_determinism,
-        vllm=vllm if rollout.engine == "vllm" else None,
+        engine=rollout.engine,
+        options=options,
     )
 
 
@@ -95,7 +99,7 @@ def judge_engine_settings(
     """Return the settings of the judge's engines. `logs`: the folder for their logs. `limit`: of their caches."""
     judge, engine = config.reward.judge, config.reward.judge.engine
     assert judge.model is not None
-    vllm = VllmSettings(
+    options = EngineOptions(
         tensor_parallel_size=engine.tensor_parallel_size,
         memory_share=engine.memory_share if limit is None else limit.share,
         cache_gib=None if limit is None else limit.gib,
@@ -113,13 +117,14 @@ def judge_engine_settings(
         num_threads=config.cluster.threads_per_process,
         trust_remote_code=config.trust_remote_code,
         is_deterministic=config.train.full_determinism,
-        vllm=vllm if engine.kind == "vllm" else None,
+        engine=engine.kind,
+        options=options,
     )
 
 
-def image_options(config: Config) -> vllm_engine.ImageOptions | None:
+def image_options(config: Config) -> ImageOptions | None:
     """Return bounds on the images of requests; None if no images were prepared for this config."""
     largest = largest_image(config)
     if config.data.image_key is None or not largest.exists():
         return None
-    return vllm_engine.ImageOptions(config.data.max_images_per_prompt, str(largest))
+    return ImageOptions(config.data.max_images_per_prompt, str(largest))

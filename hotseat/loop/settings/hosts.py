@@ -22,6 +22,7 @@ from hotseat.loop.workers.sight import HostImages
 from hotseat.loop.workers.simulation import SimulationSettings
 from hotseat.placement import Plan
 from hotseat.planning.config_plan import episodes_per_engine
+from hotseat.registry.engines import engine_entry
 from hotseat.rewards.addresses import bearer_token
 from hotseat.rewards.settings import graders_of, sandbox_of
 from hotseat.user_functions import absolute
@@ -101,7 +102,7 @@ def _host_images(config: Config, run_dir: Path | None) -> HostImages | None:
     """Return the settings of images that environments and programs show; None if none can."""
     if config.data.image_key is None or not has_agent(config):
         return None
-    options = image_options(config) if config.rollout.engine == "vllm" else None
+    options = image_options(config) if engine_entry(config.rollout.engine).is_sized_by_images else None
     of_data = image_folder(config)
     return HostImages(
         folder=str(of_data if run_dir is None else run_dir.absolute() / EPISODE_IMAGES),

@@ -13,6 +13,7 @@ from hotseat.config.resolved import critic_model
 from hotseat.config.roles import compares_with_reference, has_images, is_base_reference
 from hotseat.config.schema import OptimizerConfig
 from hotseat.loop.workers.reference import ReferenceSettings
+from hotseat.registry.backends import backend_entry
 from hotseat.train.backend import AdamW, LoraOptions, Muon, Precision, TrainOptions, ZeroOptions
 from hotseat.train.schedule import Schedule
 
@@ -43,6 +44,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         sequence_parallel_size=train.sequence_parallel_size,
         max_non_finite=train.max_skipped_steps,
         timeout_s=config.cluster.call_timeout_s,
+        backend=train.backend,
         zero=_zero(config, is_trained),
     )
 
@@ -107,7 +109,7 @@ def lora_options(config: Config) -> LoraOptions | None:
 
 def _zero(config: Config, is_trained: bool) -> ZeroOptions | None:
     zero = config.train.deepspeed
-    if config.train.backend != "deepspeed":
+    if not backend_entry(config.train.backend).has_zero_options:
         return None
     return ZeroOptions(
         stage=zero.zero_stage,

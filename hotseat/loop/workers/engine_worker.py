@@ -16,8 +16,9 @@ from hotseat.cluster.activity import activity
 from hotseat.errors import HotseatError, RunError
 from hotseat.loop.devices.memory import Held, held_here, release_cache_here
 from hotseat.loop.workers.engine_client import FailedRequest, SampledTokens
-from hotseat.loop.workers.engines import EngineSettings, make_engine
+from hotseat.loop.workers.engines import make_engine
 from hotseat.loop.workers.proof import Canary, WeightCheck
+from hotseat.rollout.kinds import EngineSettings
 from hotseat.types import Completion, Moved, Request
 from hotseat.weights import Bucket, Receiver
 
@@ -38,7 +39,7 @@ class EngineWorker:
     max_concurrency = 16  # a fetch waits; requests, health checks and weights must get through meanwhile
 
     def __init__(self, settings: EngineSettings):
-        with activity.doing("loading weights" if settings.vllm is None else "loading vLLM"):
+        with activity.doing(f"loading {settings.entry.title if settings.entry.compiles else 'weights'}"):
             self._engine = make_engine(settings, int(os.environ.get("RANK", "0")), activity.becomes)
         self._receiver = Receiver(self._engine)
         self._changed = threading.Condition()

@@ -1,0 +1,92 @@
+"""The rollout engines, and the facts by which other code decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """Facts about a rollout engine."""
+
+    name: str  # of `rollout.engine` and `reward.judge.engine.kind`
+    title: str  # in messages
+    kind: str  # "module:attribute" of its `rollout.kinds.EngineKind`
+    options: frozenset[str] = frozenset()  # that not every engine has, by their names in `rollout`
+    instead: Mapping[str, str] = field(default_factory=dict)  # what it does instead of having an option
+    memory_share: float | None = None  # of a device, which its cache fills; None: its cache is what its slots need
+    num_slots: int | None = None  # sequences at a time; None: as many as the option says
+    num_kept_prompts: int = 0  # of full length, kept beside its slots for requests that begin alike
+    offloads_on_cpu: bool = True
+    sees_simulators: bool = True  # it takes the images of simulators
+    is_sized_by_images: bool = False  # it starts with the largest image that requests may have
+    encodes_by_prompt: bool = False  # images of one prompt, or of small ones, at a time; else of all that a step begins
+    is_busy_per_sequence: bool = False  # on the host, in each step: small models leave their device idle
+    compiles: bool = False  # when it starts, which takes longer than other roles' starts
+    needs_bf16_units: tuple[str, ...] = ()  # machines on whose CPUs it cannot compute in bf16 without units for it
+
+    def without(self, option: str) -> str:
+        """Word why an option has no effect on this engine, behind `rollout.engine is`."""
+        if option in self.instead:
+            return f"{self.name}, which {self.instead[option]}"
+        return f"{self.name}; this is for {' or '.join(each.name for each in with_option(option))}"
+
+
+DEFAULT_ENGINE = "transformers"
+
+ENGINES: dict[str, EngineEntry] = {
+    entry.name: entry
+    for entry in (
+        EngineEntry(
+            "transformers",
+            "transformers",
+            "hotseat.rollout.transformers_engine:TransformersKind",
+            options=frozenset({"num_slots"}),
+            num_kept_prompts=8,
+            encodes_by_prompt=True,
+        ),
+        EngineEntry(
+            "vllm",
+            "vLLM",
+            "hotseat.rollout.vllm_kind:VllmKind",
+            options=frozenset(
+                {
+                    "memory_share",
+                    "prefix_caching",
+                    "enforce_eager",
+                    "engine_args",
+                    "quantization",
+                    "kv_cache_dtype",
+                    "lora_sync",
+                    "tensor_parallel_size",
+                }
+            ),
+            instead={"num_slots": "sizes its own batch"},
+            memory_share=0.9,
+            num_slots=512,  # the most that its CUDA graphs take
+            offloads_on_cpu=False,
+            sees_simulators=False,
+            is_sized_by_images=True,
+            is_busy_per_sequence=True,
+            compiles=True,
+            needs_bf16_units=("aarch64",),
+        ),
+    )
+}
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[tuple(ENGINES)]
+
+
+def engine_entry(name: str) -> EngineEntry:
+    """Return the entry of an engine."""
+    return ENGINES[name]
+
+
+def with_option(option: str) -> list[EngineEntry]:
+    """List the engines that have an option."""
+    return [entry for entry in ENGINES.values() if option in entry.options]
