@@ -35,6 +35,7 @@ LAYERS = (
         "vision",
         "cuda_ipc",
         "openrlhf_helpers",
+        "registry",
     ),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
@@ -47,6 +48,8 @@ ALLOWED_SIBLINGS = {
     ("faults", "errors"),
     ("files", "errors"),
     ("config", "words"),
+    ("config", "registry"),
+    ("registry", "errors"),
     ("vision", "errors"),
 }
 

@@ -22,7 +22,9 @@ The whole loss of a token is  correction · surrogate + β·KL − c_H·entropy 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +46,28 @@ class PolicyLoss:
     log_ratio: Tensor  # [num_tokens] detached, of the token itself, not clamped: −log_ratio estimates KL(old || new)
     clipped: Tensor  # [num_tokens] bool: the clip, lower or upper, holds this token back; cispo's bounds its weight
     dual_clipped: Tensor  # [num_tokens] bool: the dual clip does
+
+
+def call_policy_loss(
+    function: Callable[..., Any],
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    layout: TokenLayout,
+    *,
+    takes_mask: bool = False,
+    **options: Any,
+) -> PolicyLoss:
+    """Call a loss, built-in or a user's, and complete a plain tensor of losses by the ratios. [num_tokens] in and out.
+
+    takes_mask: the function takes the layout's mask instead of the layout.
+    """
+    result = function(log_probs, old_log_probs, advantages, layout.mask if takes_mask else layout, **options)
+    if isinstance(result, PolicyLoss):
+        return result
+    log_ratio = torch.where(layout.mask, log_probs - old_log_probs, 0.0).detach()
+    nothing = torch.zeros_like(layout.mask)
+    return PolicyLoss(result, log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp(), log_ratio, nothing, nothing)
 
 
 def ppo_loss(

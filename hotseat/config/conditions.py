@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from hotseat.config.resolved import correction_kind, divides_by_deviation, uses_k1_loss
 from hotseat.config.roles import (
     compares_with_reference,
-    discounts,
     has_agent,
     has_code_grader,
     has_critic,
@@ -33,6 +32,8 @@ from hotseat.config.roles import (
     is_on_actor,
     is_placed,
 )
+from hotseat.registry.estimators import estimator_entry, estimators_that
+from hotseat.registry.policy_losses import losses_that, policy_loss_entry
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
@@ -116,10 +117,12 @@ def _without_simulator(because: str) -> Condition:
 ENABLED = _is("enabled", True)
 
 # Models and roles
+_WITH_CRITIC = " or ".join(estimators_that("needs_critic"))
+_DISCOUNTING = estimators_that("discounts")
 CRITIC = Condition(
-    "algorithm.estimator is gae",
+    f"algorithm.estimator is {_WITH_CRITIC}",
     has_critic,
-    lambda c: f"algorithm.estimator is {c.algorithm.estimator}, which has no critic; only gae has one",
+    lambda c: f"algorithm.estimator is {c.algorithm.estimator}, which has no critic; only {_WITH_CRITIC} has one",
 )
 REFERENCE = Condition(
     "in rl algorithm.kl.coef or algorithm.distill_coef is above 0",
@@ -269,12 +272,14 @@ K1_LOSS = Condition(
     "algorithm.kl.estimator is not k1, or algorithm.kl.as_loss is false",
 )
 GAE = Condition(
-    "algorithm.estimator is gae", has_critic, lambda c: f"algorithm.estimator is {c.algorithm.estimator}, not gae"
+    CRITIC.words,
+    has_critic,
+    lambda c: f"algorithm.estimator is {c.algorithm.estimator}, not {_WITH_CRITIC}",
 )
 DISCOUNT = Condition(
-    "algorithm.estimator is gae or reinforce",
-    discounts,
-    lambda c: f"algorithm.estimator {c.algorithm.estimator} does not discount; gae and reinforce do",
+    f"algorithm.estimator is {' or '.join(_DISCOUNTING)}",
+    lambda c: estimator_entry(c.algorithm.estimator).discounts,
+    lambda c: f"algorithm.estimator {c.algorithm.estimator} does not discount; {' and '.join(_DISCOUNTING)} do",
 )
 DEVIATION = Condition(
     "advantages are divided by a deviation",
@@ -285,7 +290,13 @@ DEVIATION = Condition(
         else f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation"
     ),
 )
-DUAL_CLIP = _is("policy_loss", "ppo", "gspo", because=_THIS_IS_FOR)
+_WITH_DUAL_CLIP = losses_that("has_dual_clip")
+DUAL_CLIP = Beside(
+    "policy_loss",
+    lambda name: policy_loss_entry(name).has_dual_clip,
+    f"is {' or '.join(_WITH_DUAL_CLIP)}",
+    _THIS_IS_FOR.replace("{values}", " and ".join(_WITH_DUAL_CLIP)),
+)
 CORRECTION = Condition(
     "algorithm.correction.kind is not none",
     lambda c: correction_kind(c) != "none",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hotseat.registry.estimators import estimator_entry
+
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
-
-ESTIMATORS_WITH_GROUP = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
-ESTIMATORS_WITHOUT_GROUP = ("gae", "reinforce")
-ESTIMATORS_OVER_BATCH = ("gae", "reinforce", "reinforce_baseline")  # they normalise advantages over the batch
 
 
 def needs_siblings(config: Config) -> bool:
@@ -17,18 +15,12 @@ def needs_siblings(config: Config) -> bool:
 
     With a user's own estimator it cannot either, unless prompts have one sample each.
     """
-    if config.algorithm.estimator in ESTIMATORS_WITHOUT_GROUP:
-        return False
-    return config.algorithm.estimator in ESTIMATORS_WITH_GROUP or config.rollout.samples_per_prompt > 1
-
-
-def discounts(config: Config) -> bool:
-    """Return whether the estimator of advantages discounts later rewards."""
-    return config.algorithm.estimator in ("gae", "reinforce")
+    entry = estimator_entry(config.algorithm.estimator)
+    return entry.needs_group or (entry.compares_episodes and config.rollout.samples_per_prompt > 1)
 
 
 def has_critic(config: Config) -> bool:
-    return config.task == "rl" and config.algorithm.estimator == "gae"
+    return config.task == "rl" and estimator_entry(config.algorithm.estimator).needs_critic
 
 
 def has_reference(config: Config) -> bool:

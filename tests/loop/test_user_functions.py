@@ -11,6 +11,7 @@ from loop_cases import make_group, make_segment, rl_yaml, same, weights
 from safetensors.torch import load_file
 
 from hotseat.algorithms import Advantages, cispo_loss, compute_advantages, group_normalised
+from hotseat.algorithms.policy_loss import call_policy_loss
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import ConfigError, UserError
@@ -21,7 +22,7 @@ from hotseat.loop.setup.settings import policy_settings
 from hotseat.loop.state.saving import Saver
 from hotseat.loop.workers.experience import flatten, with_advantages
 from hotseat.loop.workers.losses import ADVANTAGES
-from hotseat.loop.workers.user_functions import absolute, own_function, own_policy_loss
+from hotseat.loop.workers.user_functions import absolute, own_function
 from hotseat.observe import read_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
@@ -133,7 +134,7 @@ def test_the_functions_of_the_docs_pass_the_trial_and_compute_what_they_say(writ
     batch = flatten([make_group(0, [1.0, 0.0])])
     log_probs, old = torch.linspace(-2, -1, batch.num_tokens), torch.linspace(-1, -2, batch.num_tokens)
     given = log_probs, old, torch.ones(batch.num_tokens)
-    mine = own_policy_loss(f"{file}:my_loss", *given, batch.layout, eps_low=1.0, eps_high=0.2)
+    mine = call_policy_loss(own_function(f"{file}:my_loss"), *given, batch.layout, eps_low=1.0, eps_high=0.2)
     # It is CISPO without a lower bound.
     built_in = cispo_loss(*given, batch.mask, eps_low=1.0, eps_high=0.2)
     assert torch.allclose(mine.loss, built_in.loss)

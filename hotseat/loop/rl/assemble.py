@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hotseat.config import Config
 from hotseat.config.resolved import overlap_queue
-from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy, has_simulator
+from hotseat.config.roles import has_accuracy, has_simulator
 from hotseat.loop.devices.memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.opening import ClusterContext
@@ -46,6 +46,7 @@ from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
 from hotseat.placement import GIB, Plan, shares_devices
+from hotseat.registry.estimators import estimator_entry
 
 
 def columns(config: Config) -> dict[str, str]:
@@ -250,7 +251,7 @@ def _routes(place: ClusterContext, groups: Groups) -> Routes:
 def _alarms(config: Config, journal: Journal) -> Alarms:
     return Alarms(
         journal.say,
-        has_groups=config.algorithm.estimator in ESTIMATORS_WITH_GROUP,
+        has_groups=estimator_entry(config.algorithm.estimator).needs_group,
         spike_factor=config.train.spike_factor,
         on_spike=config.train.on_spike,
     )

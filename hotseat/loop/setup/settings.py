@@ -54,6 +54,7 @@ from hotseat.loop.workers.simulation import SimulationSettings
 from hotseat.loop.workers.user_functions import absolute
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
+from hotseat.registry.estimators import estimator_entry
 from hotseat.rewards.addresses import bearer_token
 from hotseat.rollout import vllm_engine, vllm_versions
 from hotseat.train.backend import AdamW, LoraOptions, Muon, Precision, TrainOptions, ZeroOptions
@@ -400,7 +401,7 @@ def simulation_settings(config: Config) -> SimulationSettings:
         timeout_s=env.step_timeout_s,
         is_success_rewarded=env.reward == "success",
         # Groups compare whole episodes: their turns, which are of different worlds, have nothing in common.
-        has_turn_rewards=config.algorithm.estimator in ("gae", "reinforce"),
+        has_turn_rewards=estimator_entry(config.algorithm.estimator).places_turn_rewards,
         has_action_rewards=config.algorithm.time_step != "chunk",
         bootstraps=has_critic(config),
         images_for=config.actor.model if env.images else None,

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotseat.algorithms import PolicyLoss
 from hotseat.algorithms.advantages import call_estimator
+from hotseat.algorithms.policy_loss import call_policy_loss
 from hotseat.data.order import checked_choice
 from hotseat.errors import UserError
 from hotseat.types import TokenLayout
@@ -73,25 +73,6 @@ def own_function(name: str) -> Callable[..., Any]:
     return function
 
 
-def own_policy_loss(
-    name: str,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    layout: TokenLayout,
-    *,
-    eps_low: float,
-    eps_high: float,
-) -> PolicyLoss:
-    """Call a user's loss, and complete a plain tensor of losses by the ratios. [num_tokens] in and out."""
-    result = own_function(name)(log_probs, old_log_probs, advantages, layout, eps_low=eps_low, eps_high=eps_high)
-    if not isinstance(result, PolicyLoss):
-        log_ratio = torch.where(layout.mask, log_probs - old_log_probs, 0.0).detach()
-        nothing = torch.zeros_like(layout.mask)
-        result = PolicyLoss(result, log_ratio.clamp(-20, 20).exp(), log_ratio, nothing, nothing)
-    return result
-
-
 # --- the trial --------------------------------------------------------------------------------------------------------
 
 
@@ -104,11 +85,11 @@ def policy_loss_problem(name: str, *, eps_low: float, eps_high: float) -> str | 
 
     def call(tokens: int, part: TokenLayout) -> tuple[Tensor, Tensor]:
         log_probs = (old + shift)[:tokens].clone().requires_grad_()
-        clips = {"eps_low": eps_low, "eps_high": eps_high}
-        losses = own_policy_loss(name, log_probs, old[:tokens], advantages[:tokens], part, **clips).loss
-        return log_probs, losses
+        given = log_probs, old[:tokens], advantages[:tokens], part
+        return log_probs, call_policy_loss(function, *given, eps_low=eps_low, eps_high=eps_high).loss
 
     try:
+        function = own_function(name)
         log_probs, losses = call(layout.num_tokens, layout)
         problem = _tensor_problem(losses, layout.num_tokens, "token")
         if problem is not None:
