@@ -55,7 +55,7 @@ def _table(header, rows):
 def test_the_page_has_the_tables_of_estimators_and_losses():
     divisors = {None: "", "batch": "the step", "group": "the group"}
     estimators = _table(
-        "| estimator | in words | formula | source | samples of a prompt | critic | γ | normalised over | aggregation |",
+        "| estimator | in words | formula | source | samples | critic | γ | normalised over | aggregation |",
         (
             (
                 f"`{entry.name}`",
