@@ -34,6 +34,7 @@ from hotseat.config.roles import (
 )
 from hotseat.registry.estimators import estimator_entry, estimators_that
 from hotseat.registry.policy_losses import losses_that, policy_loss_entry
+from hotseat.registry.preference_losses import PREFERENCE_LOSSES, losses_with, preference_loss_entry
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
@@ -98,6 +99,16 @@ def _is(name: str, *values: Any, because: str = "{key} is {value}") -> Beside:
     return Beside(name, lambda value: value in values, f"is {' or '.join(words)}", because)
 
 
+def _names(option: str, holds: Callable[[str], bool], names: list[str]) -> Beside:
+    """Return the condition that an option has one of some names, of which a table knows."""
+    return Beside(option, holds, f"is {' or '.join(names)}", _THIS_IS_FOR.replace("{values}", " and ".join(names)))
+
+
+def _has_option(option: str) -> Beside:
+    """Return the condition that the loss of preferences has an option."""
+    return _names("loss", lambda name: option in preference_loss_entry(name).options, losses_with(option))
+
+
 def _is_set(name: str, so: str = "") -> Beside:
     return Beside(name, lambda value: value is not None, "is set", f"{{key}} is not set{so}")
 
@@ -130,7 +141,7 @@ REFERENCE = Condition(
     "algorithm.kl.coef is 0, so there is no reference model",
 )
 COMPARED = Condition(
-    "in dpo algorithm.dpo.loss is dpo or ipo",
+    f"in dpo algorithm.dpo.loss is {' or '.join(n for n, entry in PREFERENCE_LOSSES.items() if entry.has_reference)}",
     lambda c: c.task != "dpo" or compares_with_reference(c),
     lambda c: f"algorithm.dpo.loss {c.algorithm.dpo.loss} has no reference",
 )
@@ -290,13 +301,7 @@ DEVIATION = Condition(
         else f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation"
     ),
 )
-_WITH_DUAL_CLIP = losses_that("has_dual_clip")
-DUAL_CLIP = Beside(
-    "policy_loss",
-    lambda name: policy_loss_entry(name).has_dual_clip,
-    f"is {' or '.join(_WITH_DUAL_CLIP)}",
-    _THIS_IS_FOR.replace("{values}", " and ".join(_WITH_DUAL_CLIP)),
-)
+DUAL_CLIP = _names("policy_loss", lambda name: policy_loss_entry(name).has_dual_clip, losses_that("has_dual_clip"))
 CORRECTION = Condition(
     "algorithm.correction.kind is not none",
     lambda c: correction_kind(c) != "none",
@@ -314,8 +319,9 @@ CORRECTION_WEIGHTS = Condition(
 )
 REJECTION = _is_set("reject", ", so no answer is dropped")
 K1_REJECTION = _is("reject", "k1", because="{key} is not k1; the other divergences have no lower bound")
-DPO_LOSS, IPO_LOSS, SIMPO_LOSS = (_is("loss", name, because=_THIS_IS_FOR) for name in ("dpo", "ipo", "simpo"))
-NOT_ORPO = _is("loss", "dpo", "ipo", "simpo", because=_THIS_IS_FOR)
+LABEL_SMOOTHING, LENGTH_NORMALISED, TARGET_MARGIN, NLL = (
+    _has_option(option) for option in ("label_smoothing", "length_normalised", "gamma", "nll_coef")
+)
 
 # Training
 DEEPSPEED = _is("backend", "deepspeed")

@@ -12,6 +12,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from hotseat.registry.estimators import ESTIMATORS
 from hotseat.registry.policy_losses import POLICY_LOSSES
+from hotseat.registry.preference_losses import PREFERENCE_LOSSES
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,7 @@ class NameIn:
 
 EstimatorName = Annotated[str, NameIn(ESTIMATORS)]
 PolicyLossName = Annotated[str, NameIn(POLICY_LOSSES)]
+PreferenceLossName = Annotated[str, NameIn(PREFERENCE_LOSSES)]
 
 
 def tables_of(field: Any) -> list[Mapping[str, Any]]:

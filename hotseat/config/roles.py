@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hotseat.registry.estimators import estimator_entry
+from hotseat.registry.preference_losses import preference_loss_entry
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
@@ -32,7 +33,7 @@ def has_reference(config: Config) -> bool:
 
 def compares_with_reference(config: Config) -> bool:
     """Return whether the loss of preferences takes log-probs of a reference."""
-    return config.task == "dpo" and config.algorithm.dpo.loss in ("dpo", "ipo")
+    return config.task == "dpo" and preference_loss_entry(config.algorithm.dpo.loss).has_reference
 
 
 def is_base_reference(config: Config) -> bool:

@@ -17,9 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hotseat.config import conditions as when
 from hotseat.config.annotations import ALL, DPO, PAIRS, RL, RL_OR_DPO, RL_OR_SFT, RM, SFT, MayChange, TaskName, Tasks
-from hotseat.config.names import EstimatorName, PolicyLossName
+from hotseat.config.names import EstimatorName, PolicyLossName, PreferenceLossName
 from hotseat.registry.estimators import DEFAULT_ESTIMATOR
 from hotseat.registry.policy_losses import DEFAULT_POLICY_LOSS
+from hotseat.registry.preference_losses import DEFAULT_PREFERENCE_LOSS
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -619,17 +620,17 @@ class FilteringConfig(Section):
 
 
 class DpoConfig(Section):
-    loss: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
-    """Loss of a pair; `orpo` and `simpo` have no reference model."""
+    loss: PreferenceLossName = DEFAULT_PREFERENCE_LOSS
+    """Loss of a pair."""
     beta: AboveZero = 0.1
     """Scale of the implicit rewards; for ORPO the weight of the odds ratio, for SimPO usually 2."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), when.DPO_LOSS] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), when.LABEL_SMOOTHING] = 0.0
     """Share of flipped preferences to expect (cDPO)."""
-    length_normalised: Annotated[bool, when.IPO_LOSS] = False
+    length_normalised: Annotated[bool, when.LENGTH_NORMALISED] = False
     """IPO of log-probs per token, as in TRL; if false, of sums over each answer, as in OpenRLHF."""
-    gamma: Annotated[Amount, when.SIMPO_LOSS] = 0.5
+    gamma: Annotated[Amount, when.TARGET_MARGIN] = 0.5
     """SimPO's target margin between the rewards of the two answers."""
-    nll_coef: Annotated[Amount, when.NOT_ORPO] = 0.0
+    nll_coef: Annotated[Amount, when.NLL] = 0.0
     """Weight of the negative log-likelihood per token of the chosen answer; ORPO always has it."""
     precompute: Annotated[bool, when.COMPARED] = False
     """Compute the reference's log-probs once before training, and keep them on disk; if false, anew in every step."""

@@ -1,4 +1,4 @@
-"""The tables of estimators and policy losses, and one of each that is added to them from outside."""
+"""The tables of estimators, policy losses and losses of preferences, and one of each that is added from outside."""
 
 import ast
 from pathlib import Path
@@ -8,20 +8,24 @@ import torch
 from loop_cases import make_task, rl_yaml, same, weights
 
 import hotseat
-from hotseat.algorithms import compute_advantages, group_mean_centred, ppo_loss
+from hotseat.algorithms import PreferenceLoss, compute_advantages, group_mean_centred, ppo_loss
 from hotseat.cli.completion import keys
 from hotseat.cli.options_view import options
 from hotseat.config import loads
 from hotseat.config.checks import missing
+from hotseat.config.roles import compares_with_reference
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.start import start
+from hotseat.loop.workers.preferences import Answers, PreferenceSettings, preference_loss
 from hotseat.observe import read_lines
 from hotseat.registry.estimators import ESTIMATORS, EstimatorEntry, estimator_entry
 from hotseat.registry.policy_losses import POLICY_LOSSES, PolicyLossEntry, policy_loss_entry
+from hotseat.registry.preference_losses import PREFERENCE_LOSSES, PreferenceLossEntry, preference_loss_entry
 from hotseat.registry.table import load
 from hotseat.types import TokenLayout
 
 PACKAGE = Path(hotseat.__file__).parent
+TABLES = (ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES)
 
 # The estimators and the loss of the test: these functions and their entries are all that it takes.
 
@@ -38,11 +42,16 @@ def half_loss(log_probs, old_log_probs, advantages, layout, *, eps_low, eps_high
     return ppo_loss(log_probs, old_log_probs, 2 * advantages, layout.mask, eps_low=eps_low, eps_high=eps_high).loss
 
 
+def hinge(chosen, rejected, *, beta, gamma):
+    return PreferenceLoss((gamma - beta * (chosen - rejected)).relu(), beta * chosen, beta * rejected)
+
+
 ADDED = (
     EstimatorEntry("half", "Half of dr_grpo's.", "(r − mean) / 2", "none", compare=f"{__name__}:half"),
     EstimatorEntry("per_length", "By length.", "r / n", "", compare=f"{__name__}:per_length", compares_episodes=True),
 )
 LOSS = PolicyLossEntry("twice", "PPO's, twice.", "2 · ppo", "none", f"{__name__}:half_loss", has_dual_clip=True)
+HINGE = PreferenceLossEntry("hinge", "Hinge.", f"{__name__}:hinge", options=frozenset({"gamma"}))
 
 
 @pytest.fixture
@@ -50,6 +59,7 @@ def added(monkeypatch):
     for entry in ADDED:
         monkeypatch.setitem(ESTIMATORS, entry.name, entry)
     monkeypatch.setitem(POLICY_LOSSES, "twice", LOSS)
+    monkeypatch.setitem(PREFERENCE_LOSSES, "hinge", HINGE)
 
 
 def test_an_estimator_and_a_loss_are_a_function_and_an_entry_each(tmp_path, added):
@@ -91,16 +101,29 @@ def test_an_estimator_of_whole_episodes_gets_their_lengths(added):
     assert given.advantages.tolist() == [1, 2, 2, 2]
 
 
+def test_a_loss_of_preferences_is_a_function_and_an_entry(added):
+    config = loads("task: dpo\nalgorithm: {dpo: {loss: hinge, gamma: 2.0, beta: 0.5}}")
+    assert not compares_with_reference(config)
+    with pytest.raises(ConfigError, match=r"algorithm.dpo.loss is hinge; this is for dpo"):
+        loads("task: dpo\nalgorithm: {dpo: {loss: hinge, label_smoothing: 0.1}}")
+    # 2 - (-1 + 2) / 2 and 2 - 6 / 2, which is below 0
+    answers = Answers(torch.tensor([[-1.0, -2.0], [-1.0, -7.0]]), torch.ones(2, 2))
+    result = preference_loss(PreferenceSettings("hinge", 0.5, gamma=2.0), answers)
+    assert result.loss.tolist() == [1.5, 0]
+
+
 def test_a_name_that_no_table_has_is_an_error_with_the_nearest_one():
     with pytest.raises(UserError, match=r"no advantage estimator 'rlo': choose one of gae, .*; did you mean rloo\?"):
         estimator_entry("rlo")
     with pytest.raises(UserError, match=r"no policy loss 'x': choose one of ppo, gspo, cispo$"):
         policy_loss_entry("x")
+    with pytest.raises(UserError, match=r"no loss of preferences 'dop': .*; did you mean dpo\?"):
+        preference_loss_entry("dop")
 
 
 def test_entries_are_under_their_names_and_what_they_point_to_exists():
-    assert all(name == entry.name for table in (ESTIMATORS, POLICY_LOSSES) for name, entry in table.items())
-    estimators, losses = ESTIMATORS.values(), POLICY_LOSSES.values()
+    assert all(name == entry.name for table in TABLES for name, entry in table.items())
+    estimators, losses = ESTIMATORS.values(), (*POLICY_LOSSES.values(), *PREFERENCE_LOSSES.values())
     paths = [path for entry in estimators for path in (entry.compare, entry.returns) if path is not None]
     assert all(callable(load(path)) for path in (*paths, *(entry.function for entry in losses)))
 
@@ -110,8 +133,8 @@ HOMES = ("registry/", "cli/openrlhf/", "config/rlinf.py", "rlinf/")
 OTHERWISE = {"cli/new.py": {"ppo"}}
 
 
-def test_no_other_file_names_an_estimator_or_a_policy_loss():
-    names, found = ESTIMATORS.keys() | POLICY_LOSSES.keys(), {}
+def test_no_other_file_names_an_estimator_or_a_loss():
+    names, found = {name for table in TABLES for name in table} - {"dpo"}, {}  # which is a task, too
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(PACKAGE).as_posix()
         if not file.startswith(HOMES):
