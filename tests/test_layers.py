@@ -52,12 +52,13 @@ LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
 # Ground may lean on ground: the config raises our errors, in our words.
 ALLOWED_SIBLINGS = {
     ("config", "errors"),
-    ("config", "registry"),
     ("types", "errors"),
     ("types", "failed"),
     ("faults", "errors"),
     ("files", "errors"),
     ("config", "words"),
+    ("config", "registry"),
+    ("registry", "errors"),
     ("vision", "errors"),
     ("user_functions", "errors"),
 }

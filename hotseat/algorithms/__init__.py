@@ -6,9 +6,7 @@ did not sample is never read, so its value cannot reach a loss, an advantage or 
 """
 
 from hotseat.algorithms.advantages import (
-    ESTIMATORS,
     Advantages,
-    Estimator,
     Moments,
     TurnCredit,
     compute_advantages,
@@ -60,13 +58,11 @@ from hotseat.algorithms.time_steps import step_starts
 from hotseat.algorithms.value_loss import ValueLoss, value_loss
 
 __all__ = [
-    "ESTIMATORS",
     "AdaptiveKl",
     "Advantages",
     "Aggregation",
     "Correction",
     "CorrectionWeights",
-    "Estimator",
     "FixedKl",
     "KlEstimator",
     "Moments",

@@ -5,26 +5,16 @@ tokens' returns are their advantages; GAE uses a critic instead of a group. Time
 sampled, in order across the segments of an episode, or runs of them (`time_steps.py`). Tokens that the environment
 inserted are no time steps: nothing is discounted across them. (OpenRLHF discounts across them.)
 
-    gae                  Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t    Schulman et al. 2015
-    reinforce            G_t = Σ_k γ^k r_{t+k}                              REINFORCE++, Hu et al. 2025
-    reinforce_baseline   the same of r − mean(group)                        REINFORCE++-baseline, the same
-    group_norm           (r − mean) / (std + eps)                           GRPO, Shao et al. 2024
-    dr_grpo              r − mean                                           Dr. GRPO, Liu et al. 2025
-    rloo                 r − mean of the others                             RLOO, Ahmadian et al. 2024
-
-The first three are then normalised over all tokens of the batch, unless the caller decides that. Where turns have
-rewards, the last four compare what each turn is credited with: see `compute_advantages`, which does the whole
-computation. `ESTIMATORS` holds the properties of each.
+`registry/estimators.py` lists the estimators with their formulas. Where turns have rewards, what they compare is what
+each turn is credited with: see `compute_advantages`, which does the whole computation.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -35,6 +25,8 @@ from hotseat.algorithms._tokens import floating, sampled_only
 from hotseat.algorithms.shaping import clip_rewards
 from hotseat.algorithms.time_steps import steps_of_tokens, sum_per_step
 from hotseat.errors import RewardError, UserError
+from hotseat.registry.estimators import USER_ESTIMATOR, EstimatorEntry, estimator_entry, estimators_that
+from hotseat.registry.table import load
 from hotseat.types import TokenLayout
 
 # ---------------------------------------------------------------------------------------------- baselines per episode
@@ -50,13 +42,14 @@ def group_mean_centred(rewards: Tensor, groups: Tensor) -> Tensor:
     return _Groups(groups).centred(rewards)
 
 
-def group_normalised(rewards: Tensor, groups: Tensor, *, eps: float = 1e-9) -> Tensor:
-    """(r − mean) / (std + eps) with the sample standard deviation (n − 1): GRPO.
+def group_normalised(rewards: Tensor, groups: Tensor, *, eps: float = 1e-9, with_std: bool = True) -> Tensor:
+    """(r − mean) / (std + eps) with the sample standard deviation (n − 1): GRPO. r − mean without `with_std`.
 
     The eps is OpenRLHF's; verl has 1e-6, TRL 1e-4.
     """
     grouped = _Groups(groups)
-    return (grouped.centred(rewards) / (grouped.std(rewards) + eps)).to(floating(rewards).dtype)
+    centred = grouped.centred(rewards)
+    return (centred / (grouped.std(rewards) + eps)).to(centred.dtype) if with_std else centred
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -462,32 +455,6 @@ def normalise_globally(advantages: Tensor, mask: Tensor, *, with_std: bool = Tru
 
 
 @dataclass(frozen=True)
-class Estimator:
-    """Properties of an advantage estimator."""
-
-    baseline: Literal["mean", "leave_one_out"] | None  # of the group, subtracted from an episode's reward
-    normalisation: Literal["batch", "group"] | None  # divides by the standard deviation of the batch or the group
-    needs_critic: bool = False
-    uses_gamma: bool = False  # other estimators have γ = 1, as in OpenRLHF
-
-    @property
-    def needs_group(self) -> bool:
-        return self.baseline is not None
-
-
-ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
-    {
-        "gae": Estimator(baseline=None, normalisation="batch", needs_critic=True, uses_gamma=True),
-        "reinforce": Estimator(baseline=None, normalisation="batch", uses_gamma=True),
-        "reinforce_baseline": Estimator(baseline="mean", normalisation="batch"),
-        "group_norm": Estimator(baseline="mean", normalisation="group"),
-        "dr_grpo": Estimator(baseline="mean", normalisation=None),
-        "rloo": Estimator(baseline="leave_one_out", normalisation=None),
-    }
-)
-
-
-@dataclass(frozen=True)
 class Advantages:
     """Advantages and returns per token, detached, 0 where the policy did not sample."""
 
@@ -520,12 +487,12 @@ def compute_advantages(
     bootstrap: Tensor | None = None,
     add_up: Callable[[Moments], Moments] = lambda local: local,
 ) -> Advantages:
-    """Compute advantages and returns of every token by one of `ESTIMATORS`, or by a function.
+    """Compute advantages and returns of every token by an estimator of the table, or by a function.
 
     The order is: baseline, clipping to `reward_clip`, placing on tokens with −kl_coefficient·kl, returns or GAE,
     normalisation. `rewards` and `groups` are [num_episodes]; `values` (for gae) and `kl` are [num_tokens]; turn
     rewards are as in `place_rewards`. `divide_by_std=False` is OpenRLHF's no_advantage_std_norm: no estimator divides
-    by a standard deviation then. `over_batch`: whether advantages are normalised over the batch; None: as `ESTIMATORS`
+    by a standard deviation then. `over_batch`: whether advantages are normalised over the batch; None: as the table
     says.
 
     With several ranks, each has whole groups, and `add_up` turns this rank's moments into the sum over all.
@@ -551,17 +518,19 @@ def compute_advantages(
 
     A function takes the place of the baseline: see `call_estimator`. It compares whole episodes, by their totals.
     """
-    own = None if isinstance(estimator, str) else estimator
-    facts = Estimator(baseline=None, normalisation=None) if own else _estimator(str(estimator), gamma, lam)
+    facts = _facts(estimator, gamma, lam)
+    function = _comparison(estimator, facts)
     rewards = floating(rewards).to(layout.mask.device)
     alive = layout.sampled_per_episode > 0
     _refuse_failed("episode", torch.where(alive, rewards, 0.0))
-    if turn_credit == "own" and not allows_own_turns(estimator):
-        shown = "of your own" if own else estimator
+    if turn_credit == "own" and not facts.credits_own_turns:
+        shown = estimator if isinstance(estimator, str) else "of your own"
         raise UserError(
             f"estimator {shown!r} cannot credit turns with their own rewards alone: use"
-            f" {', '.join(name for name in ESTIMATORS if allows_own_turns(name))}, or turn_credit to_go"
+            f" {', '.join(estimators_that('credits_own_turns'))}, or turn_credit to_go"
         )
+    if function is not None and groups is None:
+        raise UserError(f"estimator {estimator!r} compares an episode with its group: pass groups")
     if turn_rewards is not None:
         turn_rewards = turn_rewards.to(layout.mask.device)
         turns = _turns(layout, turn_rewards, turns)
@@ -570,24 +539,23 @@ def compute_advantages(
             totals = rewards.double().index_add(0, layout.token_episode[turns], turn_rewards.double())
         parts = rewards.double().abs().index_add(0, layout.token_episode[turns], turn_rewards.double().abs())
         totals = _without_rounding(totals, parts).to(rewards)
-        if turn_credit == "sum" or own is not None:
+        if turn_credit == "sum" or facts.compares_episodes:
             rewards, turn_rewards = totals, None
-    if own is not None:
-        assert groups is not None
-        rewards = _own_advantages(own, layout, rewards, groups.to(rewards.device), log_probs)
     clip = partial(clip_rewards, low=reward_clip[0], high=reward_clip[1]) if reward_clip else floating
     credits = None  # [num_sampled]
-    if facts.needs_group:
-        if groups is None:
-            raise UserError(f"estimator {estimator!r} compares an episode with its group: pass groups")
-        std_eps = eps if facts.normalisation == "group" and divide_by_std else None
-        compare = _Comparison(facts.baseline, std_eps, groups.to(rewards.device), alive, rewards.dtype)
-        if turn_rewards is None or turns is None:
+    if function is not None and groups is not None:
+        divides = facts.normalisation == "group" and divide_by_std
+        if facts.normalisation == "group":
+            function = partial(function, eps=eps, with_std=divide_by_std)
+        compare = _Comparison(function, groups.to(rewards.device), alive, rewards.dtype)
+        if facts.compares_episodes:
+            rewards = _compared_episodes(function, layout, rewards, compare.groups, log_probs)
+        elif turn_rewards is None or turns is None:
             rewards = compare(rewards.unsqueeze(1)).squeeze(1)
         else:
             assert totals is not None
             table = _TurnTable(layout, rewards, totals, turn_rewards, turns)
-            credits = table.credits(compare, clip, clips_sums=std_eps is not None, credit=turn_credit, starts=starts)
+            credits = table.credits(compare, clip, clips_sums=divides, credit=turn_credit, starts=starts)
             rewards, turn_rewards = torch.zeros_like(rewards), None
     token_rewards = place_rewards(
         layout,
@@ -597,14 +565,15 @@ def compute_advantages(
         kl=kl,
         kl_coefficient=kl_coefficient,
     )
+    returns_of = load(facts.returns)
     if facts.needs_critic:
         if values is None:
             raise UserError(f"estimator {estimator!r} needs a critic: pass its values, or choose one without")
-        advantages, returns = gae(
+        advantages, returns = returns_of(
             layout, token_rewards, values, gamma=gamma, lam=lam, starts=starts, bootstrap=bootstrap
         )
     else:
-        advantages = discounted_returns(layout, token_rewards, gamma=gamma, starts=starts)
+        advantages = returns_of(layout, token_rewards, gamma=gamma, starts=starts)
         if credits is not None:
             if turn_credit == "own":
                 advantages = within_turns(layout, advantages, _ends_of_steps(layout, turns, starts))
@@ -616,16 +585,12 @@ def compute_advantages(
     return Advantages(advantages, returns)
 
 
-def allows_own_turns(estimator: str | Callable[..., Tensor]) -> bool:
-    """Tell whether an estimator can credit each turn with its own reward alone: it compares groups, undiscounted."""
-    facts = ESTIMATORS.get(estimator) if isinstance(estimator, str) else None
-    return facts is not None and facts.needs_group and not facts.uses_gamma
-
-
 def call_estimator(
     function: Callable[..., Tensor], rewards: Tensor, groups: Tensor, lengths: Tensor, log_probs: Tensor | None
 ) -> Tensor:
-    """Call a user's estimator: [num_episodes] in and out. What it returns takes the place of rewards less a baseline.
+    """Call an estimator of whole episodes, such as a user's. [num_episodes] in and out.
+
+    What it returns takes the place of rewards less a baseline.
 
     It gets `rewards` and `groups` by position, and by keyword those of the following that its parameters name:
 
@@ -645,10 +610,10 @@ def call_estimator(
     return function(rewards, groups, **named)
 
 
-def _own_advantages(
+def _compared_episodes(
     function: Callable[..., Tensor], layout: TokenLayout, rewards: Tensor, groups: Tensor, log_probs: Tensor | None
 ) -> Tensor:
-    """Return what a user's function makes of the rewards of episodes with sampled tokens; 0 for other episodes."""
+    """Return what `call_estimator` makes of the rewards of episodes with sampled tokens; 0 for other episodes."""
     lengths = layout.sampled_per_episode
     alive = lengths > 0
     if not alive.any():
@@ -665,18 +630,24 @@ def _own_advantages(
     return torch.zeros_like(rewards).masked_scatter(alive, compared.to(rewards))
 
 
-def _estimator(name: str, gamma: float, lam: float) -> Estimator:
-    if name not in ESTIMATORS:
-        near = get_close_matches(name, ESTIMATORS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"advantage estimator {name!r} is not known: {hint}use one of {', '.join(ESTIMATORS)}")
-    facts = ESTIMATORS[name]
-    if gamma != 1 and not facts.uses_gamma:
-        with_gamma = " or ".join(other for other, its in ESTIMATORS.items() if its.uses_gamma)
-        raise UserError(f"gamma {gamma} has no effect with estimator {name!r}: set it to 1, or use {with_gamma}")
+def _facts(estimator: str | Callable[..., Tensor], gamma: float, lam: float) -> EstimatorEntry:
+    if not isinstance(estimator, str):
+        return USER_ESTIMATOR
+    facts = estimator_entry(estimator)
+    if gamma != 1 and not facts.discounts:
+        others = " or ".join(estimators_that("discounts"))
+        raise UserError(f"gamma {gamma} has no effect with estimator {estimator!r}: set it to 1, or use {others}")
     if lam != 1 and not facts.needs_critic:
-        raise UserError(f"lambda {lam} has no effect with estimator {name!r}: set it to 1, or use gae")
+        others = " or ".join(estimators_that("needs_critic"))
+        raise UserError(f"lambda {lam} has no effect with estimator {estimator!r}: set it to 1, or use {others}")
     return facts
+
+
+def _comparison(estimator: str | Callable[..., Tensor], facts: EstimatorEntry) -> Callable[..., Tensor] | None:
+    """Return the function that compares rewards with those of their group; None: they are not compared."""
+    if not isinstance(estimator, str):
+        return estimator
+    return None if facts.compare is None else load(facts.compare)
 
 
 def _refuse_failed(whose: str, rewards: Tensor) -> None:
@@ -691,22 +662,14 @@ def _refuse_failed(whose: str, rewards: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Subtracts from each column of a table, [num_episodes, columns], the baseline of the group; 0 for empty episodes.
+    """Compares each column of a table, [num_episodes, columns], with its group; 0 for empty episodes."""
 
-    std_eps: the differences are also divided by the column's deviation in the group, plus this; None: they are not.
-    """
-
-    baseline: Literal["mean", "leave_one_out"] | None
-    std_eps: float | None
+    function: Callable[..., Tensor]
     groups: Tensor  # [num_episodes]
     alive: Tensor  # [num_episodes] bool: has a sampled token
     dtype: torch.dtype  # of rewards: sums are rounded to it, so that sums in another order are equal
 
     def __call__(self, table: Tensor) -> Tensor:
-        grouped, alive = _Groups(self.groups[self.alive]), table.to(self.dtype)[self.alive]
-        compared = grouped.minus_siblings(alive) if self.baseline == "leave_one_out" else grouped.centred(alive)
-        if self.std_eps is not None:
-            compared = (compared / (grouped.std(alive) + self.std_eps)).to(self.dtype)
         result = torch.zeros_like(table, dtype=self.dtype)
-        result[self.alive] = compared
+        result[self.alive] = self.function(table.to(self.dtype)[self.alive], self.groups[self.alive])
         return result

@@ -55,11 +55,14 @@ def call_policy_loss(
     advantages: Tensor,
     layout: TokenLayout,
     *,
-    eps_low: float,
-    eps_high: float,
+    takes_mask: bool = False,
+    **options: Any,
 ) -> PolicyLoss:
-    """Call a user's loss, and complete a plain tensor of losses by the ratios. [num_tokens] in and out."""
-    result = function(log_probs, old_log_probs, advantages, layout, eps_low=eps_low, eps_high=eps_high)
+    """Call a loss, built-in or a user's, and complete a plain tensor of losses by the ratios. [num_tokens] in and out.
+
+    takes_mask: the function takes the layout's mask instead of the layout.
+    """
+    result = function(log_probs, old_log_probs, advantages, layout.mask if takes_mask else layout, **options)
     if isinstance(result, PolicyLoss):
         return result
     log_ratio = torch.where(layout.mask, log_probs - old_log_probs, 0.0).detach()

@@ -42,9 +42,8 @@ def policy_loss_problem(name: str, *, eps_low: float, eps_high: float) -> str | 
 
     def call(tokens: int, part: TokenLayout) -> tuple[Tensor, Tensor]:
         log_probs = (old + shift)[:tokens].clone().requires_grad_()
-        clips = {"eps_low": eps_low, "eps_high": eps_high}
-        losses = call_policy_loss(function, log_probs, old[:tokens], advantages[:tokens], part, **clips).loss
-        return log_probs, losses
+        arguments = log_probs, old[:tokens], advantages[:tokens], part
+        return log_probs, call_policy_loss(function, *arguments, eps_low=eps_low, eps_high=eps_high).loss
 
     try:
         function = own_function(name)

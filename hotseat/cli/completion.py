@@ -90,9 +90,10 @@ def script(shell: str) -> str:
 def keys() -> dict[str, tuple[str, ...]]:
     """Return the keys of the config tree with the words that each accepts; none for numbers and free text."""
     from hotseat.config.load import fields_of
+    from hotseat.config.names import names_of
     from hotseat.config.schema import Config
 
-    return {key: tuple(_words(info.annotation)) for key, info in fields_of(Config)}
+    return {key: (*names_of(info), *_words(info.annotation)) for key, info in fields_of(Config)}
 
 
 def _source(name: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 from hotseat.config.annotations import ALL
 from hotseat.config.load import fields_of
+from hotseat.config.names import NameIn, tables_of
 from hotseat.config.schema import Config, conditions_of, tasks_of
 from hotseat.config.unsupported import UNBUILT
 from hotseat.errors import UserError
@@ -59,9 +60,9 @@ def options(section: str) -> list[dict[str, Any]]:
     return [
         {
             "key": key,
-            "takes": _words(info.annotation),
+            "takes": _takes(info),
             "default": list(info.default) if isinstance(info.default, tuple) else info.default,
-            "meaning": info.description,
+            "meaning": _meaning(info),
             "tasks": list(tasks_of(key)),
             "if": list(dict.fromkeys(condition.words_at(at) for at, condition in conditions_of(key))),
             "unsupported": _not_built(key),
@@ -83,6 +84,19 @@ def _not_built(key: str) -> str | None:
 def _as_yaml(value: Any) -> str:
     """Format a default as YAML."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _meaning(info: Any) -> str:
+    """Describe a field, and each of the names that it takes."""
+    names = (f"{name}: {entry.summary}" for table in tables_of(info) for name, entry in table.items())
+    return " ".join([info.description, *names])
+
+
+def _takes(info: Any) -> str:
+    """Describe the values of a field in words."""
+    names = [name for table in tables_of(info) for name in table]
+    others = [] if any(isinstance(mark, NameIn) for mark in info.metadata) else [_words(info.annotation)]
+    return " | ".join([*names, *others])
 
 
 def _words(annotation: Any) -> str:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from hotseat.config.resolved import correction_kind, divides_by_deviation, uses_k1_loss
 from hotseat.config.roles import (
     compares_with_reference,
-    discounts,
     has_agent,
     has_code_grader,
     has_critic,
@@ -35,6 +34,9 @@ from hotseat.config.roles import (
 )
 from hotseat.registry.backends import BACKENDS, backend_entry
 from hotseat.registry.engines import engine_entry, with_option
+from hotseat.registry.estimators import estimator_entry, estimators_that
+from hotseat.registry.policy_losses import losses_that, policy_loss_entry
+from hotseat.registry.preference_losses import PREFERENCE_LOSSES, losses_with, preference_loss_entry
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
@@ -100,6 +102,16 @@ def _is(name: str, *values: Any, because: str = "{key} is {value}") -> Beside:
     return Beside(name, lambda value: value in values, f"is {' or '.join(words)}", because)
 
 
+def _names(option: str, holds: Callable[[str], bool], names: list[str]) -> Beside:
+    """Return the condition that an option has one of some names, of which a table knows."""
+    return Beside(option, holds, f"is {' or '.join(names)}", _THIS_IS_FOR.replace("{values}", " and ".join(names)))
+
+
+def _has_option(option: str) -> Beside:
+    """Return the condition that the loss of preferences has an option."""
+    return _names("loss", lambda name: option in preference_loss_entry(name).options, losses_with(option))
+
+
 def _is_set(name: str, so: str = "") -> Beside:
     return Beside(name, lambda value: value is not None, "is set", f"{{key}} is not set{so}")
 
@@ -129,10 +141,12 @@ def _without_simulator(because: str) -> Condition:
 ENABLED = _is("enabled", True)
 
 # Models and roles
+_WITH_CRITIC = " or ".join(estimators_that("needs_critic"))
+_DISCOUNTING = estimators_that("discounts")
 CRITIC = Condition(
-    "algorithm.estimator is gae",
+    f"algorithm.estimator is {_WITH_CRITIC}",
     has_critic,
-    lambda c: f"algorithm.estimator is {c.algorithm.estimator}, which has no critic; only gae has one",
+    lambda c: f"algorithm.estimator is {c.algorithm.estimator}, which has no critic; only {_WITH_CRITIC} has one",
 )
 REFERENCE = Condition(
     "in rl algorithm.kl.coef or algorithm.distill_coef is above 0",
@@ -140,7 +154,7 @@ REFERENCE = Condition(
     "algorithm.kl.coef is 0, so there is no reference model",
 )
 COMPARED = Condition(
-    "in dpo algorithm.dpo.loss is dpo or ipo",
+    f"in dpo algorithm.dpo.loss is {' or '.join(n for n, entry in PREFERENCE_LOSSES.items() if entry.has_reference)}",
     lambda c: c.task != "dpo" or compares_with_reference(c),
     lambda c: f"algorithm.dpo.loss {c.algorithm.dpo.loss} has no reference",
 )
@@ -278,12 +292,14 @@ K1_LOSS = Condition(
     "algorithm.kl.estimator is not k1, or algorithm.kl.as_loss is false",
 )
 GAE = Condition(
-    "algorithm.estimator is gae", has_critic, lambda c: f"algorithm.estimator is {c.algorithm.estimator}, not gae"
+    CRITIC.words,
+    has_critic,
+    lambda c: f"algorithm.estimator is {c.algorithm.estimator}, not {_WITH_CRITIC}",
 )
 DISCOUNT = Condition(
-    "algorithm.estimator is gae or reinforce",
-    discounts,
-    lambda c: f"algorithm.estimator {c.algorithm.estimator} does not discount; gae and reinforce do",
+    f"algorithm.estimator is {' or '.join(_DISCOUNTING)}",
+    lambda c: estimator_entry(c.algorithm.estimator).discounts,
+    lambda c: f"algorithm.estimator {c.algorithm.estimator} does not discount; {' and '.join(_DISCOUNTING)} do",
 )
 DEVIATION = Condition(
     "advantages are divided by a deviation",
@@ -294,7 +310,7 @@ DEVIATION = Condition(
         else f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation"
     ),
 )
-DUAL_CLIP = _is("policy_loss", "ppo", "gspo", because=_THIS_IS_FOR)
+DUAL_CLIP = _names("policy_loss", lambda name: policy_loss_entry(name).has_dual_clip, losses_that("has_dual_clip"))
 CORRECTION = Condition(
     "algorithm.correction.kind is not none",
     lambda c: correction_kind(c) != "none",
@@ -312,8 +328,9 @@ CORRECTION_WEIGHTS = Condition(
 )
 REJECTION = _is_set("reject", ", so no answer is dropped")
 K1_REJECTION = _is("reject", "k1", because="{key} is not k1; the other divergences have no lower bound")
-DPO_LOSS, IPO_LOSS, SIMPO_LOSS = (_is("loss", name, because=_THIS_IS_FOR) for name in ("dpo", "ipo", "simpo"))
-NOT_ORPO = _is("loss", "dpo", "ipo", "simpo", because=_THIS_IS_FOR)
+LABEL_SMOOTHING, LENGTH_NORMALISED, TARGET_MARGIN, NLL = (
+    _has_option(option) for option in ("label_smoothing", "length_normalised", "gamma", "nll_coef")
+)
 
 # Training
 ZERO = Beside(

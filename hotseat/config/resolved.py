@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from hotseat.config.roles import ESTIMATORS_OVER_BATCH, has_agent, has_simulator
+from hotseat.config.roles import has_agent, has_simulator
+from hotseat.registry.estimators import estimator_entry
+from hotseat.registry.policy_losses import Aggregation, losses_that, policy_loss_entry
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
 
-Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 CorrectionKind = Literal["none", "tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "rollout-ratio"]
 Step = Literal["token", "action", "chunk"]
@@ -30,10 +31,14 @@ def critic_model(config: Config) -> str:
 
 
 def own_aggregation(config: Config) -> Aggregation:
-    """Return the aggregation that the policy loss and the estimator have in their papers."""
-    if config.algorithm.policy_loss == "gspo":
-        return "sequence_mean"
-    return "constant" if config.algorithm.estimator == "dr_grpo" else "token_mean"
+    """Return the aggregation that the policy loss and the estimator have in their papers.
+
+    That of a loss with a ratio per episode comes first, then that of the estimator.
+    """
+    loss, estimator = policy_loss_entry(config.algorithm.policy_loss), estimator_entry(config.algorithm.estimator)
+    if loss.has_episode_ratio and loss.aggregation is not None:
+        return loss.aggregation
+    return estimator.aggregation or loss.aggregation or "token_mean"
 
 
 def aggregation(config: Config) -> Aggregation:
@@ -43,13 +48,13 @@ def aggregation(config: Config) -> Aggregation:
 
 def is_batch_normalised(config: Config) -> bool:
     """Return whether advantages are normalised over all tokens of a step."""
-    algorithm = config.algorithm
-    return algorithm.estimator in ESTIMATORS_OVER_BATCH if algorithm.batch_norm is None else algorithm.batch_norm
+    normalises = estimator_entry(config.algorithm.estimator).normalisation == "batch"
+    return normalises if config.algorithm.batch_norm is None else config.algorithm.batch_norm
 
 
 def divides_by_deviation(config: Config) -> bool:
     """Return whether advantages are divided by a deviation: that of the step, or that of their group."""
-    return is_batch_normalised(config) or config.algorithm.estimator == "group_norm"
+    return is_batch_normalised(config) or estimator_entry(config.algorithm.estimator).normalisation == "group"
 
 
 def kl_estimator(config: Config) -> KlEstimator:
@@ -80,7 +85,7 @@ def correction_kind(config: Config) -> CorrectionKind:
         return config.algorithm.correction.kind
     if config.overlap.staleness == 0 and not samples_in_8_bits(config):
         return "none"
-    return "rollout-ratio" if config.algorithm.policy_loss == "gspo" else "tis"
+    return "rollout-ratio" if policy_loss_entry(config.algorithm.policy_loss).has_episode_ratio else "tis"
 
 
 def uses_k1_loss(config: Config) -> bool:
@@ -152,20 +157,22 @@ def resolved_notes(config: Config) -> list[str]:
     if config.task != "rl":
         return []
     algorithm, notes = config.algorithm, []
+    loss, estimator = policy_loss_entry(algorithm.policy_loss), estimator_entry(algorithm.estimator)
     used, own = aggregation(config), own_aggregation(config)
     if used != own:
-        whose = algorithm.estimator if own == "constant" else algorithm.policy_loss
+        whose = algorithm.estimator if own == estimator.aggregation else algorithm.policy_loss
         notes.append(f"algorithm.aggregation is {used}; {whose}'s own is {own}, which is used if it is unset")
-    if algorithm.aggregation is None and used == "constant" and algorithm.policy_loss != "ppo":
-        of_loss = "; cispo's paper has token_mean" if algorithm.policy_loss == "cispo" else ""
+    if algorithm.aggregation is None and loss.aggregation not in (None, used):
+        of_loss = f"; {loss.name}'s paper has {loss.aggregation}" if loss.source else ""
+        others = " and ".join(losses_that("has_episode_ratio"))
         notes.append(
             f"algorithm.aggregation is unset and {used}, which is that of algorithm.estimator {algorithm.estimator}"
-            f" with any policy_loss but gspo{of_loss}: set algorithm.aggregation to choose another"
+            f" with any policy_loss but {others}{of_loss}: set algorithm.aggregation to choose another"
         )
-    if algorithm.policy_loss == "cispo" and algorithm.clip_low < 1:
+    if not loss.has_lower_bound and algorithm.clip_low < 1:
         notes.append(
-            f"algorithm.clip_low is {algorithm.clip_low:g}: cispo's weights are at least {1 - algorithm.clip_low:g};"
-            " the paper's have no lower bound, which is clip_low 1"
+            f"algorithm.clip_low is {algorithm.clip_low:g}: {loss.name}'s weights are at least"
+            f" {1 - algorithm.clip_low:g}; the paper's have no lower bound, which is clip_low 1"
         )
     if uses_k1_loss(config):
         notes.append(

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from hotseat.registry.estimators import estimator_entry
+from hotseat.registry.preference_losses import preference_loss_entry
 from hotseat.registry.roles import RoleName, role_entry
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
-
-ESTIMATORS_WITH_GROUP = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
-ESTIMATORS_WITHOUT_GROUP = ("gae", "reinforce")
-ESTIMATORS_OVER_BATCH = ("gae", "reinforce", "reinforce_baseline")  # they normalise advantages over the batch
 
 
 def needs_siblings(config: Config) -> bool:
@@ -20,18 +18,12 @@ def needs_siblings(config: Config) -> bool:
 
     With a user's own estimator it cannot either, unless prompts have one sample each.
     """
-    if config.algorithm.estimator in ESTIMATORS_WITHOUT_GROUP:
-        return False
-    return config.algorithm.estimator in ESTIMATORS_WITH_GROUP or config.rollout.samples_per_prompt > 1
-
-
-def discounts(config: Config) -> bool:
-    """Return whether the estimator of advantages discounts later rewards."""
-    return config.algorithm.estimator in ("gae", "reinforce")
+    entry = estimator_entry(config.algorithm.estimator)
+    return entry.needs_group or (entry.compares_episodes and config.rollout.samples_per_prompt > 1)
 
 
 def has_critic(config: Config) -> bool:
-    return config.task == "rl" and config.algorithm.estimator == "gae"
+    return config.task == "rl" and estimator_entry(config.algorithm.estimator).needs_critic
 
 
 def has_reference(config: Config) -> bool:
@@ -43,7 +35,7 @@ def has_reference(config: Config) -> bool:
 
 def compares_with_reference(config: Config) -> bool:
     """Return whether the loss of preferences takes log-probs of a reference."""
-    return config.task == "dpo" and config.algorithm.dpo.loss in ("dpo", "ipo")
+    return config.task == "dpo" and preference_loss_entry(config.algorithm.dpo.loss).has_reference
 
 
 def is_base_reference(config: Config) -> bool:

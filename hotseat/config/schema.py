@@ -17,8 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hotseat.config import conditions as when
 from hotseat.config.annotations import ALL, DPO, PAIRS, RL, RL_OR_DPO, RL_OR_SFT, RM, SFT, MayChange, TaskName, Tasks
+from hotseat.config.names import EstimatorName, PolicyLossName, PreferenceLossName
 from hotseat.registry.backends import DEFAULT_BACKEND, BackendName, backend_entry
 from hotseat.registry.engines import DEFAULT_ENGINE, EngineName
+from hotseat.registry.estimators import DEFAULT_ESTIMATOR
+from hotseat.registry.policy_losses import DEFAULT_POLICY_LOSS
+from hotseat.registry.preference_losses import DEFAULT_PREFERENCE_LOSS
 from hotseat.registry.roles import RoleName
 
 Positive = Annotated[int, Field(gt=0)]
@@ -620,17 +624,17 @@ class FilteringConfig(Section):
 
 
 class DpoConfig(Section):
-    loss: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
-    """Loss of a pair; `orpo` and `simpo` have no reference model."""
+    loss: PreferenceLossName = DEFAULT_PREFERENCE_LOSS
+    """Loss of a pair."""
     beta: AboveZero = 0.1
     """Scale of the implicit rewards; for ORPO the weight of the odds ratio, for SimPO usually 2."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), when.DPO_LOSS] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), when.LABEL_SMOOTHING] = 0.0
     """Share of flipped preferences to expect (cDPO)."""
-    length_normalised: Annotated[bool, when.IPO_LOSS] = False
+    length_normalised: Annotated[bool, when.LENGTH_NORMALISED] = False
     """IPO of log-probs per token, as in TRL; if false, of sums over each answer, as in OpenRLHF."""
-    gamma: Annotated[Amount, when.SIMPO_LOSS] = 0.5
+    gamma: Annotated[Amount, when.TARGET_MARGIN] = 0.5
     """SimPO's target margin between the rewards of the two answers."""
-    nll_coef: Annotated[Amount, when.NOT_ORPO] = 0.0
+    nll_coef: Annotated[Amount, when.NLL] = 0.0
     """Weight of the negative log-likelihood per token of the chosen answer; ORPO always has it."""
     precompute: Annotated[bool, when.COMPARED] = False
     """Compute the reference's log-probs once before training, and keep them on disk; if false, anew in every step."""
@@ -646,26 +650,24 @@ class RewardModellingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    estimator: Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"] | FunctionPath = (
-        "group_norm"
-    )
-    """Advantage estimator, or your own, `my.py:function`; `gae` is PPO and brings a critic."""
+    estimator: EstimatorName | FunctionPath = DEFAULT_ESTIMATOR
+    """Advantage estimator, or your own, `my.py:function`."""
     time_step: Literal["token", "action", "chunk"] = "token"
     """Step of time of gae and of the ratio: a token, an action of a simulator, or a chunk of actions (or turn)."""
     ratio_step: Literal["token", "action", "chunk"] | None = None
-    """Tokens that share a ratio of policy_loss ppo, no more than `time_step`; unset is `time_step`."""
+    """Tokens that share a ratio, where the policy loss allows it, no more than `time_step`; unset is `time_step`."""
     turn_credit: Annotated[Literal["to_go", "own", "sum"], when.AGENT] = "to_go"
     """What a turn is credited with where agents reward turns: its reward and later ones, its own alone, or the sum."""
     gamma: Annotated[Fraction, when.DISCOUNT] = 1.0
-    """Discount per step of time (gae and reinforce)."""
+    """Discount per step of time, for estimators that discount."""
     gae_lambda: Annotated[Fraction, when.GAE] = 1.0
     """GAE's lambda."""
     std_norm: Annotated[bool, when.DEVIATION] = True
     """Divide advantages by their deviation, where the estimator does."""
     batch_norm: bool | None = None
-    """Normalise advantages over all tokens of a step; unset: for gae, reinforce and reinforce_baseline."""
-    policy_loss: Literal["ppo", "gspo", "cispo"] | FunctionPath = "ppo"
-    """Clipped ratio per token (ppo), per sequence (gspo), as a weight (cispo), or your own loss, `my.py:function`."""
+    """Normalise advantages over all tokens of a step; unset: where the estimator does."""
+    policy_loss: PolicyLossName | FunctionPath = DEFAULT_POLICY_LOSS
+    """Policy loss, or your own, `my.py:function`."""
     clip_low: Share = 0.2
     """The ratio is clipped at 1 minus this."""
     clip_high: AboveZero = 0.2
@@ -960,7 +962,7 @@ class Config(Section):
     actor: ActorConfig = ActorConfig()
     """The policy."""
     critic: Annotated[CriticConfig, RL, when.CRITIC] = CriticConfig()
-    """The value model (estimator gae)."""
+    """The value model, of estimators with a critic."""
     reference: Annotated[ReferenceConfig, RL_OR_DPO, when.REFERENCE, when.COMPARED, when.OTHER_REFERENCE] = (
         ReferenceConfig()
     )

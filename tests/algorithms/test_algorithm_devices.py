@@ -5,6 +5,7 @@ import torch
 from algorithm_cases import make_layout, numbers
 
 from hotseat import algorithms as al
+from hotseat.registry.estimators import ESTIMATORS
 
 LAYOUT = make_layout([[[0, 1, 1], [0, 1]], [[0, 1, 0, 1]], [[0, 1]], [[0, 0, 1, 1]]])
 GROUPS = torch.tensor([0, 0, 1, 1])
@@ -28,7 +29,7 @@ CALLS = {
                 reward_clip=(-1.0, 1.0),
             ).advantages
         )
-        for name in al.ESTIMATORS
+        for name in ESTIMATORS
     },
     "group_normalised": lambda: al.group_normalised(EPISODES, GROUPS),
     "turn_ends": lambda: al.turn_ends(LAYOUT),

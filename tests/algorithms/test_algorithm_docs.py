@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import get_args
 
 from hotseat import algorithms
+from hotseat.registry.estimators import ESTIMATORS
+from hotseat.registry.policy_losses import POLICY_LOSSES
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "algorithms.md"
@@ -42,7 +44,51 @@ def test_every_row_is_filled_and_names_tests_that_exist():
 def test_every_public_function_and_estimator_has_a_row():
     named = {name for row in _rows() for name in _code(row[0])}
     functions = {name for name in algorithms.__all__ if inspect.isfunction(getattr(algorithms, name))}
-    assert functions | {"FixedKl", "AdaptiveKl"} | set(algorithms.ESTIMATORS) == named
+    assert functions | {"FixedKl", "AdaptiveKl"} | set(ESTIMATORS) == named
+
+
+def _table(header, rows):
+    lines = [header, "| " + " | ".join("---" for _ in header.strip("| ").split(" | ")) + " |"]
+    return "\n".join([*lines, *("| " + " | ".join(cell or "–" for cell in row) + " |" for row in rows)])
+
+
+def test_the_page_has_the_tables_of_estimators_and_losses():
+    divisors = {None: "", "batch": "the step", "group": "the group"}
+    estimators = _table(
+        "| estimator | in words | formula | source | samples | critic | γ | normalised over | aggregation |",
+        (
+            (
+                f"`{entry.name}`",
+                entry.summary,
+                entry.formula,
+                entry.source,
+                "2 or more" if entry.needs_group else "any",
+                entry.needs_critic and "yes",
+                entry.discounts and "yes",
+                divisors[entry.normalisation],
+                entry.aggregation and f"`{entry.aggregation}`",
+            )
+            for entry in ESTIMATORS.values()
+        ),
+    )
+    losses = _table(
+        "| policy loss | in words | formula | source | dual clip | ratio of steps | ratio per episode | aggregation |",
+        (
+            (
+                f"`{entry.name}`",
+                entry.summary,
+                entry.formula,
+                entry.source,
+                entry.has_dual_clip and "yes",
+                entry.has_steps and "yes",
+                entry.has_episode_ratio and "yes",
+                entry.aggregation and f"`{entry.aggregation}`",
+            )
+            for entry in POLICY_LOSSES.values()
+        ),
+    )
+    for table in (estimators, losses):
+        assert table in PAGE.read_text(), f"docs/algorithms.md has to have this table:\n{table}"
 
 
 def test_every_variant_is_in_the_row_of_its_function():

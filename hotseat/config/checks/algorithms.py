@@ -5,8 +5,10 @@ from __future__ import annotations
 from hotseat.config.annotations import RL
 from hotseat.config.checks.registry import Problems, conflict
 from hotseat.config.resolved import STEPS, ratio_step, shortest_kl_horizon, uses_k1_loss
-from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_simulator
+from hotseat.config.roles import has_simulator
 from hotseat.config.schema import AlgorithmConfig, Config
+from hotseat.registry.estimators import estimator_entry, estimators_that
+from hotseat.registry.policy_losses import DEFAULT_POLICY_LOSS, losses_that, policy_loss_entry
 
 
 @conflict(RL)
@@ -69,16 +71,18 @@ def rejection_of_every_answer(config: Config) -> Problems:
 @conflict(RL)
 def correction_of_another_loss(config: Config) -> Problems:
     loss, kind = config.algorithm.policy_loss, config.algorithm.correction.kind
-    if loss == "gspo" and kind in ("tis", "icepop", "seq-mask-tis"):
+    has_episode_ratio = policy_loss_entry(loss).has_episode_ratio
+    if has_episode_ratio and kind in ("tis", "icepop", "seq-mask-tis"):
         yield (
             "algorithm.correction.kind",
-            f"{kind} weighs tokens, and algorithm.policy_loss gspo has one ratio per sequence: set rollout-ratio, which"
-            " takes that ratio to the engine's probabilities, or seq-tis, or policy_loss ppo",
+            f"{kind} weighs tokens, and algorithm.policy_loss {loss} has one ratio per sequence: set rollout-ratio,"
+            f" which takes that ratio to the engine's probabilities, or seq-tis, or policy_loss {DEFAULT_POLICY_LOSS}",
         )
-    elif loss != "gspo" and kind == "rollout-ratio":
+    elif not has_episode_ratio and kind == "rollout-ratio":
+        others = " and ".join(losses_that("has_episode_ratio"))
         yield (
             "algorithm.correction.kind",
-            f"rollout-ratio is the correction of algorithm.policy_loss gspo, and it is {loss}: set tis, icepop or"
+            f"rollout-ratio is the correction of algorithm.policy_loss {others}, and it is {loss}: set tis, icepop or"
             " seq-mask-tis",
         )
 
@@ -86,11 +90,11 @@ def correction_of_another_loss(config: Config) -> Problems:
 @conflict(RL)
 def turns_without_groups(config: Config) -> Problems:
     algorithm = config.algorithm
-    if algorithm.turn_credit == "own" and algorithm.estimator not in ESTIMATORS_WITH_GROUP:
+    if algorithm.turn_credit == "own" and not estimator_entry(algorithm.estimator).credits_own_turns:
         yield (
             "algorithm.turn_credit",
             f"own needs an estimator that compares groups and does not discount, and algorithm.estimator is"
-            f" {algorithm.estimator}: set {', '.join(ESTIMATORS_WITH_GROUP)}, or turn_credit to to_go",
+            f" {algorithm.estimator}: set {', '.join(estimators_that('credits_own_turns'))}, or turn_credit to to_go",
         )
 
 
@@ -130,19 +134,20 @@ def actions_without_simulator(config: Config) -> Problems:
 @conflict(RL)
 def steps_of_a_loss_with_other_ratios(config: Config) -> Problems:
     algorithm, ratio = config.algorithm, ratio_step(config)
-    if algorithm.policy_loss == "gspo":
+    loss, others = policy_loss_entry(algorithm.policy_loss), " or ".join(losses_that("has_steps"))
+    if loss.has_episode_ratio:
         for key, step in _steps(algorithm).items():
             if step is not None and (step != "token" or key == "algorithm.ratio_step"):
                 yield (
                     key,
-                    f"{step}: algorithm.policy_loss gspo has one ratio per sequence; set policy_loss to ppo, or remove"
-                    " it",
+                    f"{step}: algorithm.policy_loss {loss.name} has one ratio per sequence; set policy_loss to"
+                    f" {others}, or remove it",
                 )
-    elif algorithm.policy_loss != "ppo" and ratio != "token":
+    elif not loss.has_steps and ratio != "token":
         yield (
             "algorithm.time_step" if algorithm.ratio_step is None else "algorithm.ratio_step",
-            f"{ratio}: algorithm.policy_loss {algorithm.policy_loss} has ratios of its own; set policy_loss to ppo, or"
-            " ratio_step to token",
+            f"{ratio}: algorithm.policy_loss {algorithm.policy_loss} has ratios of its own; set policy_loss to"
+            f" {others}, or ratio_step to token",
         )
 
 

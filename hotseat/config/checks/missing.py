@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from hotseat.config.checks.registry import Problems
-from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_agent, has_judge, has_simulator, is_placed
+from hotseat.config.roles import has_agent, has_judge, has_simulator, is_placed
 from hotseat.config.schema import Config
+from hotseat.registry.estimators import estimator_entry
 
 
 def missing(config: Config) -> list[tuple[str, str]]:
@@ -36,7 +37,7 @@ def _of_rl(config: Config) -> Problems:
         yield "reward.judge.model", f"not set: give {what}"
     if config.algorithm.distill_coef > 0 and config.reference.model is None and not config.reference.teachers:
         yield "reference.model", "not set: it is the teacher from which algorithm.distill_coef has the policy learn"
-    if config.algorithm.estimator in ESTIMATORS_WITH_GROUP and samples < 2:
+    if estimator_entry(config.algorithm.estimator).needs_group and samples < 2:
         yield (
             "rollout.samples_per_prompt",
             f"{samples}: a group of one has no advantage under {config.algorithm.estimator}; set it to 2 or more,"

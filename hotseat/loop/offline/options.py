@@ -14,6 +14,7 @@ from hotseat.config.load import loads
 from hotseat.config.roles import has_agent, has_judge, has_judge_engine
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import ConfigError, Problem, UserError
+from hotseat.registry.estimators import ESTIMATORS
 
 # Keys and sections that have an effect without training.
 _ENGINE = ("engine", "num_slots", "tensor_parallel_size", "memory_share", "prefix_caching", "enforce_eager")
@@ -31,6 +32,8 @@ _OWN = {
     "chat": (*_ANY, *_SAMPLING),
     "play": (*_ANY, *_SAMPLING, *_PROMPTS, "data.split", "data.max_samples"),
 }
+# Nothing is trained: a prompt needs no group of answers, and answers no critic.
+_ESTIMATOR = next(name for name, entry in ESTIMATORS.items() if not entry.needs_group and not entry.needs_critic)
 _NO_EFFECT = ("agent.max_concurrent",)
 
 
@@ -50,7 +53,7 @@ def offline_config(
     _check_overrides(command, overrides)
     values = {} if file is None else _picked(command, load(file).model_dump(mode="json", exclude_defaults=True))
     settings = {"task": "rl", "actor.model": model, "data.path": data, "cluster.runtime": "local", **(flags or {})}
-    settings["algorithm.estimator"] = "reinforce"  # nothing is trained: a prompt needs no group of answers
+    settings["algorithm.estimator"] = _ESTIMATOR
     if command == "eval":
         settings["eval.path"] = data
     written = [f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not None]

@@ -13,7 +13,7 @@ from pathlib import Path
 from hotseat.checks.reward_columns import label_hint
 from hotseat.config import Config
 from hotseat.config.resolved import overlap_queue
-from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy, has_simulator
+from hotseat.config.roles import has_accuracy, has_simulator
 from hotseat.loop import settings
 from hotseat.loop.devices.memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
@@ -49,6 +49,7 @@ from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
 from hotseat.placement import GIB, Plan, shares_devices
 from hotseat.planning.simulator_memory import keep_gib
+from hotseat.registry.estimators import estimator_entry
 from hotseat.registry.roles import role_entry
 from hotseat.types import Prompt
 
@@ -277,7 +278,7 @@ def _routes(context: ClusterContext, groups: Groups) -> Routes:
 def _alarms(config: Config, journal: Journal, prompts: Sequence[Prompt]) -> Alarms:
     return Alarms(
         journal.say,
-        has_groups=config.algorithm.estimator in ESTIMATORS_WITH_GROUP,
+        has_groups=estimator_entry(config.algorithm.estimator).needs_group,
         spike_factor=config.train.spike_factor,
         on_spike=config.train.on_spike,
         hint=partial(label_hint, config, prompts),

@@ -23,6 +23,7 @@ from hotseat.loop.workers.simulation import SimulationSettings
 from hotseat.placement import Plan
 from hotseat.planning.config_plan import episodes_per_engine
 from hotseat.registry.engines import engine_entry
+from hotseat.registry.estimators import estimator_entry
 from hotseat.rewards.addresses import bearer_token
 from hotseat.rewards.settings import graders_of, sandbox_of
 from hotseat.user_functions import absolute
@@ -127,7 +128,7 @@ def simulation_settings(config: Config) -> SimulationSettings:
         timeout_s=env.step_timeout_s,
         is_success_rewarded=env.reward == "success",
         # Groups compare whole episodes: their turns, which are of different worlds, have nothing in common.
-        has_turn_rewards=config.algorithm.estimator in ("gae", "reinforce"),
+        has_turn_rewards=estimator_entry(config.algorithm.estimator).places_turn_rewards,
         has_action_rewards=config.algorithm.time_step != "chunk",
         bootstraps=has_critic(config),
         images_for=config.actor.model if env.images else None,

@@ -13,14 +13,12 @@ from hotseat.algorithms import (
     Correction,
     CorrectionWeights,
     KlEstimator,
+    PolicyLoss,
     Rejection,
     WeightTotals,
-    cispo_loss,
     correction_weights,
     entropy_bonus,
     estimate_kl,
-    gspo_loss,
-    ppo_loss,
     rejection_weights,
     sft_loss,
     value_loss,
@@ -29,6 +27,8 @@ from hotseat.algorithms import (
 )
 from hotseat.algorithms.policy_loss import call_policy_loss
 from hotseat.algorithms.quantiles import count_sizes
+from hotseat.registry.policy_losses import policy_loss_entry
+from hotseat.registry.table import load
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch
 from hotseat.user_functions import is_own, own_function
@@ -59,11 +59,11 @@ class PolicyTerms:
 class PolicyObjective:
     """surrogate · correction + kl_coefficient · KL − entropy_coefficient · H, per token.
 
-    ratio_to: denominator of GSPO's ratio, the probabilities before the update (`old`) or the engine's (`rollout`).
+    ratio_to: denominator of an episode's ratio, probabilities before the update (`old`) or the engine's (`rollout`).
     max_lag: the largest lag of a token; above 0, gaps between engine and trainer are also measured for each lag.
     """
 
-    ratio: str  # ppo, gspo, cispo, or FILE.py:FUNCTION of a user
+    ratio: str  # a policy loss of the table, or FILE.py:FUNCTION of a user
     clip_low: float
     clip_high: float
     dual_clip: float | None
@@ -87,11 +87,12 @@ class PolicyObjective:
         """Return the segments of samples whose loss can have a gradient; None: all of them.
 
         Where all answers to a prompt have the same reward, their advantages are exactly zero, and so is their gradient:
-        it need not be computed. With a KL or an entropy, in the loss or only logged, or with a user's own
-        loss, every sample counts that has a token to learn from.
+        it need not be computed. With a KL or an entropy, in the loss or only logged, or with a loss of which that is
+        not known, such as a user's, every sample counts that has a token to learn from.
         """
         layout, learned = batch.layout, batch.mask
-        if REFERENCE_LOG_PROBS not in batch.fields and not self.needs_entropy and not is_own(self.ratio):
+        has_others = REFERENCE_LOG_PROBS in batch.fields or self.needs_entropy
+        if not has_others and not policy_loss_entry(self.ratio).learns_without_advantage:
             learned = learned & (batch.fields[ADVANTAGES] != 0)
         is_token = learned.to(torch.int64)
         num_tokens = torch.zeros(layout.num_episodes, dtype=torch.int64).index_add_(0, layout.token_episode, is_token)
@@ -107,20 +108,8 @@ class PolicyObjective:
         log_probs, mask = outputs.log_probs, batch.mask
         assert log_probs is not None
         old = batch.fields.get(OLD_LOG_PROBS, log_probs.detach())
-        clip: dict[str, Any] = {"eps_low": self.clip_low, "eps_high": self.clip_high}
-        advantages, rollout = batch.fields[ADVANTAGES], batch.fields[ROLLOUT_LOG_PROBS]
-        if self.ratio == "gspo":
-            base = rollout if self.ratio_to == "rollout" else None
-            surrogate = gspo_loss(
-                log_probs, old, advantages, batch.layout, ratio_base_log_probs=base, dual_clip=self.dual_clip, **clip
-            )
-        elif self.ratio == "cispo":
-            surrogate = cispo_loss(log_probs, old, advantages, mask, **clip)
-        elif is_own(self.ratio):
-            surrogate = call_policy_loss(own_function(self.ratio), log_probs, old, advantages, batch.layout, **clip)
-        else:
-            starts = _ratio_starts(batch)
-            surrogate = ppo_loss(log_probs, old, advantages, mask, dual_clip=self.dual_clip, starts=starts, **clip)
+        rollout = batch.fields[ROLLOUT_LOG_PROBS]
+        surrogate = self._surrogate(log_probs, old, batch)
         loss = surrogate.loss
         metrics: dict[str, Tensor | float] = {
             "clipped": surrogate.clipped.sum(),
@@ -159,6 +148,20 @@ class PolicyObjective:
             if self.entropy_coefficient:
                 loss = loss + entropy_bonus(outputs.entropy, mask, self.entropy_coefficient)
         return PolicyTerms(weighted_sum(loss, batch.weights), metrics, surrogate.clipped, corrected)
+
+    def _surrogate(self, log_probs: Tensor, old: Tensor, batch: MicroBatch) -> PolicyLoss:
+        """Call the policy loss with what its entry says that it takes."""
+        entry = policy_loss_entry(self.ratio)
+        options: dict[str, Any] = {"eps_low": self.clip_low, "eps_high": self.clip_high}
+        if entry.has_dual_clip:
+            options["dual_clip"] = self.dual_clip
+        if entry.has_steps:
+            options["starts"] = _ratio_starts(batch)
+        if entry.has_episode_ratio:
+            options["ratio_base_log_probs"] = batch.fields[ROLLOUT_LOG_PROBS] if self.ratio_to == "rollout" else None
+        function = own_function(self.ratio) if is_own(self.ratio) else load(entry.function)
+        advantages, takes_mask = batch.fields[ADVANTAGES], entry.takes_mask
+        return call_policy_loss(function, log_probs, old, advantages, batch.layout, takes_mask=takes_mask, **options)
 
     def correction_totals(self, batch: MicroBatch) -> WeightTotals:
         """Add up the correction weights of one rank's part of a step, which has old log-probs."""

@@ -8,27 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hotseat.algorithms import (
-    PreferenceLoss,
-    answer_nll,
-    dpo_loss,
-    episode_log_probs,
-    ipo_loss,
-    orpo_loss,
-    simpo_loss,
-)
+from hotseat.algorithms import PreferenceLoss, answer_nll, episode_log_probs
 from hotseat.data import Pair
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.objectives import batch_of_pairs, cut_pairs
+from hotseat.registry.preference_losses import DEFAULT_PREFERENCE_LOSS, preference_loss_entry
+from hotseat.registry.table import load
 from hotseat.train.backend import Backend, Head, Outputs, UpdateReport
 from hotseat.types import MicroBatch, TokenLayout
-
-PreferenceKind = Literal["dpo", "ipo", "orpo", "simpo"]
 
 # Fields of a micro-batch of pairs, [num_segments] each.
 REFERENCE_SUMS = "reference_sums"  # float64: log-prob of the answer under the reference
@@ -39,7 +31,7 @@ PAIR_WEIGHTS = "pair_weights"  # weight of the answer's pair in the step's loss
 class PreferenceSettings:
     """Loss of a pair, and its coefficients; see `hotseat.algorithms.supervised_loss`."""
 
-    kind: PreferenceKind = "dpo"
+    kind: str = DEFAULT_PREFERENCE_LOSS
     beta: float = 0.1
     label_smoothing: float = 0.0  # dpo
     is_length_normalised: bool = False  # ipo
@@ -48,7 +40,7 @@ class PreferenceSettings:
 
     @property
     def needs_reference(self) -> bool:
-        return self.kind in ("dpo", "ipo")
+        return preference_loss_entry(self.kind).has_reference
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,27 +61,25 @@ class Answers:
 
 def preference_loss(settings: PreferenceSettings, answers: Answers) -> PreferenceLoss:
     """Compute the loss of each pair, the NLL term included, and the rewards of its answers."""
-    chosen, rejected = answers.log_probs.unbind(-1)
-    chosen_lengths, rejected_lengths = answers.lengths.unbind(-1)
-    lengths = (chosen_lengths, rejected_lengths)
-    if answers.reference is None:
-        assert not settings.needs_reference, "no log-probs of the reference"
-        if settings.kind == "orpo":
-            return orpo_loss(chosen, rejected, *lengths, beta=settings.beta)
-        result = simpo_loss(chosen, rejected, *lengths, beta=settings.beta, gamma=settings.gamma)
-    else:
-        scores = (chosen, rejected, *answers.reference.unbind(-1))
-        if settings.kind == "dpo":
-            result = dpo_loss(*scores, beta=settings.beta, label_smoothing=settings.label_smoothing)
-        elif settings.is_length_normalised:
-            result = ipo_loss(
-                *scores, beta=settings.beta, chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths
-            )
-        else:
-            result = ipo_loss(*scores, beta=settings.beta)
-    if not settings.nll_coefficient:
+    entry, reference = preference_loss_entry(settings.kind), answers.reference
+    log_probs, lengths = answers.log_probs.unbind(-1), answers.lengths.unbind(-1)
+    given = [*log_probs]
+    if entry.has_reference:
+        assert reference is not None, "no log-probs of the reference"
+        given += reference.unbind(-1)
+    if entry.takes_lengths:
+        given += lengths
+    options: dict[str, Any] = {"beta": settings.beta}
+    if "label_smoothing" in entry.options:
+        options["label_smoothing"] = settings.label_smoothing
+    if "gamma" in entry.options:
+        options["gamma"] = settings.gamma
+    if "length_normalised" in entry.options and settings.is_length_normalised:
+        options |= {"chosen_lengths": lengths[0], "rejected_lengths": lengths[1]}
+    result: PreferenceLoss = load(entry.function)(*given, **options)
+    if not settings.nll_coefficient or "nll_coef" not in entry.options:
         return result
-    return replace(result, loss=result.loss + settings.nll_coefficient * answer_nll(chosen, chosen_lengths))
+    return replace(result, loss=result.loss + settings.nll_coefficient * answer_nll(log_probs[0], lengths[0]))
 
 
 def with_reference(batch: MicroBatch, log_probs: Tensor) -> MicroBatch:

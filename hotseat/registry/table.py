@@ -1,0 +1,27 @@
+"""Look-ups in the tables."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from hotseat.errors import UserError
+
+T = TypeVar("T")
+
+
+def entry_of(table: Mapping[str, T], name: str, what: str) -> T:
+    """Return the entry of a name. Raises with the nearest valid one. what: an entry is called in the message."""
+    if name in table:
+        return table[name]
+    close = difflib.get_close_matches(name, table, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise UserError(f"no {what} {name!r}: choose one of {', '.join(table)}{hint}")
+
+
+def load(path: str) -> Any:
+    """Import what `module:attribute` names."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
