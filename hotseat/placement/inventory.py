@@ -161,10 +161,6 @@ class Inventory:
             raise PlacementError(f"device {device} does not exist: there are {self.num_devices}")
         return bisect_right(self.first_devices, device) - 1
 
-    def local_index(self, device: int) -> int:
-        """Return a device's number on its own node, as in CUDA_VISIBLE_DEVICES."""
-        return device - self.first_devices[self.node_of(device)]
-
     def pool_nodes(self, label: str) -> tuple[int, ...]:
         """Return the ranks of a pool's nodes; the reserved pools hold every node."""
         if label in RESERVED_POOLS:

@@ -6,8 +6,9 @@ devices (same kind, same roles), never per device.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from hotseat.errors import PlacementError
@@ -173,20 +174,10 @@ class Plan:
         return next((group for group in self.groups if device in group), None)
 
     def to_json(self) -> str:
-        import json
+        def facts(value: Any) -> dict[str, Any]:
+            return {each.name: getattr(value, each.name) for each in fields(value) if each.init}
 
-        from hotseat.placement._codec import encode
-
-        return json.dumps(encode(self), separators=(",", ":"), allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        import json
-
-        from hotseat.placement._codec import decode
-
-        decoded: Plan = decode(cls, json.loads(text))
-        return decoded
+        return json.dumps(self, default=facts, separators=(",", ":"), allow_nan=False)
 
 
 def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:

@@ -189,11 +189,6 @@ class _Trials:
         made = make_plan(loads(self._text, as_overrides(settings)), self._inventory)
         return Advice(settings, made, inventory)
 
-    @property
-    def num_plans(self) -> int:
-        """Count the combinations of settings that were planned."""
-        return len(self._plans)
-
     def first(self, tried: Iterable[Settings], is_roomy: bool) -> Settings | None:
         """Return the first settings with which the plan fits; None if there are none."""
         return next((settings for settings in tried if not self.missed(settings, is_roomy)), None)

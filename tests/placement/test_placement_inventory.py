@@ -46,7 +46,6 @@ def test_device_ids_run_over_nodes_and_skip_nodes_without_devices():
     assert list(inventory.devices_of(1)) == []
     assert list(inventory.devices_of(2)) == [2, 3, 4]
     assert [inventory.node_of(device) for device in range(5)] == [0, 0, 2, 2, 2]
-    assert [inventory.local_index(device) for device in range(5)] == [0, 1, 0, 1, 2]
     with refused("device 5 does not exist", "there are 5"):
         inventory.node_of(5)
 

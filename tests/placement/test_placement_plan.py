@@ -1,10 +1,11 @@
 """Whole plans, their tables worked out by hand, and everything the planner refuses."""
 
+import json
 import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from placement_cases import (
@@ -520,16 +521,17 @@ def test_devices_with_more_processes_are_a_class_of_their_own():
     assert simulators == [8.0, 2.0, 0]
 
 
-def test_json_round_trip():
+def test_json_has_the_whole_plan():
     for found in (
         make_plan("1x8xA100-80G", hybrid_engine()),
         make_plan("1x8xA100-80G", embodied(), task="embodied"),
         make_plan("a=2x4,sim=1xcpu", bare(actor="a/all", rollout="@actor", reward="sim/cpu*2", reference="none")),
         make_plan("1x2x8G", [actor(model="Llama-2-70B")], task="sft"),
     ):
-        text = found.to_json()
-        assert Plan.from_json(text) == found
-        assert Plan.from_json(text).to_json() == text
+        as_lists = json.loads(json.dumps(asdict(found)))
+        for derived in ("first_devices", "num_devices"):
+            del as_lists["inventory"][derived]
+        assert json.loads(found.to_json()) == as_lists
 
 
 def test_equal_arguments_give_equal_plans():
