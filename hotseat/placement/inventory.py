@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hotseat.errors import PlacementError
-from hotseat.placement.roles import nearest
+from hotseat.placement.roles import did_you_mean, nearest
 
 DEFAULT_POOL = "cluster"  # pool of every node; ranks count devices, or nodes if there are no devices
 NODE_POOL = "node"  # pool of every node; ranks always count nodes
@@ -168,8 +169,7 @@ class Inventory:
         ranks = tuple(node.rank for node in self.nodes if node.pool == label)
         if not ranks:
             known = (*self.pools, *RESERVED_POOLS)
-            guess = nearest(label, known)
-            hint = f"did you mean {guess!r}? " if guess else ""
+            hint = did_you_mean(label, known)
             raise PlacementError(f"unknown pool {label!r}: {hint}the pools are {', '.join(known)}")
         return ranks
 
@@ -219,10 +219,7 @@ class Inventory:
 
     def __str__(self) -> str:
         """Return `4 nodes x 8 A100-80G`, several sorts of nodes joined by `+`, each with its host memory if known."""
-        counts: dict[tuple[int, DeviceKind, float | None], int] = {}
-        for node in self.nodes:
-            sort = (node.num_devices, node.device_kind, node.host_memory_gib)
-            counts[sort] = counts.get(sort, 0) + 1
+        counts = Counter((node.num_devices, node.device_kind, node.host_memory_gib) for node in self.nodes)
         texts = []
         for (num_devices, kind, host_gib), num_nodes in counts.items():
             what = f"{num_devices} {kind if kind.name else 'devices'}" if num_devices else "cpu"

@@ -7,6 +7,7 @@ devices (same kind, same roles), never per device.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -361,10 +362,7 @@ def _groups(
 ) -> tuple[DeviceGroup, ...]:
     tenancy: dict[int, list[tuple[str, int]]] = {}  # device: (role, its processes there)
     for name, place in located.items():
-        counts: dict[int, int] = {}
-        for process in place.processes:
-            for device in process.devices:
-                counts[device] = counts.get(device, 0) + 1
+        counts = Counter(device for process in place.processes for device in process.devices)
         for device, count in counts.items():
             tenancy.setdefault(device, []).append((name, count))
     classes: dict[tuple[Any, ...], list[int]] = {}
@@ -514,16 +512,15 @@ def _hosts(
     groups: Sequence[DeviceGroup],
 ) -> tuple[HostGroup, ...]:
     """Sum up the host memory of each node that has a process: of the processes, and of the parts offloaded there."""
-    procs: list[dict[str, int]] = [{} for _ in inventory.nodes]
+    procs = [Counter[str]() for _ in inventory.nodes]
     for name, place in located.items():
         for process in place.processes:
-            procs[process.node][name] = procs[process.node].get(name, 0) + 1
-    devices: list[dict[int, int]] = [{} for _ in inventory.nodes]  # node: group: number of its devices
+            procs[process.node][name] += 1
+    devices = [Counter[int]() for _ in inventory.nodes]  # node: group: number of its devices
     for index, group in enumerate(groups):
         for first, last in group.devices:
             for device in range(first, last + 1):
-                rank = inventory.node_of(device)
-                devices[rank][index] = devices[rank].get(index, 0) + 1
+                devices[inventory.node_of(device)][index] += 1
     classes: dict[tuple[Any, ...], list[int]] = {}
     for node in inventory.nodes:
         if procs[node.rank]:
