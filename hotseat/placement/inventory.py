@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from hotseat.errors import PlacementError
 from hotseat.placement.roles import did_you_mean, nearest
@@ -77,7 +76,6 @@ class Node:
     pool: str = DEFAULT_POOL
     num_devices: int = 0
     device_kind: DeviceKind = UNKNOWN_KIND
-    cpus: int | None = None
     host_memory_gib: float | None = None
     env: tuple[tuple[str, str], ...] = ()  # environment variables of every process on this node
 
@@ -210,12 +208,9 @@ class Inventory:
         by_node = {pool.label for pool in pools if pool.ignore_devices} | set(self.by_node)
         return Inventory(tuple(nodes), tuple(sorted(by_node)))
 
-    def with_hosts(self, *, cpus: int | None = None, memory_gib: float | None = None) -> Inventory:
-        """Return an inventory of the same nodes, each with these cores and this host memory; None changes nothing."""
-        changes: dict[str, Any] = {} if cpus is None else {"cpus": cpus}
-        if memory_gib is not None:
-            changes["host_memory_gib"] = memory_gib
-        return replace(self, nodes=tuple(replace(node, **changes) for node in self.nodes))
+    def with_hosts(self, *, memory_gib: float) -> Inventory:
+        """Return an inventory of the same nodes, each with this host memory."""
+        return replace(self, nodes=tuple(replace(node, host_memory_gib=memory_gib) for node in self.nodes))
 
     def __str__(self) -> str:
         """Return `4 nodes x 8 A100-80G`, several sorts of nodes joined by `+`, each with its host memory if known."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ class RoleSpec:
 
     `on` is a selection, or the text of one for `parse_selection`. `num_procs` counts engines for an engine, otherwise
     processes. `share` is the fraction of a device's memory that each process claims. `offload` None means as needed;
-    "always" applies to `offload_parts`, by default to all of `can_offload`, the parts that the backend can offload.
+    "always" applies to all of `can_offload`, the parts that the backend can offload.
     """
 
     name: str
@@ -69,7 +69,6 @@ class RoleSpec:
     num_procs: int | None = None
     share: float | None = None
     offload: Offloading | None = None
-    offload_parts: frozenset[Part] | None = None
     can_offload: frozenset[Part] = frozenset()
     memory: Memory | None = None
     model: ModelShape | None = None
@@ -254,29 +253,10 @@ def _checked(roles: Sequence[RoleSpec]) -> dict[str, RoleSpec]:
 
 
 def _check_offload(spec: RoleSpec) -> None:
-    if spec.offload_parts is not None and spec.offload != "always":
-        raise PlacementError(
-            f"{spec.name}: parts to offload are named, which only enable_offload: true uses:"
-            f" set enable_offload to true or leave the parts out"
-        )
-    if spec.offload != "always":
-        return
-    can = spec.can_offload & parts_of(spec.name)
-    if not can:
+    if spec.offload == "always" and not spec.can_offload & parts_of(spec.name):
         raise PlacementError(
             f"{spec.name}: enable_offload is true, but its backend can offload nothing: leave enable_offload unset"
         )
-    cannot = (spec.offload_parts or frozenset()) - can
-    if cannot:
-        raise PlacementError(
-            f"{spec.name}: {_list(cannot)} cannot be offloaded by its backend, which can offload {_list(can)}:"
-            f" name only those"
-        )
-
-
-def _list(parts: Iterable[Part]) -> str:
-    names = set(parts)
-    return ", ".join(part for part in Part if part in names)
 
 
 def _selection(spec: RoleSpec) -> Selection:
@@ -341,14 +321,12 @@ def shares_devices(plan: Plan) -> bool:
 
 
 def _modes(spec: RoleSpec, flow: Flow) -> tuple[tuple[Part, Mode], ...]:
-    always = spec.offload_parts if spec.offload_parts is not None else spec.can_offload
+    can: Mode = "always" if spec.offload == "always" else "as_needed"
 
     def mode(part: Part) -> Mode:
         if spec.offload == "never":
             return "never"
-        if spec.offload == "always" and part in always:
-            return "always"
-        return "as_needed" if part in spec.can_offload else "cannot"
+        return can if part in spec.can_offload else "cannot"
 
     return tuple((part, mode(part)) for part in flow.parts_of(spec.name))
 

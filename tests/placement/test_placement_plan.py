@@ -50,7 +50,7 @@ def hybrid_engine(engines=8, tensor_parallel=1, share=0.6) -> list[RoleSpec]:
     train = TrainMemory(2048, micro_batch=4, forward_micro_batch=8, backend="deepspeed", gradient_bytes=2)
     score = ForwardMemory(2048, micro_batch=8, is_sharded=True)
     return [
-        actor("1x8", memory=train, can_offload=SLEEP, offload="always", offload_parts=SLEEP),
+        actor("1x8", memory=train, can_offload=SLEEP, offload="always"),
         scorer("reference", memory=score, can_offload=frozenset()),
         replace(scorer("reward", memory=score, can_offload=frozenset()), model=shape("Llama-3-8B").with_scalar_head()),
         rollout(
@@ -464,10 +464,6 @@ def test_wrong_offload_settings_are_refused():
         one(offload="always")()
     with refused("actor: enable_offload is true, but its backend can offload nothing"):
         one(offload="always", can_offload=frozenset({Part.KV_CACHE}))()
-    with refused("weights cannot be offloaded by its backend, which can offload gradients, optimizer"):
-        one(offload="always", can_offload=SLEEP, offload_parts=frozenset({Part.WEIGHTS}))()
-    with refused("parts to offload are named, which only enable_offload: true uses"):
-        one(can_offload=SLEEP, offload_parts=SLEEP)()
 
 
 def test_warnings():
