@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from rich import box
@@ -107,9 +108,5 @@ def _notes(made: list[Candidate | Refused], best: list[tuple[Candidate, Predicti
 
 def _reasons(made: list[Candidate | Refused]) -> list[str]:
     """Return why placements were refused, each reason once with the number of placements."""
-    counts: dict[str, int] = {}
-    for each in made:
-        if isinstance(each, Refused):
-            reason = " ".join(each.because.split())
-            counts[reason] = counts.get(reason, 0) + 1
+    counts = Counter(" ".join(each.because.split()) for each in made if isinstance(each, Refused))
     return [f"{count} x {reason}" for reason, count in counts.items()]

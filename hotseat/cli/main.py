@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from hotseat import __version__, clock, interrupts
 from hotseat.cli import completion, help_texts, new, offline_arguments, serving
@@ -28,7 +30,14 @@ def main(argv: Sequence[str]) -> int:
     """Run one subcommand and return its exit code."""
     clock.begin()
     arguments = parse(argv)
-    return reported("hotseat", lambda: int(arguments.run(arguments)))
+
+    def run() -> int:
+        command = arguments.run
+        if isinstance(command, str):
+            command = pkgutil.resolve_name(f"hotseat.{command}")
+        return int(command(arguments))
+
+    return reported("hotseat", run)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -64,11 +73,9 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 
     resume = _command(commands, "resume", _resume, "resume a run from its newest checkpoint")
     resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
-    resume.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="settings to change from the next step on, such as actor.optimizer.learning_rate=5e-7; they are recorded",
+    offline_arguments.takes_overrides(
+        resume,
+        "settings to change from the next step on, such as actor.optimizer.learning_rate=5e-7; they are recorded",
     )
     for each in (run, resume):
         each.add_argument(
@@ -84,9 +91,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 
     replay = _command(commands, "replay", _replay, "train a recorded run again from its kept groups, without engines")
     replay.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run that had log.keep_rollouts=true")
-    replay.add_argument(
-        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that are to differ from the run's"
-    )
+    offline_arguments.takes_overrides(replay, "settings that are to differ from the run's")
 
     ledger = _command(commands, "ledger", _ledger, "count what became of a run's samples, or show the history of one")
     ledger.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
@@ -99,17 +104,34 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     )
 
     offline_arguments.add_generate_arguments(
-        _command(commands, "generate", _generate, "answer prompts with a model, and write JSON lines")
+        _command(commands, "generate", "cli.offline:run_generate", "answer prompts with a model, and write JSON lines")
     )
     offline_arguments.add_eval_arguments(
-        _command(commands, "eval", _eval, "measure a model: accuracy, pass@k and lengths, and a page of its answers")
+        _command(
+            commands,
+            "eval",
+            "cli.offline:run_eval",
+            "measure a model: accuracy, pass@k and lengths, and a page of its answers",
+        )
     )
-    offline_arguments.add_chat_arguments(_command(commands, "chat", _chat, "talk to a model in the terminal"))
+    offline_arguments.add_chat_arguments(
+        _command(commands, "chat", "cli.offline:run_chat", "talk to a model in the terminal")
+    )
     offline_arguments.add_play_arguments(
-        _command(commands, "play", _play, "play one episode of an agent, with a live transcript and without training")
+        _command(
+            commands,
+            "play",
+            "cli.offline:run_play",
+            "play one episode of an agent, with a live transcript and without training",
+        )
     )
     offline_arguments.add_merge_arguments(
-        _command(commands, "merge-lora", _merge_lora, "add a LoRA adapter to its base model, and write a plain model")
+        _command(
+            commands,
+            "merge-lora",
+            "cli.offline:run_merge",
+            "add a LoRA adapter to its base model, and write a plain model",
+        )
     )
 
     demo = _command(commands, "demo", _demo, "make a small model and a task; train it by SFT, then by GRPO")
@@ -176,9 +198,14 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         "print the directory that runs `python -m openrlhf.cli...` on Hotseat",
     )
 
-    rlinf = _command(commands, "rlinf-config", _rlinf_config, "print a config of RLinf in our keys, and what is left")
+    rlinf = _command(
+        commands,
+        "rlinf-config",
+        "rlinf.config_command:run_rlinf_config",
+        "print a config of RLinf in our keys, and what is left",
+    )
     rlinf.add_argument("config", metavar="RLINF.yaml", help="a config of RLinf")
-    rlinf.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="further settings, in our keys")
+    offline_arguments.takes_overrides(rlinf, "further settings, in our keys")
 
     completion.add_arguments(
         _command(
@@ -189,6 +216,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 
 
 def _command(commands: argparse._SubParsersAction, name: str, run: object, text: str) -> argparse.ArgumentParser:  # type: ignore[type-arg]
+    """Add a command. run: its function; or module:function, of a module to load when the command runs."""
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,
@@ -218,13 +246,7 @@ def _what_may_change() -> str:
 
 def _takes_config(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", metavar="CONFIG", help="YAML file")
-    command.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="KEY=VALUE",
-        help="settings that replace the file's, such as rollout.top_p=0.9",
-    )
+    offline_arguments.takes_overrides(command, "settings that replace the file's, such as rollout.top_p=0.9")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -243,10 +265,7 @@ def _allowing(keys: Sequence[str]) -> list[str]:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from hotseat.config import loads_saved
-    from hotseat.errors import UserError
 
     path = Path(arguments.run_dir)
     if not (path / "config.yaml").is_file():
@@ -271,16 +290,12 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from hotseat.cli.replay import run_replay
 
     return run_replay(Path(arguments.run_dir), arguments.overrides)
 
 
 def _ledger(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from hotseat.cli.ledger_view import show_ledger
 
     show_ledger(Path(arguments.run_dir), arguments.sample)
@@ -288,8 +303,6 @@ def _ledger(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from hotseat.observe.report import write_report
 
     run_dirs = [Path(run_dir) for run_dir in arguments.run_dirs]
@@ -298,47 +311,13 @@ def _report(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _generate(arguments: argparse.Namespace) -> int:
-    from hotseat.cli.offline import run_generate
-
-    return run_generate(arguments)
-
-
-def _eval(arguments: argparse.Namespace) -> int:
-    from hotseat.cli.offline import run_eval
-
-    return run_eval(arguments)
-
-
-def _chat(arguments: argparse.Namespace) -> int:
-    from hotseat.cli.offline import run_chat
-
-    return run_chat(arguments)
-
-
-def _play(arguments: argparse.Namespace) -> int:
-    from hotseat.cli.offline import run_play
-
-    return run_play(arguments)
-
-
-def _merge_lora(arguments: argparse.Namespace) -> int:
-    from hotseat.cli.offline import run_merge
-
-    return run_merge(arguments)
-
-
 def _demo(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from hotseat.cli.demo import run_demo
 
     return run_demo(None if arguments.dir is None else Path(arguments.dir), arguments.seed)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from hotseat.config import load
     from hotseat.config.unsupported import unsupported
     from hotseat.planning.config_plan import flow_problem, make_plan, on_all_devices, with_budgets
@@ -383,8 +362,6 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from hotseat.cli.profile import numbers, run_profile, whole_numbers
 
     factors = None if arguments.sizes is None else numbers(arguments.sizes)
@@ -437,12 +414,6 @@ def _options(arguments: argparse.Namespace) -> int:
     width = shutil.get_terminal_size((120, 24)).columns
     print(render_json(arguments.section) if arguments.json else render(arguments.section, width))
     return OK
-
-
-def _rlinf_config(arguments: argparse.Namespace) -> int:
-    from hotseat.rlinf.config_command import run_rlinf_config
-
-    return run_rlinf_config(arguments.config, arguments.overrides)
 
 
 def _openrlhf_path(arguments: argparse.Namespace) -> int:

@@ -3,24 +3,19 @@
 from hotseat.cluster._ray.template import Template, started_template
 from hotseat.cluster.cluster import Cluster
 from hotseat.cluster.group import Calling, WorkerGroup
-from hotseat.cluster.lease import DeviceMemory, Holder, Lease, LeaseError, Leases, LeaseTransfer
+from hotseat.cluster.lease import DeviceMemory, Holder, LeaseError, Leases
 from hotseat.cluster.pending import Pending, reports_death
-from hotseat.cluster.process import ClusterNode, Process
+from hotseat.cluster.process import Process
 from hotseat.cluster.refs import Ref, as_arguments
-from hotseat.cluster.services import NodeService
 from hotseat.processes.supervisor import in_worker_process
 
 __all__ = [
     "Calling",
     "Cluster",
-    "ClusterNode",
     "DeviceMemory",
     "Holder",
-    "Lease",
     "LeaseError",
-    "LeaseTransfer",
     "Leases",
-    "NodeService",
     "Pending",
     "Process",
     "Ref",

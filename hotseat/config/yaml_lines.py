@@ -8,6 +8,7 @@ instead of the last one winning.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,18 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 
 KeyPath = tuple[str | int, ...]
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn dotted keys into nested mappings."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return tree
 
 
 def dotted(path: KeyPath) -> str:

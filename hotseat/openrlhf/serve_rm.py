@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hotseat import interrupts
 from hotseat.cli import serving
-from hotseat.cli.ending import FAILED, OK, REFUSED, STOPPED
-from hotseat.errors import HotseatError, UserError
+from hotseat.cli.ending import OK, reported
+from hotseat.errors import UserError
 from hotseat.rewards.addresses import bearer_token
 
 if TYPE_CHECKING:
@@ -38,24 +37,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--reward_pretrain", "--reward.model_name_or_path", dest="model", metavar="MODEL")
     parser.add_argument("--normalize_reward", "--reward.normalize_enable", dest="normalize", action="store_true")
-    parser.add_argument("--value_head_prefix", "--ds.value_head_prefix", dest="value_head_prefix", default="score")
-    parser.add_argument("--max_len", "--data.max_len", dest="max_len", type=int, default=2048)
+    parser.add_argument("--value_head_prefix", "--ds.value_head_prefix", default="score")
+    parser.add_argument("--max_len", "--data.max_len", type=int, default=2048)
     parser.add_argument("--port", type=int, default=5000)
     parser.add_argument("--host", help="default: 0.0.0.0, as in OpenRLHF, which needs a token here")
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--param_dtype", "--ds.param_dtype", dest="param_dtype", choices=["bf16", "fp16", "fp32"])
-    parser.add_argument("--load_in_4bit", "--ds.load_in_4bit", dest="load_in_4bit", action="store_true")
+    parser.add_argument("--param_dtype", "--ds.param_dtype", choices=["bf16", "fp16", "fp32"])
+    parser.add_argument("--load_in_4bit", "--ds.load_in_4bit", action="store_true")
     parser.add_argument("--use_ms", action="store_true")
     parser.add_argument("--flash_attn", action="store_true")
-    parser.add_argument("--attn_implementation", "--ds.attn_implementation", dest="attn_implementation")
-    parser.add_argument("--experts_implementation", "--ds.experts_implementation", dest="experts_implementation")
-    parser.add_argument(
-        "--disable_fast_tokenizer",
-        "--data.disable_fast_tokenizer",
-        dest="disable_fast_tokenizer",
-        action="store_true",
-    )
-    parser.add_argument("--packing_samples", "--ds.packing_samples", dest="packing_samples", action="store_true")
+    parser.add_argument("--attn_implementation", "--ds.attn_implementation")
+    parser.add_argument("--experts_implementation", "--ds.experts_implementation")
+    parser.add_argument("--disable_fast_tokenizer", "--data.disable_fast_tokenizer", action="store_true")
+    parser.add_argument("--packing_samples", "--ds.packing_samples", action="store_true")
     parser.add_argument("--batch_size", type=int)
     parser.add_argument("--max_batch_tokens", type=int, default=16_384, help="tokens scored at a time (not OpenRLHF's)")
     return parser
@@ -64,22 +58,11 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Serve until the process is told to stop, and return the exit code."""
     arguments = make_parser().parse_args(argv)
-    try:
-        with interrupts.heard():
-            _serve(arguments, is_newer=any(token.startswith("--") and "." in token for token in argv))
-    except UserError as error:
-        print(f"serve_rm: {error}", file=sys.stderr)
-        return REFUSED
-    except HotseatError as error:
-        print(f"serve_rm: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print("serve_rm: stopped before it served", file=sys.stderr)
-        return STOPPED
-    return OK
+    is_newer = any(token.startswith("--") and "." in token for token in argv)
+    return reported("serve_rm", lambda: _serve(arguments, is_newer=is_newer))
 
 
-def _serve(arguments: argparse.Namespace, *, is_newer: bool) -> None:
+def _serve(arguments: argparse.Namespace, *, is_newer: bool) -> int:
     """is_newer: the dotted spelling is used, whose default type is bf16."""
     if arguments.model is None:
         raise UserError("--reward_pretrain is not set: give the folder or the hub name of a reward model")
@@ -112,3 +95,4 @@ def _serve(arguments: argparse.Namespace, *, is_newer: bool) -> None:
 
     hint = "--host 127.0.0.1; OpenRLHF's default is 0.0.0.0" if arguments.host is None else "--host 127.0.0.1"
     serving.serve(arguments.model, model_options, options, hint=hint)
+    return OK

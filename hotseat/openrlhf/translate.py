@@ -10,7 +10,7 @@ from typing import Any
 from hotseat.config import Config, checks, to_yaml
 from hotseat.config.load import valid_keys, validate
 from hotseat.config.unsupported import unsupported, value_at
-from hotseat.config.yaml_lines import Document
+from hotseat.config.yaml_lines import Document, nested
 from hotseat.errors import ConfigError, Problem
 from hotseat.openrlhf.argv import CommandLine, FlagArgument, parse
 from hotseat.openrlhf.derive import DERIVED, ConfigDraft
@@ -92,28 +92,16 @@ def _effective(draft: ConfigDraft) -> tuple[Config, dict[str, str]]:
     """Return the config of the fields with an effect, and why the others have none. Adds problems to the draft."""
     dropped: dict[str, str] = {}
     words = _Words(draft.line)
-    config, problems = validate(Document(_tree(draft.fields)))
+    config, problems = validate(Document(nested(draft.fields)))
     draft.problems += [Problem(words.flag_of(problem.key), words.in_flags(problem.message)) for problem in problems]
     wrong = {problem.key for problem in problems}
     while True:
         left = {key: value for key, value in draft.fields.items() if key not in dropped and key not in wrong}
-        config, _ = validate(Document(_tree(left)))
+        config, _ = validate(Document(nested(left)))
         idle = checks.no_effect(config, left)
         if not idle:
             return config, dropped
         dropped |= dict(idle)
-
-
-def _tree(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert dotted keys to nested mappings."""
-    tree: dict[str, Any] = {}
-    for key, value in fields.items():
-        *sections, leaf = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[leaf] = value
-    return tree
 
 
 def _no_effect(draft: ConfigDraft, dropped: Mapping[str, str], words: _Words) -> list[tuple[str, str]]:

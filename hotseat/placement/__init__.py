@@ -34,10 +34,7 @@ from hotseat.placement.memory import (
     EngineMemory,
     ForwardMemory,
     Layout,
-    Memory,
-    RoleMemory,
     SimulatorMemory,
-    Term,
     TrainMemory,
     estimate,
     token_activation_bytes,
@@ -46,7 +43,6 @@ from hotseat.placement.memory import (
 from hotseat.placement.plan import (
     DeviceGroup,
     GroupStep,
-    HostGroup,
     Plan,
     PlannedRole,
     RoleSpec,
@@ -56,7 +52,7 @@ from hotseat.placement.plan import (
     shares_devices,
 )
 from hotseat.placement.residency import HandOver, Holding, Move
-from hotseat.placement.roles import Part, check_role, parts_of, section_of
+from hotseat.placement.roles import Part, section_of
 from hotseat.placement.selection import (
     CpuProcesses,
     DeviceBlocks,
@@ -66,17 +62,15 @@ from hotseat.placement.selection import (
     RankSegment,
     RankSelection,
     SameAs,
-    Selection,
     parse_placement,
     parse_selection,
 )
-from hotseat.placement.shapes import KNOWN_SHAPES, AssumedShape, ModelShape, VisionShape, from_hf_config, known_shape
+from hotseat.placement.shapes import KNOWN_SHAPES, ModelShape, VisionShape, from_hf_config, known_shape
 
 __all__ = [
     "GIB",
     "KNOWN_SHAPES",
     "UNKNOWN_KIND",
-    "AssumedShape",
     "ComponentMemory",
     "CpuProcesses",
     "DeviceBlocks",
@@ -89,12 +83,10 @@ __all__ = [
     "GroupStep",
     "HandOver",
     "Holding",
-    "HostGroup",
     "InPools",
     "Inventory",
     "Layout",
     "Located",
-    "Memory",
     "ModelShape",
     "Move",
     "Node",
@@ -109,19 +101,15 @@ __all__ = [
     "PlannedRole",
     "RankSegment",
     "RankSelection",
-    "RoleMemory",
     "RoleRequest",
     "RoleSpec",
     "RoleWork",
     "Route",
     "SameAs",
-    "Selection",
     "SimulatorMemory",
-    "Term",
     "TrainMemory",
     "VisionShape",
     "check_flow",
-    "check_role",
     "check_runs",
     "default_flow",
     "estimate",
@@ -136,7 +124,6 @@ __all__ = [
     "parse_node_ranks",
     "parse_placement",
     "parse_selection",
-    "parts_of",
     "plan",
     "section_of",
     "shares_devices",

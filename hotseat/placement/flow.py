@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from hotseat.errors import PlacementError
-from hotseat.placement.roles import Part, check_role, nearest, parts_of
+from hotseat.placement.roles import Part, check_role, did_you_mean, parts_of
 from hotseat.registry.roles import ROLES
 
 Order = Literal["together", "in_turn"]
@@ -143,8 +143,7 @@ def default_flow(
         check_role(role, components)
     makers = {"rl": _rl, "embodied": _embodied, "sft": _sft, "rm": _rm, "dpo": _dpo}
     if task not in makers:
-        guess = nearest(task, tuple(makers))
-        hint = f"did you mean {guess!r}? " if guess else ""
+        hint = did_you_mean(task, tuple(makers))
         raise PlacementError(f"unknown task {task!r}: {hint}the tasks are {', '.join(makers)}")
     needed, phases = makers[task](frozenset(roles), components)
     for role in needed:
@@ -248,8 +247,7 @@ def _parse_phase(written: Mapping[str, object], index: int, components: Sequence
     where = f"flow: phase {name!r}"
     for key in written:
         if key not in _PHASE_KEYS:
-            guess = nearest(str(key), _PHASE_KEYS)
-            hint = f"did you mean {guess!r}? " if guess else ""
+            hint = did_you_mean(str(key), _PHASE_KEYS)
             raise PlacementError(f"{where}: unknown key {key!r}: {hint}the keys are {', '.join(_PHASE_KEYS)}")
     order = written.get("order", "together")
     if order not in get_args(Order):
@@ -285,8 +283,7 @@ def _part(name: object, where: str) -> Part:
         return Part(str(name))
     except ValueError:
         choices = tuple(part.value for part in Part)
-        guess = nearest(str(name), choices)
-        hint = f"did you mean {guess!r}? " if guess else ""
+        hint = did_you_mean(str(name), choices)
         raise PlacementError(f"{where}: unknown part {name!r}: {hint}the parts are {', '.join(choices)}") from None
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from hotseat.errors import PlacementError
-from hotseat.placement.roles import nearest
+from hotseat.placement.roles import did_you_mean, nearest
 
 DEFAULT_POOL = "cluster"  # pool of every node; ranks count devices, or nodes if there are no devices
 NODE_POOL = "node"  # pool of every node; ranks always count nodes
@@ -76,7 +76,6 @@ class Node:
     pool: str = DEFAULT_POOL
     num_devices: int = 0
     device_kind: DeviceKind = UNKNOWN_KIND
-    cpus: int | None = None
     host_memory_gib: float | None = None
     env: tuple[tuple[str, str], ...] = ()  # environment variables of every process on this node
 
@@ -161,10 +160,6 @@ class Inventory:
             raise PlacementError(f"device {device} does not exist: there are {self.num_devices}")
         return bisect_right(self.first_devices, device) - 1
 
-    def local_index(self, device: int) -> int:
-        """Return a device's number on its own node, as in CUDA_VISIBLE_DEVICES."""
-        return device - self.first_devices[self.node_of(device)]
-
     def pool_nodes(self, label: str) -> tuple[int, ...]:
         """Return the ranks of a pool's nodes; the reserved pools hold every node."""
         if label in RESERVED_POOLS:
@@ -172,8 +167,7 @@ class Inventory:
         ranks = tuple(node.rank for node in self.nodes if node.pool == label)
         if not ranks:
             known = (*self.pools, *RESERVED_POOLS)
-            guess = nearest(label, known)
-            hint = f"did you mean {guess!r}? " if guess else ""
+            hint = did_you_mean(label, known)
             raise PlacementError(f"unknown pool {label!r}: {hint}the pools are {', '.join(known)}")
         return ranks
 
@@ -214,19 +208,13 @@ class Inventory:
         by_node = {pool.label for pool in pools if pool.ignore_devices} | set(self.by_node)
         return Inventory(tuple(nodes), tuple(sorted(by_node)))
 
-    def with_hosts(self, *, cpus: int | None = None, memory_gib: float | None = None) -> Inventory:
-        """Return an inventory of the same nodes, each with these cores and this host memory; None changes nothing."""
-        changes: dict[str, Any] = {} if cpus is None else {"cpus": cpus}
-        if memory_gib is not None:
-            changes["host_memory_gib"] = memory_gib
-        return replace(self, nodes=tuple(replace(node, **changes) for node in self.nodes))
+    def with_hosts(self, *, memory_gib: float) -> Inventory:
+        """Return an inventory of the same nodes, each with this host memory."""
+        return replace(self, nodes=tuple(replace(node, host_memory_gib=memory_gib) for node in self.nodes))
 
     def __str__(self) -> str:
         """Return `4 nodes x 8 A100-80G`, several sorts of nodes joined by `+`, each with its host memory if known."""
-        counts: dict[tuple[int, DeviceKind, float | None], int] = {}
-        for node in self.nodes:
-            sort = (node.num_devices, node.device_kind, node.host_memory_gib)
-            counts[sort] = counts.get(sort, 0) + 1
+        counts = Counter((node.num_devices, node.device_kind, node.host_memory_gib) for node in self.nodes)
         texts = []
         for (num_devices, kind, host_gib), num_nodes in counts.items():
             what = f"{num_devices} {kind if kind.name else 'devices'}" if num_devices else "cpu"

@@ -34,9 +34,8 @@ FSDP_LIVE_LAYERS = 2  # gathered at once: the one at work and the one prefetched
 DEEPSPEED_LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps at most this many gathered (stage3_max_live_parameters)
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000  # gradients reduced at once (reduce_bucket_size)
 STEP_BYTES = 4  # per parameter of a rank's optimizer shard: fp32 gradients that exist in DeepSpeed's optimizer step
-MUON_BUCKET_ENTRIES = (
-    2**26
-)  # entries of matrices that Muon orthogonalises between two messages, as `train/muon.py` has it
+NUM_MOMENTS = 2  # of AdamW, for each parameter
+MUON_BUCKET_ENTRIES = 2**26  # of matrices that Muon orthogonalises between two messages, as in `train/muon.py`
 MUON_COPIES = 6  # of a matrix in bf16 that exist while it is orthogonalised
 ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step at most (max_num_batched_tokens)
 SHARED_FORWARD_TOKENS = 1024  # tokens of prompts that share a forward of the transformers engine at most
@@ -87,16 +86,13 @@ class TrainMemory:
     gradient_bytes: int = 4
     master_bytes: int = 4
     moment_bytes: int = 4
-    num_moments: int = 2
     has_muon: bool = False  # Muon, with one moment, steps the matrices inside the layers
     optimizer_offload: bool = False  # moments and master weights live on the host, always
-    weight_offload: bool = False  # weights live on the host and stream through
     gradient_checkpointing: bool = True
     checkpointed_layers: int | None = None  # layers that recompute their activations; None: all
     is_compiled: bool = True
     is_whole: bool = False  # compiled by DeepSpeed, all of it: micro-batches are added up in a copy of the gradients
     packing: bool = True
-    chunked_logprobs: bool = True
     sends_weights: bool = False  # sends weights to engines, and keeps the blocks for it between pushes
     adapter_rank: int = 0  # 0: all weights are trained
     batch_tokens: int | None = None  # most tokens of an optimizer step on all ranks; None: it is one micro-batch
@@ -151,9 +147,7 @@ class ForwardMemory:
     micro_batch: int = 1
     weight_bytes: int = 2
     is_sharded: bool = False  # each rank keeps a shard and gathers layer by layer
-    weight_offload: bool = False
     packing: bool = True
-    chunked_logprobs: bool = True
     sequence_parallel: int = 1
     is_guest: bool = False  # in the processes of another role, whose context it shares
     num_waiting: int = 0  # parameters of further models, which wait in host memory for their turn on the device
@@ -186,10 +180,9 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class SimulatorMemory:
-    """Memory of a simulator process, on its device and on the host. source: where the numbers are from."""
+    """Memory of a simulator process on its device. source: where the number is from."""
 
     gib: float
-    host_gib: float = 0.0
     source: str = "as given"
 
 
@@ -350,11 +343,11 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     if _has_copies(memory, model, shards):
         weights.append(share("16-bit copy of the weights", memory.compute_bytes, 1, Part.WEIGHTS, copied))
     gradients = share("gradients", memory.gradient_bytes, gradient_cut, Part.GRADIENTS)
-    moments = share("optimizer moments", memory.num_moments * memory.moment_bytes, optimizer_cut, Part.OPTIMIZER)
+    moments = share("optimizer moments", NUM_MOMENTS * memory.moment_bytes, optimizer_cut, Part.OPTIMIZER)
     num_muon = memory.num_muon(model)
     if num_muon:
-        entries = memory.num_moments * (memory.num_trained(model) - num_muon) + num_muon
-        formula = f"({_n(num_muon)} + {memory.num_moments} x {_n(memory.num_trained(model) - num_muon)} of AdamW)"
+        entries = NUM_MOMENTS * (memory.num_trained(model) - num_muon) + num_muon
+        formula = f"({_n(num_muon)} + {NUM_MOMENTS} x {_n(memory.num_trained(model) - num_muon)} of AdamW)"
         moments = share("optimizer moments", memory.moment_bytes, optimizer_cut, Part.OPTIMIZER, (entries, formula))
     state = [moments]
     if memory.master_bytes:
@@ -367,9 +360,6 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         Part.GRADIENTS: (gradients,),
         Part.OPTIMIZER: tuple(state),
     }
-    if memory.weight_offload:
-        host += [replace(term, name=f"{term.name}, streamed (pinned)") for term in weights]
-        parts[Part.WEIGHTS] = tuple(replace(term, gib=0.0, formula="on the host") for term in weights)
     if memory.optimizer_offload:
         host += [replace(term, name=f"{term.name} (pinned)") for term in state]
         parts[Part.OPTIMIZER] = tuple(replace(term, gib=0.0, formula="on the host") for term in state)
@@ -391,7 +381,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     if memory.is_whole:
         back.append(replace(gradients, name="gradients so far", part=None))
     tokens = _tokens(memory, memory.micro_batch)
-    back += _logits(role, model, tokens, memory.chunked_logprobs, memory.compute_bytes, 2)
+    back += _logits(role, model, tokens, memory.compute_bytes, 2)
     step: list[Term] = []
     if memory.facts.steps_at_once and not memory.optimizer_offload:  # a fused AdamW needs nothing but its state
         step = [
@@ -498,13 +488,13 @@ def _has_copies(memory: TrainMemory, model: ModelShape, shards: int) -> bool:
 
 def _gathered(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: int) -> list[Term]:
     """Return the memory of whole weights that exist beside the shard while the role works."""
-    if _has_copies(memory, model, shards) and not memory.weight_offload:
+    if _has_copies(memory, model, shards):
         return []
     is_cast = memory.weight_bytes != memory.compute_bytes
-    if not (memory.is_sharded and shards > 1) and not is_cast and not memory.weight_offload:
+    if not (memory.is_sharded and shards > 1) and not is_cast:
         return []
     n, layer, rest = model.num_parameters, model.num_layer_parameters, model.num_embedding_parameters
-    if memory.zero_stage < 3 and not memory.weight_offload:
+    if memory.zero_stage < 3:
         live, how = n, f"{_n(n)} parameters"
     elif memory.facts.shards_by_layer:
         live = min(n, rest + FSDP_LIVE_LAYERS * layer)
@@ -619,22 +609,18 @@ def _mask(role: str, memory: TrainMemory | ForwardMemory, micro_batch: int, comp
     return [_bytes(role, "attention mask", micro_batch * side * side * compute_bytes, formula)]
 
 
-def _logits(role: str, model: ModelShape, tokens: int, is_chunked: bool, compute_bytes: int, passes: int) -> list[Term]:
+def _logits(role: str, model: ModelShape, tokens: int, compute_bytes: int, passes: int) -> list[Term]:
     """Return the memory of logits and, with a backward pass (passes = 2), of their gradients.
 
-    Chunked logits are fp32 from the start. The forward pass holds two copies; the backward pass holds logits, log-probs
-    and gradients, and the gradients once more in the model's dtype. Whole logits exist in the model's dtype and in
-    fp32, both twice in the backward pass.
+    They are chunked, and fp32 from the start. The forward pass holds two copies; the backward pass holds logits,
+    log-probs and gradients, and the gradients once more in the model's dtype.
     """
     if model.head == "scalar":
         return []
-    rows, each = tokens, (compute_bytes + FP32) * passes
-    if is_chunked:
-        rows = min(tokens, max(1, LOGITS_CHUNK_ELEMENTS // model.vocab_size))
-        each = 2 * FP32 if passes == 1 else 3 * FP32 + (compute_bytes if compute_bytes < FP32 else 0)
-    name = "logits chunk" if is_chunked else "logits"
+    rows = min(tokens, max(1, LOGITS_CHUNK_ELEMENTS // model.vocab_size))
+    each = 2 * FP32 if passes == 1 else 3 * FP32 + (compute_bytes if compute_bytes < FP32 else 0)
     formula = f"{_n(rows)} tokens x {_n(model.vocab_size)} x {each} B"
-    return [_bytes(role, name, rows * model.vocab_size * each, formula)]
+    return [_bytes(role, "logits chunk", rows * model.vocab_size * each, formula)]
 
 
 def _forward_terms(
@@ -645,7 +631,7 @@ def _forward_terms(
     terms = [_bytes(role, "forward activations", tokens * width, f"{_n(tokens)} tokens x {_n(width)} B")]
     terms += _mask(role, memory, micro_batch, compute_bytes)
     terms += _seeing_forward(role, model, memory.image_share * tokens, compute_bytes)
-    return terms + _logits(role, model, tokens, memory.chunked_logprobs, compute_bytes, 1)
+    return terms + _logits(role, model, tokens, compute_bytes, 1)
 
 
 def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout) -> RoleMemory:
@@ -665,13 +651,10 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
         waiting = memory.num_waiting * memory.weight_bytes / tp / shards
         host.append(_bytes(role, "other models, waiting (pinned)", waiting, what))
     terms: list[Term] = []
-    if shards > 1 or memory.weight_offload:
+    if shards > 1:
         live = min(n, model.num_embedding_parameters + FSDP_LIVE_LAYERS * model.num_layer_parameters)
         formula = f"{_n(live)} live parameters x {memory.weight_bytes} B{_per(tp, 'tensor parallel')}"
         terms.append(_bytes(role, "gathered weights", live * memory.weight_bytes / tp, formula))
-    if memory.weight_offload:
-        host += [replace(term, name=f"{term.name}, streamed (pinned)") for term in weights]
-        weights = [replace(term, gib=0.0, formula="on the host") for term in weights]
     terms += _forward_terms(role, model, memory, memory.micro_batch, memory.weight_bytes, tp)
     working: dict[Activity, tuple[Term, ...]] = {
         "forward": _slack(role, terms),
@@ -781,18 +764,15 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
 
 def _simulator(role: str, memory: SimulatorMemory | None, layout: Layout) -> RoleMemory | None:
     fixed = _fixed(role, layout, False)
-    host = [process_on_host(role)]
     if memory is not None:
         state = Term(role, "simulator", memory.gib, memory.source, Part.SIMULATOR)
-        if memory.host_gib:
-            host.append(Term(role, "simulator on the host", memory.host_gib, memory.source))
     elif layout.share is not None and layout.device_gib is not None:
         gib = max(0.0, layout.share * layout.device_gib - total(fixed))
         formula = f"{layout.share:g} x {layout.device_gib:g} GiB - {total(fixed):.2f} GiB (context)"
         state = Term(role, "simulator", gib, formula, Part.SIMULATOR)
     else:
         return None
-    return RoleMemory(fixed, {Part.SIMULATOR: (state,)}, {}, tuple(host))
+    return RoleMemory(fixed, {Part.SIMULATOR: (state,)}, {}, (process_on_host(role),))
 
 
 def _component(role: str, memory: ComponentMemory, layout: Layout) -> RoleMemory:

@@ -6,8 +6,10 @@ devices (same kind, same roles), never per device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from hotseat.errors import PlacementError
@@ -58,7 +60,7 @@ class RoleSpec:
 
     `on` is a selection, or the text of one for `parse_selection`. `num_procs` counts engines for an engine, otherwise
     processes. `share` is the fraction of a device's memory that each process claims. `offload` None means as needed;
-    "always" applies to `offload_parts`, by default to all of `can_offload`, the parts that the backend can offload.
+    "always" applies to all of `can_offload`, the parts that the backend can offload.
     """
 
     name: str
@@ -67,7 +69,6 @@ class RoleSpec:
     num_procs: int | None = None
     share: float | None = None
     offload: Offloading | None = None
-    offload_parts: frozenset[Part] | None = None
     can_offload: frozenset[Part] = frozenset()
     memory: Memory | None = None
     model: ModelShape | None = None
@@ -173,20 +174,10 @@ class Plan:
         return next((group for group in self.groups if device in group), None)
 
     def to_json(self) -> str:
-        import json
+        def facts(value: Any) -> dict[str, Any]:
+            return {each.name: getattr(value, each.name) for each in fields(value) if each.init}
 
-        from hotseat.placement._codec import encode
-
-        return json.dumps(encode(self), separators=(",", ":"), allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        import json
-
-        from hotseat.placement._codec import decode
-
-        decoded: Plan = decode(cls, json.loads(text))
-        return decoded
+        return json.dumps(self, default=facts, separators=(",", ":"), allow_nan=False)
 
 
 def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
@@ -262,29 +253,10 @@ def _checked(roles: Sequence[RoleSpec]) -> dict[str, RoleSpec]:
 
 
 def _check_offload(spec: RoleSpec) -> None:
-    if spec.offload_parts is not None and spec.offload != "always":
-        raise PlacementError(
-            f"{spec.name}: parts to offload are named, which only enable_offload: true uses:"
-            f" set enable_offload to true or leave the parts out"
-        )
-    if spec.offload != "always":
-        return
-    can = spec.can_offload & parts_of(spec.name)
-    if not can:
+    if spec.offload == "always" and not spec.can_offload & parts_of(spec.name):
         raise PlacementError(
             f"{spec.name}: enable_offload is true, but its backend can offload nothing: leave enable_offload unset"
         )
-    cannot = (spec.offload_parts or frozenset()) - can
-    if cannot:
-        raise PlacementError(
-            f"{spec.name}: {_list(cannot)} cannot be offloaded by its backend, which can offload {_list(can)}:"
-            f" name only those"
-        )
-
-
-def _list(parts: Iterable[Part]) -> str:
-    names = set(parts)
-    return ", ".join(part for part in Part if part in names)
 
 
 def _selection(spec: RoleSpec) -> Selection:
@@ -349,14 +321,12 @@ def shares_devices(plan: Plan) -> bool:
 
 
 def _modes(spec: RoleSpec, flow: Flow) -> tuple[tuple[Part, Mode], ...]:
-    always = spec.offload_parts if spec.offload_parts is not None else spec.can_offload
+    can: Mode = "always" if spec.offload == "always" else "as_needed"
 
     def mode(part: Part) -> Mode:
         if spec.offload == "never":
             return "never"
-        if spec.offload == "always" and part in always:
-            return "always"
-        return "as_needed" if part in spec.can_offload else "cannot"
+        return can if part in spec.can_offload else "cannot"
 
     return tuple((part, mode(part)) for part in flow.parts_of(spec.name))
 
@@ -370,10 +340,7 @@ def _groups(
 ) -> tuple[DeviceGroup, ...]:
     tenancy: dict[int, list[tuple[str, int]]] = {}  # device: (role, its processes there)
     for name, place in located.items():
-        counts: dict[int, int] = {}
-        for process in place.processes:
-            for device in process.devices:
-                counts[device] = counts.get(device, 0) + 1
+        counts = Counter(device for process in place.processes for device in process.devices)
         for device, count in counts.items():
             tenancy.setdefault(device, []).append((name, count))
     classes: dict[tuple[Any, ...], list[int]] = {}
@@ -523,16 +490,15 @@ def _hosts(
     groups: Sequence[DeviceGroup],
 ) -> tuple[HostGroup, ...]:
     """Sum up the host memory of each node that has a process: of the processes, and of the parts offloaded there."""
-    procs: list[dict[str, int]] = [{} for _ in inventory.nodes]
+    procs = [Counter[str]() for _ in inventory.nodes]
     for name, place in located.items():
         for process in place.processes:
-            procs[process.node][name] = procs[process.node].get(name, 0) + 1
-    devices: list[dict[int, int]] = [{} for _ in inventory.nodes]  # node: group: number of its devices
+            procs[process.node][name] += 1
+    devices = [Counter[int]() for _ in inventory.nodes]  # node: group: number of its devices
     for index, group in enumerate(groups):
         for first, last in group.devices:
             for device in range(first, last + 1):
-                rank = inventory.node_of(device)
-                devices[rank][index] = devices[rank].get(index, 0) + 1
+                devices[inventory.node_of(device)][index] += 1
     classes: dict[tuple[Any, ...], list[int]] = {}
     for node in inventory.nodes:
         if procs[node.rank]:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from hotseat.errors import PlacementError
 from hotseat.registry.roles import ROLES, Part, role_entry
 
-__all__ = ["Part", "check_role", "nearest", "parts_of", "section_of"]
+__all__ = ["Part", "check_role", "did_you_mean", "nearest", "parts_of", "section_of"]
 
 
 def section_of(role: str) -> str:
@@ -31,12 +31,17 @@ def nearest(word: str, choices: tuple[str, ...]) -> str | None:
     return matches[0] if matches else None
 
 
+def did_you_mean(word: str, choices: tuple[str, ...]) -> str:
+    """Return the part of an error message that names the nearest choice; empty if there is none."""
+    guess = nearest(word, choices)
+    return f"did you mean {guess!r}? " if guess else ""
+
+
 def check_role(name: str, components: Collection[str] = ()) -> str:
     """Return `name` if it is a role, or one of the user's own components; otherwise raise an error with the nearest."""
     if name in ROLES or name in components:
         return name
-    guess = nearest(name.lower(), (*ROLES, *components))
-    hint = f"did you mean {guess!r}? " if guess else ""
+    hint = did_you_mean(name.lower(), (*ROLES, *components))
     raise PlacementError(
         f"unknown role {name!r}: {hint}the roles are {', '.join((*ROLES, *components))}; other names for"
         " them are declared in cluster.component_names, components of one's own in components"

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hotseat.errors import PlacementError
-from hotseat.placement.roles import check_role, nearest
+from hotseat.placement.roles import check_role, did_you_mean
 
 MAX_PROCESSES = 65_536  # of one role; a larger number is a typing error
 
@@ -150,8 +150,7 @@ def _parse_mapping(written: Mapping[object, object], role: str, components: Coll
     keys = ("node_group", "placement")
     for key in written:
         if key not in keys:
-            guess = nearest(str(key), keys)
-            hint = f"did you mean {guess!r}? " if guess else ""
+            hint = did_you_mean(str(key), keys)
             raise PlacementError(f"{role}: unknown key {key!r}: {hint}the keys are node_group and placement")
     if "placement" not in written:
         raise PlacementError(f"{role}: a placement by node group needs the key placement, for instance placement: 0-7")

@@ -18,7 +18,7 @@ from hotseat.config import Config, loads, to_yaml
 from hotseat.config.batches import batch_algebra
 from hotseat.config.roles import has_judge_engine
 from hotseat.config.schema import JudgeEngineConfig, RolloutConfig
-from hotseat.config.yaml_lines import dump
+from hotseat.config.yaml_lines import dump, nested
 from hotseat.errors import BatchError, UserError
 from hotseat.placement import GroupStep, Layout, Plan, RoleSpec, estimate
 from hotseat.planning.budgets import with_least_budgets, with_whole_steps
@@ -71,14 +71,7 @@ class Advice:
 
 def as_yaml(settings: Settings) -> str:
     """Return settings as YAML of a config file."""
-    tree: dict[str, Any] = {}
-    for key, value in settings.items():
-        *sections, leaf = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[leaf] = value
-    return dump(tree)
+    return dump(nested(settings))
 
 
 def as_overrides(settings: Settings) -> list[str]:
@@ -192,11 +185,6 @@ class _Trials:
     def advice(self, settings: Settings, inventory: str | None = None) -> Advice:
         made = make_plan(loads(self._text, as_overrides(settings)), self._inventory)
         return Advice(settings, made, inventory)
-
-    @property
-    def num_plans(self) -> int:
-        """Count the combinations of settings that were planned."""
-        return len(self._plans)
 
     def first(self, tried: Iterable[Settings], is_roomy: bool) -> Settings | None:
         """Return the first settings with which the plan fits; None if there are none."""

@@ -15,7 +15,7 @@ from hotseat.config.roles import has_simulator
 from hotseat.errors import UserError
 from hotseat.placement import Inventory, Plan
 from hotseat.planning.advisor import as_overrides, as_yaml
-from hotseat.planning.config_plan import make_plan, num_data_parallel
+from hotseat.planning.config_plan import machines_of, make_plan, num_data_parallel
 from hotseat.planning.search import Settings
 from hotseat.words import quantity
 
@@ -233,7 +233,4 @@ def _without_overlap(config: Config) -> Settings:
 
 
 def _num_devices(config: Config, inventory: str | Inventory | None) -> int:
-    devices = inventory or config.cluster.inventory
-    if devices is None:
-        return make_plan(config).inventory.num_devices
-    return (Inventory.parse(devices) if isinstance(devices, str) else devices).num_devices
+    return (machines_of(config, inventory) or make_plan(config).inventory).num_devices

@@ -76,7 +76,7 @@ def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_d
     are_devices_logical: everything runs on CPUs, and a device is only a place in the plan.
     """
     chosen = with_budgets(config, inventory, are_devices_logical=are_devices_logical).config
-    made = _make_plan(chosen, inventory, are_devices_logical)
+    made = plan_as_is(chosen, inventory, are_devices_logical=are_devices_logical)
     return made if are_devices_logical else _with_scoring_together(chosen, made)
 
 
@@ -91,12 +91,12 @@ def with_budgets(
         return ChosenBudgets(config)
     if are_devices_logical:
         return choose_on_cpu(config, _activation_bytes(with_dtype(config, has_gpus=False)))
-    num_ranks = num_data_parallel(config, _make_plan(config, inventory, False))
+    num_ranks = num_data_parallel(config, plan_as_is(config, inventory))
     trained = [spec.model for spec in role_specs(config) if isinstance(spec.memory, TrainMemory) and spec.model]
     model = max(trained, key=lambda shape: shape.num_layers, default=None)
 
     def plan_with(made: Config) -> Plan:
-        return _make_plan(made, inventory, False)
+        return plan_as_is(made, inventory)
 
     if has_simulator(config) and _simulator_memory(config) is None:
         # A constant would be far too small for most policies; what turns out not to fit is cut smaller in the run.
@@ -112,28 +112,25 @@ def with_budgets(
 
 def on_all_devices(config: Config, inventory: str | Inventory | None = None) -> Config:
     """Return the config with the actor, and so every role, on all devices of the inventory, if it places no role."""
-    machines = inventory if inventory is not None else config.cluster.inventory
-    if machines is None or config.cluster.component_placement:
-        return config
-    known = machines if isinstance(machines, Inventory) else Inventory.parse(machines)
-    if known.num_devices < 2:
+    machines = machines_of(config, inventory)
+    if machines is None or config.cluster.component_placement or machines.num_devices < 2:
         return config
     cluster = config.cluster.model_copy(update={"component_placement": {"actor": "all"}})
     return config.model_copy(update={"cluster": cluster})
 
 
-def plan_as_is(config: Config, inventory: str | Inventory | None = None) -> Plan:
-    """Plan a config with all budgets chosen; see `make_plan`."""
-    return _make_plan(config, inventory, False)
+def machines_of(config: Config, inventory: str | Inventory | None) -> Inventory | None:
+    """Return the machines to plan for: the inventory that is passed, else the config's; None: neither names any."""
+    machines = inventory if inventory is not None else config.cluster.inventory
+    return Inventory.parse(machines) if isinstance(machines, str) else machines
 
 
 def _with_dtype(config: Config, inventory: str | Inventory | None, are_devices_logical: bool) -> Config:
     """Return the config with the dtype that a run on these machines computes in; assumed nodes have GPUs."""
-    machines = inventory if inventory is not None else config.cluster.inventory
+    machines = machines_of(config, inventory)
     if are_devices_logical or machines is None:
         return with_dtype(config, not are_devices_logical)
-    known = machines if isinstance(machines, Inventory) else Inventory.parse(machines)
-    return with_dtype(config, any(node.num_devices for node in known.nodes))
+    return with_dtype(config, machines.num_devices > 0)
 
 
 def _activation_bytes(config: Config) -> float | None:
@@ -148,15 +145,15 @@ def _activation_bytes(config: Config) -> float | None:
     return max(token_bytes)
 
 
-def _make_plan(config: Config, inventory: str | Inventory | None, are_devices_logical: bool) -> Plan:
+def plan_as_is(config: Config, inventory: str | Inventory | None = None, *, are_devices_logical: bool = False) -> Plan:
+    """Plan a config with all budgets chosen; see `make_plan`."""
     specs = role_specs(_with_dtype(config, inventory, are_devices_logical))
     roles = [_without_accelerator(config, spec) if are_devices_logical else spec for spec in specs]
-    machines = inventory if inventory is not None else config.cluster.inventory
+    machines = machines_of(config, inventory)
     with _own_names(config):
         flow = make_flow(config, tuple(spec.name for spec in roles))
         if machines is not None:
-            known = machines if isinstance(machines, Inventory) else Inventory.parse(machines)
-            made = plan(_with_pools(known, config), roles, flow)
+            made = plan(_with_pools(machines, config), roles, flow)
             _check_second_copies(config, made)
         else:
             made = _on_assumed_nodes(config, roles, flow)
@@ -758,26 +755,17 @@ def with_node_groups(inventory: Inventory, num_nodes: int | None, groups: Sequen
             for rank in parse_node_ranks(settings.node_ranks, inventory.num_nodes):
                 for variables in settings.env_vars:
                     env.setdefault(rank, {}).update(variables)
-        pools.append(
-            NodePool(
-                group.label,
-                nodes,
-                env=env,
-                ignore_devices=group.ignore_hardware,
-            )
-        )
+        pools.append(NodePool(group.label, nodes, env=env, ignore_devices=group.ignore_hardware))
     return inventory.with_pools(pools) if pools else inventory
 
 
 def _on_assumed_nodes(config: Config, roles: list[RoleSpec], flow: Flow) -> Plan:
     """Plan on the smallest number of assumed nodes that have enough devices for the placement."""
-    if config.cluster.num_nodes is not None:
-        return plan(_with_pools(Inventory.parse(f"{config.cluster.num_nodes}x{DEVICES_PER_NODE}"), config), roles, flow)
-    count = 1
+    count = config.cluster.num_nodes or 1
     while True:
         try:
             return plan(_with_pools(Inventory.parse(f"{count}x{DEVICES_PER_NODE}"), config), roles, flow)
         except TooFewDevicesError:
-            if count >= MAX_ASSUMED_NODES:
+            if config.cluster.num_nodes is not None or count >= MAX_ASSUMED_NODES:
                 raise
             count += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from hotseat.errors import ConfigError, Problem, UserError
 from hotseat.rlinf.config_keys import looks_like_rlinf, their_key, translate
 
 
-def run_rlinf_config(path: str, overrides: list[str]) -> int:
+def run_rlinf_config(arguments: argparse.Namespace) -> int:
     """Print our config on standard output, and what has no effect on standard error."""
+    path: str = arguments.config
     values = read_rlinf(path)
     if not looks_like_rlinf(values):
         raise UserError(f"{path} has no section runner, so it is no config of RLinf: `hotseat config` reads ours")
     translation = translate(values)
-    config, idle = loads_in_effect(yaml.safe_dump(translation.values, sort_keys=False), overrides)
+    config, idle = loads_in_effect(yaml.safe_dump(translation.values, sort_keys=False), arguments.overrides)
     print(to_yaml(config), end="")
     for key, because in [*translation.no_effect, *((their_key(values, key), because) for key, because in idle)]:
         print(f"no effect here: {key} because {because}", file=sys.stderr)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotseat.config.load import valid_keys
+from hotseat.config.yaml_lines import nested
 from hotseat.errors import ConfigError, Problem
 
 __all__ = ["NONE", "TABLE", "ConfigTranslation", "RlinfKey", "looks_like_rlinf", "translate"]
@@ -27,6 +28,17 @@ class RlinfKey:
     ours: str = NONE
     convert: Callable[[Any], Any] = lambda value: value
     because: str = ""
+    choices: Mapping[Any, Any] | None = None  # our value for each of theirs
+
+    def ours_of(self, value: Any) -> Any:
+        """Return our value for one of theirs; None: ours is left unset."""
+        if self.choices is None:
+            return self.convert(value)
+        if value not in self.choices:
+            known = ", ".join(str(each) for each in self.choices if each is not None)
+            problem = f"{value!r} has no counterpart here; those that have one are {known}"
+            raise ConfigError([Problem(self.theirs, problem)])
+        return self.choices[value]
 
 
 @dataclass(frozen=True)
@@ -35,21 +47,6 @@ class ConfigTranslation:
 
     values: dict[str, Any]
     no_effect: list[tuple[str, str]]
-
-
-def _chosen(key: str, choices: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    def convert(value: Any) -> Any:
-        if value not in choices:
-            known = ", ".join(map(str, choices))
-            raise ConfigError([Problem(key, f"{value!r} has no counterpart here; those that have one are {known}")])
-        return choices[value]
-
-    return convert
-
-
-def _set(key: str, choices: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Convert as `_chosen` does; null is unset."""
-    return lambda value: None if value is None else _chosen(key, choices)(value)
 
 
 def _positive_or_none(value: Any) -> Any:
@@ -73,8 +70,11 @@ _AGGREGATIONS = {
     "seq-mean-token-sum": "constant",
     "seq-mean-token-mean": "sequence_mean",
 }
-_TIME_STEPS = {"action_level": "action", "chunk_level": "chunk"}
+_TIME_STEPS = {None: None, "action_level": "action", "chunk_level": "chunk"}
 _RATIO_STEPS = {"token_level": "token", **_TIME_STEPS}
+_ENGINES = {"huggingface": "transformers", "vllm": "vllm", "sglang": "vllm"}
+_DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "32": "fp32", 32: "fp32"}
+_BACKENDS = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "fsdp"}
 _KL = {"low_var_kl": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3"}
 _ENTROPY = "entropy is a mean over tokens; for that of longer units multiply algorithm.entropy_bonus by their tokens"
 _MEGATRON = "Megatron is not a backend here"
@@ -99,10 +99,10 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("runner.enable_dynamic_batch_size", because="micro-batches have the size that fits unless one is set"),
     RlinfKey("runner.logger", because="every run records its metrics; see log.wandb and log.tensorboard_path"),
     RlinfKey("algorithm.group_size", "rollout.samples_per_prompt"),
-    RlinfKey("algorithm.adv_type", "algorithm.estimator", _chosen("algorithm.adv_type", _ESTIMATORS)),
-    RlinfKey("algorithm.loss_agg_func", "algorithm.aggregation", _chosen("algorithm.loss_agg_func", _AGGREGATIONS)),
+    RlinfKey("algorithm.adv_type", "algorithm.estimator", choices=_ESTIMATORS),
+    RlinfKey("algorithm.loss_agg_func", "algorithm.aggregation", choices=_AGGREGATIONS),
     RlinfKey("algorithm.kl_beta", "algorithm.kl.coef"),  # of the loss; see `_penalty`
-    RlinfKey("algorithm.kl_penalty_type", "algorithm.kl.estimator", _chosen("algorithm.kl_penalty_type", _KL)),
+    RlinfKey("algorithm.kl_penalty_type", "algorithm.kl.estimator", choices=_KL),
     RlinfKey("algorithm.ratio_clip_eps", "algorithm.clip_low"),
     RlinfKey("algorithm.clip_ratio_low", "algorithm.clip_low"),
     RlinfKey("algorithm.clip_ratio_high", "algorithm.clip_high"),
@@ -110,8 +110,8 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("algorithm.entropy_bonus", "algorithm.entropy_coef", lambda value: value or None),
     RlinfKey("algorithm.gamma", "algorithm.gamma"),
     RlinfKey("algorithm.gae_lambda", "algorithm.gae_lambda"),
-    RlinfKey("algorithm.reward_type", "algorithm.time_step", _set("algorithm.reward_type", _TIME_STEPS)),
-    RlinfKey("algorithm.logprob_type", "algorithm.ratio_step", _set("algorithm.logprob_type", _RATIO_STEPS)),
+    RlinfKey("algorithm.reward_type", "algorithm.time_step", choices=_TIME_STEPS),
+    RlinfKey("algorithm.logprob_type", "algorithm.ratio_step", choices=_RATIO_STEPS),
     RlinfKey("algorithm.entropy_type", because=_ENTROPY),
     RlinfKey("algorithm.value_clip", "critic.value_clip", _positive_or_none),
     RlinfKey("algorithm.huber_delta", because="values are learned by their squared error"),
@@ -141,21 +141,9 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("rollout.tensor_parallel_size", "rollout.tensor_parallel_size"),
     RlinfKey("rollout.enforce_eager", "rollout.enforce_eager"),
     RlinfKey("rollout.max_running_requests", "rollout.num_slots"),
-    RlinfKey(
-        "rollout.rollout_backend",
-        "rollout.engine",
-        _chosen("rollout.rollout_backend", {"vllm": "vllm", "sglang": "vllm"}),
-    ),
-    RlinfKey(
-        "rollout.backend",
-        "rollout.engine",
-        _chosen("rollout.backend", {"huggingface": "transformers", "vllm": "vllm", "sglang": "vllm"}),
-    ),
-    RlinfKey(
-        "rollout.generation_backend",
-        "rollout.engine",
-        _chosen("rollout.generation_backend", {"huggingface": "transformers", "vllm": "vllm", "sglang": "vllm"}),
-    ),
+    RlinfKey("rollout.rollout_backend", "rollout.engine", choices={"vllm": "vllm", "sglang": "vllm"}),
+    RlinfKey("rollout.backend", "rollout.engine", choices=_ENGINES),
+    RlinfKey("rollout.generation_backend", "rollout.engine", choices=_ENGINES),
     RlinfKey("rollout.sampling_params.temperature_train", "rollout.temperature"),
     RlinfKey("rollout.sampling_params.temperature_eval", "eval.temperature"),
     RlinfKey("rollout.sampling_params.top_p", "rollout.top_p"),
@@ -165,11 +153,7 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("rollout.pipeline_stage_num", "rollout.pipeline_stage_num"),
     RlinfKey("rollout.recompute_logprobs", because="old log-probs are the trainer's own; see algorithm.correction"),
     RlinfKey("actor.model.model_path", "actor.model"),
-    RlinfKey(
-        "actor.model.precision",
-        "train.dtype",
-        _chosen("actor.model.precision", {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "32": "fp32", 32: "fp32"}),
-    ),
+    RlinfKey("actor.model.precision", "train.dtype", choices=_DTYPES),
     RlinfKey(
         "actor.model.tensor_model_parallel_size", because=_MEGATRON + "; see train.deepspeed.tensor_parallel_size"
     ),
@@ -183,11 +167,7 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("actor.seed", "seed"),
     RlinfKey("actor.micro_batch_size", "train.micro_batch_size"),
     RlinfKey("actor.global_batch_size", "train.batch_size"),
-    RlinfKey(
-        "actor.training_backend",
-        "train.backend",
-        _chosen("actor.training_backend", {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "fsdp"}),
-    ),
+    RlinfKey("actor.training_backend", "train.backend", choices=_BACKENDS),
     RlinfKey("actor.gradient_checkpointing", "train.gradient_checkpointing"),
     RlinfKey("actor.optim.lr", "actor.optimizer.learning_rate"),
     RlinfKey("actor.optim.adam_eps", "actor.optimizer.eps"),
@@ -257,7 +237,7 @@ def translate(values: Mapping[str, Any]) -> ConfigTranslation:
         elif entry.ours not in valid:
             no_effect.append((path, f"this version has no {entry.ours}"))
         else:
-            converted = entry.convert(value)
+            converted = entry.ours_of(value)
             if converted is not None:
                 ours[entry.ours] = converted
     _together(values, ours)
@@ -265,7 +245,7 @@ def translate(values: Mapping[str, Any]) -> ConfigTranslation:
     no_effect += _penalty(values, ours)
     no_effect += _share_simulators(values, ours)
     no_effect += _in_episodes(values, ours)
-    return ConfigTranslation(_nested(ours), no_effect)
+    return ConfigTranslation(nested(ours), no_effect)
 
 
 def their_key(values: Mapping[str, Any], ours: str) -> str:
@@ -444,14 +424,3 @@ def _entry_of(path: str) -> RlinfKey | None:
             return _BY_KEY[path]
         path = path.rpartition(".")[0]
     return None
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for path, value in flat.items():
-        *sections, name = path.split(".")
-        at = nested
-        for section in sections:
-            at = at.setdefault(section, {})
-        at[name] = value
-    return nested

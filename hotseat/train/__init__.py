@@ -5,18 +5,16 @@ from hotseat.train.backend import (
     AdamW,
     Backend,
     LoraOptions,
-    Loss,
     Muon,
     Outputs,
     Precision,
     TrainOptions,
-    UpdateReport,
     ZeroOptions,
 )
 from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.make import make_backend
 from hotseat.train.packing import join, split_by_count, split_by_tokens, take
-from hotseat.train.schedule import Schedule, ScheduleKind
+from hotseat.train.schedule import Schedule
 from hotseat.train.zero import ZeroBackend
 
 __all__ = [
@@ -25,14 +23,11 @@ __all__ = [
     "Backend",
     "FSDPBackend",
     "LoraOptions",
-    "Loss",
     "Muon",
     "Outputs",
     "Precision",
     "Schedule",
-    "ScheduleKind",
     "TrainOptions",
-    "UpdateReport",
     "ZeroBackend",
     "ZeroOptions",
     "join",

@@ -44,12 +44,7 @@ _COST_OF_GATHERING = 0.10
 
 
 def split_by_count(
-    batch: MicroBatch,
-    max_segments: int,
-    units: Sequence[Hashable] | None = None,
-    *,
-    allow_longer: bool = False,
-    by_images: bool = False,
+    batch: MicroBatch, max_segments: int, *, allow_longer: bool = False, by_images: bool = False
 ) -> list[MicroBatch]:
     """Cut a batch into micro-batches of at most `max_segments` segments, segments of like length together.
 
@@ -58,7 +53,7 @@ def split_by_count(
     """
     if max_segments < 1:
         raise BatchError(f"{max_segments} segments per micro-batch: set it to 1 or more")
-    members = _members(batch, units)
+    members = _members(batch)
     lengths = _lengths(batch)
     largest = max((len(unit) for unit in members), default=0)
     if largest > max_segments and not allow_longer:
@@ -81,7 +76,6 @@ def split_by_tokens(
     max_tokens: int,
     *,
     padded: bool = False,
-    units: Sequence[Hashable] | None = None,
     allow_longer: bool = False,
     by_images: bool = False,
 ) -> list[MicroBatch]:
@@ -91,7 +85,7 @@ def split_by_tokens(
     micro-batch by itself; otherwise it is an error. by_images: segments with the same images stay
     together, unless that takes more micro-batches than to fill one after the other.
     """
-    members = _members(batch, units)
+    members = _members(batch)
     lengths = _lengths(batch)
 
     def tokens(segments: Sequence[int]) -> int:
@@ -178,10 +172,10 @@ def with_ends(batch: MicroBatch) -> MicroBatch:
     return MicroBatch(token_ids, offsets, mask, torch.zeros(len(mask)), {}, batch.sample_ids, batch.images)
 
 
-def _members(batch: MicroBatch, units: Sequence[Hashable] | None) -> list[list[int]]:
-    """List the segments of each unit, units in order of first appearance; by default a unit is a sample id."""
-    members: dict[Hashable, list[int]] = {}
-    for segment, unit in enumerate(batch.sample_ids if units is None else units):
+def _members(batch: MicroBatch) -> list[list[int]]:
+    """List the segments of each unit, which is a sample id, units in order of first appearance."""
+    members: dict[str, list[int]] = {}
+    for segment, unit in enumerate(batch.sample_ids):
         members.setdefault(unit, []).append(segment)
     return list(members.values())
 

@@ -5,7 +5,7 @@ engine share, `broadcast` to other devices.
 """
 
 from hotseat.weights.broadcast import LOOPBACK, TIMEOUT_S, BroadcastData, BroadcastGroup
-from hotseat.weights.bucket import Bucket, BucketData, Entry
+from hotseat.weights.bucket import Bucket
 from hotseat.weights.device_ipc import merge
 from hotseat.weights.transfer import BUCKET_BYTES, Receiver, Sender, check_digests
 from hotseat.weights.transports import Transport, TransportPlan, check_transport, choose_transports
@@ -17,8 +17,6 @@ __all__ = [
     "BroadcastData",
     "BroadcastGroup",
     "Bucket",
-    "BucketData",
-    "Entry",
     "Receiver",
     "Sender",
     "Transport",

@@ -46,7 +46,6 @@ def test_device_ids_run_over_nodes_and_skip_nodes_without_devices():
     assert list(inventory.devices_of(1)) == []
     assert list(inventory.devices_of(2)) == [2, 3, 4]
     assert [inventory.node_of(device) for device in range(5)] == [0, 0, 2, 2, 2]
-    assert [inventory.local_index(device) for device in range(5)] == [0, 1, 0, 1, 2]
     with refused("device 5 does not exist", "there are 5"):
         inventory.node_of(5)
 
@@ -67,10 +66,7 @@ def test_pools_given_like_node_groups_carry_environment_variables():
 
 
 def test_host_sizes_can_be_added():
-    node = Inventory.parse("2x8").with_hosts(cpus=64, memory_gib=512.0).nodes[1]
-    assert (node.cpus, node.host_memory_gib) == (64, 512.0)
-    kept = Inventory.parse("1x8").with_hosts(cpus=8).with_hosts(memory_gib=1.0).nodes[0]
-    assert (kept.cpus, kept.host_memory_gib) == (8, 1.0)
+    assert Inventory.parse("2x8").with_hosts(memory_gib=512.0).nodes[1].host_memory_gib == 512.0
 
 
 def test_node_ranks_as_text():

@@ -1,10 +1,11 @@
 """Whole plans, their tables worked out by hand, and everything the planner refuses."""
 
+import json
 import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from placement_cases import (
@@ -49,7 +50,7 @@ def hybrid_engine(engines=8, tensor_parallel=1, share=0.6) -> list[RoleSpec]:
     train = TrainMemory(2048, micro_batch=4, forward_micro_batch=8, backend="deepspeed", gradient_bytes=2)
     score = ForwardMemory(2048, micro_batch=8, is_sharded=True)
     return [
-        actor("1x8", memory=train, can_offload=SLEEP, offload="always", offload_parts=SLEEP),
+        actor("1x8", memory=train, can_offload=SLEEP, offload="always"),
         scorer("reference", memory=score, can_offload=frozenset()),
         replace(scorer("reward", memory=score, can_offload=frozenset()), model=shape("Llama-3-8B").with_scalar_head()),
         rollout(
@@ -461,10 +462,6 @@ def test_wrong_offload_settings_are_refused():
         one(offload="always")()
     with refused("actor: enable_offload is true, but its backend can offload nothing"):
         one(offload="always", can_offload=frozenset({Part.KV_CACHE}))()
-    with refused("weights cannot be offloaded by its backend, which can offload gradients, optimizer"):
-        one(offload="always", can_offload=SLEEP, offload_parts=frozenset({Part.WEIGHTS}))()
-    with refused("parts to offload are named, which only enable_offload: true uses"):
-        one(can_offload=SLEEP, offload_parts=SLEEP)()
 
 
 def test_warnings():
@@ -518,16 +515,17 @@ def test_devices_with_more_processes_are_a_class_of_their_own():
     assert simulators == [8.0, 2.0, 0]
 
 
-def test_json_round_trip():
+def test_json_has_the_whole_plan():
     for found in (
         make_plan("1x8xA100-80G", hybrid_engine()),
         make_plan("1x8xA100-80G", embodied(), task="embodied"),
         make_plan("a=2x4,sim=1xcpu", bare(actor="a/all", rollout="@actor", reward="sim/cpu*2", reference="none")),
         make_plan("1x2x8G", [actor(model="Llama-2-70B")], task="sft"),
     ):
-        text = found.to_json()
-        assert Plan.from_json(text) == found
-        assert Plan.from_json(text).to_json() == text
+        as_lists = json.loads(json.dumps(asdict(found)))
+        for derived in ("first_devices", "num_devices"):
+            del as_lists["inventory"][derived]
+        assert json.loads(found.to_json()) == as_lists
 
 
 def test_equal_arguments_give_equal_plans():

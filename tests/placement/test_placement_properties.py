@@ -223,9 +223,7 @@ def test_equal_arguments_give_equal_plans_and_json(args):
     again = planned((args[0], [replace(spec) for spec in args[1]], args[2]))
     assert again == found
     if found is not None and again is not None:
-        text = found.to_json()
-        assert again.to_json() == text
-        assert Plan.from_json(text) == found
+        assert again.to_json() == found.to_json()
 
 
 @examples(60)

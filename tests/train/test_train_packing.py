@@ -121,11 +121,6 @@ def test_ranks_get_about_as_much_each(lengths: list[int], num_ranks: int) -> Non
     assert sum(not part for part in parts) == max(0, num_ranks - len(lengths))
 
 
-def test_pairs_stay_together_by_their_own_units() -> None:
-    parts = split_by_count(segments([5, 1, 5, 1]), 2, units=["p0", "p0", "p1", "p1"])
-    assert [part.sample_ids for part in parts] == [("s0", "s1"), ("s2", "s3")]
-
-
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(BatchError, match="sample s1 has 7 tokens, a micro-batch at most 5: raise the token budget"):
         split_by_tokens(segments([2, 7]), 5)

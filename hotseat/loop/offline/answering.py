@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from transformers.utils import logging
@@ -94,7 +94,7 @@ def _watched(engine: Engine, watcher: Watcher, request: Request) -> Future[Compl
 
 
 class Answerer:
-    """One engine in this process, with the agent and the rewards of a config. Use it as a context manager."""
+    """One engine in this process, with the agent and the rewards of a config. Close it at the end."""
 
     def __init__(
         self, prepared: Prepared, logs: Path, view: LiveView, *, needs_reward: bool, watcher: Watcher | None = None
@@ -159,14 +159,6 @@ class Answerer:
         if self._reward is not None:
             self._reward.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     @staticmethod
     def _add(collecting: Collecting, jobs: list[Job], sampling: Sampling) -> int:
         if jobs:
@@ -196,10 +188,10 @@ def answer_all(
         if len(file):
             view.say(f"resumed: {len(file):,} of {quantity(len(prepared.prompts), 'prompt')} are answered already")
         if todo:
-            with Answerer(prepared, output.parent / "logs", view, needs_reward=needs_reward) as answerer:
+            with closing(Answerer(prepared, output.parent / "logs", view, needs_reward=needs_reward)) as answerer:
                 _answer(prepared, answerer, todo, file, view, is_evaluation)
     except BaseException:
-        file.__exit__(None, None, None)
+        file.__exit__()
         raise
     return file
 

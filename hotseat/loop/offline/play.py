@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,7 +73,7 @@ def play(config: Config, number: int, logs: Path, view: LiveView, show: Show) ->
             raise UserError(f"--prompt {number}: there are {len(prepared.prompts):,} prompts, numbered from 0")
         transcribed = Transcribed(prepared.tokenizer, show)
         answerer = Answerer(prepared, logs, view, needs_reward=False, watcher=transcribed)
-    with answerer:
+    with closing(answerer):
         prompt = prepared.prompts[number]
         label = "" if label_text(prompt.label) is None else f", label {prompt.label!r}"
         show(f"prompt {number}{label}", "about")

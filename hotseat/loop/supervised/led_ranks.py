@@ -60,15 +60,11 @@ class LedRanks(Generic[W]):
 
     def any(self, fact: bool, what: str) -> bool:
         """Tell whether a fact is true on any rank. All ranks call it."""
-        return any(self._share(fact, what))
-
-    def each(self, fact: Any, what: str) -> list[Any]:
-        """Gather every rank's fact, in rank order. All ranks call it."""
-        return self._share(fact, what)
+        return any(self.each(fact, what))
 
     def _follow(self) -> Any:
         while True:
-            kind, message = self._share(None, "hear from the first rank")[0]
+            kind, message = self.each(None, "hear from the first rank")[0]
             if kind == "error":
                 raise message
             if kind == "result":
@@ -78,12 +74,13 @@ class LedRanks(Generic[W]):
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         with self._collective():
             result = getattr(self._worker, method)(*args, **kwargs)
-        return self._share(result, f"end {method!r}")
+        return self.each(result, f"end {method!r}")
 
     def _broadcast(self, kind: str, message: Any) -> None:
-        self._share((kind, message), "tell the other ranks")
+        self.each((kind, message), "tell the other ranks")
 
-    def _share(self, fact: Any, what: str) -> list[Any]:
+    def each(self, fact: Any, what: str) -> list[Any]:
+        """Gather every rank's fact, in rank order. All ranks call it."""
         with self._collective():
             return self._worker.share(fact, what)
 
