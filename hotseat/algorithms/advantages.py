@@ -512,7 +512,7 @@ def compute_advantages(
     For x_i, any one of these, dr_grpo and reinforce_baseline have x_i − mean(x), rloo (x_i − mean(x)) · n / (n − 1),
     group_norm (x_i − mean(x)) / (std(x) + eps). The deviation is that of what is divided, so group_norm is never beyond
     ±(n − 1) / √n. Equal x have advantages of exactly 0. With longer steps of time (`starts`), `own` credits a step with
-    all turns that it has tokens of. `totals` are R_i1, added up here if they are not given.
+    all turns that it has tokens of. `totals` are R_i1, exactly, added up here if they are not given.
 
     `reward_clip` bounds each turn reward less its baseline, and for group_norm what is credited.
 
@@ -537,8 +537,9 @@ def compute_advantages(
         _refuse_failed("turn", turn_rewards)
         if totals is None:
             totals = rewards.double().index_add(0, layout.token_episode[turns], turn_rewards.double())
-        parts = rewards.double().abs().index_add(0, layout.token_episode[turns], turn_rewards.double().abs())
-        totals = _without_rounding(totals, parts).to(rewards)
+            parts = rewards.double().abs().index_add(0, layout.token_episode[turns], turn_rewards.double().abs())
+            totals = _without_rounding(totals, parts)
+        totals = totals.to(rewards)
         if turn_credit == "sum" or facts.compares_episodes:
             rewards, turn_rewards = totals, None
     clip = partial(clip_rewards, low=reward_clip[0], high=reward_clip[1]) if reward_clip else floating

@@ -129,7 +129,7 @@ def test_entries_are_under_their_names_and_what_they_point_to_exists():
 
 
 # Where they may be named: where others' names are translated, and in what a command is about.
-HOMES = ("registry/", "cli/openrlhf/", "config/rlinf.py", "rlinf/")
+HOMES = ("registry/", "openrlhf/", "rlinf/")
 OTHERWISE = {"cli/new.py": {"ppo"}}
 
 

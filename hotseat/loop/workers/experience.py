@@ -237,6 +237,8 @@ def _exact_reward(sample: ScoredEpisode) -> float:
     no reward, and an estimator that divides by a deviation would enlarge them.
     """
     total = math.fsum(sample.turn_rewards)
+    if abs(total) <= math.fsum(map(abs, sample.turn_rewards)) * 2.0**-40:  # 0.1 + 0.2 − 0.3
+        total = 0.0
     largest = max(map(abs, sample.turn_rewards), default=0.0)
     is_sum = math.isclose(total, sample.reward, rel_tol=1e-6, abs_tol=1e-6 * largest)
     return total if is_sum else sample.reward
