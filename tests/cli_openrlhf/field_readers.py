@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from hotseat.config.load import valid_keys
 from hotseat.config.schema import Config
+from hotseat.registry.roles import ROLES
 
 PACKAGE = Path(__file__).parents[2] / "hotseat"
 # Checking a field, deriving which roles there are, or advising another value, is not yet doing what it says.
@@ -90,9 +91,12 @@ def _resolve(node: ast.expr, names: Names) -> Iterator[str]:
     while isinstance(node, ast.Attribute):
         parts.insert(0, node.attr)
         node = node.value
-        if isinstance(node, ast.Name) and node.id == "self" and parts[0].lstrip("_") == "config":
+        if isinstance(node, ast.Name) and parts[0].lstrip("_") == "config":  # of an object that holds the config
             yield ".".join(parts[1:])
             return
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_section":  # of any role
+        for role in ROLES.values():
+            yield ".".join([role.section, *parts])
     if isinstance(node, ast.Name):
         for section in names.get(node.id, ()):
             yield ".".join([section, *parts] if section else parts)

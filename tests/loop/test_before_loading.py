@@ -208,10 +208,10 @@ def test_modules_beside_an_agent_are_checked_with_it(tmp_path):
     text = "def score(answer):\n    return float(lenght(answer))\n"
     helper.write_text(text)
     said = f"{helper}:2: score uses the name 'lenght', which nothing defines"
-    assert problem_of(str(file), None) == {"problem": said, "absent": False}
+    assert problem_of(str(file), None) == {"problem": said, "absent": False, "note": None}
     del sys.modules["scores_of_game"]
     file.write_text(file.read_text() + "import scores_of_game\n\ndef begin():\n    scores_of_game.lenght = len\n")
-    assert problem_of(str(file), None) == {"problem": None, "absent": False}
+    assert problem_of(str(file), None) == {"problem": None, "absent": False, "note": None}
     del sys.modules["scores_of_game"]
 
 

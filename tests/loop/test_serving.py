@@ -28,6 +28,7 @@ from hotseat.errors import UserError
 from hotseat.loop.serving.batching import Batcher, Rejected, Round, cut_by_padded_tokens
 from hotseat.loop.serving.model import ModelOptions, RewardModel
 from hotseat.loop.serving.server import RewardServer, ServerOptions, bound_socket
+from hotseat.openrlhf.serve_rm import make_parser
 from hotseat.rewards import Score
 from hotseat.rewards.addresses import TOKEN, connect_problems
 from hotseat.rewards.service import RewardService
@@ -466,7 +467,7 @@ def test_the_page_has_every_flag_of_serve_rm():
     page = (Path(__file__).parents[2] / "docs" / "openrlhf.md").read_text()
     table = page.partition("## `serve_rm`")[2].partition("## Every flag")[0]
     listed = set(re.findall(r"`(--[\w.]+)`", table))
-    flags = {flag for action in serve_rm.make_parser()._actions for flag in action.option_strings}
+    flags = {flag for action in make_parser()._actions for flag in action.option_strings}
     assert flags - {"-h", "--help"} == listed
 
 

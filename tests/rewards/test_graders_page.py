@@ -58,7 +58,7 @@ def scored(function, answers: list[str], label: str | None) -> list[Score | Fail
 
 
 def rewards_of(config, answers: list[str], label: str | None) -> list[float]:
-    found = scored(Graders(graders_of(config), sandbox=sandbox_of(config)), answers, label)
+    found = scored(Graders(graders_of(config.reward.graders), sandbox=sandbox_of(config)), answers, label)
     return [each.reward for each in found]
 
 
