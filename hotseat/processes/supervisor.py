@@ -277,7 +277,7 @@ def remove_folder(folder: str | Path) -> None:
 
 
 class Task(TypedDict, total=False):
-    """What a process leaves behind.
+    """Remains of a process, to clean up after it.
 
     mark: variable and value of its processes. groups: folder and pattern of control groups. containers: engine, label.
     """

@@ -36,12 +36,12 @@ class EstimatorEntry:
 
     @property
     def credits_own_turns(self) -> bool:
-        """Whether turns can be credited with their own rewards alone: they are compared turn by turn, undiscounted."""
+        """Return whether turns can be credited with their own rewards alone: compared one by one, undiscounted."""
         return self.needs_group and not self.compares_episodes and not self.discounts
 
     @property
     def places_turn_rewards(self) -> bool:
-        """Whether rewards of turns are placed where they were earned, and nothing is compared."""
+        """Return whether rewards of turns are placed where they were earned, and nothing is compared."""
         return not self.needs_group and not self.compares_episodes
 
 

@@ -75,7 +75,7 @@ def columns(config: Config) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Basis:
-    """What the objects of a run are made from."""
+    """Inputs from which the objects of a run are made."""
 
     context: ClusterContext
     inputs: RlInputs

@@ -48,7 +48,7 @@ Start = Literal["engine", "model", "host"]
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """What the processes of a run are made from. engines: settings by role, of engines that the run launches."""
+    """Inputs of every role's launch. engines: settings by role, of engines that the run launches."""
 
     config: Config
     plan: Plan

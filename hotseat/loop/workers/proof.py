@@ -26,7 +26,7 @@ class Canary:
 
 @dataclass(frozen=True)
 class WeightCheck:
-    """What one side of a push holds: digests, and log-probs of the canary's sampled tokens.
+    """State of one side of a push: digests, and log-probs of the canary's sampled tokens.
 
     log_probs: None where there is no canary yet, or where the engine needs its cache to score and it is offloaded.
     """
