@@ -42,11 +42,11 @@ from hotseat.config.schema import CanaryConfig
 from hotseat.errors import WeightError
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.push import PushReport, push_weights
+from hotseat.loop.workers.engine_factory import device_of_process
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.engines import device_of_process
 from hotseat.loop.workers.losses import SupervisedObjective
-from hotseat.loop.workers.models import ActorWorker
-from hotseat.loop.workers.proof import Canary, WeightCheck
+from hotseat.loop.workers.model_workers import ActorWorker
+from hotseat.loop.workers.weight_check import Canary, WeightCheck
 from hotseat.rollout.kinds import EngineOptions, EngineSettings
 from hotseat.train.backend import TrainOptions
 from hotseat.train.schedule import Schedule

@@ -21,7 +21,7 @@ import torch
 
 from hotseat.cluster import Cluster, WorkerGroup
 from hotseat.data.frames import FramePreparer
-from hotseat.envs.loading import SimulatorSettings
+from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.envs.processes import ProcessEnv
 from hotseat.types import Request, Sampling
 from hotseat.vision import tensors_of

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.lib.devices import has_gpu
 from bench.lib.imitation import ImitationSettings, imitate
 from bench.lib.tabletop import write_policy
-from hotseat.envs.loading import SimulatorSettings
+from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.envs.processes import ProcessEnv
 
 PARTS = ("speed", "offload", "turns", "imitate", "learn")

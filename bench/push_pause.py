@@ -30,8 +30,8 @@ from rich.table import Table
 from hotseat.cluster import Cluster, Process
 from hotseat.loop.rl.push import push_weights
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.models import ActorWorker
-from hotseat.loop.workers.proof import Canary
+from hotseat.loop.workers.model_workers import ActorWorker
+from hotseat.loop.workers.weight_check import Canary
 from hotseat.rollout.kinds import EngineOptions, EngineSettings
 from hotseat.train.backend import TrainOptions
 from hotseat.types import Request, Sampling

@@ -131,7 +131,7 @@ def measure(engine: Any, load: Load, kind: str, directory: str) -> dict[str, Any
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hotseat.placement.roles import Part
+    from hotseat.placement.role_names import Part
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = AutoConfig.from_pretrained(directory)

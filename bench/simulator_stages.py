@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.cluster import Cluster
-from hotseat.envs.loading import SimulatorSettings
+from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.simulator_turns import RolloutShape, TurnCosts, predicted_rollout, turn_costs
+from hotseat.loop.workers.engine_factory import make_engine
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.engines import make_engine
-from hotseat.loop.workers.facts import GroupFacts, Job
+from hotseat.loop.workers.group_facts import GroupFacts, Job
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.simulation import Player, SimulationSettings, simulation_prompts
 from hotseat.rollout.kinds import EngineSettings

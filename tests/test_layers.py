@@ -74,7 +74,7 @@ ENTRIES = {
 
 # Outside system -> folders, or files, that may import it.
 HOMES = {
-    "ray": ("cluster/_ray/",),
+    "ray": ("cluster/on_ray/",),
     "vllm": ("rollout/",),
     "deepspeed": ("train/",),
 }
@@ -87,16 +87,16 @@ ROWS_OF = {
         ("__init__",),
         ("doctor",),
         ("cluster",),
-        ("@_ray", "_local"),
+        ("@on_ray", "local"),
         ("runtime",),
         ("group",),
         ("pending",),
-        ("_worker_process", "devices", "session"),
-        ("activity", "environment", "lease", "ports", "process", "refs", "services"),
+        ("worker_process", "device_memory", "session"),
+        ("activity", "environment", "lease", "ports", "nodes_and_processes", "refs", "services"),
     ),
     "openrlhf": (
         ("__init__",),
-        ("batch_inference", "lora_combiner", "run", "serve_rm", "table"),
+        ("batch_inference", "lora_combiner", "run_command", "serve_rm", "flags_table"),
         ("help", "translate"),
         ("derive",),
         ("argv",),
@@ -114,10 +114,10 @@ ROWS_OF = {
     "rlinf": (
         ("__init__",),
         ("actor", "config_command", "config_table"),
-        ("worker",),
+        ("rlinf_worker",),
         ("channel",),
-        ("group",),
-        ("cluster", "placement", "routing"),
+        ("worker_group",),
+        ("rlinf_cluster", "rlinf_placement", "routing"),
         ("configs", "place"),
         ("config_keys", "failures", "keys", "queues", "work"),
         ("broker",),
@@ -126,17 +126,17 @@ ROWS_OF = {
     ),
     "rlinf/device_items": (
         ("__init__",),
-        ("packing",),
+        ("item_packing",),
         ("unpacking",),
         ("keeper",),
         ("devices", "form"),
         ("cuda",),
     ),
-    "cluster/_ray": (
+    "cluster/on_ray": (
         ("__init__",),
-        ("runtime",),
+        ("ray_runtime",),
         ("launching", "nodes"),
-        ("group", "reservation", "node_agent"),
+        ("ray_group", "reservation", "node_agent"),
         ("connection", "daemons"),
         ("template",),
         ("forked", "template_process", "lean_agent"),

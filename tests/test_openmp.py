@@ -38,7 +38,7 @@ def test_processes_to_be_started_get_the_users_own_value(monkeypatch):
 @pytest.mark.parametrize("given", [None, "ACTIVE"])
 @pytest.mark.parametrize(
     ("module", "arguments", "command"),
-    [("hotseat.cli.main", ["--version"], ""), ("hotseat.openrlhf.run", ["--help"], "'train_sft'")],
+    [("hotseat.cli.main", ["--version"], ""), ("hotseat.openrlhf.run_command", ["--help"], "'train_sft'")],
 )
 def test_a_command_sets_it_for_itself_and_its_children_before_torch_is_loaded(module, arguments, command, given):
     environment = {name: value for name, value in os.environ.items() if name != WAIT_POLICY}

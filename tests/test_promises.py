@@ -12,12 +12,12 @@ from markdown_it import MarkdownIt
 from hotseat.cli.main import main, make_parser
 from hotseat.cli.options_view import options
 from hotseat.config.changes import may_change
-from hotseat.config.checks import missing
+from hotseat.config.conflicts import missing
 from hotseat.config.load import valid_keys
 from hotseat.config.schema import Config
 from hotseat.config.unsupported import UNBUILT
 from hotseat.openrlhf.flags import COMMANDS
-from hotseat.openrlhf.table import feature_of
+from hotseat.openrlhf.flags_table import feature_of
 
 ROOT = Path(__file__).parent.parent
 PLANS = ROOT / "examples" / "plans"

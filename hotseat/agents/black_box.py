@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotseat.agents._programs import ProgramHost, environment
-from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, SampleFunction, episode_seed
+from hotseat.agents.blocking_calls import OwnThread
 from hotseat.agents.branches import Answer, in_order, learned_order, segments_of
-from hotseat.agents.gateway.images import content_of
+from hotseat.agents.gateway.gateway_server import Address, Gateway
+from hotseat.agents.gateway.message_images import content_of
 from hotseat.agents.gateway.parsing import parser_of
-from hotseat.agents.gateway.server import Address, Gateway
-from hotseat.agents.gateway.session import Policy, Session
-from hotseat.agents.gateway.settings import ProgramSettings, SessionSettings
+from hotseat.agents.gateway.program_session import Policy, Session
+from hotseat.agents.gateway.program_settings import ProgramSettings, SessionSettings
+from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import number
-from hotseat.agents.sight import ImagePreparer
+from hotseat.agents.programs import ProgramHost, environment
 from hotseat.agents.transcript import decode
 from hotseat.processes import exit_words
 from hotseat.types import Episode, EpisodeFacts, Prompt, SampleKey, Sampling, ScoredEpisode, TurnFacts

@@ -32,7 +32,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from hotseat.agents.branches import Answer
-from hotseat.agents.sight import EpisodeImage, ImagePreparer
+from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.types import Completion, Prompt
 

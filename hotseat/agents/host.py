@@ -21,9 +21,9 @@ from functools import partial
 
 import torch
 
-from hotseat.agents._fair_loop import new_event_loop
 from hotseat.agents.agent import Agent, AgentError, OutOfTimeError, SingleTurn
 from hotseat.agents.deadlines import SCORING_S, Deadlines, ToolClock
+from hotseat.agents.fair_loop import new_event_loop
 from hotseat.agents.multi_turn import MultiTurn
 from hotseat.closing import Closing
 from hotseat.errors import RunError, UserError, WorkerError

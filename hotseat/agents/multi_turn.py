@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, OutOfTimeError, SampleFunction, episode_seed
-from hotseat.agents.sight import EpisodeImage, ImagePreparer, listed
+from hotseat.agents.blocking_calls import OwnThread
+from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer, listed
 from hotseat.agents.transcript import Transcript
 from hotseat.types import Episode, Prompt, SampleKey, Sampling, ScoredEpisode
 

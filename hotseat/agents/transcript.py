@@ -12,7 +12,7 @@ import torch
 from hotseat.types import Completion, Episode, EpisodeFacts, Prompt, SampleKey, Segment, TurnFacts
 
 if TYPE_CHECKING:
-    from hotseat.agents.sight import EpisodeImage, ImagePreparer
+    from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
 
 _TAIL = 8  # tokens before a piece that can change how it decodes: a leading space, a character of several bytes
 

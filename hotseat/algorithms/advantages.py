@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hotseat.algorithms._tokens import floating, sampled_only
 from hotseat.algorithms.shaping import clip_rewards
 from hotseat.algorithms.time_steps import steps_of_tokens, sum_per_step
+from hotseat.algorithms.token_masks import floating, sampled_only
 from hotseat.errors import RewardError, UserError
 from hotseat.registry.estimators import USER_ESTIMATOR, EstimatorEntry, estimator_entry, estimators_that
-from hotseat.registry.table import load
+from hotseat.registry.lookup import load
 from hotseat.types import TokenLayout
 
 # ---------------------------------------------------------------------------------------------- baselines per episode

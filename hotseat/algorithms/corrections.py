@@ -33,8 +33,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hotseat.algorithms._tokens import mean_per_episode, sampled_only, sum_per_episode
 from hotseat.algorithms.time_steps import sum_on_tokens
+from hotseat.algorithms.token_masks import mean_per_episode, sampled_only, sum_per_episode
 from hotseat.errors import UserError
 from hotseat.types import TokenLayout
 

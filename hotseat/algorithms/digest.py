@@ -61,7 +61,7 @@ def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
     """Return the CUDA kernel, or None if Triton is missing or does not work: it needs a C compiler and headers."""
     if importlib.util.find_spec("triton") is None:
         return None
-    from hotseat.algorithms._digest_kernel import add_digest
+    from hotseat.algorithms.digest_kernel import add_digest
 
     one = torch.ones(1, 1, dtype=torch.int64, device="cuda")
     try:

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hotseat.algorithms._tokens import sampled_only
+from hotseat.algorithms.token_masks import sampled_only
 from hotseat.errors import NonFiniteError, UserError
 
 KlEstimator = Literal["k1", "k2", "k3"]

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from hotseat.algorithms._tokens import floating
+from hotseat.algorithms.token_masks import floating
 from hotseat.errors import UserError
 
 

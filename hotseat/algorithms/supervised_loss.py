@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hotseat.algorithms._tokens import floating, sampled_only, sum_per_episode
+from hotseat.algorithms.token_masks import floating, sampled_only, sum_per_episode
 from hotseat.errors import UserError
 from hotseat.types import TokenLayout
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotseat.algorithms._tokens import sampled_only
+from hotseat.algorithms.token_masks import sampled_only
 from hotseat.errors import UserError
 
 

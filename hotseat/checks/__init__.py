@@ -7,5 +7,5 @@ To add one, write a function from the context of its stage to problems, and add 
             yield Problem("critic.warmup_steps", "what was given, what would fit, and what to change")
 
 The problems of one stage are raised together; the stages after it are not reached. Rules between fields, which need
-nothing but the config, are in `hotseat.config.checks`.
+nothing but the config, are in `hotseat.config.conflicts`.
 """

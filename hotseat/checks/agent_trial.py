@@ -20,7 +20,7 @@ from hotseat.openmp import wait_policy
 from hotseat.processes import ChildProcess, WorkerDied, WorkerTimeout
 from hotseat.user_functions import located
 
-_TRIAL = Path(__file__).parents[1] / "agents" / "_trial.py"
+_TRIAL = Path(__file__).parents[1] / "agents" / "loading_trial.py"
 _LIMIT_S = 120.0  # after which the run starts without the answer
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotseat.checks.files import hub_data_sets, models_of, near
+from hotseat.checks.named_files import hub_data_sets, models_of, near
 from hotseat.checks.stage import Context
 from hotseat.errors import Problem
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hotseat.checks.stage import Context
-from hotseat.config.roles import has_judge_engine
+from hotseat.config.presence import has_judge_engine
 from hotseat.errors import Problem
 
 

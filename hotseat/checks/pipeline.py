@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from hotseat.checks import (
-    devices,
-    files,
+    capabilities,
+    grader_settings,
     hub,
-    models,
+    model_configs,
+    named_files,
     packages,
-    placement,
+    plans,
     reward_columns,
     reward_servers,
     reward_trial,
-    rewards,
     run_directory,
     tokenizers,
 )
@@ -36,41 +36,41 @@ from hotseat.config import Config
 from hotseat.errors import Problem
 
 CONFIG_AND_FILES: Stage[Context] = (
-    files.options,
-    files.flow,
-    files.user_files,
-    files.simulators,
-    rewards.graders,
-    rewards.judge,
-    files.models,
-    files.export_place,
-    files.rows,
-    files.columns,
-    files.chat_template,
-    files.lengths,
-    files.unsupported_features,
+    named_files.options,
+    named_files.flow,
+    named_files.user_files,
+    named_files.simulators,
+    grader_settings.graders,
+    grader_settings.judge,
+    named_files.models,
+    named_files.export_place,
+    named_files.rows,
+    named_files.columns,
+    named_files.chat_template,
+    named_files.lengths,
+    named_files.unsupported_features,
 )
 RUN_DIRECTORY: Stage[Context] = (run_directory.is_free,)
 HUB: Stage[Context] = (hub.models_and_data,)
 # The user's code runs for the first time, and servers are connected to.
-USER_CODE: Stage[Context] = (reward_servers.servers, reward_trial.reward_functions, rewards.sandbox)
+USER_CODE: Stage[Context] = (reward_servers.servers, reward_trial.reward_functions, grader_settings.sandbox)
 PACKAGES: Stage[Context] = (packages.optional_packages,)
 # Without a cluster: for the devices of this machine, or those that the config names.
 PLACEMENT: Stage[PlanContext] = (
-    placement.ranks_in_one_process,
-    placement.reference_of_preferences,
-    placement.host_memory,
-    placement.transport,
-    placement.user_functions,
-    placement.components,
+    plans.ranks_in_one_process,
+    plans.reference_of_preferences,
+    plans.host_memory,
+    plans.transport,
+    plans.user_functions,
+    plans.components,
 )
-LAUNCHED_RANKS: Stage[RanksContext] = (placement.launched_ranks,)
-MODELS: Stage[Context] = (models.models,)
+LAUNCHED_RANKS: Stage[RanksContext] = (plans.launched_ranks,)
+MODELS: Stage[Context] = (model_configs.models,)
 TOKENIZERS: Stage[TokenizerContext] = (tokenizers.readers,)
-DATA: Stage[DataContext] = (reward_columns.columns, models.teachers)
-TRAINING: Stage[TrainingContext] = (devices.backends, devices.critic_warmup)
+DATA: Stage[DataContext] = (reward_columns.columns, model_configs.teachers)
+TRAINING: Stage[TrainingContext] = (capabilities.backends, capabilities.critic_warmup)
 # On the devices of the cluster, right before models load.
-DEVICES: Stage[DeviceContext] = (devices.eight_bits, devices.engine_dtype)
+DEVICES: Stage[DeviceContext] = (capabilities.eight_bits, capabilities.engine_dtype)
 
 
 def startup_problems(config: Config) -> list[Problem]:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from hotseat.checks.stage import DataContext
 from hotseat.checks.user_files import parameters_of
 from hotseat.config import Config
-from hotseat.config.roles import has_reward_model, has_simulator
+from hotseat.config.presence import has_reward_model, has_simulator
 from hotseat.errors import Problem
-from hotseat.rewards._worker import is_trl_form
 from hotseat.rewards.function import locate
+from hotseat.rewards.function_worker import is_trl_form
 from hotseat.words import label_text
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from hotseat.checks.stage import Context
-from hotseat.config.roles import has_judge, has_judge_engine
+from hotseat.config.presence import has_judge, has_judge_engine
 from hotseat.config.urls import as_list
 from hotseat.errors import Problem
 from hotseat.rewards.addresses import bearer_token, connect_problems

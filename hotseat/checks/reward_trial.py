@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotseat.checks.files import first_row
+from hotseat.checks.named_files import first_row
 from hotseat.checks.reward_columns import label_hint_of
 from hotseat.checks.stage import Context
 from hotseat.checks.user_files import line_of_function

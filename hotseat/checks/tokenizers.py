@@ -7,8 +7,8 @@ from typing import Any
 
 from hotseat.checks.stage import TokenizerContext
 from hotseat.config import Config
+from hotseat.config.presence import has_critic, has_images, has_reference, has_reward_model
 from hotseat.config.resolved import critic_model
-from hotseat.config.roles import has_critic, has_images, has_reference, has_reward_model
 from hotseat.errors import Problem, UserError
 
 _NUM_NAMED = 3  # tokens in an error message

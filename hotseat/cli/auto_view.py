@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hotseat.config import Config
-from hotseat.config.roles import has_simulator
+from hotseat.config.presence import has_simulator
 from hotseat.errors import UserError
 from hotseat.loop.rl.auto_placement import Prediction, Profile, predict, ranked
 from hotseat.planning.candidates import Candidate, Refused, candidates

@@ -370,7 +370,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from hotseat.checks.files import num_rows_of
+    from hotseat.checks.named_files import num_rows_of
     from hotseat.config import load
     from hotseat.config.batches import batch_algebra, explain
     from hotseat.planning.config_plan import make_plan, num_data_parallel, on_all_devices, with_budgets

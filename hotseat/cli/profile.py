@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from hotseat.checks.files import num_rows_of
+from hotseat.checks.named_files import num_rows_of
 from hotseat.config import Config, load, loads, to_yaml
-from hotseat.config.roles import has_simulator
+from hotseat.config.presence import has_simulator
 from hotseat.errors import UserError
 from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of
 from hotseat.loop.rl.simulator_turns import steps_beside_answers

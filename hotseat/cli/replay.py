@@ -16,7 +16,7 @@ from hotseat.loop.state.saving import MODEL
 def run_replay(run_dir: Path, overrides: Sequence[str]) -> int:
     """Replay a run; print whether its weights are those of the recorded run, if that has ended. Return an exit code."""
     config = replay_config(run_dir, overrides)
-    from hotseat.loop.rl.replay import Recording
+    from hotseat.loop.rl.replay_stream import Recording
     from hotseat.loop.run import start
 
     recording = Recording(run_dir)

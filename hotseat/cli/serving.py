@@ -10,8 +10,8 @@ from hotseat.errors import UserError
 from hotseat.rewards.addresses import TOKEN, bearer_token
 
 if TYPE_CHECKING:
-    from hotseat.loop.serving.model import ModelOptions
-    from hotseat.loop.serving.server import ServerOptions
+    from hotseat.loop.serving.reward_server import ServerOptions
+    from hotseat.loop.serving.served_model import ModelOptions
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def run_serve_rm(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0")
     if not 0 <= arguments.port < 2**16:
         raise UserError(f"--port {arguments.port}: must be from 0 to 65535")
-    from hotseat.loop.serving.server import ServerOptions
+    from hotseat.loop.serving.reward_server import ServerOptions
 
     options = ServerOptions(
         host=arguments.host,
@@ -70,7 +70,7 @@ def run_serve_rm(arguments: argparse.Namespace) -> int:
     )
 
     def model_options() -> ModelOptions:
-        from hotseat.loop.serving.model import ModelOptions
+        from hotseat.loop.serving.served_model import ModelOptions
 
         return ModelOptions(
             model=arguments.model,
@@ -98,8 +98,8 @@ def serve(
     model_options: makes the settings of the model, after what needs no heavy library was checked. hint: the option by
     which only this machine is served.
     """
-    from hotseat.checks.files import model_problem
-    from hotseat.loop.serving.server import ROUTE, bound_socket, run_server
+    from hotseat.checks.named_files import model_problem
+    from hotseat.loop.serving.reward_server import ROUTE, bound_socket, run_server
 
     problem = model_problem(name)
     if problem is not None:
@@ -108,7 +108,7 @@ def serve(
         print(f"loading {name}", flush=True)
         import torch
 
-        from hotseat.loop.serving.model import RewardModel
+        from hotseat.loop.serving.served_model import RewardModel
 
         if num_threads is not None:
             torch.set_num_threads(num_threads)

@@ -18,12 +18,12 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from hotseat.cluster._local import LocalRuntime
-from hotseat.cluster._ray.template import Template
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
+from hotseat.cluster.local import LocalRuntime
+from hotseat.cluster.nodes_and_processes import ClusterNode, Process, ProcessLike, devices_of
+from hotseat.cluster.on_ray.template import Template
 from hotseat.cluster.pending import CallObserver
-from hotseat.cluster.process import ClusterNode, Process, ProcessLike, devices_of
 from hotseat.cluster.refs import Ref
 from hotseat.cluster.runtime import Launch, Runtime
 from hotseat.cluster.services import NodeService
@@ -319,7 +319,7 @@ class Cluster:
 
 def _ray_runtime(session: Session, **options: Any) -> Runtime:
     """Connect to Ray, which is imported only now."""
-    from hotseat.cluster._ray.connection import RayConnection
-    from hotseat.cluster._ray.runtime import RayRuntime
+    from hotseat.cluster.on_ray.connection import RayConnection
+    from hotseat.cluster.on_ray.ray_runtime import RayRuntime
 
     return RayRuntime(RayConnection(session, **options), session)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
-from hotseat.cluster._worker_process import Failure
 from hotseat.cluster.activity import activity
+from hotseat.cluster.worker_process import Failure
 from hotseat.errors import DeadlineError, WorkerError
 
 __all__ = ["CallObserver", "Callee", "Pending", "raise_failure", "reports_death", "worker_error"]

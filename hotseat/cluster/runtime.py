@@ -1,4 +1,4 @@
-"""The contract between a cluster and what runs its processes. Implementations: `_ray` and `_local`."""
+"""The contract between a cluster and what runs its processes. Implementations: `on_ray` and `local`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
-from hotseat.cluster.process import ClusterNode, ProcessLike
+from hotseat.cluster.nodes_and_processes import ClusterNode, ProcessLike
 from hotseat.cluster.refs import Ref
 from hotseat.cluster.services import NodeService
 

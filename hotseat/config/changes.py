@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotseat.config.annotations import MayChange, TaskName
-from hotseat.config.checks import no_effect
+from hotseat.config.conflicts import no_effect
 from hotseat.config.hiding import without_secrets
 from hotseat.config.load import nearest_key, valid_keys
 from hotseat.config.precision import with_dtype_of

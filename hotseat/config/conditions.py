@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hotseat.config.resolved import correction_kind, divides_by_deviation, uses_k1_loss
-from hotseat.config.roles import (
+from hotseat.config.presence import (
     compares_with_reference,
     has_agent,
     has_code_grader,
@@ -32,6 +31,7 @@ from hotseat.config.roles import (
     is_on_actor,
     is_placed,
 )
+from hotseat.config.resolved import correction_kind, divides_by_deviation, uses_k1_loss
 from hotseat.registry.backends import BACKENDS, backend_entry
 from hotseat.registry.engines import engine_entry, with_option
 from hotseat.registry.estimators import estimator_entry, estimators_that

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hotseat.config import checks
+from hotseat.config import conflicts
 from hotseat.config.component_names import as_written, with_roles
 from hotseat.config.names import names_of
 from hotseat.config.schema import FORMS, Config, EvaluationConfig, FunctionPath
@@ -58,12 +58,12 @@ def check(document: Document) -> tuple[Config, list[Problem]]:
     config, problems = validate(document)
     keys = list(set_keys(document.values))
     bad = {problem.key for problem in problems}
-    for key, because in checks.no_effect(config, (dotted(path) for path in keys)):
+    for key, because in conflicts.no_effect(config, (dotted(path) for path in keys)):
         if key not in bad:
             problems.append(document.problem(_path_of(key, keys), f"has no effect: {because}; remove it"))
             bad.add(key)
     problems += [
-        document.problem(_path_of(key, keys), text) for key, text in checks.conflicts(config) if key not in bad
+        document.problem(_path_of(key, keys), text) for key, text in conflicts.conflicts(config) if key not in bad
     ]
     return config, problems
 
@@ -219,7 +219,7 @@ def _forget_idle(document: Document) -> list[tuple[str, str]]:
     while True:
         config, _ = validate(document)
         paths = [path for path in set_keys(document.values) if path not in document.origins]
-        idle = checks.no_effect(config, [dotted(path) for path in paths])
+        idle = conflicts.no_effect(config, [dotted(path) for path in paths])
         if not idle:
             return forgotten
         forgotten += idle

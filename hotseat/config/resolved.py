@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from hotseat.config.roles import has_agent, has_simulator
+from hotseat.config.presence import has_agent, has_simulator
 from hotseat.registry.estimators import estimator_entry
 from hotseat.registry.policy_losses import Aggregation, losses_that, policy_loss_entry
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hotseat.config.roles import roles_of
+from hotseat.config.presence import roles_of
 from hotseat.config.schema import Config
 
 

@@ -12,7 +12,7 @@
 All problems of the data raise one `DataError` that names file, line and key. None of this needs a model.
 """
 
-from hotseat.data._chat import ChatTemplate
+from hotseat.data.chat_rendering import ChatTemplate
 from hotseat.data.examples import Example, ExampleReport, make_examples
 from hotseat.data.lost import check_lost
 from hotseat.data.order import PromptOrder, SampledOrder, check_saved, digest_of

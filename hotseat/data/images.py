@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hotseat.data._chat import Messages, messages_of
-from hotseat.data._problems import BadValue, Problems, kind_of
+from hotseat.data.chat_rendering import Messages, messages_of
+from hotseat.data.row_problems import BadValue, Problems, kind_of
 from hotseat.data.rows import Row
 from hotseat.errors import DataError, UserError
 from hotseat.vision import TOKENS, tokens_of

@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 
-from hotseat.data._chat import ChatTemplate, messages_of
-from hotseat.data._problems import BadValue, kind_of, text_of, value_of
-from hotseat.data._sequences import (
+from hotseat.data.chat_rendering import ChatTemplate, messages_of
+from hotseat.data.examples import Example, lost_row, sequences_of
+from hotseat.data.lost import Lost, LostCount, shown
+from hotseat.data.prompts import check_input_template, fill_in
+from hotseat.data.row_problems import BadValue, kind_of, text_of, value_of
+from hotseat.data.rows import Row
+from hotseat.data.sequences import (
     Draft,
     Tokeniser,
     TokenSequence,
@@ -21,10 +25,6 @@ from hotseat.data._sequences import (
     plain_draft,
     whole_draft,
 )
-from hotseat.data.examples import Example, lost_row, sequences_of
-from hotseat.data.lost import Lost, LostCount, shown
-from hotseat.data.prompts import check_input_template, fill_in
-from hotseat.data.rows import Row
 from hotseat.errors import DataError
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hotseat.data._chat import ChatTemplate, messages_of
-from hotseat.data._problems import BadValue, Problems, text_of, value_of
-from hotseat.data._sequences import encode
+from hotseat.data.chat_rendering import ChatTemplate, messages_of
 from hotseat.data.images import RowImages
 from hotseat.data.lost import Lost, LostCount, LostRow, shown
+from hotseat.data.row_problems import BadValue, Problems, text_of, value_of
 from hotseat.data.rows import Row
+from hotseat.data.sequences import encode
 from hotseat.errors import DataError
 from hotseat.types import Prompt
 

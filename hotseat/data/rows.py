@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hotseat.data._problems import Problems, kind_of
+from hotseat.data.row_problems import Problems, kind_of
 from hotseat.errors import DataError
 
 

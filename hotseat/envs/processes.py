@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from hotseat.envs._frames import ParentFrames, make_memory
+from hotseat.envs.array_frames import ParentFrames, make_memory
 from hotseat.envs.env import Env, Outcome
-from hotseat.envs.loading import SimulatorSettings
+from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.envs.simulator import Observation
 from hotseat.errors import RunError, UserError
 from hotseat.processes import ChildProcess, WorkerDied, WorkerTimeout, exit_words
 from hotseat.types import Moved
 
 MAX_ATTEMPTS = 3
-_PROGRAM = Path(__file__).with_name("_child.py")
+_PROGRAM = Path(__file__).with_name("simulator_child.py")
 _CLOSE_S = 10.0  # how long simulators may take to close
 
 

@@ -6,24 +6,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hotseat.agents.environments.agent import check_environment, environment_rows
+from hotseat.agents.environments.environment_agent import check_environment, environment_rows
 from hotseat.checks.pipeline import DATA, LAUNCHED_RANKS, MODELS, PLACEMENT, TOKENIZERS, TRAINING
-from hotseat.checks.placement import is_cluster_there
+from hotseat.checks.plans import is_cluster_there
 from hotseat.checks.reward_columns import keeps_columns
 from hotseat.checks.stage import DataContext, PlanContext, RanksContext, TokenizerContext, TrainingContext, run_checks
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, batch_algebra, left_over_note
 from hotseat.config.chat_template import chat_template_text
-from hotseat.config.images import filler_image, image_folder, largest_image
+from hotseat.config.image_paths import filler_image, image_folder, largest_image
 from hotseat.config.precision import with_dtype
+from hotseat.config.presence import has_agent, has_critic, has_simulator, task_numbers
 from hotseat.config.resolved import prompt_limit, prompt_max_length
-from hotseat.config.roles import has_agent, has_critic, has_simulator, task_numbers
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, columns_of, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
 from hotseat.errors import TooFewDevicesError, UserError
-from hotseat.loop.settings.hosts import environment_settings, image_limits, simulation_settings
-from hotseat.loop.settings.training import critic_options, train_options
+from hotseat.loop.settings.host_settings import environment_settings, image_limits, simulation_settings
+from hotseat.loop.settings.training_options import critic_options, train_options
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
 from hotseat.loop.workers.simulation import EVAL_SEED, simulation_prompts

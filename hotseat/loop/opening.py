@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hotseat import clock, faults, interrupts
 from hotseat.checks.cpu import slow_dtype
-from hotseat.checks.placement import is_cluster_there
+from hotseat.checks.plans import is_cluster_there
 from hotseat.config import Config, loads_saved
 from hotseat.config.precision import idle_in_fp32, with_dtype, with_dtype_of
 from hotseat.data import check_saved, digest_of
@@ -230,7 +230,7 @@ def export_models(run: OpenRun, ranks_of: Callable[[Exported], ExportingRanks], 
 
     num_steps: the steps that the run has made.
     """
-    from hotseat.loop.workers.models import BackendWorker
+    from hotseat.loop.workers.model_workers import BackendWorker
 
     run.journal.phase("export")
     faults.reach("export")

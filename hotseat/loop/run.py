@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotseat import clock, faults
-from hotseat.checks.models import eos_token_ids
+from hotseat.checks.model_configs import eos_token_ids
 from hotseat.checks.pipeline import check_prerequisites
 from hotseat.cluster import Template
 from hotseat.config import Config
@@ -35,7 +35,7 @@ from hotseat.registry.engines import engine_entry
 from hotseat.registry.roles import ROLES
 
 if TYPE_CHECKING:
-    from hotseat.loop.rl.replay import Recording
+    from hotseat.loop.rl.replay_stream import Recording
 
 
 def start(
@@ -119,9 +119,15 @@ def _start_supervised(config: Config, view: LiveView, template: Template | None)
     inputs = supervised_inputs(config)
     assert inputs.plan is not None
     from hotseat.loop.state.watchdog import doing_in
-    from hotseat.loop.supervised import loop as supervised_loop
-    from hotseat.loop.supervised.loop import RanksOnCluster, SupervisedRun, TokenBudget, launch_ranks, train_supervised
-    from hotseat.loop.supervised.worker import SupervisedWorker
+    from hotseat.loop.supervised import supervised_loop as supervised_loop
+    from hotseat.loop.supervised.supervised_loop import (
+        RanksOnCluster,
+        SupervisedRun,
+        TokenBudget,
+        launch_ranks,
+        train_supervised,
+    )
+    from hotseat.loop.supervised.supervised_worker import SupervisedWorker
 
     with open_run(config, inputs, supervised_loop.columns(inputs.data), view) as run:
         if run.evaluation is not None:

@@ -67,11 +67,11 @@ def without_collector() -> Iterator[None]:
 
 def worker_modules(config: Config) -> list[str]:
     """List what the workers of a run import, in the order in which a template loads it."""
-    modules = ["torch", "transformers", "hotseat.loop.workers.models"]
+    modules = ["torch", "transformers", "hotseat.loop.workers.model_workers"]
     if config.task == "rl":
         modules += ["hotseat.loop.workers.rollout_host", "hotseat.loop.workers.value_models"]
     else:
-        modules.append("hotseat.loop.supervised.worker")
+        modules.append("hotseat.loop.supervised.supervised_worker")
     package = backend_entry(config.train.backend).package
     if package is not None:
         modules.append(package)

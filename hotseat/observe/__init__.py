@@ -2,7 +2,7 @@
 
 from hotseat.observe.journal import METRICS, PREDICTION, RECORDS, SAMPLES, Journal, NullJournal
 from hotseat.observe.live import LiveView
-from hotseat.observe.metrics import JsonLines, TensorBoard, drop_cut_line, read_lines
+from hotseat.observe.metric_files import JsonLines, TensorBoard, drop_cut_line, read_lines
 from hotseat.observe.timeline import Timeline, read_timeline
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from hotseat.closing import Closing
 from hotseat.observe.live import LiveView
-from hotseat.observe.metrics import JsonLines, TensorBoard
+from hotseat.observe.metric_files import JsonLines, TensorBoard
 from hotseat.observe.timeline import Timeline
 
 METRICS = "metrics.jsonl"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.files import opened
-from hotseat.observe.metrics import drop_cut_line
+from hotseat.observe.metric_files import drop_cut_line
 
 
 class Timeline:

@@ -23,12 +23,12 @@ from typing import Any
 
 from hotseat.config.hiding import without_secrets
 from hotseat.files import write_whole
-from hotseat.observe._tracker_process import KEY as KEY
-from hotseat.observe.metrics import Value
+from hotseat.observe.metric_files import Value
+from hotseat.observe.tracker_process import KEY as KEY
 from hotseat.processes import ChildProcess, Closed, WorkerDied
 from hotseat.processes.supervisor import TRACKER, end_marked
 
-_PROGRAM = Path(__file__).with_name("_tracker_process.py")
+_PROGRAM = Path(__file__).with_name("tracker_process.py")
 _ROOT = str(Path(__file__).parents[2])  # which the program imports from, wherever this package was found
 
 MAX_WAITING = 1000  # records

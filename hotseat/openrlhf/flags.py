@@ -162,7 +162,9 @@ def _shared(model: str) -> tuple[Flag, ...]:
         ),
         _float("--aux_loss_coef", f"--{model}.aux_loss_coef", 0.0, "algorithm.aux_loss_coef"),
         # DeepSpeed
-        _int("--local_rank", None, -1, read_by="hotseat/openrlhf/run.py:is_launched", aliases=("--local-rank",)),
+        _int(
+            "--local_rank", None, -1, read_by="hotseat/openrlhf/run_command.py:is_launched", aliases=("--local-rank",)
+        ),
         _int("--zero_stage", "--ds.zero_stage", 2, "train.deepspeed.zero_stage"),
         _switch("--adam_offload", "--ds.adam_offload", "train.deepspeed.adam_offload"),
         _int("--zpg", "--ds.zpg", 1, "train.deepspeed.zpg"),

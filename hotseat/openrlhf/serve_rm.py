@@ -13,7 +13,7 @@ from hotseat.errors import UserError
 from hotseat.rewards.addresses import bearer_token
 
 if TYPE_CHECKING:
-    from hotseat.loop.serving.model import ModelOptions
+    from hotseat.loop.serving.served_model import ModelOptions
 
 
 # Flags that are read and change nothing here, and why.
@@ -73,7 +73,7 @@ def _serve(arguments: argparse.Namespace, *, is_newer: bool) -> int:
     for name, because in _NO_EFFECT.items():
         if getattr(arguments, name):
             print(f"no effect here: --{name} because {because}", file=sys.stderr)
-    from hotseat.loop.serving.server import ServerOptions
+    from hotseat.loop.serving.reward_server import ServerOptions
 
     options = ServerOptions(
         host=arguments.host or "0.0.0.0",
@@ -83,7 +83,7 @@ def _serve(arguments: argparse.Namespace, *, is_newer: bool) -> int:
     )
 
     def model_options() -> ModelOptions:
-        from hotseat.loop.serving.model import ModelOptions
+        from hotseat.loop.serving.served_model import ModelOptions
 
         return ModelOptions(
             model=arguments.model,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotseat.config import Config, checks, to_yaml
+from hotseat.config import Config, conflicts, to_yaml
 from hotseat.config.load import valid_keys, validate
 from hotseat.config.unsupported import unsupported, value_at
 from hotseat.config.yaml_lines import Document, nested
@@ -44,7 +44,7 @@ def translate(command: str, argv: Sequence[str], env: Mapping[str, str]) -> Tran
     keys = [key for key in draft.fields if key not in dropped]
     words = _Words(line)
     problems = draft.problems + [
-        Problem(words.flag_of(key), words.in_flags(message)) for key, message in checks.conflicts(config)
+        Problem(words.flag_of(key), words.in_flags(message)) for key, message in conflicts.conflicts(config)
     ]
     if problems:
         raise ConfigError(problems)
@@ -54,7 +54,7 @@ def translate(command: str, argv: Sequence[str], env: Mapping[str, str]) -> Tran
         no_effect=_no_effect(draft, dropped, words),
         unsupported=_not_built(draft, config, keys, words),
         missing=[
-            *((words.flag_of(key), words.in_flags(message)) for key, message in checks.missing(config)),
+            *((words.flag_of(key), words.in_flags(message)) for key, message in conflicts.missing(config)),
             *draft.missing,
         ],
         inventory=line["--inventory"],
@@ -98,7 +98,7 @@ def _effective(draft: ConfigDraft) -> tuple[Config, dict[str, str]]:
     while True:
         left = {key: value for key, value in draft.fields.items() if key not in dropped and key not in wrong}
         config, _ = validate(Document(nested(left)))
-        idle = checks.no_effect(config, left)
+        idle = conflicts.no_effect(config, left)
         if not idle:
             return config, dropped
         dropped |= dict(idle)

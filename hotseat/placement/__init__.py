@@ -52,7 +52,7 @@ from hotseat.placement.plan import (
     shares_devices,
 )
 from hotseat.placement.residency import HandOver, Holding, Move
-from hotseat.placement.roles import Part, section_of
+from hotseat.placement.role_names import Part, section_of
 from hotseat.placement.selection import (
     CpuProcesses,
     DeviceBlocks,

@@ -13,7 +13,7 @@ from typing import Any
 from hotseat.placement.flow import PhaseStep
 from hotseat.placement.memory import Layout, Memory, RoleMemory, estimate, total
 from hotseat.placement.residency import Holding, Tenant, working_terms, works_here
-from hotseat.placement.roles import Part
+from hotseat.placement.role_names import Part
 from hotseat.placement.shapes import ModelShape
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from hotseat.errors import PlacementError
-from hotseat.placement.roles import Part, check_role, did_you_mean, parts_of
+from hotseat.placement.role_names import Part, check_role, did_you_mean, parts_of
 from hotseat.registry.roles import ROLES
 
 Order = Literal["together", "in_turn"]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hotseat.errors import PlacementError
-from hotseat.placement.roles import did_you_mean, nearest
+from hotseat.placement.role_names import did_you_mean, nearest
 
 DEFAULT_POOL = "cluster"  # pool of every node; ranks count devices, or nodes if there are no devices
 NODE_POOL = "node"  # pool of every node; ranks always count nodes

@@ -16,7 +16,7 @@ from hotseat.placement.inventory import (
     Node,
     format_ranks,
 )
-from hotseat.placement.roles import section_of
+from hotseat.placement.role_names import section_of
 from hotseat.placement.selection import (
     CpuProcesses,
     DeviceBlocks,

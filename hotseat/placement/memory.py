@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hotseat.errors import PlacementError
-from hotseat.placement.roles import Part
+from hotseat.placement.role_names import Part
 from hotseat.placement.shapes import ModelShape, VisionShape
 from hotseat.registry.backends import DEFAULT_BACKEND, BackendEntry, backend_entry
 from hotseat.registry.roles import role_entry

@@ -41,7 +41,7 @@ from hotseat.placement.residency import (
     working_terms,
     works_here,
 )
-from hotseat.placement.roles import Part, check_role, parts_of, section_of
+from hotseat.placement.role_names import Part, check_role, parts_of, section_of
 from hotseat.placement.selection import Elsewhere, InPools, RankSelection, Selection, parse_selection
 from hotseat.placement.shapes import ModelShape
 from hotseat.registry.roles import role_entry

@@ -13,7 +13,7 @@ from typing import Literal
 
 from hotseat.placement.flow import PhaseStep, RoleWork
 from hotseat.placement.memory import FITS_BELOW, Activity, RoleMemory, Term, total
-from hotseat.placement.roles import Part
+from hotseat.placement.role_names import Part
 
 State = Literal["needed", "kept", "offloaded", "dropped"]
 Mode = Literal["always", "as_needed", "never", "cannot"]

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hotseat.errors import PlacementError
-from hotseat.placement.roles import check_role, did_you_mean
+from hotseat.placement.role_names import check_role, did_you_mean
 
 MAX_PROCESSES = 65_536  # of one role; a larger number is a typing error
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from hotseat.config import Config, loads, to_yaml
 from hotseat.config.batches import batch_algebra
-from hotseat.config.roles import has_judge_engine
+from hotseat.config.presence import has_judge_engine
 from hotseat.config.schema import JudgeEngineConfig, RolloutConfig
 from hotseat.config.yaml_lines import dump, nested
 from hotseat.errors import BatchError, UserError

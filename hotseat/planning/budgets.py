@@ -17,7 +17,7 @@ from typing import Literal
 
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, num_checkpointed, token_budget
-from hotseat.config.roles import has_simulator
+from hotseat.config.presence import has_simulator
 from hotseat.errors import BudgetError, PlacementError, RunError
 from hotseat.placement import GIB, ModelShape, Plan
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hotseat.config import Config, loads, roles_of, to_yaml
 from hotseat.config.batches import batch_algebra
-from hotseat.config.roles import has_simulator
+from hotseat.config.presence import has_simulator
 from hotseat.errors import UserError
 from hotseat.placement import Inventory, Plan
 from hotseat.planning.advisor import as_overrides, as_yaml

@@ -15,8 +15,8 @@ from typing import Any
 from hotseat.config import Config, roles_of
 from hotseat.config.batches import num_checkpointed, token_budget, tokens_per_micro_batch
 from hotseat.config.precision import dtype_of, with_dtype
+from hotseat.config.presence import has_agent, has_images, has_judge_engine, has_simulator
 from hotseat.config.resolved import judge_length, overlap_queue, prompt_max_length
-from hotseat.config.roles import has_agent, has_images, has_judge_engine, has_simulator
 from hotseat.config.schema import NodePoolConfig, RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.machine import has_gpu

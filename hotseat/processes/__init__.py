@@ -1,6 +1,6 @@
 """Processes of ours: how they are started, asked, waited for, and ended."""
 
-from hotseat.processes.process import (
+from hotseat.processes.child_process import (
     ChildProcess,
     Closed,
     ProtocolError,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hotseat.registry.lookup import entry_of
 from hotseat.registry.policy_losses import Aggregation
-from hotseat.registry.table import entry_of
 
 
 @dataclass(frozen=True)

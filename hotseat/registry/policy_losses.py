@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hotseat.registry.table import entry_of
+from hotseat.registry.lookup import entry_of
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotseat.registry.table import entry_of
+from hotseat.registry.lookup import entry_of
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The roles of a run, and the parts that each can keep on a device.
 
-`config/roles.py` says which roles a config has; `loop/rl/roles.py` how their processes are made, started and replaced.
+`config/presence.py` says which roles a config has; `loop/rl/role_records.py` how their processes are made, started
+and replaced.
 """
 
 from __future__ import annotations

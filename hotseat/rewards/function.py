@@ -19,8 +19,8 @@ from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
-from hotseat.rewards._process import NotLoaded, Task, Tracebacks, Worker
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
+from hotseat.rewards.function_process import NotLoaded, Task, Tracebacks, Worker
 from hotseat.rewards.scorer import NamedArguments, named_samples
 from hotseat.user_functions import located
 from hotseat.words import label_text

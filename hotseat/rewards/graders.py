@@ -20,16 +20,16 @@ from hotseat.closing import Closing
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
-from hotseat.rewards._process import NotLoaded, Task, Tracebacks, Worker, WorkerProcess
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
+from hotseat.rewards.function_process import NotLoaded, Task, Tracebacks, Worker, WorkerProcess
 from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
 from hotseat.rewards.scorer import NamedArguments, Scorer, when_all_are_done
 from hotseat.words import label_text
 
-_FILE = Path(__file__).with_name("_grading.py")
-# Function in _grading.py for each kind that compares text.
+_FILE = Path(__file__).with_name("text_graders.py")
+# Function in text_graders.py for each kind that compares text.
 _FUNCTIONS = {"exact": "exact", "number": "number", "math": "math", "regex": "regex", "json": "json_schema"}
 _PACKAGES = {"math": ("math_verify", "math-verify"), "json": ("jsonschema", "jsonschema")}
 _START_TIMEOUT_S = 120.0

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 from hotseat.closing import Closing
 from hotseat.failed import Failed
 from hotseat.files import opened
-from hotseat.rewards._posting import Poster, ServerKind, excerpt
 from hotseat.rewards.answers import BadAnswer, Score
 from hotseat.rewards.builtin import answer_of
+from hotseat.rewards.posting import Poster, ServerKind, excerpt
 from hotseat.rewards.rubrics import TOKEN, Combine, JudgeSettings
 from hotseat.rewards.scorer import NamedArguments, when_all_are_done
 from hotseat.words import label_text, quantity

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from hotseat.errors import SandboxError, UserError
-from hotseat.rewards._control_groups import MemoryGroup, MemoryGroups, find_parent
-from hotseat.rewards._seccomp import system_call_filter
+from hotseat.rewards.sandbox_groups import MemoryGroup, MemoryGroups, find_parent
+from hotseat.rewards.seccomp import system_call_filter
 
-_INSIDE = Path(__file__).with_name("_inside.py")
+_INSIDE = Path(__file__).with_name("sandbox_inside.py")
 _STARTED = b"hotseat: started\n"
 _LOOK_EVERY_S = 0.02  # longest interval of looks at the processes; shorter as their memory nears its limit
 _GROWTH = 8 * 2**30  # bytes a second by which one thread can fill memory

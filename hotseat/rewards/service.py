@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from hotseat.failed import Failed
-from hotseat.rewards._posting import Poster, ServerKind, excerpt
 from hotseat.rewards.addresses import TOKEN
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
+from hotseat.rewards.posting import Poster, ServerKind, excerpt
 from hotseat.rewards.scorer import NamedArguments
 
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from hotseat.failed import Failed
 from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
-from hotseat.rewards._process import LoadedTooLate, NotLoaded, Task, Tracebacks, WorkerProcess
 from hotseat.rewards.answers import BadAnswer, read_answer
 from hotseat.rewards.function import locate
+from hotseat.rewards.function_process import LoadedTooLate, NotLoaded, Task, Tracebacks, WorkerProcess
 from hotseat.rewards.scorer import NamedArguments
 
 _MISTAKE = "NameError: name "  # an undefined name is a mistake whatever the function was called with

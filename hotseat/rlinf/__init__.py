@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hotseat.rlinf.actor import FSDPActor
     from hotseat.rlinf.channel import DEFAULT_KEY, Channel
-    from hotseat.rlinf.cluster import Cluster
-    from hotseat.rlinf.group import WorkerGroup, WorkerGroupFuncResult
-    from hotseat.rlinf.placement import (
+    from hotseat.rlinf.rlinf_cluster import Cluster
+    from hotseat.rlinf.rlinf_placement import (
         ComponentPlacement,
         FlexiblePlacementStrategy,
         HybridComponentPlacement,
@@ -36,8 +35,9 @@ if TYPE_CHECKING:
         PackedPlacementStrategy,
         PlacementStrategy,
     )
+    from hotseat.rlinf.rlinf_worker import Worker
     from hotseat.rlinf.work import AsyncWork
-    from hotseat.rlinf.worker import Worker
+    from hotseat.rlinf.worker_group import WorkerGroup, WorkerGroupFuncResult
 
 __all__ = [
     "DEFAULT_KEY",

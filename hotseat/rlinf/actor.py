@@ -13,12 +13,12 @@ from torch import Tensor
 from hotseat.algorithms.advantages import Moments, group_normalised, moments, normalise_by
 from hotseat.errors import DataError, UserError
 from hotseat.loop.workers.cutting import BatchSettings
-from hotseat.loop.workers.engines import device_of_process
+from hotseat.loop.workers.engine_factory import device_of_process
 from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, PolicyObjective
-from hotseat.placement.roles import Part
+from hotseat.placement.role_names import Part
 from hotseat.rlinf.channel import Channel
 from hotseat.rlinf.configs import section
-from hotseat.rlinf.worker import Worker
+from hotseat.rlinf.rlinf_worker import Worker
 from hotseat.train import AdamW, Backend, LoraOptions, Schedule, TrainOptions, make_backend
 from hotseat.train.backend import PARTS
 from hotseat.types import MicroBatch

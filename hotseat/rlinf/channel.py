@@ -177,7 +177,7 @@ class Channel:
         maxsize: items that each key holds at most; 0: any number. node_rank: where they wait. local: for this process
         alone. `distributed` and `disable_distributed_log` have no effect.
         """
-        from hotseat.rlinf.cluster import Cluster
+        from hotseat.rlinf.rlinf_cluster import Cluster
 
         if local:
             return cls(name, maxsize, QueueDirectory(None, Cluster.default_timeout_s()))
@@ -196,7 +196,7 @@ class Channel:
     @classmethod
     def connect(cls, name: str, current_worker: Any = None) -> Channel:
         """Connect to a channel that was created elsewhere, or will be soon."""
-        from hotseat.rlinf.cluster import Cluster
+        from hotseat.rlinf.rlinf_cluster import Cluster
 
         return cls.connect_in(Cluster().directory(), name)
 

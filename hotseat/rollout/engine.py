@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hotseat.errors import UserError
-from hotseat.placement.roles import Part
+from hotseat.placement.role_names import Part
 from hotseat.types import Completion, Moved, Request
 
 PARTS: tuple[Part, ...] = (Part.WEIGHTS, Part.KV_CACHE)

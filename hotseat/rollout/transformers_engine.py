@@ -19,15 +19,15 @@ from torch import Tensor
 from hotseat import faults
 from hotseat.algorithms.digest import signed
 from hotseat.errors import HotseatError, UserError
-from hotseat.placement.roles import Part
-from hotseat.rollout._live_weights import LiveWeights
-from hotseat.rollout._requests import EngineSequence
-from hotseat.rollout._sampling import filtered, sample, uniforms
-from hotseat.rollout._slot_cache import NO_IMAGES, ImageBatch
-from hotseat.rollout._slots import Prefix, check_config, padded, slot_model
-from hotseat.rollout._threaded import ThreadedEngine
+from hotseat.placement.role_names import Part
 from hotseat.rollout.engine import PARTS, Engine
 from hotseat.rollout.kinds import EngineKind, EngineProcess, EngineSettings
+from hotseat.rollout.live_weights import LiveWeights
+from hotseat.rollout.open_requests import EngineSequence
+from hotseat.rollout.sampling import filtered, sample, uniforms
+from hotseat.rollout.slot_cache import NO_IMAGES, ImageBatch
+from hotseat.rollout.slots import Prefix, check_config, padded, slot_model
+from hotseat.rollout.threaded_engine import ThreadedEngine
 from hotseat.types import Completion, Request
 from hotseat.vision import placeholder_ids, policy_class
 

@@ -21,12 +21,12 @@ from torch import Tensor
 from hotseat import faults
 from hotseat.algorithms.digest import combine_digests
 from hotseat.errors import DeadlineError, HotseatError, RunError, UserError, WeightError
-from hotseat.placement.roles import Part
-from hotseat.rollout._live_weights import WeightNames
-from hotseat.rollout._requests import EngineSequence
-from hotseat.rollout._threaded import ThreadedEngine
+from hotseat.placement.role_names import Part
 from hotseat.rollout.engine import PARTS
 from hotseat.rollout.kinds import ImageOptions
+from hotseat.rollout.live_weights import WeightNames
+from hotseat.rollout.open_requests import EngineSequence
+from hotseat.rollout.threaded_engine import ThreadedEngine
 from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, AdapterOptions, Core, CoreOptions, Sampled
 from hotseat.types import Completion, Request
 from hotseat.vision import policy_class
@@ -306,7 +306,7 @@ def log_to(path: Path) -> dict[str, str]:
         "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
         "handlers": {
             "file": {"class": "logging.FileHandler", "filename": str(path), "formatter": "plain"},
-            "stages": {"class": "hotseat.rollout._progress.StageHandler"},
+            "stages": {"class": "hotseat.rollout.vllm_progress.StageHandler"},
         },
         "loggers": {"vllm": {"handlers": ["file", "stages"], "level": "INFO", "propagate": False}},
     }

@@ -23,14 +23,14 @@ import torch
 from hotseat.algorithms.head import HALVES
 from hotseat.errors import UnsupportedError, WorkerError
 from hotseat.placement.memory import ENGINE_BATCH_TOKENS
-from hotseat.rollout._vllm_images import (
+from hotseat.rollout.kinds import ImageOptions
+from hotseat.rollout.vllm_images import (
     ImageInputs,
     engine_arguments,
     learn_names,
     use_prepared_images,
     without_torchvision,
 )
-from hotseat.rollout.kinds import ImageOptions
 from hotseat.types import Request
 from hotseat.vision import placeholder_ids, sees_images
 
@@ -42,7 +42,7 @@ MAX_ADAPTER_RANK = _ADAPTER_RANKS[-1]
 _SEEING = ("qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava")  # models that take prepared images
 _LLAVA_ENCODERS = ("clip_vision_model", "siglip_vision_model")
 FP8_WEIGHTS = "fp8_per_channel"  # vLLM's name of what `rollout.quantization: fp8` is
-_WORKER = "hotseat.rollout._vllm_worker.WorkerExtension"
+_WORKER = "hotseat.rollout.vllm_worker.WorkerExtension"
 
 
 def what_is_wrong() -> str | None:

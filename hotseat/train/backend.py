@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hotseat.algorithms.adapters import WeightForm
 from hotseat.errors import UnsupportedError, UserError
-from hotseat.placement.roles import Part
+from hotseat.placement.role_names import Part
 from hotseat.registry.backends import DEFAULT_BACKEND
 from hotseat.train.packing import LayoutKind
 from hotseat.train.schedule import Schedule

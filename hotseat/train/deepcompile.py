@@ -26,8 +26,8 @@ from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
 from hotseat.errors import RunError, UnsupportedError, UserError
 from hotseat.train.backend import TrainOptions, ZeroOptions
-from hotseat.train.models import mark_sizes
 from hotseat.train.packing import filler_batch, join
+from hotseat.train.policy_models import mark_sizes
 from hotseat.types import MicroBatch
 
 KEY = "train.deepspeed.deepcompile"

@@ -12,8 +12,8 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hotseat.errors import RunError
-from hotseat.train.eight_bits import round_cache, round_layers
-from hotseat.train.models import logit_changes
+from hotseat.train.fp8_rounding import round_cache, round_layers
+from hotseat.train.policy_models import logit_changes
 from hotseat.vision import Vision, policy_class
 
 _MARGIN_BYTES = 1 << 30  # device memory left for others

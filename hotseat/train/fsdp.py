@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from hotseat.algorithms.adapters import WeightForm
 from hotseat.algorithms.digest import combine_digests, named_digests
 from hotseat.errors import UserError
-from hotseat.placement.roles import Part
+from hotseat.placement.role_names import Part
 from hotseat.train.adamw import make_adamw, set_learning_rate, start_state
 from hotseat.train.attention import has_flash
 from hotseat.train.average import MovingAverage
@@ -33,9 +33,9 @@ from hotseat.train.fragments import local
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
 from hotseat.train.masters import COPIED_BYTES, Masters
-from hotseat.train.models import compiles, layers, load_model, prepare_model
 from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names
 from hotseat.train.outgoing import Merge, as_they_are, convert
+from hotseat.train.policy_models import compiles, layers, load_model, prepare_model
 from hotseat.train.ranks import Ranks
 from hotseat.train.trainer import Trainer
 from hotseat.types import Moved

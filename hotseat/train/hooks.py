@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hotseat.algorithms.adapters import WeightForm
-from hotseat.placement.roles import Part
+from hotseat.placement.role_names import Part
 from hotseat.train.backend import TrainOptions
 from hotseat.types import MicroBatch
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor
 
-from hotseat.placement.roles import Part
+from hotseat.placement.role_names import Part
 from hotseat.train.backend import PARTS
 from hotseat.types import Moved
 

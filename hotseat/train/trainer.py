@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from hotseat import faults
 from hotseat.algorithms.adapters import WeightForm
 from hotseat.errors import BatchError, DeviceMemoryError, RunError, UnsupportedError
-from hotseat.placement.roles import Part
+from hotseat.placement.role_names import Part
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import (
     PARTS,
@@ -37,7 +37,7 @@ from hotseat.train.backend import (
     check_temperature,
     needs_entropy,
 )
-from hotseat.train.checkpoint import (
+from hotseat.train.checkpoint_files import (
     CheckpointFiles,
     FrozenBase,
     check_adapters,
@@ -52,11 +52,11 @@ from hotseat.train.fragments import local
 from hotseat.train.headroom import Meter, is_out_of_memory, release_memory, trial_batch
 from hotseat.train.hooks import TrainerHooks
 from hotseat.train.lora import adapters_off, dropouts, find_adapters, save_adapter
-from hotseat.train.models import exported_name
 from hotseat.train.nonfinite import NonFiniteGuard
 from hotseat.train.offload import PartResidency
 from hotseat.train.outgoing import OutgoingWeights
 from hotseat.train.packing import LayoutKind, filler_batch, image_filler
+from hotseat.train.policy_models import exported_name
 from hotseat.train.ranks import Ranks
 from hotseat.train.sequence import SequenceGroup
 from hotseat.train.update_facts import UpdateFacts

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hotseat.algorithms.adapters import WeightForm
 from hotseat.algorithms.digest import named_digests
-from hotseat.placement.roles import Part
+from hotseat.placement.role_names import Part
 from hotseat.train.adamw import make_adamw, set_learning_rate
 from hotseat.train.attention import has_flash
 from hotseat.train.average import MovingAverage
@@ -33,10 +33,10 @@ from hotseat.train.deepcompile import (
 )
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
-from hotseat.train.models import Policy, ValueModel, compiles, layers, load_model, prepare_model
 from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names
 from hotseat.train.outgoing import as_they_are, convert
 from hotseat.train.packing import LayoutKind
+from hotseat.train.policy_models import Policy, ValueModel, compiles, layers, load_model, prepare_model
 from hotseat.train.ranks import Ranks
 from hotseat.train.sequence import check_ranks
 from hotseat.train.tensor import Cut, TensorGroup, cut_layers

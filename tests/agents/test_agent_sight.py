@@ -12,9 +12,9 @@ from safetensors.torch import save
 
 from hotseat.agents import AgentHost, Environment, Step
 from hotseat.agents.agent import AgentError
-from hotseat.agents.loading import load_agent
+from hotseat.agents.agent_file import load_agent
+from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
 from hotseat.agents.multi_turn import MultiTurn
-from hotseat.agents.sight import EpisodeImage, ImagePreparer
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.types import Failed, Prompt, SampleKey
 from hotseat.vision import TOKENS

@@ -22,17 +22,17 @@ from environment_cases import GYM, OPENENV, VERIFIERS, python_of
 from gateway_cases import SAMPLING, WAIT_S, Engine, Outcome, learned, processes_of
 
 from hotseat.agents import AgentHost, ProgramSettings, load_agent
-from hotseat.agents.environments import worker
-from hotseat.agents.environments.agent import check_environment, environment_rows
+from hotseat.agents.environments import environment_worker
+from hotseat.agents.environments.environment_agent import check_environment, environment_rows
+from hotseat.agents.environments.environment_worker import _plain
 from hotseat.agents.environments.families import FAMILIES, EnvironmentSettings, library_problem
-from hotseat.agents.environments.worker import _plain
 from hotseat.errors import UserError
 from hotseat.processes import ChildProcess
 from hotseat.types import Failed, Prompt, SampleKey, ScoredEpisode
 
 pytestmark = pytest.mark.slow
 
-WORKER = Path(worker.__file__)
+WORKER = Path(environment_worker.__file__)
 START_S = 300.0  # libraries are large, and others work on the same cores
 
 
@@ -299,7 +299,7 @@ def test_the_end_of_its_socket_ends_the_process_and_what_it_started(tmp_path):
 
 ENVIRONMENT_HOST = """
 import json, sys, time
-from hotseat.agents.environments.agent import StartedEnvironment
+from hotseat.agents.environments.environment_agent import StartedEnvironment
 from hotseat.agents.environments.families import EnvironmentSettings
 started = StartedEnvironment(EnvironmentSettings(file=sys.argv[1], python=sys.executable), ())
 print(json.dumps(started.receive()), flush=True)

@@ -566,7 +566,7 @@ def test_messages_that_the_template_refuses_and_a_model_without_one_are_named():
 
 
 def test_too_many_requests_at_once_are_told_to_wait(monkeypatch):
-    monkeypatch.setattr("hotseat.agents.gateway.server._MAX_OPEN", 2)
+    monkeypatch.setattr("hotseat.agents.gateway.gateway_server._MAX_OPEN", 2)
 
     async def program(prompt, client):
         replies = await asyncio.gather(*(post(client, "/chat/completions", {"messages": QUESTION}) for _ in range(40)))
@@ -581,7 +581,7 @@ def test_too_many_requests_at_once_are_told_to_wait(monkeypatch):
 
 
 def test_an_episode_has_so_many_bytes_of_open_requests_at_most(monkeypatch):
-    monkeypatch.setattr("hotseat.agents.gateway.server._MAX_OPEN_BYTES", 2 << 20)
+    monkeypatch.setattr("hotseat.agents.gateway.gateway_server._MAX_OPEN_BYTES", 2 << 20)
 
     async def program(prompt, client):
         status, reply = await post(client, "/chat/completions", b" " * (3 << 20))

@@ -16,7 +16,7 @@ from hotseat.agents.agent import AgentError
 from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.branches import Answer, segments_of
 from hotseat.agents.conversation import Conversation, ConversationError
-from hotseat.agents.sight import EpisodeImage, ImagePreparer
+from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
 from hotseat.types import Completion, Failed, Prompt, ScoredEpisode
 
 pytestmark = pytest.mark.slow
@@ -239,8 +239,8 @@ def test_what_is_refused_costs_the_program_a_request_and_not_the_episode(prompt)
 
 
 def test_a_request_has_room_for_an_image_of_the_largest_size(prompt, monkeypatch):
-    monkeypatch.setattr("hotseat.agents.gateway.server._MAX_BODY_BYTES", 1 << 20)
-    monkeypatch.setattr("hotseat.agents.gateway.server._MAX_OPEN_BYTES", 2 << 20)
+    monkeypatch.setattr("hotseat.agents.gateway.gateway_server._MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr("hotseat.agents.gateway.gateway_server._MAX_OPEN_BYTES", 2 << 20)
     sight = replace(SIGHT, prepare=lambda url: prepare(url_of(str(len(url)))), max_image_bytes=3 << 20)
 
     async def program(prompt, client):

@@ -18,15 +18,15 @@ import pytest
 from chat_templates import tokenizer_of
 from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned, processes_of
 
-from hotseat.agents import AgentHost, ProgramSettings, _programs, load_agent
-from hotseat.agents._confinement import (
+from hotseat.agents import AgentHost, ProgramSettings, load_agent, programs
+from hotseat.agents.confinement import (
     Confinement,
     best_confinement,
     namespaces,
     warn_if_open,
     works,
 )
-from hotseat.agents._programs import ProgramHost, check_startable, environment
+from hotseat.agents.programs import ProgramHost, check_startable, environment
 from hotseat.errors import UserError
 from hotseat.processes import supervisor
 from hotseat.processes.control_groups import own_group
@@ -280,7 +280,7 @@ HOST = """
 import asyncio, os, sys, types
 agents = sys.modules['hotseat.agents'] = types.ModuleType('hotseat.agents')  # without torch, which takes seconds
 agents.__path__ = [sys.argv[3]]
-from hotseat.agents._programs import ProgramHost
+from hotseat.agents.programs import ProgramHost
 
 async def main():
     programs = ProgramHost()
@@ -302,7 +302,7 @@ def test_programs_of_a_host_that_was_killed_end_and_their_folders_are_removed(tm
     folders.mkdir()
     env = {**os.environ, "TMPDIR": str(folders)}
     host = subprocess.Popen(
-        [sys.executable, "-c", HOST, str(began), str(number), str(Path(_programs.__file__).parent)], env=env
+        [sys.executable, "-c", HOST, str(began), str(number), str(Path(programs.__file__).parent)], env=env
     )
     beat = threading.Event()
     while len(os.listdir(began)) < number:

@@ -11,7 +11,7 @@ from hotseat.cli.main import main
 from hotseat.cli.new import KINDS, REWARD, texts, write_files
 from hotseat.cli.starter_task import questions
 from hotseat.config import load
-from hotseat.config.checks import missing
+from hotseat.config.conflicts import missing
 from hotseat.errors import UserError
 from hotseat.loop.run import start
 from hotseat.observe import read_lines

@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).parents[2] / "hotseat"
 # Checking a field, deriving which roles there are, or advising another value, is not yet doing what it says.
 NOT_READERS = (
     *("config/schema.py", "config/checks/", "config/conditions.py", "config/load.py", "config/unsupported.py"),
-    "config/roles.py",
-    *("checks/files.py", "checks/cpu.py", "planning/advisor.py", "cli/"),
+    "config/presence.py",
+    *("checks/named_files.py", "checks/cpu.py", "planning/advisor.py", "cli/"),
 )
 _LAST = ("planning/config_plan.py", "config/")  # these size a run; others carry it out
 

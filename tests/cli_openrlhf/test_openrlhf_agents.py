@@ -9,7 +9,7 @@ import pytest
 from agent_cases import KEY, SAMPLING, TOKENIZER, WAIT_S, Script, ids_of, marked, play, prompt_of
 
 from hotseat.agents import AgentError, AgentHost, load_agent
-from hotseat.agents.loading import load_file
+from hotseat.agents.agent_file import load_file
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
 

@@ -7,7 +7,7 @@ from command_files import COMMANDS, EXPECTED, FRAGMENTS, HERE, read_command
 from hotseat.config import loads
 from hotseat.errors import PlacementError
 from hotseat.openrlhf.argv import parse
-from hotseat.openrlhf.run import main
+from hotseat.openrlhf.run_command import main
 from hotseat.openrlhf.translate import translate
 from hotseat.planning.config_plan import make_plan
 

@@ -10,7 +10,7 @@ from hotseat.config.load import valid_keys
 from hotseat.openrlhf.argv import parse
 from hotseat.openrlhf.derive import DERIVED, ConfigDraft
 from hotseat.openrlhf.flags import COMMANDS, TASKS, spellings
-from hotseat.openrlhf.table import BEGIN, END, feature_of, main, render_table, with_table
+from hotseat.openrlhf.flags_table import BEGIN, END, feature_of, main, render_table, with_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -347,7 +347,7 @@ def four(data: DataConfig):
 
 def test_the_documented_table_is_what_the_flags_say():
     document = (ROOT / "docs" / "openrlhf.md").read_text()
-    hint = "run: python -m hotseat.openrlhf.table docs/openrlhf.md"
+    hint = "run: python -m hotseat.openrlhf.flags_table docs/openrlhf.md"
     assert document == with_table(document, render_table()), hint
 
 

@@ -16,7 +16,7 @@ from hotseat.errors import BatchError, DataError, DeadlineError
 from hotseat.openrlhf.argv import hide_secrets
 from hotseat.openrlhf.flags import COMMANDS, TASKS
 from hotseat.openrlhf.help import EXAMPLES, GROUPS, MEANINGS, NO_EFFECT, NOT_BUILT, WIDTH, group_of, render_help
-from hotseat.openrlhf.run import begin, is_launched, main
+from hotseat.openrlhf.run_command import begin, is_launched, main
 from hotseat.openrlhf.translate import translate
 
 COMPLETE = {
@@ -195,7 +195,7 @@ def test_the_process_forgets_its_secrets_before_anything_else_runs():
     """Scenario 46."""
     code = (
         "import sys; sys.argv = ['x', '--use_wandb', 's3cret', '--print_config']\n"
-        "from hotseat.openrlhf.run import entry\n"
+        "from hotseat.openrlhf.run_command import entry\n"
         "try: entry('train_sft')\n"
         "except SystemExit: print(sys.argv)"
     )
@@ -246,7 +246,7 @@ def test_help_needs_no_heavy_import():
 @pytest.mark.slow
 def test_printing_a_config_needs_no_torch():
     code = (
-        "import sys; from hotseat.openrlhf.run import main\n"
+        "import sys; from hotseat.openrlhf.run_command import main\n"
         "main('train_ppo_ray', ['--print_config']); print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
     )
     assert python("-c", code).stdout.splitlines()[-1] == "[]"

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hotseat.cluster._ray.connection import RayConnection
-from hotseat.cluster._ray.daemons import DaemonWatch, NodeWatch
-from hotseat.cluster._ray.group import RayGroup
+from hotseat.cluster.on_ray.connection import RayConnection
+from hotseat.cluster.on_ray.daemons import DaemonWatch, NodeWatch
+from hotseat.cluster.on_ray.ray_group import RayGroup
 from hotseat.errors import ClusterError
 
 

@@ -12,7 +12,7 @@ import torch
 from cluster_workers import Busy, Closing, Plain, Waiting, wait_until
 
 from hotseat.cluster import Cluster, Process, reports_death
-from hotseat.cluster._local import LocalRuntime
+from hotseat.cluster.local import LocalRuntime
 from hotseat.errors import DeadlineError, PlacementError, RunError, UserError, WorkerError
 
 

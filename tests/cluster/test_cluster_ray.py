@@ -174,7 +174,7 @@ def test_an_exception_names_group_rank_and_method_with_the_remote_traceback(pair
     with pytest.raises(WorkerError, match=r"pair rank 0: 'fail' raised ValueError: on purpose") as caught:
         pair.on(0).call(Plain.fail)
     assert "raise ValueError(text)" in str(caught.value)
-    assert "_worker_process.py" not in str(caught.value)
+    assert "worker_process.py" not in str(caught.value)
     assert isinstance(caught.value.__cause__, ValueError)
     assert (caught.value.group, caught.value.rank, caught.value.method) == ("pair", 0, "fail")
 

@@ -15,9 +15,9 @@ import pytest
 from cluster_workers import Plain, wait_until
 
 from hotseat.cluster import Cluster, Process, started_template
-from hotseat.cluster._ray import forked, template_process
-from hotseat.cluster._ray.template import SWITCH, Template
-from hotseat.cluster._ray.template_process import differing, load
+from hotseat.cluster.on_ray import forked, template_process
+from hotseat.cluster.on_ray.template import SWITCH, Template
+from hotseat.cluster.on_ray.template_process import differing, load
 from hotseat.openmp import thread_env
 from hotseat.processes.supervisor import end_marked, marked, process_state
 

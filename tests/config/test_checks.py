@@ -3,7 +3,7 @@
 import pytest
 
 from hotseat.config import conditions, loads, roles_of
-from hotseat.config.checks import missing
+from hotseat.config.conflicts import missing
 from hotseat.config.load import valid_keys
 from hotseat.config.schema import conditions_of
 from hotseat.errors import ConfigError

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import conformance
 
-from hotseat.envs.loading import SimulatorSettings, import_problem
+from hotseat.envs.family_loading import SimulatorSettings, import_problem
 from hotseat.envs.processes import ProcessEnv, _digest
 from hotseat.errors import UserError
 

@@ -8,7 +8,7 @@ from loop_cases import make_task
 from test_simulator_runs import Stop, metrics_of, weights_of
 
 from hotseat.cli.main import main
-from hotseat.envs.loading import import_problem
+from hotseat.envs.family_loading import import_problem
 
 pytestmark = [
     pytest.mark.long,

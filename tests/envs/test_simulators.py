@@ -18,11 +18,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conformance
 
 from hotseat.data.frames import film_of_pictures
-from hotseat.envs._child import _Batch, _step
 from hotseat.envs.env import Outcome
-from hotseat.envs.loading import SimulatorSettings, family_names, import_problem, load_family, make_one, path_problem
+from hotseat.envs.family_loading import (
+    SimulatorSettings,
+    family_names,
+    import_problem,
+    load_family,
+    make_one,
+    path_problem,
+)
 from hotseat.envs.processes import ProcessEnv, _Child
 from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
+from hotseat.envs.simulator_child import _Batch, _step
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
 from hotseat.processes import WorkerDied, WorkerTimeout

@@ -2,8 +2,8 @@
 
 from walk_env import make
 
-from hotseat.envs._child import _step
 from hotseat.envs.simulator import Worlds, WorldStep
+from hotseat.envs.simulator_child import _step
 
 
 def make_worlds(tasks, max_steps, num_worlds, **kwargs):

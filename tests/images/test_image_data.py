@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hotseat.data._problems import BadValue
 from hotseat.data.images import ImageLimits, PreparedImage, RowImages, images_of, prepare_rows, read_image
+from hotseat.data.row_problems import BadValue
 from hotseat.data.rows import Row
 from hotseat.envs.simulator import ActionSpec
 from hotseat.envs.tokens import NumberTokens

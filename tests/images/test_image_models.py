@@ -14,7 +14,7 @@ from hotseat.data.frames import FramePreparer
 from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows
 from hotseat.data.prompts import make_prompts
 from hotseat.data.rows import Row
-from hotseat.envs.loading import SimulatorSettings
+from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.envs.simulator import ActionSpec, Observation
 from hotseat.errors import DataError, RunError, UserError
 from hotseat.loop.workers.simulation import Reader, SimulationSettings
@@ -22,10 +22,10 @@ from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.train import TrainOptions
 from hotseat.train.attention import IMAGE_ATTENTION, image_attention
 from hotseat.train.backend import AdamW
-from hotseat.train.eight_bits import round_cache
 from hotseat.train.export import write_model
-from hotseat.train.models import load_model, prepare_model
+from hotseat.train.fp8_rounding import round_cache
 from hotseat.train.packing import join, model_input, take, with_ends
+from hotseat.train.policy_models import load_model, prepare_model
 from hotseat.types import MicroBatch, Request, Sampling
 from hotseat.vision import Vision, encoder_of, pixels_of, placeholder_ids, policy_class, sees_images
 

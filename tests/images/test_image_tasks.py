@@ -247,7 +247,7 @@ def test_models_that_take_other_pixels_are_refused_by_name(task, tmp_path):
 
 
 def test_a_server_of_rewards_takes_no_model_that_sees(reward_model):
-    from hotseat.loop.serving.model import ModelOptions, RewardModel
+    from hotseat.loop.serving.served_model import ModelOptions, RewardModel
 
     with pytest.raises(UserError, match="sees images, and requests for rewards have none: choose a model of text"):
         RewardModel(ModelOptions(str(reward_model)))

@@ -5,7 +5,7 @@ python counting_server.py PORT
 
 import sys
 
-from hotseat.loop.serving.server import ROUTE, ServerOptions, bound_socket, run_server
+from hotseat.loop.serving.reward_server import ROUTE, ServerOptions, bound_socket, run_server
 
 
 class CountsSevens:

@@ -24,7 +24,7 @@ from hotseat.cluster.refs import resolve
 from hotseat.config import loads
 from hotseat.config.batches import batch_algebra
 from hotseat.errors import WorkerError
-from hotseat.loop.devices.memory import DeviceWatch
+from hotseat.loop.devices.held_memory import DeviceWatch
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.meter import PhaseMeter
@@ -36,9 +36,9 @@ from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.stream import SynchronousStream
 from hotseat.loop.rl.sync import Pusher, Routes, SyncPhase
 from hotseat.loop.rl.update import UpdatePhase
-from hotseat.loop.workers.facts import EVALUATION, GroupFacts, GroupKey, Job
-from hotseat.loop.workers.proof import WeightCheck
+from hotseat.loop.workers.group_facts import EVALUATION, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.records import SampleRecord, SegmentRecord, TokenRecord
+from hotseat.loop.workers.weight_check import WeightCheck
 from hotseat.placement import PhaseStep
 from hotseat.placement.flow import make_steps
 from hotseat.planning.config_plan import make_flow, make_plan

@@ -2,7 +2,7 @@
 
 from hotseat.loop.rl.alarms import NUM_NEEDED, Alarms
 from hotseat.loop.rl.collect import Collected
-from hotseat.loop.workers.facts import GroupFacts
+from hotseat.loop.workers.group_facts import GroupFacts
 
 FACTS = GroupFacts(
     epoch=0,

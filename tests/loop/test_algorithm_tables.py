@@ -12,16 +12,16 @@ from hotseat.algorithms import PreferenceLoss, compute_advantages, group_mean_ce
 from hotseat.cli.completion import keys
 from hotseat.cli.options_view import options
 from hotseat.config import loads
-from hotseat.config.checks import missing
-from hotseat.config.roles import compares_with_reference
+from hotseat.config.conflicts import missing
+from hotseat.config.presence import compares_with_reference
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.start import start
 from hotseat.loop.workers.preferences import Answers, PreferenceSettings, preference_loss
 from hotseat.observe import read_lines
 from hotseat.registry.estimators import ESTIMATORS, EstimatorEntry, estimator_entry
+from hotseat.registry.lookup import load
 from hotseat.registry.policy_losses import POLICY_LOSSES, PolicyLossEntry, policy_loss_entry
 from hotseat.registry.preference_losses import PREFERENCE_LOSSES, PreferenceLossEntry, preference_loss_entry
-from hotseat.registry.table import load
 from hotseat.types import TokenLayout
 
 PACKAGE = Path(hotseat.__file__).parent

@@ -13,11 +13,11 @@ import pytest
 from loop_cases import make_task, rl_yaml, sft_yaml
 from safetensors import safe_open
 
-from hotseat.agents._trial import problem_of, undefined_names
+from hotseat.agents.loading_trial import problem_of, undefined_names
 from hotseat.checks.agent_trial import agent_trial
-from hotseat.checks.files import model_problem
+from hotseat.checks.named_files import model_problem
 from hotseat.checks.pipeline import check_config
-from hotseat.checks.placement import host_memory
+from hotseat.checks.plans import host_memory
 from hotseat.checks.stage import PlanContext
 from hotseat.checks.weight_files import INDEX, SINGLE
 from hotseat.config import loads

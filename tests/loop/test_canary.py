@@ -10,7 +10,7 @@ import pytest
 from hotseat.errors import WeightError
 from hotseat.loop.rl.canary import ANSWER_TOKENS, CanaryGuard, CanarySettings
 from hotseat.loop.rl.push import PushReport
-from hotseat.loop.workers.proof import Canary
+from hotseat.loop.workers.weight_check import Canary
 from hotseat.train.exact import NO_8_BITS, EightBits, ExactScores
 from hotseat.types import Prompt
 

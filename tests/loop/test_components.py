@@ -20,7 +20,7 @@ from hotseat.errors import ConfigError, PlacementError, RunError
 from hotseat.loop.rl.components import Components
 from hotseat.loop.workers.component import ComponentSettings, ComponentWorker
 from hotseat.loop.workers.experience import Share
-from hotseat.loop.workers.facts import GroupFacts
+from hotseat.loop.workers.group_facts import GroupFacts
 from hotseat.planning.config_plan import flow_problem, make_plan
 from hotseat.types import Episode, GroupChange, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 from hotseat.user_functions import load_component

@@ -10,7 +10,7 @@ from environments import own_environment
 
 from hotseat.cli.demo import GRPO, SFT, free_directory, run_demo
 from hotseat.config import loads
-from hotseat.config.checks import missing
+from hotseat.config.conflicts import missing
 from hotseat.demo import make_files
 from hotseat.errors import UserError
 from hotseat.observe import read_lines

@@ -11,7 +11,7 @@ import pytest
 from loop_cases import rl_yaml, same, weights
 from test_overlap import long_answers, trained
 
-from hotseat.cluster import _local
+from hotseat.cluster import local
 from hotseat.config import loads
 from hotseat.errors import WorkerError
 from hotseat.loop.run import start
@@ -28,7 +28,7 @@ CARRIED = "{staleness: 1, order: arrival, in_flight: recompute}"
 PROMPTS_PER_STEP = SAMPLES_PER_PROMPT = 4
 
 
-class Engines(_local.LocalGroup):
+class Engines(local.LocalGroup):
     """Engines that record their requests. The last one dies from its `fatal`-th `deadly` call on, with requests open.
 
     From then on every call to it fails, as do those under way, until it is restarted. For requests to be open at every
@@ -116,7 +116,7 @@ class Engines(_local.LocalGroup):
 @pytest.fixture
 def run(task, monkeypatch):
     """Return a function that makes a run with two engines, of which one dies, and returns its engines."""
-    plain = _local.LocalGroup
+    plain = local.LocalGroup
 
     def make(name: str, overlap: str, fatal: int, cluster: str = TWO_ENGINES, deadly: str = "fetch", **more) -> Engines:
         made: list[Engines] = []
@@ -127,7 +127,7 @@ def run(task, monkeypatch):
             made.append(Engines(launch, rank_env, fatal, deadly))
             return made[0]
 
-        monkeypatch.setattr("hotseat.cluster._local.LocalGroup", group)
+        monkeypatch.setattr("hotseat.cluster.local.LocalGroup", group)
         start(loads(rl_yaml(task, name=name, overlap=overlap, cluster=cluster, **more), ["train.num_episodes=2"]))
         return made[0]
 

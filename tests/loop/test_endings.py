@@ -20,7 +20,7 @@ from loop_cases import make_task, rl_yaml
 from paused_runs import wait_for
 from safetensors.torch import load_file
 
-from hotseat.cluster._ray.template import can_fork
+from hotseat.cluster.on_ray.template import can_fork
 from hotseat.config import loads
 from hotseat.loop.run import start
 from hotseat.observe import read_lines

@@ -29,7 +29,7 @@ from hotseat.loop.workers.experience import (
     without_truncated,
 )
 from hotseat.loop.workers.losses import ADVANTAGES, LAGS, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
-from hotseat.loop.workers.models import by_sample
+from hotseat.loop.workers.model_workers import by_sample
 from hotseat.types import MicroBatch
 
 

@@ -8,9 +8,9 @@ from hotseat.config import loads
 from hotseat.errors import RunError, WorkerError
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.launch import check_spool
-from hotseat.loop.rl.roles import host_places
+from hotseat.loop.rl.role_records import host_places
 from hotseat.loop.workers.experience import Share, groups_of
-from hotseat.loop.workers.facts import Fetched, Job
+from hotseat.loop.workers.group_facts import Fetched, Job
 from hotseat.planning.config_plan import make_plan
 from hotseat.types import PromptGroup, SampleKey, Sampling
 

@@ -10,7 +10,7 @@ from test_dying_engines import Engines
 from test_rl import run_command
 from transformers import AutoTokenizer
 
-from hotseat.cluster import _local
+from hotseat.cluster import local
 from hotseat.config import loads
 from hotseat.errors import RunError, UserError
 from hotseat.loop.run import start
@@ -118,13 +118,13 @@ def test_requests_that_do_not_fit_are_failed_samples_and_a_model_that_cannot_jud
 def test_a_judge_that_dies_is_replaced_and_judges_what_is_left(judged_task, monkeypatch):
     """Scenario 55."""
     run(judged_task, "calm")
-    plain, made = _local.LocalGroup, []
+    plain, made = local.LocalGroup, []
 
     def group(launch, rank_env):
         made.append(Engines(launch, rank_env, fatal=1) if launch.name == "judge" else plain(launch, rank_env))
         return made[-1]
 
-    monkeypatch.setattr("hotseat.cluster._local.LocalGroup", group)
+    monkeypatch.setattr("hotseat.cluster.local.LocalGroup", group)
     run(judged_task, "run")
     [judge] = [each for each in made if each.name == "judge"]
     assert "died" in judge.log

@@ -6,7 +6,7 @@ from phase_fakes import FakeGroup
 
 from hotseat.config import loads
 from hotseat.loop.rl.launch import _Starting
-from hotseat.loop.rl.roles import LaunchContext
+from hotseat.loop.rl.role_records import LaunchContext
 from hotseat.planning.config_plan import make_plan
 from hotseat.rollout.kinds import EngineSettings
 

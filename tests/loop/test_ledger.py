@@ -14,7 +14,7 @@ from hotseat.errors import RewardError, UserError
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.ledger import CauseCount, Ledger, LedgerEntry, count_causes, read_ledger
 from hotseat.loop.run import start
-from hotseat.loop.workers.facts import GroupFacts
+from hotseat.loop.workers.group_facts import GroupFacts
 from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.loop.offline.evaluate import measure, pass_at
 from hotseat.loop.offline.group_file import partial_path
-from hotseat.loop.workers.facts import GroupFacts
+from hotseat.loop.workers.group_facts import GroupFacts
 from hotseat.observe import LiveView, read_lines
 from hotseat.openrlhf.batch_inference import main as batch_inference
 from hotseat.openrlhf.lora_combiner import main as lora_combiner

@@ -14,9 +14,9 @@ from hotseat.errors import RewardError, RunError
 from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.facts import EVALUATION
+from hotseat.loop.workers.group_facts import EVALUATION
 from hotseat.observe import read_lines
-from hotseat.rollout._requests import RequestTable
+from hotseat.rollout.open_requests import RequestTable
 from hotseat.rollout.transformers_engine import TransformersEngine
 
 pytestmark = pytest.mark.slow

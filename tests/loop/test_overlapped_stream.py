@@ -16,7 +16,7 @@ from hotseat.loop.rl.collect import GroupFilter
 from hotseat.loop.rl.overlapped import Callbacks, InFlight, OverlappedStream, RolloutRequest
 from hotseat.loop.rl.pacer import Order, Pace
 from hotseat.loop.rl.tickets import Tickets
-from hotseat.loop.workers.facts import Fetched, GroupFacts, GroupKey, Job
+from hotseat.loop.workers.group_facts import Fetched, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.spool import Spool
 from hotseat.types import Sampling
 

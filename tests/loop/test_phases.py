@@ -15,23 +15,23 @@ from hotseat.cluster.lease import DeviceMemory
 from hotseat.config import loads, to_saved
 from hotseat.config.schema import LogConfig
 from hotseat.errors import DataError, RewardError, RunError, WeightError, WorkerError
-from hotseat.loop.devices import memory
-from hotseat.loop.devices.memory import DeviceWatch, Held
+from hotseat.loop.devices import held_memory
+from hotseat.loop.devices.held_memory import DeviceWatch, Held
 from hotseat.loop.rl import loop, meter
-from hotseat.loop.rl.checkpoint import RlCheckpoints
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.ledger import Ledger, read_ledger
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.micro_batches import MicroBatches
 from hotseat.loop.rl.prepare import Prepared
 from hotseat.loop.rl.recovery import MAX_DEATHS
+from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
 from hotseat.loop.rl.rollout import group_filter, repeated
 from hotseat.loop.rl.sample_log import NUM_RECORDED, SampleLog
 from hotseat.loop.rl.state import NONE_SERVED, RlState
 from hotseat.loop.rl.stream import SynchronousStream
 from hotseat.loop.rl.update import Updates
 from hotseat.loop.state.checkpoints import Checkpoint
-from hotseat.loop.workers.facts import EVALUATION
+from hotseat.loop.workers.group_facts import EVALUATION
 from hotseat.loop.workers.records import TokenRecord
 from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.planning.config_plan import make_plan
@@ -725,7 +725,7 @@ def test_work_that_fails_gives_its_lease_back():
 
 def test_peaks_are_of_the_work_and_without_what_allocators_hold_unused(monkeypatch):
     """A device with 10 GiB in use, of which the actor's allocator holds 2 for nothing; 90 while parts were moved."""
-    for module in (memory, meter):
+    for module in (held_memory, meter):
         monkeypatch.setattr(module, "has_gpu", lambda: True)
     case, used = Case(), [90 << 30]
 
@@ -751,7 +751,7 @@ def test_peaks_are_of_the_work_and_without_what_allocators_hold_unused(monkeypat
 
 
 def test_the_memory_of_a_phase_is_that_of_its_highest_turn_in_this_step(monkeypatch):
-    for module in (memory, meter):
+    for module in (held_memory, meter):
         monkeypatch.setattr(module, "has_gpu", lambda: True)
     case, held = Case(), [Held(0, 0)]
 

@@ -19,7 +19,7 @@ from hotseat.data import Example, Pair
 from hotseat.errors import PlacementError, UserError
 from hotseat.loop.inputs import supervised_inputs
 from hotseat.loop.run import start
-from hotseat.loop.workers.models import BatchSettings
+from hotseat.loop.workers.model_workers import BatchSettings
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings, ScoredPair, with_reference
 from hotseat.loop.workers.reference import digest_of_model, read_scores, write_scores
 from hotseat.observe import read_lines

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from model_shells import make_shell
 
-from hotseat.checks.files import looks_like_path, num_positions, num_rows_of
 from hotseat.checks.hub import (
     OFFLINE,
     cache_folder,
@@ -22,6 +21,7 @@ from hotseat.checks.hub import (
     is_data_set_cached,
     is_reachable,
 )
+from hotseat.checks.named_files import looks_like_path, num_positions, num_rows_of
 from hotseat.checks.pipeline import check_config
 from hotseat.checks.user_files import agent_problem, reward_problem
 from hotseat.config import loads
@@ -96,7 +96,7 @@ def test_trivial_refusals_import_nothing_heavy(here):
 
 @pytest.mark.slow
 def test_openrlhf_commands_refuse_in_the_words_of_their_flags(here):
-    code = "import sys; from hotseat.openrlhf.run import main\n"
+    code = "import sys; from hotseat.openrlhf.run_command import main\n"
     code += "print(main('train_ppo_ray', sys.argv[1:])); print(sorted({'torch', 'ray'} & set(sys.modules)))"
     flags = ["--pretrain", "./modle", "--prompt_data", "rows.jsonl", "--remote_rm_url", "reward.py"]
     flags += ["--n_samples_per_prompt", "8", "--advantage_estimator", "group_norm"]

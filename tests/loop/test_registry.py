@@ -9,7 +9,7 @@ from loop_cases import make_task, rl_yaml
 
 import hotseat
 from hotseat.config import Config, loads
-from hotseat.config.checks import no_effect
+from hotseat.config.conflicts import no_effect
 from hotseat.config.schema import JudgeEngineConfig, RolloutConfig, Section, TrainConfig
 from hotseat.extensions import load
 from hotseat.loop.start import start

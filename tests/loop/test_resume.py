@@ -439,7 +439,7 @@ def test_a_run_whose_driver_was_killed_resumes_on_ray(task):
 
 def test_openrlhf_load_checkpoint_resumes(task, monkeypatch, capsys):
     """`--load_checkpoint` starts anew where there is no checkpoint, and goes on where there is one."""
-    from hotseat.openrlhf.run import main as openrlhf
+    from hotseat.openrlhf.run_command import main as openrlhf
 
     def in_process(config, launched):
         start(config.model_copy(update={"cluster": config.cluster.model_copy(update={"runtime": "local"})}), launched)

@@ -11,7 +11,7 @@ from hotseat.config import loads
 from hotseat.errors import RunError, UserError
 from hotseat.loop.rl.assemble import columns
 from hotseat.loop.run import start
-from hotseat.loop.workers.models import BatchSettings
+from hotseat.loop.workers.model_workers import BatchSettings
 from hotseat.loop.workers.value_models import RewardSettings, RewardWorker
 from hotseat.observe import read_lines
 from hotseat.train.backend import TrainOptions

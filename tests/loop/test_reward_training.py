@@ -20,7 +20,7 @@ from hotseat.demo import make_tokenizer
 from hotseat.errors import UserError
 from hotseat.loop import inputs
 from hotseat.loop.run import start
-from hotseat.loop.workers.models import BatchSettings
+from hotseat.loop.workers.model_workers import BatchSettings
 from hotseat.loop.workers.objectives import PairwiseObjective, RewardModelObjective
 from hotseat.observe import read_lines
 from hotseat.openrlhf.translate import translate

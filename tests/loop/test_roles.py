@@ -7,10 +7,10 @@ import pytest
 from loop_cases import rl_yaml
 from test_dying_engines import SHARED, Engines
 
-from hotseat.cluster import Process, _local
+from hotseat.cluster import Process, local
 from hotseat.config import loads, roles_of
-from hotseat.loop.rl import roles
-from hotseat.loop.rl.roles import Replacement, RoleRecord
+from hotseat.loop.rl import role_records
+from hotseat.loop.rl.role_records import Replacement, RoleRecord
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
 from hotseat.registry.roles import ROLES, role_entry, roles_in_docs
@@ -27,7 +27,7 @@ class Observer:
         self.made.append(model)
 
 
-class Observers(_local.LocalGroup):
+class Observers(local.LocalGroup):
     """A group whose process dies as soon as it is made, and not again."""
 
     is_dead = True
@@ -50,16 +50,16 @@ def test_a_role_is_launched_watched_and_replaced_by_its_record_alone(task, monke
         processes=lambda launch: [Process(0, 0)],
         replacement=Replacement("observer", lambda connections, ranks: connected.append(ranks)),
     )
-    monkeypatch.setattr(roles, "RECORDS", (*roles.RECORDS, observer))
+    monkeypatch.setattr(role_records, "RECORDS", (*role_records.RECORDS, observer))
     monkeypatch.setattr(Observer, "made", [])
-    plain = _local.LocalGroup
+    plain = local.LocalGroup
 
     def group(launch, rank_env):
         of_role = {"observer": Observers, "rollout": lambda *args: Engines(*args, fatal=1)}
         made[launch.name] = of_role.get(launch.name, plain)(launch, rank_env)
         return made[launch.name]
 
-    monkeypatch.setattr("hotseat.cluster._local.LocalGroup", group)
+    monkeypatch.setattr("hotseat.cluster.local.LocalGroup", group)
     start(loads(rl_yaml(task, name="run", cluster=SHARED)))
     assert list(made) == ["rollout", "actor", "observer", "agents"]
     assert "observer ready after" in capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_a_role_is_launched_watched_and_replaced_by_its_record_alone(task, monke
 
 
 def test_every_role_has_a_record_and_every_record_a_role():
-    records = [record.name for record in roles.RECORDS]
+    records = [record.name for record in role_records.RECORDS]
     assert sorted(records) == sorted([*ROLES, "agents"])  # hosts that simulate nothing have no devices
 
 

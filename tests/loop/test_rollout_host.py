@@ -4,7 +4,7 @@ import random
 
 from test_engine_client import FakeEngines
 
-from hotseat.loop.workers.facts import Job
+from hotseat.loop.workers.group_facts import Job
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.types import Prompt, Sampling
 

@@ -8,7 +8,7 @@ import pytest
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.config import loads
 from hotseat.errors import DeadlineError, PlacementError, RunError
-from hotseat.loop.devices.memory import DeviceWatch
+from hotseat.loop.devices.held_memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.planning.config_plan import make_plan
 from hotseat.types import Moved

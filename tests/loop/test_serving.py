@@ -26,8 +26,8 @@ from reward_servers import WAIT_S, HeldPort
 from hotseat.cli import main, serve_rm
 from hotseat.errors import UserError
 from hotseat.loop.serving.batching import Batcher, Rejected, Round, cut_by_padded_tokens
-from hotseat.loop.serving.model import ModelOptions, RewardModel
-from hotseat.loop.serving.server import RewardServer, ServerOptions, bound_socket
+from hotseat.loop.serving.reward_server import RewardServer, ServerOptions, bound_socket
+from hotseat.loop.serving.served_model import ModelOptions, RewardModel
 from hotseat.openrlhf.serve_rm import make_parser
 from hotseat.rewards import Score
 from hotseat.rewards.addresses import TOKEN, connect_problems

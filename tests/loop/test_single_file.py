@@ -11,7 +11,7 @@ from weight_changes import assert_changed_alike
 from hotseat.algorithms import group_normalised
 from hotseat.loop.workers.experience import AdvantageSettings, Share
 from hotseat.loop.workers.losses import PolicyObjective
-from hotseat.loop.workers.models import ActorWorker, BatchSettings, PolicySettings
+from hotseat.loop.workers.model_workers import ActorWorker, BatchSettings, PolicySettings
 from hotseat.train.backend import AdamW, TrainOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Episode, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment

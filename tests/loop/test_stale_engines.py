@@ -21,8 +21,8 @@ from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.push import push_weights
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.experience import Share
-from hotseat.loop.workers.models import ActorWorker
-from hotseat.loop.workers.proof import Canary, WeightCheck
+from hotseat.loop.workers.model_workers import ActorWorker
+from hotseat.loop.workers.weight_check import Canary, WeightCheck
 from hotseat.types import Episode, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 from hotseat.weights import Bucket, Sender, choose_transports
 

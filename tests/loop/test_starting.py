@@ -13,8 +13,8 @@ from loop_cases import REWARD, make_task, rl_yaml
 
 from hotseat.cli.main import main
 from hotseat.cluster import Process, activity
-from hotseat.cluster._ray.group import RankProcess, RayGroup
-from hotseat.cluster._worker_process import ProcessIdentity
+from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
+from hotseat.cluster.worker_process import ProcessIdentity
 from hotseat.config import loads
 from hotseat.loop.start import make_view, without_collector, worker_modules
 from hotseat.loop.state.readiness import Readiness

@@ -11,14 +11,14 @@ import torch
 from loop_cases import make_group, rl_yaml, same, weights
 from safetensors.torch import load_file, save_file
 
-from hotseat.checks.models import teachers
+from hotseat.checks.model_configs import teachers
 from hotseat.checks.stage import DataContext
 from hotseat.config import loads
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.run import start
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.experience import Share
-from hotseat.loop.workers.models import ModelWorker
+from hotseat.loop.workers.model_workers import ModelWorker
 from hotseat.loop.workers.teachers import TeachersWorker
 from hotseat.train import TrainOptions
 from hotseat.types import Prompt

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hotseat.algorithms import Advantages, cispo_loss, compute_advantages, group_normalised
 from hotseat.algorithms.policy_loss import call_policy_loss
 from hotseat.checks.pipeline import startup_problems
-from hotseat.checks.placement import user_functions
+from hotseat.checks.plans import user_functions
 from hotseat.checks.stage import PlanContext, run_checks
 from hotseat.cli.main import main
 from hotseat.config import Config, loads

@@ -26,7 +26,7 @@ from hotseat.faults import VARIABLE, Fault
 from hotseat.loop import settings
 from hotseat.loop.run import start
 from hotseat.loop.workers.experience import Share
-from hotseat.loop.workers.models import ActorWorker
+from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.observe import read_lines
 from hotseat.processes.supervisor import end_marked, marked
 from hotseat.rollout import TransformersEngine

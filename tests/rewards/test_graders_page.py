@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from hotseat.checks.rewards import judge
+from hotseat.checks.grader_settings import judge
 from hotseat.checks.stage import Context
 from hotseat.config import loads
-from hotseat.config.roles import has_judge_engine
+from hotseat.config.presence import has_judge_engine
 from hotseat.errors import UserError
-from hotseat.loop.settings.judge import judge_of
+from hotseat.loop.settings.judge_settings import judge_of
 from hotseat.rewards import Graders, RewardFunction, Sandbox, SandboxSettings, Score
-from hotseat.rewards._worker import load, plain
 from hotseat.rewards.answers import read_answer
-from hotseat.rewards.settings import graders_of, sandbox_of
+from hotseat.rewards.function_worker import load, plain
+from hotseat.rewards.reward_settings import graders_of, sandbox_of
 from hotseat.types import Failed
 
 ROOT = Path(__file__).parents[2]

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from reward_servers import WAIT_S, HeldPort, written
 
-from hotseat.checks import rewards
+from hotseat.checks import grader_settings
 from hotseat.checks.pipeline import check_user_code
 from hotseat.checks.stage import Context
 from hotseat.config import Config, loads
-from hotseat.config.checks import missing
+from hotseat.config.conflicts import missing
 from hotseat.errors import ConfigError, RunError, UserError
 from hotseat.failed import Failed
-from hotseat.loop.settings.judge import judge_of
+from hotseat.loop.settings.judge_settings import judge_of
 from hotseat.rewards import Grader, Graders, Score
 from hotseat.rewards.judge import Endpoints, Judge, VerdictFile, combined
 from hotseat.rewards.rubrics import JudgeSettings
@@ -273,7 +273,7 @@ def config_of(tmp_path: Path, more: str = "", text: str = "{answer}"):
 
 
 def problems_of(config: Config) -> dict[str, str]:
-    return {problem.key: problem.message for problem in rewards.judge(Context(config=config))}
+    return {problem.key: problem.message for problem in grader_settings.judge(Context(config=config))}
 
 
 def test_settings_come_from_the_config(tmp_path, monkeypatch):

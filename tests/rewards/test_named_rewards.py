@@ -19,9 +19,9 @@ from hotseat.data import Row, columns_of, make_prompts
 from hotseat.errors import UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.loop.workers.collecting import OpenGroup, submit_group
-from hotseat.loop.workers.facts import Job
+from hotseat.loop.workers.group_facts import Job
 from hotseat.rewards import Grader, RewardFunction, Score
-from hotseat.rewards._worker import ArgumentMissing, named_arguments, takes_names
+from hotseat.rewards.function_worker import ArgumentMissing, named_arguments, takes_names
 from hotseat.rewards.graders import add_verdict
 from hotseat.rewards.scorer import NamedArguments
 from hotseat.types import Episode, Prompt, SampleKey, Segment

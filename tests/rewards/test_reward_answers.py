@@ -4,9 +4,9 @@ import pytest
 
 from hotseat.errors import RewardError
 from hotseat.rewards import RewardTally, Score
-from hotseat.rewards._worker import plain
 from hotseat.rewards.answers import BadAnswer, read_answer
 from hotseat.rewards.builtin import exact_match, last_number, number_match
+from hotseat.rewards.function_worker import plain
 from hotseat.types import Failed
 
 NAN = math.nan

@@ -14,8 +14,8 @@ from reward_servers import WAIT_S, HeldPort, sevens
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed
 from hotseat.rewards import Grader, Graders, Score, Scorer
-from hotseat.rewards._servers import Servers
 from hotseat.rewards.addresses import TOKEN, bearer_token, connect_problems
+from hotseat.rewards.server_choice import Servers
 from hotseat.rewards.service import RewardService
 
 SHORT_S = 0.2  # of what is waited for in vain

@@ -22,10 +22,10 @@ from hotseat.errors import SandboxError, UserError
 from hotseat.failed import Failed
 from hotseat.rewards import Sandbox, SandboxSettings
 from hotseat.rewards import sandbox as sandbox_module
-from hotseat.rewards._control_groups import MemoryGroup, MemoryGroups, find_parent
-from hotseat.rewards._seccomp import system_call_filter
 from hotseat.rewards.code import grade_code
 from hotseat.rewards.sandbox import Run, SandboxClosed
+from hotseat.rewards.sandbox_groups import MemoryGroup, MemoryGroups, find_parent
+from hotseat.rewards.seccomp import system_call_filter
 
 TIGHT = SandboxSettings(
     timeout_s=300.0, max_cpu_s=30.0, max_memory_bytes=128 << 20, max_processes=12, max_output_bytes=1 << 16

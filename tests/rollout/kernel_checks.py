@@ -42,7 +42,7 @@ def kernels() -> Any:
     package = importlib.util.find_spec("hotseat")
     assert package is not None
     assert package.submodule_search_locations is not None
-    path = Path(package.submodule_search_locations[0]) / "rollout" / "_llama_kernels.py"
+    path = Path(package.submodule_search_locations[0]) / "rollout" / "llama_kernels.py"
     spec = importlib.util.spec_from_file_location("llama_kernels", path)
     assert spec is not None
     assert spec.loader is not None
@@ -223,7 +223,7 @@ def results(slots: Any, tokens: Tensor, lengths: list[int], times: int) -> list[
 @torch.no_grad()
 def models_compute_the_same_with_kernels(device: torch.device, module: Any = None) -> None:
     """Compare models: equal to last bits in float32; in 16 bits about as far from float32 as without kernels."""
-    from hotseat.rollout._llama_slots import LlamaSlots
+    from hotseat.rollout.llama_slots import LlamaSlots
 
     module = module or kernels()
     generator = torch.Generator().manual_seed(0)

@@ -12,11 +12,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hotseat.errors import RunError, UserError, WeightError, WorkerError
-from hotseat.rollout._engine_thread import EngineThread, Work
-from hotseat.rollout._llama_slots import is_llama_like
-from hotseat.rollout._requests import EngineSequence, RequestTable
-from hotseat.rollout._serving import ServingState
-from hotseat.rollout._slot_cache import SlotCache, cut_prefixes
+from hotseat.rollout.engine_thread import EngineThread, Work
+from hotseat.rollout.llama_slots import is_llama_like
+from hotseat.rollout.open_requests import EngineSequence, RequestTable
+from hotseat.rollout.serving_state import ServingState
+from hotseat.rollout.slot_cache import SlotCache, cut_prefixes
 from hotseat.types import Request, Sampling
 
 WAIT_S = 60.0

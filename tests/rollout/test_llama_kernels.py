@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotseat.rollout._llama_slots import _cuda_kernels
+from hotseat.rollout.llama_slots import _cuda_kernels
 
 from . import kernel_checks
 from .conformance import PATIENCE_S

@@ -5,8 +5,8 @@ import logging
 import logging.config
 from pathlib import Path
 
-from hotseat.rollout._progress import stages_shown
 from hotseat.rollout.vllm_engine import log_to
+from hotseat.rollout.vllm_progress import stages_shown
 
 
 def test_messages_of_vllm_show_what_it_does(tmp_path):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hotseat.rollout._sampling import _blockwise, _inverse, filtered, sample, uniforms
+from hotseat.rollout.sampling import _blockwise, _inverse, filtered, sample, uniforms
 
 MASK = (1 << 64) - 1
 

@@ -44,7 +44,7 @@ from hotseat.errors import (
     WorkerError,
 )
 from hotseat.rollout import SlotOptions, TransformersEngine
-from hotseat.rollout._slots import AnySlots, LlamaSlots, slot_model
+from hotseat.rollout.slots import AnySlots, LlamaSlots, slot_model
 from hotseat.types import Completion, Request, Sampling
 
 from . import conformance

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Confi
 from hotseat.algorithms.adapters import factor_names
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import RunError, WeightError
-from hotseat.rollout._live_weights import WeightNames
+from hotseat.rollout.live_weights import WeightNames
 from hotseat.rollout.vllm_engine import AdapterOptions, Core, CoreOptions, VllmEngine, weight_names
 from hotseat.rollout.vllm_versions import adapter_problem
 from hotseat.train.lora import target_layers

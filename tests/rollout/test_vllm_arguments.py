@@ -12,7 +12,7 @@ import torch
 from model_shells import make_shell
 from rich.console import Console
 
-from hotseat.checks.devices import eight_bits
+from hotseat.checks.capabilities import eight_bits
 from hotseat.checks.pipeline import check_prerequisites
 from hotseat.checks.stage import DeviceContext, run_checks
 from hotseat.config import Config, loads

@@ -21,8 +21,8 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from hotseat.checks.cpu import has_bf16_units
-from hotseat.rollout._vllm_inside import widen_head
 from hotseat.rollout.vllm_engine import Core, CoreOptions, VllmEngine, weight_names
+from hotseat.rollout.vllm_internals import widen_head
 
 from . import conformance
 from .conformance import PATIENCE_S, Subject, named_weights, request, slowly
@@ -183,8 +183,8 @@ def test_logits_of_a_16_bit_model_are_float32_by_vllm_or_by_us() -> None:
 
 def test_a_process_of_vllm_keeps_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are processes of their own import this module, and call no function of ours before they load."""
-    from hotseat.rollout import _vllm_worker  # which loads vLLM
+    from hotseat.rollout import vllm_worker  # which loads vLLM
 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    runpy.run_path(_vllm_worker.__file__)
+    runpy.run_path(vllm_worker.__file__)
     assert not torch.backends.cudnn.allow_tf32

@@ -17,10 +17,10 @@ from transformers import Qwen2Config
 
 from hotseat.algorithms.digest import named_digests, tensor_digest
 from hotseat.errors import WeightError
-from hotseat.rollout._vllm_fp8 import QuantisedDigests, fp8_problem
 from hotseat.rollout.vllm_engine import VllmEngine, weight_names
+from hotseat.rollout.vllm_fp8 import QuantisedDigests, fp8_problem
 from hotseat.rollout.vllm_versions import installed_version
-from hotseat.train.eight_bits import round_layers, rounded_rows
+from hotseat.train.fp8_rounding import round_layers, rounded_rows
 
 from .conformance import PATIENCE_S, reference_log_probs
 from .test_transformers_engine import random_model

@@ -30,10 +30,10 @@ from transformers import (
 
 from hotseat.algorithms.digest import combine_digests, tensor_digest
 from hotseat.errors import WorkerError
-from hotseat.rollout._fused import Piece, pieces
-from hotseat.rollout._live_weights import WeightNames
-from hotseat.rollout._vllm_inside import _apply_experts, experts_problem, widen_head
+from hotseat.rollout.fused_weights import Piece, pieces
+from hotseat.rollout.live_weights import WeightNames
 from hotseat.rollout.vllm_engine import VllmEngine
+from hotseat.rollout.vllm_internals import _apply_experts, experts_problem, widen_head
 
 from . import conformance
 from .conformance import Subject, named_weights, reference_log_probs, request

@@ -3,7 +3,7 @@
 import pytest
 
 from hotseat.errors import WeightError
-from hotseat.rollout._live_weights import WeightNames
+from hotseat.rollout.live_weights import WeightNames
 
 SHAPES = {"embed.weight": (7, 4), "q.weight": (6, 4), "norm.weight": (4,), "head.weight": (7, 4)}
 FIRST = {"embed.weight": "embed.weight", "q.weight": "q.weight", "norm.weight": "norm.weight"}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hotseat.errors import RunError
-from hotseat.train.checkpoint import (
+from hotseat.train.checkpoint_files import (
     CheckpointFiles,
     FrozenBase,
     check_adapters,

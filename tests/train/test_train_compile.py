@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hotseat.train import FSDPBackend, LoraOptions, TrainOptions
 from hotseat.train.logprobs import token_log_probs
-from hotseat.train.models import layers
+from hotseat.train.policy_models import layers
 from hotseat.types import MicroBatch
 
 from . import varlen_on_cpu

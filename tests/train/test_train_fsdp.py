@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from weight_changes import assert_changed_alike
 
 from hotseat.errors import DeviceMemoryError, RunError, UserError
-from hotseat.placement.roles import Part
+from hotseat.placement.role_names import Part
 from hotseat.train import FSDPBackend, LoraOptions, TrainOptions, split_by_count
 from hotseat.train.fsdp import reset_sharding
 from hotseat.train.offload import PartResidency

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from hotseat.placement.roles import Part
+from hotseat.placement.role_names import Part
 from hotseat.train.backend import PARTS
 from hotseat.train.offload import HostBuffer, PartResidency
 

@@ -75,7 +75,7 @@ def test_heads_and_ranks_that_do_not_divide_are_refused(monkeypatch: pytest.Monk
 def test_only_packed_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="only packed sequences can be cut over several ranks: set train.packing"):
         TrainOptions(layout="padded", sequence_parallel_size=2)
-    monkeypatch.setattr("hotseat.train.models.check_ranks", lambda *_: None)
+    monkeypatch.setattr("hotseat.train.policy_models.check_ranks", lambda *_: None)
     mamba = small("MambaConfig", state_size=4)
     with pytest.raises(UnsupportedError, match="MambaForCausalLM cannot run packed, and only packed sequences"):
         make(copy.deepcopy(mamba), replace(OVER_TWO, layout="auto"))

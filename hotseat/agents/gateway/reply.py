@@ -10,7 +10,7 @@ from typing import Any
 
 from hotseat.agents.gateway.asking import Asked
 from hotseat.agents.gateway.growing import PIECE, GrowingAnswer
-from hotseat.agents.gateway.session import Session
+from hotseat.agents.gateway.program_session import Session
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from hotseat import faults
 from hotseat.cluster import Pending, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
 from hotseat.errors import PlacementError, RunError
-from hotseat.loop.devices.memory import MeasuresMemory
+from hotseat.loop.devices.held_memory import MeasuresMemory
 from hotseat.observe import Timeline
 from hotseat.placement import GIB, Holding, Part, PhaseStep, Plan
 from hotseat.registry.roles import role_entry

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from hotseat import faults
 from hotseat.agents import AgentHost, OpenRequests, load_agent
 from hotseat.agents.transcript import decode
-from hotseat.checks.models import eos_token_ids
+from hotseat.checks.model_configs import eos_token_ids
 from hotseat.checks.pipeline import DEVICES
 from hotseat.checks.reward_columns import label_hint
 from hotseat.checks.stage import DeviceContext, run_checks
@@ -31,11 +31,11 @@ from hotseat.loop.inputs import load_tokenizer, prompts_alone
 from hotseat.loop.offline.group_file import GroupFile, settings_of
 from hotseat.loop.rl.sample_records import ChosenSample, written
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
-from hotseat.loop.workers.engines import make_engine
-from hotseat.loop.workers.facts import EVALUATION, Job
+from hotseat.loop.workers.engine_factory import make_engine
+from hotseat.loop.workers.group_facts import EVALUATION, Job
+from hotseat.loop.workers.image_preparation import make_sight
 from hotseat.loop.workers.records import record_of
 from hotseat.loop.workers.scorers import make_scorer
-from hotseat.loop.workers.sight import make_sight
 from hotseat.observe import LiveView
 from hotseat.rewards import Score
 from hotseat.rollout.engine import Engine

@@ -10,7 +10,7 @@ import torch
 from transformers.utils import logging
 
 from hotseat.agents.transcript import decode
-from hotseat.checks.models import eos_token_ids
+from hotseat.checks.model_configs import eos_token_ids
 from hotseat.checks.pipeline import DEVICES
 from hotseat.checks.stage import DeviceContext, run_checks
 from hotseat.config import Config
@@ -20,7 +20,7 @@ from hotseat.config.resolved import max_new_tokens
 from hotseat.data import ChatTemplate
 from hotseat.loop import settings
 from hotseat.loop.inputs import load_tokenizer
-from hotseat.loop.workers.engines import make_engine
+from hotseat.loop.workers.engine_factory import make_engine
 from hotseat.observe import LiveView
 from hotseat.types import Request, Sampling
 

@@ -17,7 +17,7 @@ from hotseat.loop.offline.answering import answer_all, prepare
 from hotseat.loop.offline.generate import write_lines
 from hotseat.loop.offline.group_file import GroupFile
 from hotseat.loop.rl.collect import evaluation_metrics
-from hotseat.loop.workers.facts import EVALUATION, GroupFacts
+from hotseat.loop.workers.group_facts import EVALUATION, GroupFacts
 from hotseat.observe import METRICS, SAMPLES, LiveView
 from hotseat.observe.journal import histogram
 from hotseat.observe.report import EVALUATED, write_report

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotseat.checks.files import num_positions
+from hotseat.checks.named_files import num_positions
 from hotseat.checks.pipeline import check_config
 from hotseat.config import Config, load
 from hotseat.config.load import loads
-from hotseat.config.roles import has_agent, has_judge, has_judge_engine
+from hotseat.config.presence import has_agent, has_judge, has_judge_engine
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import ConfigError, Problem, UserError
 from hotseat.registry.estimators import ESTIMATORS

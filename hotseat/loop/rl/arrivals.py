@@ -21,7 +21,7 @@ from typing import Any
 from hotseat.files import opened
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.state.run_dir import ARRIVALS
-from hotseat.loop.workers.facts import GroupFacts, GroupKey
+from hotseat.loop.workers.group_facts import GroupFacts, GroupKey
 from hotseat.observe import drop_cut_line, read_lines
 
 

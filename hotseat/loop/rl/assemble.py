@@ -12,19 +12,18 @@ from pathlib import Path
 
 from hotseat.checks.reward_columns import label_hint
 from hotseat.config import Config
+from hotseat.config.presence import has_accuracy, has_simulator
 from hotseat.config.resolved import overlap_queue
-from hotseat.config.roles import has_accuracy, has_simulator
 from hotseat.loop import settings
-from hotseat.loop.devices.memory import DeviceWatch
+from hotseat.loop.devices.held_memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.inputs import RlInputs
 from hotseat.loop.opening import ClusterContext
 from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.arrivals import Arrivals
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
-from hotseat.loop.rl.checkpoint import RlCheckpoints
 from hotseat.loop.rl.components import Components
-from hotseat.loop.rl.connections import Connections
+from hotseat.loop.rl.engine_connections import Connections
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.loop import RlRun
@@ -35,7 +34,8 @@ from hotseat.loop.rl.pacer import Pace
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.prepare import PreparePhase
 from hotseat.loop.rl.recovery import Recovery, Replaceable
-from hotseat.loop.rl.replay import Recording, ReplayStream
+from hotseat.loop.rl.replay_stream import Recording, ReplayStream
+from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
 from hotseat.loop.rl.rollout import RolloutPhase, RolloutRunner, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState

@@ -19,8 +19,8 @@ from statistics import fmean
 from typing import Any
 
 from hotseat.config import Config
+from hotseat.config.presence import has_simulator
 from hotseat.config.resolved import overlap_queue
-from hotseat.config.roles import has_simulator
 from hotseat.errors import UserError
 from hotseat.files import write_whole
 from hotseat.loop.rl.forecast import NUM_COUNTED, NUM_WARM_UP, pace_with

@@ -39,8 +39,8 @@ from hotseat.config.precision import dtype_of
 from hotseat.errors import WeightError
 from hotseat.loop.rl.push import PushReport
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.models import ActorWorker, InferenceWorker
-from hotseat.loop.workers.proof import Canary
+from hotseat.loop.workers.model_workers import ActorWorker, InferenceWorker
+from hotseat.loop.workers.weight_check import Canary
 from hotseat.train.exact import NO_8_BITS, EightBits
 from hotseat.types import Prompt, Request, Sampling
 from hotseat.vision import image_as_json, image_from_json

@@ -12,7 +12,7 @@ from hotseat.algorithms import reason_to_drop
 from hotseat.data import PromptOrder, SampledOrder
 from hotseat.errors import RunError
 from hotseat.loop.rl.hosts import RolloutHosts
-from hotseat.loop.workers.facts import EVALUATION, GroupFacts, Job
+from hotseat.loop.workers.group_facts import EVALUATION, GroupFacts, Job
 from hotseat.loop.workers.simulation import SUCCESS
 from hotseat.rewards import RewardTally
 from hotseat.types import Failed, Prompt, Sampling

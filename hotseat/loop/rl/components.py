@@ -10,7 +10,7 @@ from hotseat.cluster import WorkerGroup
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.workers.component import ComponentWorker
-from hotseat.loop.workers.facts import GroupFacts, GroupKey
+from hotseat.loop.workers.group_facts import GroupFacts, GroupKey
 from hotseat.types import GroupChange
 
 Decisions = dict[str, dict[GroupKey, GroupChange]]  # of each component, about each group

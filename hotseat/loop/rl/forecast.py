@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import fmean
 
 from hotseat.config import Config
+from hotseat.config.presence import has_agent
 from hotseat.config.resolved import overlap_queue
-from hotseat.config.roles import has_agent
 from hotseat.errors import UserError
 from hotseat.loop.rl.pace_simulator import GroupCost, step_times
 from hotseat.loop.rl.pacer import Order, Pace

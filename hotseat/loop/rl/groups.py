@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from hotseat.cluster import WorkerGroup
 from hotseat.loop.rl.hosts import RolloutHosts
-from hotseat.loop.rl.replay import NoWorkers
+from hotseat.loop.rl.replay_stream import NoWorkers
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.models import ActorWorker, InferenceWorker, ModelWorker
+from hotseat.loop.workers.model_workers import ActorWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.placement import Part, Plan
 from hotseat.registry.roles import role_entry
 
 if TYPE_CHECKING:
-    from hotseat.loop.rl.roles import RoleRecord
+    from hotseat.loop.rl.role_records import RoleRecord
 
 _NO_ENGINES: WorkerGroup[EngineWorker] = NoWorkers("rollout")
 

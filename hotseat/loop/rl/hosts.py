@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hotseat.cluster import Pending, WorkerGroup, as_arguments
 from hotseat.errors import RunError
 from hotseat.loop.workers.engine_client import TakesRequests
-from hotseat.loop.workers.facts import Fetched, GroupFacts, GroupKey, Job
+from hotseat.loop.workers.group_facts import Fetched, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.records import SampleRecord
 from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.types import SampleKey, Sampling

@@ -22,12 +22,12 @@ from hotseat.loop.opening import ClusterContext, folder_witness
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import start_up
-from hotseat.loop.rl.replay import Recording
-from hotseat.loop.rl.roles import LaunchContext, RoleRecord, engine_settings_of, host_places, records_of
+from hotseat.loop.rl.replay_stream import Recording
+from hotseat.loop.rl.role_records import LaunchContext, RoleRecord, engine_settings_of, host_places, records_of
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.run_dir import LOGS
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.models import ActorWorker, ModelWorker
+from hotseat.loop.workers.model_workers import ActorWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.observe import Journal
 from hotseat.planning.config_plan import are_devices_logical, offloaded_parts

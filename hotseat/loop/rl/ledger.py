@@ -19,7 +19,7 @@ from pathlib import Path
 from hotseat.files import opened
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.state.run_dir import LEDGER
-from hotseat.loop.workers.facts import GroupKey
+from hotseat.loop.workers.group_facts import GroupKey
 from hotseat.types import SampleKey
 from hotseat.words import cause_of
 

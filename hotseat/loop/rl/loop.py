@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotseat.loop.rl.checkpoint import RlCheckpoints
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.micro_batches import MicroBatches
 from hotseat.loop.rl.prepare import PreparePhase
+from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.step_metrics import StepMetrics
 from hotseat.loop.rl.stream import Stream

@@ -9,7 +9,7 @@ from hotseat.config import Config
 from hotseat.config.batches import token_budget
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
-from hotseat.loop.workers.models import ModelWorker
+from hotseat.loop.workers.model_workers import ModelWorker
 from hotseat.planning.budgets import Use, least_tokens, lowered_until, smallest, uses
 
 

@@ -21,7 +21,7 @@ from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import Recovery
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.state.run_dir import SPOOL
-from hotseat.loop.workers.facts import GroupFacts, GroupKey, Job
+from hotseat.loop.workers.group_facts import GroupFacts, GroupKey, Job
 from hotseat.loop.workers.spool import Spool
 from hotseat.types import Prompt, Sampling
 

@@ -8,7 +8,7 @@ from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, token_budget
 from hotseat.loop import settings
 from hotseat.loop.rl.state import RlState
-from hotseat.loop.workers.models import PolicySettings
+from hotseat.loop.workers.model_workers import PolicySettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.planning.budgets import Use, lowered_note, with_budget
 

@@ -17,7 +17,7 @@ from hotseat.loop.rl.rollout import repeated
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.stream import Stream
 from hotseat.loop.workers.experience import Share, assign
-from hotseat.loop.workers.models import ActorWorker, BySample, ModelWorker
+from hotseat.loop.workers.model_workers import ActorWorker, BySample, ModelWorker
 from hotseat.loop.workers.value_models import CriticWorker
 
 Shares = list[list[Share]]  # for each data-parallel rank, references to its groups, typed as what they arrive as

@@ -10,7 +10,7 @@ from typing import Protocol
 from hotseat import faults
 from hotseat.algorithms.adapters import WeightForm
 from hotseat.cluster import Calling, WorkerGroup
-from hotseat.loop.workers.proof import Canary, WeightCheck
+from hotseat.loop.workers.weight_check import Canary, WeightCheck
 from hotseat.weights import BroadcastData, BroadcastGroup, Bucket, Transport, TransportPlan, check_digests, merge
 
 

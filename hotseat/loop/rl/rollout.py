@@ -11,7 +11,7 @@ from typing import TypeVar
 from hotseat import faults
 from hotseat.checks.reward_columns import label_hint
 from hotseat.config import Config
-from hotseat.config.roles import has_accuracy, needs_siblings
+from hotseat.config.presence import has_accuracy, needs_siblings
 from hotseat.errors import RunError
 from hotseat.loop import settings
 from hotseat.loop.rl.canary import CanaryGuard
@@ -26,7 +26,7 @@ from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.sync import Pusher
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.facts import EVALUATION, GroupFacts, Job
+from hotseat.loop.workers.group_facts import EVALUATION, GroupFacts, Job
 from hotseat.loop.workers.value_models import RewardWorker
 from hotseat.types import Prompt, Sampling
 

@@ -11,7 +11,7 @@ from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.sample_records import ChosenSample, choose, failures, gaps, written
 from hotseat.loop.rl.state import RlState
-from hotseat.loop.workers.models import ActorWorker
+from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.loop.workers.records import SampleRecord
 from hotseat.observe import Journal
 

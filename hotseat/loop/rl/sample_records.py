@@ -10,7 +10,7 @@ from hotseat.types import SampleKey
 
 if TYPE_CHECKING:
     from hotseat.loop.rl.collect import Collected
-    from hotseat.loop.workers.facts import GroupFacts
+    from hotseat.loop.workers.group_facts import GroupFacts
 from hotseat.loop.workers.records import NO_GRADIENT, SampleRecord, SegmentRecord, TokenRecord
 
 

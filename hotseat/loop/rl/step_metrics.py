@@ -7,10 +7,10 @@ from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected, rollout_metrics
 from hotseat.loop.rl.components import Components
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.metrics import critic_metrics, engine_gap_statistics, policy_metrics, push_metrics
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.push import PushReport
 from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.report_metrics import critic_metrics, engine_gap_statistics, policy_metrics, push_metrics
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.update import Updates
 

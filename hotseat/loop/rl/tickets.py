@@ -11,7 +11,7 @@ from hotseat.errors import RunError
 from hotseat.loop.rl.arrivals import Arrivals
 from hotseat.loop.rl.collect import MAX_REFILLS, Collected, GroupFilter, too_few_kept
 from hotseat.loop.rl.pacer import Awaited, Pace, Pacer
-from hotseat.loop.workers.facts import GroupFacts, GroupKey
+from hotseat.loop.workers.group_facts import GroupFacts, GroupKey
 from hotseat.rewards import RewardTally
 from hotseat.types import Failed
 

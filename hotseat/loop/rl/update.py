@@ -8,11 +8,11 @@ from hotseat import faults
 from hotseat.cluster import as_arguments
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.metrics import mean
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.prepare import Prepared
+from hotseat.loop.rl.report_metrics import mean
 from hotseat.loop.rl.state import RlState
-from hotseat.loop.workers.models import ActorWorker
+from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.loop.workers.value_models import CriticWorker
 from hotseat.train.backend import UpdateReport
 

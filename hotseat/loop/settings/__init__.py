@@ -1,6 +1,6 @@
 """Makes the settings of each worker from the config. Workers never see the config."""
 
-from hotseat.loop.settings.engines import (
+from hotseat.loop.settings.engine_settings import (
     are_adapters_alone,
     engine_dtype,
     engine_settings,
@@ -8,14 +8,14 @@ from hotseat.loop.settings.engines import (
     judge_engine_settings,
     sampling,
 )
-from hotseat.loop.settings.hosts import (
+from hotseat.loop.settings.host_settings import (
     component_settings,
     environment_settings,
     host_settings,
     image_limits,
     simulation_settings,
 )
-from hotseat.loop.settings.learning import (
+from hotseat.loop.settings.learning_settings import (
     critic_settings,
     is_filtered,
     policy_settings,
@@ -24,7 +24,7 @@ from hotseat.loop.settings.learning import (
     train_batches,
     weight_transports,
 )
-from hotseat.loop.settings.training import critic_options, reference_settings, reward_options, train_options
+from hotseat.loop.settings.training_options import critic_options, reference_settings, reward_options, train_options
 
 __all__ = [
     "are_adapters_alone",

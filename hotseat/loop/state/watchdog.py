@@ -15,7 +15,7 @@ from hotseat.errors import DeadlineError, RunError
 from hotseat.files import opened
 from hotseat.loop.state.readiness import ENGINES
 from hotseat.loop.state.run_dir import HANGS
-from hotseat.loop.workers.models import BackendWorker
+from hotseat.loop.workers.model_workers import BackendWorker
 from hotseat.observe import Journal
 
 

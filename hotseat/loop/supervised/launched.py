@@ -12,7 +12,7 @@ from typing import Any
 from hotseat.config import Config, loads_saved
 from hotseat.config.batches import token_budget
 from hotseat.config.precision import with_dtype
-from hotseat.config.roles import has_reference
+from hotseat.config.presence import has_reference
 from hotseat.errors import UserError
 from hotseat.loop.inputs import supervised_inputs
 from hotseat.loop.opening import (
@@ -28,8 +28,14 @@ from hotseat.loop.opening import (
 from hotseat.loop.state.run_dir import write_config
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
 from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
-from hotseat.loop.supervised.loop import SupervisedRun, TokenBudget, columns, train_supervised, worker_arguments
-from hotseat.loop.supervised.worker import Preparation, StepResult, SupervisedWorker
+from hotseat.loop.supervised.supervised_loop import (
+    SupervisedRun,
+    TokenBudget,
+    columns,
+    train_supervised,
+    worker_arguments,
+)
+from hotseat.loop.supervised.supervised_worker import Preparation, StepResult, SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.machine import has_gpu
 from hotseat.observe import LiveView, NullJournal

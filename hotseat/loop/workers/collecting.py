@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from hotseat.agents import AgentHost
 from hotseat.agents.host import EpisodeFuture
 from hotseat.errors import RunError
-from hotseat.loop.workers.facts import Job
+from hotseat.loop.workers.group_facts import Job
 from hotseat.rewards import Score, Scorer
 from hotseat.rewards.scorer import NamedArguments
 from hotseat.types import Episode, Failed, Prompt, SampleKey, Sampling, ScoredEpisode

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.errors import RunError
-from hotseat.loop.devices.memory import Held, held_here, release_cache_here
+from hotseat.loop.devices.held_memory import Held, held_here, release_cache_here
 from hotseat.loop.workers.experience import Share, groups_of
 from hotseat.types import GroupChange, Moved, PromptGroup
 from hotseat.user_functions import described, load_component

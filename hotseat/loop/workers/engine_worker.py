@@ -14,10 +14,10 @@ from typing import Any
 from hotseat import faults
 from hotseat.cluster.activity import activity
 from hotseat.errors import HotseatError, RunError
-from hotseat.loop.devices.memory import Held, held_here, release_cache_here
+from hotseat.loop.devices.held_memory import Held, held_here, release_cache_here
 from hotseat.loop.workers.engine_client import FailedRequest, SampledTokens
-from hotseat.loop.workers.engines import make_engine
-from hotseat.loop.workers.proof import Canary, WeightCheck
+from hotseat.loop.workers.engine_factory import make_engine
+from hotseat.loop.workers.weight_check import Canary, WeightCheck
 from hotseat.rollout.kinds import EngineSettings
 from hotseat.types import Completion, Moved, Request
 from hotseat.weights import Bucket, Receiver

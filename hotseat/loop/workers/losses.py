@@ -27,8 +27,8 @@ from hotseat.algorithms import (
 )
 from hotseat.algorithms.policy_loss import call_policy_loss
 from hotseat.algorithms.quantiles import count_sizes
+from hotseat.registry.lookup import load
 from hotseat.registry.policy_losses import policy_loss_entry
-from hotseat.registry.table import load
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch
 from hotseat.user_functions import is_own, own_function

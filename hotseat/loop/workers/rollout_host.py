@@ -23,15 +23,15 @@ from hotseat import faults
 from hotseat.agents import AgentHost, Deadlines, OpenRequests, ProgramSettings, load_agent
 from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
-from hotseat.loop.devices.memory import Held
+from hotseat.loop.devices.held_memory import Held
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring, submit_group
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests, engines_of_host
 from hotseat.loop.workers.experience import Share
-from hotseat.loop.workers.facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
+from hotseat.loop.workers.group_facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
+from hotseat.loop.workers.image_preparation import HostImages, make_sight
 from hotseat.loop.workers.judge_engines import JudgeEngines
 from hotseat.loop.workers.records import SampleRecord, record_of
 from hotseat.loop.workers.scorers import make_eval_scorer, make_scorer
-from hotseat.loop.workers.sight import HostImages, make_sight
 from hotseat.loop.workers.simulation import Player, SimulationSettings
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.rewards import Grader, SandboxSettings, Score

@@ -28,7 +28,7 @@ from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.data.frames import FramePreparer, film_of_pictures
 from hotseat.data.images import load_processor
 from hotseat.envs.env import Env, Outcome
-from hotseat.envs.loading import SimulatorSettings
+from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.envs.processes import ProcessEnv, SimulatorError
 from hotseat.envs.simulator import ActionSpec, Observation
 from hotseat.envs.tokens import NumberTokens

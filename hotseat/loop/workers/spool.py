@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hotseat.errors import RunError
-from hotseat.loop.workers.facts import GroupFacts, GroupKey
+from hotseat.loop.workers.group_facts import GroupFacts, GroupKey
 from hotseat.loop.workers.group_format import NotAGroup, decode_group, encode_group
 from hotseat.types import Episode, PromptGroup
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from hotseat.cluster.activity import activity
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
-from hotseat.loop.workers.engines import device_of_process
+from hotseat.loop.workers.engine_factory import device_of_process
 from hotseat.loop.workers.experience import Share, flatten, groups_of
-from hotseat.loop.workers.models import BySample, ModelWorker
-from hotseat.placement.roles import Part
+from hotseat.loop.workers.model_workers import BySample, ModelWorker
+from hotseat.placement.role_names import Part
 from hotseat.planning.budgets import Use
 from hotseat.train import TrainOptions, make_backend
 from hotseat.train.backend import Backend

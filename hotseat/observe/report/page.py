@@ -16,14 +16,14 @@ from typing import Any
 from hotseat import __version__
 from hotseat.errors import UserError
 from hotseat.files import write_whole
-from hotseat.observe.report.changes import read_changes
+from hotseat.observe.report.changed_settings import read_changes
 from hotseat.observe.report.curves import make_curves, make_phases, read_table, without_surplus
 from hotseat.observe.report.distributions import make_heat_maps, read_distributions
 from hotseat.observe.report.encoding import encoded, largest_that_fits
-from hotseat.observe.report.facts import headline_metric, make_facts
+from hotseat.observe.report.key_figures import headline_metric, make_facts
 from hotseat.observe.report.reading import check_is_run, count_samples, read_config, read_events, read_plan
 from hotseat.observe.report.samples import read_samples
-from hotseat.observe.report.timeline import read_timeline
+from hotseat.observe.report.timeline_view import read_timeline
 from hotseat.observe.report.times import read_prediction, read_total
 
 MAX_BYTES = 4_800_000  # of the whole file

@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 
 from hotseat.observe.report.reading import finite, json_lines
-from hotseat.observe.report.timeline import Trace
+from hotseat.observe.report.timeline_view import Trace
 
 START = "start"  # kind of the event that records the begin of a command
 

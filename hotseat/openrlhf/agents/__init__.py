@@ -9,8 +9,8 @@ OpenRLHF's versions had four forms, which are all in use:
 
 While a file loads, `openrlhf.utils.agent` is a stand-in (`stand_in.py`), whether OpenRLHF is installed or not. The
 helpers in `hotseat.openrlhf.helpers` stand in for OpenRLHF's where it is not installed, also for later imports.
-`turns.py` plays the first three forms, turn by turn; `executor.py` and `episodes.py` run the last. `agents/loading.py`
-finds `FORM` by its name in `hotseat.extensions`.
+`turns.py` plays the first three forms, turn by turn; `executor.py` and `episodes.py` run the last.
+`agents/agent_file.py` finds `FORM` by its name in `hotseat.extensions`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from hotseat.agents.agent import Agent
-from hotseat.agents.loading import AgentFile
+from hotseat.agents.agent_file import AgentFile
+from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import MultiTurn
-from hotseat.agents.sight import ImagePreparer
 from hotseat.openrlhf.agents.executor import ExecutorAgent
 from hotseat.openrlhf.agents.stand_in import stand_in
 from hotseat.openrlhf.agents.turns import FunctionTurns, InstanceTurns

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hotseat.agents.agent import AgentError, SampleFunction
+from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer, listed
 from hotseat.agents.multi_turn import MultiTurn, TurnResult, Turns, number
-from hotseat.agents.sight import EpisodeImage, ImagePreparer, listed
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.openrlhf.agents.sampling_params import read_back

@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 from hotseat.agents.agent import Agent, SampleFunction
-from hotseat.agents.loading import accepted
-from hotseat.agents.sight import ImagePreparer
+from hotseat.agents.agent_file import accepted
+from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.errors import UnsupportedError
 from hotseat.openrlhf.agents.episodes import CURRENT_EPISODE, ExecutorEpisode, OpenEpisodes, current_episode
 from hotseat.openrlhf.agents.sampling_params import shown

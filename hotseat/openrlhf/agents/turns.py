@@ -7,10 +7,10 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import AgentError
+from hotseat.agents.blocking_calls import OwnThread
+from hotseat.agents.image_preparer import listed
 from hotseat.agents.multi_turn import TurnResult, Turns, number, takes_seed
-from hotseat.agents.sight import listed
 from hotseat.openrlhf.agents.sampling_params import SamplingParams, read_back, shown
 from hotseat.types import Prompt, Sampling
 

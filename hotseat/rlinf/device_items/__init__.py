@@ -21,8 +21,8 @@ process keep more than a 16th of a device's memory, or more than 256 of them.
 from __future__ import annotations
 
 from hotseat.rlinf.device_items.devices import Devices, use
+from hotseat.rlinf.device_items.item_packing import pack_all
 from hotseat.rlinf.device_items.keeper import move_to_host, num_kept
-from hotseat.rlinf.device_items.packing import pack_all
 from hotseat.rlinf.device_items.unpacking import unpack_all
 
 __all__ = ["Devices", "move_to_host", "num_kept", "pack_all", "unpack_all", "use"]

@@ -1,0 +1,437 @@
+"""The requests of one episode: each becomes a context for the engine, and each answer is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+from hotseat.agents.agent import AgentError, OutOfTimeError, SampleFunction
+from hotseat.agents.conversation import Context, Conversation, ConversationError
+from hotseat.agents.gateway import message_images
+from hotseat.agents.gateway.asking import CAN_BE_SAMPLED, Asked, BadRequest, ClientAnswer
+from hotseat.agents.gateway.growing import GrowingAnswer, certain
+from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
+from hotseat.agents.gateway.program_settings import SessionSettings
+from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
+from hotseat.agents.transcript import decode, decode_after
+from hotseat.types import Completion, Prompt, Sampling, WhenSampled
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+Watch = Callable[[Sequence[GrowingAnswer]], object]
+_MAX_TEMPERATURE = 100.0
+
+
+class Policy:
+    """The model behind the gateway, as far as all episodes share it: its tokenizer, its settings, what was logged.
+
+    Rendering and tokenising long conversations takes milliseconds, which the event loop does not have: one thread does
+    all of it (`work`), in the order of the calls. What it returns or raises goes to who waits; `close` ends it.
+
+    sight: of a model that sees images; None: the run has none.
+    """
+
+    def __init__(self, tokenizer: Any, settings: SessionSettings, sight: ImagePreparer | None = None):
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.sight = sight
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special_ids = frozenset(token for token, about in added.items() if about.special)
+        self._logged: set[str] = set()
+        self._thread = ThreadPoolExecutor(1, "conversations")
+
+    @cached_property
+    def max_characters(self) -> int:
+        """Return more characters than any text has that fits into a context: a bound on what is worth tokenising."""
+        longest = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
+        return 4 * longest * self.settings.max_length + (1 << 16)
+
+    @cached_property
+    def parser(self) -> Parser | None:
+        return parser_of(self.tokenizer, self.settings.tool_parser)
+
+    async def work(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Call a function in the thread of all conversations."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def log_once(self, about: str, message: str) -> None:
+        if about not in self._logged:
+            self._logged.add(about)
+            logger.warning("%s", message)
+
+    def log_rewritten(self) -> None:
+        kept = "them as they were sampled" if self.settings.history == "append" else "what is rendered"
+        self.log_once(
+            "history",
+            "earlier answers read differently when the chat template renders them again (thinking removed, tool calls"
+            " written in another way, special tokens left out): with agent.history"
+            f" {self.settings.history} the policy reads {kept}",
+        )
+
+
+class Session:
+    """One episode's side of the gateway: what was asked, what was sampled, and what went wrong.
+
+    `failure` is done as soon as the engine fails a request: the episode cannot continue, whatever the program does.
+    prompt: whose images the program may show; None: it has none.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        sample: SampleFunction,
+        sampling: Sampling,
+        prompt: Prompt | None = None,
+    ):
+        self.sampling = sampling
+        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.conversation = Conversation(
+            policy.tokenizer,
+            chat_template=policy.settings.chat_template,
+            history=policy.settings.history,
+            when_rewritten=policy.log_rewritten,
+            max_characters=policy.max_characters,
+            sight=policy.sight,
+            prompt=prompt,
+        )
+        self._prompt_images = () if prompt is None else prompt.images
+        self.is_cut = False  # the last answer ended at a limit of tokens
+        self.is_out_of_time = False  # the episode's time is over, and a request was refused for it
+        self._policy = policy
+        self._sample = sample
+        self._num_asked = 0
+        self._turns: dict[bytes, set[int]] = {}  # by context: numbers of the requests for it
+
+    async def answer(self, asked: Asked, watch: Watch | None = None) -> list[ClientAnswer]:
+        """Return the answers to a request, and record them. Raises `BadRequest` for what cannot be answered.
+
+        watch: called with the answers as soon as they are asked for, if somebody reads them while they are sampled.
+        """
+        settings = self._policy.settings
+        sampling, is_learned = self._sampling(asked.own)
+        is_learned = is_learned and asked.is_learned
+        if asked.messages is not None and self._policy.sight is not None:
+            asked = replace(asked, messages=await self._seen(asked.messages, self._policy.sight))
+        try:
+            context = await self._policy.work(self._context, asked)
+        except ConversationError as error:
+            raise BadRequest(str(error), "prompt" if asked.messages is None else "messages") from error
+        room = settings.max_length - len(context.token_ids)
+        if room <= 0 or not context.token_ids:
+            raise BadRequest(
+                f"the context has {len(context.token_ids)} tokens; it must have at least one and leave at least one of"
+                f" {settings.max_length} (data.max_length) for the answer",
+                "prompt" if asked.messages is None else "messages",
+                code="context_length_exceeded",
+            )
+        if settings.max_answers is not None and self._num_asked + asked.num_answers > settings.max_answers:
+            raise BadRequest(
+                f"the episode has had {self._num_asked} of its {settings.max_answers} answers (agent.max_steps)",
+                code="max_steps",
+            )
+        limit = min(sampling.max_new_tokens, room, asked.max_tokens or room)
+        sampling = replace(sampling, max_new_tokens=limit)
+        if watch is None:
+            completions = await self._complete_counted(context, sampling, asked.num_answers)
+            return await self._policy.work(self._give, context, completions, asked, is_learned)
+        growing = [GrowingAnswer(context.token_ids) for _ in range(asked.num_answers)]
+        watch(growing)
+        views = [_View(self._policy, partial(self._certain, context, asked.stop), each) for each in growing]
+        try:
+            try:
+                completions = await self._complete_counted(context, sampling, asked.num_answers, views)
+            finally:
+                for view in views:
+                    view.end()  # nothing more is shown, so that the whole answers can be compared with what was
+            answers = await self._policy.work(self._give, context, completions, asked, is_learned, growing)
+        except BaseException as error:
+            for each in growing:
+                each.fail(error)
+            raise
+        for each, answer in zip(growing, answers, strict=True):
+            each.finish(answer)
+        return answers
+
+    def _certain(self, context: Context, stops: tuple[str, ...], token_ids: tuple[int, ...]) -> str:
+        """Return the text that an answer has for clients if it begins with these tokens; empty if that is not known."""
+        if stops and _first_stop(self.conversation.text_of(context, token_ids), stops) is not None:
+            return ""  # the tokens after it will be cut off
+        return certain(self._visible(context, token_ids), stops)
+
+    def _give(
+        self,
+        context: Context,
+        completions: list[Completion],
+        asked: Asked,
+        is_learned: bool,
+        growing: Sequence[GrowingAnswer] = (),
+    ) -> list[ClientAnswer]:
+        """Record the answers to a request and return them. growing: what clients were shown of them, if anything.
+
+        None is recorded if one of them does not begin with what was shown: no client would have read it.
+        """
+        made = [self._client_answer(context, completion, asked) for completion in completions]
+        if not all(each.agrees_with(answer) for each, (answer, _) in zip(growing, made, strict=False)):
+            raise RuntimeError("the answer has become another one than that of which a part was streamed")
+        for answer, completion in made:
+            message = None if asked.messages is None else answer.message
+            self.conversation.record(context, completion, message, is_learned=is_learned)
+            if asked.is_learned:
+                self.is_cut = answer.is_cut
+        return [answer for answer, _ in made]
+
+    def token_text(self, token_id: int) -> str:
+        return decode(self._policy.tokenizer, [token_id])
+
+    # --- settings -----------------------------------------------------------------------------------------------------
+
+    def _sampling(self, own: Mapping[str, Any]) -> tuple[Sampling, bool]:
+        """Return how to sample, and whether the answer is learned from."""
+        if not own:
+            return self.sampling, True
+        names = ", ".join(sorted(own))
+        mode = self._policy.settings.sampling
+        if mode == "refuse":
+            raise BadRequest(
+                f"{names}: the run's own settings hold (agent.sampling is refuse), because the policy is trained under"
+                " them: leave these out",
+                min(own),
+            )
+        if mode == "override":
+            self._policy.log_once(
+                f"own {names}",
+                f"a program asked for its own {names}: the run's settings hold (agent.sampling is override), because"
+                " the policy is trained under them",
+            )
+            return self.sampling, True
+        impossible = sorted(set(own) - set(CAN_BE_SAMPLED))
+        if impossible:
+            raise BadRequest(
+                f"{', '.join(impossible)}: the engine cannot sample that way (agent.sampling is untrained)",
+                impossible[0],
+            )
+        changed: dict[str, Any] = {
+            name: max(0, int(value)) if name == "top_k" else float(value) for name, value in own.items()
+        }
+        # Whatever the engine would refuse must be refused here: its errors are not the program's own.
+        if not 0 <= changed.get("temperature", 0) <= _MAX_TEMPERATURE or not 0 < changed.get("top_p", 1) <= 1:
+            raise BadRequest(
+                f"temperature must be from 0 to {_MAX_TEMPERATURE:g}, and top_p above 0 and at most 1", min(own)
+            )
+        return replace(self.sampling, **changed), False
+
+    async def _seen(self, messages: Sequence[Mapping[str, Any]], sight: ImagePreparer) -> Sequence[Mapping[str, Any]]:
+        """Return messages with their images prepared."""
+        urls = message_images.urls_of(messages)
+        if not urls:
+            return messages
+        if len(urls) > sight.max_images:
+            raise BadRequest(
+                f"messages: {len(urls)} images, and data.max_images_per_prompt allows {sight.max_images}", "messages"
+            )
+        for detail in message_images.details_of(messages):
+            self._policy.log_once(
+                "detail",
+                f"a program asked for images in detail {detail!r:.20}: the model's processor decides",
+            )
+        numbers = [message_images.number_of_prompt(url, len(self._prompt_images)) for url in urls]
+        own = [url for url, number in zip(urls, numbers, strict=True) if number is None]
+        try:
+            looked = iter(await sight.look(own, 0))
+        except AgentError as error:
+            raise BadRequest(str(error), "messages") from None
+        shown: list[EpisodeImage] = [
+            next(looked) if number is None else EpisodeImage.of_file(self._prompt_images[number]) for number in numbers
+        ]
+        return message_images.with_images(messages, shown)
+
+    def _context(self, asked: Asked) -> Context:
+        context = self._made_context(asked)
+        _ = context.digest  # computed here, in the thread that may take its time
+        return context
+
+    def _made_context(self, asked: Asked) -> Context:
+        if asked.tools and self._policy.parser is None:
+            raise BadRequest(
+                "tools: this model's answers cannot be parsed for tool calls: its tokenizer has no response_template,"
+                " and agent.tool_parser is not set",
+                "tools",
+            )
+        if asked.messages is not None:
+            return self.conversation.of_messages(asked.messages, asked.tools, asked.options)
+        if asked.text is not None:
+            return self.conversation.of_text(asked.text)
+        assert asked.token_ids is not None, "a request for nothing"
+        size = len(self._policy.tokenizer)
+        if max(asked.token_ids) >= size:
+            raise BadRequest(f"prompt: token {max(asked.token_ids)} is not one of the model's {size}", "prompt")
+        return self.conversation.of_tokens(asked.token_ids)
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    async def _complete_counted(
+        self, context: Context, sampling: Sampling, number: int, views: Sequence[_View] = ()
+    ) -> list[Completion]:
+        """Sample answers, which count for the limit of the episode unless they fail."""
+        self._num_asked += number
+        try:
+            return await self._complete(context, sampling, number, views)
+        except BaseException:
+            self._num_asked -= number
+            raise
+
+    async def _complete(
+        self, context: Context, sampling: Sampling, number: int, views: Sequence[_View]
+    ) -> list[Completion]:
+        """Sample answers to a context, all at the same time. views: of each answer, if somebody reads it meanwhile."""
+        listeners: Sequence[WhenSampled | None] = [view.take for view in views] or [None] * number
+        tasks = [asyncio.ensure_future(self._complete_one(context, sampling, each)) for each in listeners]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except asyncio.CancelledError:
+            raise
+        except OutOfTimeError as error:
+            self.is_out_of_time = True
+            raise BadRequest(f"{error} (agent.timeout_s): nothing more is sampled", code="timeout") from None
+        except BaseException as error:
+            if not self.failure.done():
+                self.failure.set_result(error)
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _complete_one(self, context: Context, sampling: Sampling, when_sampled: WhenSampled | None) -> Completion:
+        """Sample one answer. Its seed depends on the context, not on what else is asked for at the time.
+
+        A request that was given up leaves its number to the next one for the same context, which is often its retry.
+        """
+        taken = self._turns.setdefault(context.digest, set())
+        number = next(number for number in range(len(taken) + 1) if number not in taken)
+        taken.add(number)
+        digest = hashlib.blake2b(context.digest + str(number).encode(), digest_size=8).digest()
+        turn = int.from_bytes(digest, "little") >> 1
+        more: dict[str, Any] = {} if when_sampled is None else {"when_sampled": when_sampled}
+        if self._policy.sight is not None:
+            more["images"] = context.images
+        try:
+            return await self._sample(list(context.token_ids), sampling, turn, **more)
+        except BaseException:
+            taken.discard(number)
+            raise
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def _client_answer(self, context: Context, completion: Completion, asked: Asked) -> tuple[ClientAnswer, Completion]:
+        """Return a completion as clients read it, and its tokens up to a stop string."""
+        stop = _first_stop(self.conversation.text_of(context, completion.token_ids), asked.stop)
+        if stop is not None:
+            completion = self._cut(context, completion, stop)
+        text = self._visible(context, completion.token_ids)
+        if stop is not None and stop in text:
+            text = text[: text.find(stop)]
+        answer = ClientAnswer(
+            context.token_ids,
+            completion.token_ids,
+            completion.log_probs,
+            text,
+            is_cut=stop is None and completion.finish == "length",
+            stop=stop,
+        )
+        if asked.tools and stop is None:
+            answer = self._with_tool_calls(answer, context, completion, asked)
+        return answer, completion
+
+    def _cut(self, context: Context, completion: Completion, stop: str) -> Completion:
+        """Return a completion up to the token that completes a stop string: an engine would have stopped there."""
+        low, high = 1, len(completion.token_ids)
+        while low < high:
+            middle = (low + high) // 2
+            if stop in self.conversation.text_of(context, completion.token_ids[:middle]):
+                high = middle
+            else:
+                low = middle + 1
+        is_whole = low == len(completion.token_ids)
+        return replace(
+            completion,
+            token_ids=completion.token_ids[:low],
+            log_probs=completion.log_probs[:low],
+            versions=completion.versions[:low],
+            finish=completion.finish if is_whole else "length",  # it does not end with a stop token
+        )
+
+    def _visible(self, context: Context, token_ids: tuple[int, ...]) -> str:
+        shown = [token for token in token_ids if token not in self._policy.special_ids]
+        return decode_after(self._policy.tokenizer, context.token_ids, shown) if shown else ""
+
+    def _with_tool_calls(
+        self, answer: ClientAnswer, context: Context, completion: Completion, asked: Asked
+    ) -> ClientAnswer:
+        parser = self._policy.parser
+        assert parser is not None, "tools without a parser"
+        raw = self.conversation.text_of(context, completion.token_ids)
+        parsed = parser(Sampled(context.text, context.token_ids, raw, completion.token_ids), asked.tools)
+        if parsed is None:
+            return answer
+        calls = tuple(
+            {"id": f"call_{secrets.token_hex(12)}", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in parsed.calls
+        )
+        return replace(answer, text=parsed.content, tool_calls=calls, reasoning=parsed.reasoning)
+
+    def check(self) -> None:
+        """Raise what the engine raised, and refuse an episode in which nothing was sampled."""
+        if self.failure.done():
+            raise self.failure.result()
+        if not any(answer.is_learned for answer in self.conversation.answers):
+            why = (
+                "asked the policy for nothing"
+                if not self.conversation.answers
+                else "sampled only by settings of its own or with learn: false"
+            )
+            raise AgentError(f"the program {why}, so there is nothing to learn from")
+
+
+class _View:
+    """A client's view of an answer that is being sampled. Its tokens become text in the thread of all conversations.
+
+    text_of: that thread's function. Tokens that come while it works wait, and the newest are the next.
+    """
+
+    def __init__(self, policy: Policy, text_of: Callable[[tuple[int, ...]], str], growing: GrowingAnswer):
+        self._policy = policy
+        self._text_of = text_of
+        self._growing = growing
+        self._newest: tuple[int, ...] = ()
+        self._working: asyncio.Task[None] | None = None
+
+    def take(self, token_ids: tuple[int, ...]) -> None:
+        self._newest = token_ids
+        if self._working is None or self._working.done():
+            self._working = asyncio.ensure_future(self._show())
+
+    def end(self) -> None:
+        if self._working is not None:
+            self._working.cancel()
+
+    async def _show(self) -> None:
+        shown: tuple[int, ...] = ()
+        while self._newest is not shown:
+            shown = self._newest
+            self._growing.show(await self._policy.work(self._text_of, shown))
+
+
+def _first_stop(text: str, stops: tuple[str, ...]) -> str | None:
+    """Return the stop string that is complete first in a text."""
+    ends = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+    return min(ends)[1] if ends else None

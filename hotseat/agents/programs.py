@@ -1,0 +1,204 @@
+"""Runs of a user's program: in a folder and an environment of its own, ended with everything it started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotseat.agents.confinement import Confinement, best_confinement, warn_if_open
+from hotseat.processes import supervisor
+
+logger = logging.getLogger(__name__)
+
+HOST_LABEL, EPISODE_LABEL = "hotseat.host", "hotseat.episode"
+_KEPT = 4096  # bytes of what a program wrote last
+
+# What a program gets of our environment. HOTSEAT_SESSION is how a run finds processes that were left behind.
+_PASSED_ON = (
+    "PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE",
+    "SSL_CERT_DIR", "HOTSEAT_SESSION",
+)  # fmt: skip
+
+
+def environment(folder: Path, passed_on: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a program: no secrets of ours, the folder as its home, and what is its own."""
+    ours = {name: os.environ[name] for name in (*_PASSED_ON, *passed_on) if name in os.environ}
+    return {**ours, "HOME": str(folder), "TMPDIR": str(folder), **own}
+
+
+def container_environment() -> dict[str, str]:
+    """Return the variables by which a program's containers are kept where ours are: its HOME is another."""
+    ours = {name: os.environ[name] for name in supervisor.CONTAINER_ENV if name in os.environ}
+    return {"XDG_DATA_HOME": str(Path.home() / ".local" / "share"), **ours}
+
+
+class ProgramHost:
+    """The programs of one process: each in a folder of its own, ended with what it started.
+
+    A supervisor does the same for all of them if this process is killed. containers: the command whose
+    containers are removed if they carry the episode's labels, such as podman; None: none.
+    """
+
+    def __init__(self, containers: str | None = None, confinement: Confinement | None = None):
+        self.name = secrets.token_hex(8)
+        self._confinement = confinement or best_confinement(containers is not None)
+        warn_if_open(self._confinement, containers is not None)
+        self._containers = containers
+        self._numbers = itertools.count()
+        self._folder = Path(tempfile.mkdtemp(prefix="hotseat-agents-"))
+        groups = self._confinement.groups
+        self._task: supervisor.Task = {
+            "mark": (supervisor.EPISODE, self.name),
+            "groups": None if groups is None else (str(groups), f"hotseat-{self.name}-*"),
+            "folders": [str(self._folder)],
+            "containers": None if containers is None else (containers, f"{HOST_LABEL}={self.name}"),
+        }
+        self._supervisor = supervisor.start_supervisor(self._task)
+
+    def close(self) -> None:
+        """End what is left, and the supervisor. Nothing may run any more."""
+        supervisor.clean_up(self._task)
+        supervisor.dismiss_supervisor(self._supervisor)
+
+    @contextlib.asynccontextmanager
+    async def folder(self) -> AsyncIterator[ProgramFolder]:
+        """Make a folder for one program, and remove it with everything that the program left behind."""
+        name = f"{self.name}.{next(self._numbers)}"
+        path = self._folder / name
+        path.mkdir()
+        labels = self._folder / f"{name}.labels"
+        labels.write_text(f"{HOST_LABEL}={self.name}\n{EPISODE_LABEL}={name}\n")
+        try:
+            yield ProgramFolder(path, name, labels)
+        finally:
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._clean, path, name, labels))
+
+    def _clean(self, path: Path, name: str, labels: Path) -> None:
+        self._confinement.end(name)
+        # Whatever the confinement: a program that may write to control groups can leave its own.
+        supervisor.end_marked(supervisor.EPISODE, [name], timeout_s=5.0)
+        supervisor.remove_folder(path)
+        labels.unlink(missing_ok=True)
+        if self._containers is not None:
+            try:
+                supervisor.remove_containers(self._containers, f"{EPISODE_LABEL}={name}")
+            except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+                logger.warning("containers of episode %s cannot be removed: %s", name, error)
+
+    async def run(
+        self, command: Sequence[str], folder: ProgramFolder, env: Mapping[str, str], line: bytes
+    ) -> tuple[int, str]:
+        """Run a program with a line on its standard input; return its exit code and the end of what it wrote."""
+        await asyncio.get_running_loop().run_in_executor(None, check_startable, command[0])
+        stores = {} if self._containers is None else container_environment()
+        mark = f"{self.name}/{folder.name}"
+        marked = {**stores, **env, supervisor.EPISODE: mark, "HOTSEAT_LABEL_FILE": str(folder.labels)}
+        code, written = await _run(self._confinement.command(command, folder.name), folder.path, marked, line)
+        return self._confinement.exit_code(code), written
+
+
+def check_startable(file: str) -> None:
+    """Raise what starting the file would raise: in confinement another program starts it, and only says so."""
+    first = b""
+    with contextlib.suppress(PermissionError), open(file, "rb") as opened:  # what can be executed need not be readable
+        first = opened.readline(256)
+    words = first[2:].split() if first.startswith(b"#!") else []
+    for needed in (file, *(word.decode(errors="replace") for word in words[:1])):
+        if not os.access(needed, os.X_OK):
+            reason = errno.EACCES if os.path.exists(needed) else errno.ENOENT
+            raise OSError(reason, os.strerror(reason), needed)
+
+
+@dataclass(frozen=True)
+class ProgramFolder:
+    """A folder for one program. name: of its episode in this process. labels: file for its containers' labels."""
+
+    path: Path
+    name: str
+    labels: Path
+
+
+async def _run(command: Sequence[str], folder: Path, env: Mapping[str, str], line: bytes) -> tuple[int, str]:
+    """Run a command, and kill its process group when it has ended or this is cancelled."""
+    process = subprocess.Popen(
+        list(command),
+        cwd=folder,
+        env=dict(env),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    written = bytearray()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    loop = asyncio.get_running_loop()
+    output = process.stdout.fileno()
+    os.set_blocking(output, False)
+    loop.add_reader(output, _read, loop, output, written)
+    try:
+        feeding = loop.run_in_executor(None, _feed, process.stdin, line) if len(line) > _ATOMIC else None
+        if feeding is None:
+            _feed(process.stdin, line)
+        await _ended(process.pid)
+    finally:
+        # The leader is not reaped yet, so its number is nobody else's.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        _read(loop, output, written)
+        loop.remove_reader(output)
+        process.stdout.close()
+        code = process.wait()
+    return code, bytes(written[-_KEPT:]).decode(errors="replace").strip()
+
+
+_ATOMIC = 4096  # bytes that a new pipe takes without waiting
+
+
+def _feed(pipe: object, line: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, OSError):  # a program need not read it
+        pipe.write(line)  # type: ignore[attr-defined]
+        pipe.flush()  # type: ignore[attr-defined]
+    with contextlib.suppress(BrokenPipeError, OSError):
+        pipe.close()  # type: ignore[attr-defined]
+
+
+def _read(loop: asyncio.AbstractEventLoop, output: int, written: bytearray) -> None:
+    """Take what a program has written, and keep the end of it. Other processes may hold the pipe open."""
+    try:
+        data = os.read(output, 1 << 20)  # once a call: a program that never stops writing must not keep the loop
+    except BlockingIOError:
+        return
+    if not data:
+        loop.remove_reader(output)
+    written += data
+    del written[:-_KEPT]
+
+
+async def _ended(pid: int) -> None:
+    """Wait until a process has ended, without reaping it."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    handle = os.pidfd_open(pid)
+    try:
+        loop.add_reader(handle, _settle, ended)
+        await ended
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+
+
+def _settle(ended: asyncio.Future[None]) -> None:
+    if not ended.done():
+        ended.set_result(None)

@@ -1,0 +1,66 @@
+"""Checks of devices: what backends and engines can do on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hotseat.checks.cpu import engine_dtype_problem
+from hotseat.checks.plans import is_cluster_there
+from hotseat.checks.stage import DeviceContext, TrainingContext
+from hotseat.config.precision import dtype_of
+from hotseat.config.presence import has_critic
+from hotseat.errors import Problem
+from hotseat.machine import has_gpu
+from hotseat.registry.backends import backend_entry
+from hotseat.registry.engines import engine_entry
+
+
+def backends(context: TrainingContext) -> Iterable[Problem]:
+    """Raise for options that the training backends do not have, or that this machine's devices cannot carry out."""
+    from hotseat.train import deepcompile, liger
+    from hotseat.train.make import check_options
+
+    for options in context.options:
+        check_options(options)
+    train = context.config.train
+    if not is_cluster_there(context.config):  # whose machines may have what this one lacks
+        if train.liger_kernel:
+            liger.check_device(has_gpu())
+        if backend_entry(train.backend).has_zero_options and train.deepspeed.deepcompile:
+            deepcompile.check_device(has_gpu())
+    return ()
+
+
+def critic_warmup(context: TrainingContext) -> Iterator[Problem]:
+    """Find a run that ends before the actor would begin to learn."""
+    warmup_steps, num_steps = context.config.critic.warmup_steps, context.num_steps
+    if has_critic(context.config) and warmup_steps >= num_steps:
+        yield Problem(
+            "",
+            f"critic.warmup_steps is {warmup_steps}, and the run has {num_steps} steps: the actor would never learn;"
+            f" set it to {max(num_steps, 1) - 1} or less, or add data",
+        )
+
+
+def eight_bits(context: DeviceContext) -> Iterator[Problem]:
+    """Find weights or caches of engines in FP8, where the dtype or the devices do not have them."""
+    rollout = context.config.rollout
+    for key in ("quantization", "kv_cache_dtype"):
+        if getattr(rollout, key) is not None and dtype_of(context.config) == "fp32":
+            yield Problem(
+                "",
+                f"rollout.{key} is fp8, which is for 16-bit models, and train.dtype is fp32 where there are no devices:"
+                " set train.dtype to bf16, or leave it unset",
+            )
+    if rollout.kv_cache_dtype is not None and not context.on_gpu:
+        title = engine_entry(rollout.engine).title
+        yield Problem(
+            "", f"rollout.kv_cache_dtype is fp8, which {title} has on GPUs alone, and there are none: leave it unset"
+        )
+
+
+def engine_dtype(context: DeviceContext) -> Iterator[Problem]:
+    """Find a dtype in which the engine cannot sample on this CPU."""
+    problem = None if context.on_gpu else engine_dtype_problem(context.config)
+    if problem is not None:
+        yield Problem("", problem)

@@ -1,0 +1,178 @@
+"""Checks of models by their configs, without loading them; and the tokens that end their answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hotseat.checks.named_files import judge_length_problem, length_problem
+from hotseat.checks.stage import Context, DataContext
+from hotseat.checks.tokenizers import tokenizer_of
+from hotseat.config import Config
+from hotseat.config.presence import (
+    has_critic,
+    has_images,
+    has_judge_engine,
+    has_reference,
+    has_reward_model,
+    has_simulator,
+)
+from hotseat.config.resolved import critic_model, judge_length
+from hotseat.errors import Problem, UnsupportedError, UserError
+
+
+def models(context: Context) -> Iterator[Problem]:
+    """Find models that cannot do what the run needs, as far as their configs show."""
+    config = context.config
+    assert config.actor.model is not None
+    is_value = config.task == "rm"
+    aux_loss = config.algorithm.aux_loss_coef
+    yield from _model(config, "actor.model", config.actor.model, is_value=is_value, is_trained=True, aux_loss=aux_loss)
+    if has_critic(config):
+        yield from _model(config, "critic.model", critic_model(config), is_value=True, is_trained=True)
+    if has_reference(config) and config.reference.model is not None:
+        yield from _model(config, "reference.model", config.reference.model)
+    if has_reference(config):
+        for name, model in config.reference.teachers.items():
+            yield from _model(config, f"reference.teachers.{name}", model)
+    if has_reward_model(config) and config.reward.model is not None:
+        yield from _model(config, "reward.model", config.reward.model, is_value=True)
+    if has_judge_engine(config):
+        yield from _judge(config)
+
+
+def _judge(config: Config) -> Iterator[Problem]:
+    """Find that the judge's engine cannot run its model."""
+    from transformers import AutoConfig
+
+    model, length = config.reward.judge.model, judge_length(config)
+    assert model is not None
+    try:
+        model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        _check_engine(config.reward.judge.engine.kind, length, model_config)
+        if (problem := judge_length_problem(config, model_config.to_dict())) is not None:
+            yield Problem("", f"reward.judge.engine.max_length: {problem}")
+    except (UserError, OSError, ValueError) as error:
+        yield _described("reward.judge.model", model, error)
+    else:
+        judge_eos_token_ids(config)
+
+
+def _model(
+    config: Config, key: str, model: str, *, is_value: bool = False, is_trained: bool = False, aux_loss: float = 0.0
+) -> Iterator[Problem]:
+    """Find that a model cannot do what its role needs."""
+    from transformers import AutoConfig
+
+    from hotseat.train.liger import check_liger
+    from hotseat.train.lora import check_language_targets, check_targets
+    from hotseat.train.policy_models import check_fit, check_length, check_stored_head, check_value_head
+
+    try:
+        model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        _check_sight(config, model_config)
+        check_fit(model_config, config.train.sequence_parallel_size, config.train.tensor_parallel_size, aux_loss)
+        check_length(model_config, config.data.max_length)
+        if (problem := length_problem(config, key, model, model_config.to_dict())) is not None:
+            raise UserError(f"data.max_length: {problem}")
+        if key == "actor.model" and config.task == "rl":
+            rollout = config.rollout
+            _check_engine(rollout.engine, config.data.max_length, model_config, rollout.tensor_parallel_size)
+            if rollout.quantization is not None:
+                _check_quantisation(model_config)
+        if config.train.liger_kernel:
+            check_liger(model_config)
+        if is_value:
+            check_value_head(model_config)
+        if is_value and not is_trained:
+            check_stored_head(Path(model), model_config, config.reward.value_head_prefix)
+        lora = config.train.lora
+        if lora.rank > 0 and is_trained:
+            check_targets(model, lora.target_modules, "value" if is_value else "policy", config.trust_remote_code)
+        if key == "actor.model" and has_images(config) and config.rollout.lora_sync == "adapter":
+            check_language_targets(model, lora.target_modules, config.trust_remote_code)
+    except (UserError, OSError, ValueError) as error:
+        yield _described(key, model, error)
+
+
+def _described(key: str, model: str, error: Exception) -> Problem:
+    """Return the problem of a model that this error is about."""
+    reason = str(error) if isinstance(error, UserError) else f"no model there: {error}"
+    return Problem("", f"{key} {model!r}: {reason}")
+
+
+def _check_sight(config: Config, model_config: Any) -> None:
+    """Raise if a run has images and a model sees none, or the other way round."""
+    from hotseat.vision import sees_images
+
+    name, has_sight = type(model_config).__name__.removesuffix("Config"), sees_images(model_config)
+    key = "data.image_key" if config.data.image_key is not None else "env.images"
+    if has_images(config) and not has_sight:
+        raise UserError(f"{name} sees no images here, and {key} is set: choose a model that does, or unset it")
+    if not has_images(config) and has_sight:
+        key = "env.images" if has_simulator(config) else "data.image_key"
+        raise UserError(f"{name} sees images, and the run has none: set {key}, or choose a model of text alone")
+
+
+def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel_size: int = 1) -> None:
+    """Raise if an engine of this kind cannot run a model of this config."""
+    import torch
+
+    from hotseat.rollout.kinds import engine_kind
+
+    engine_kind(kind).check_model(model_config, max_length, tensor_parallel_size, not torch.cuda.is_available())
+
+
+def _check_quantisation(model_config: Any) -> None:
+    """Raise if the weights of a model of this config cannot be pushed to engines that keep them in 8 bits."""
+    text = model_config.get_text_config()
+    if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        name = type(model_config).__name__.removesuffix("Config")
+        raise UnsupportedError(
+            f"rollout.quantization is fp8, and {name} has experts, which it is not built for: unset it"
+        )
+
+
+def teachers(context: DataContext) -> Iterator[Problem]:
+    """Find prompts that do not name their teacher, where each has one."""
+    prompts, named_teachers = context.prompts, context.config.reference.teachers
+    if not named_teachers or context.config.reference.teacher_weights:
+        return
+    without = Counter(prompt.source for prompt in prompts if prompt.source not in named_teachers)
+    if without:
+        named = ", ".join(f"{repr(source) if source else 'none'} ({count:,})" for source, count in without.items())
+        yield Problem(
+            "",
+            f"reference.teachers: {sum(without.values()):,} of {len(prompts):,} prompts name no teacher in their column"
+            f" datasource: {named}; teachers are {', '.join(named_teachers)}. Correct the rows, or set"
+            " reference.teacher_weights, by which all teach every prompt",
+        )
+
+
+def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that end an answer: the tokenizer's, and those of the model's generation config."""
+    assert config.actor.model is not None
+    return _eos_token_ids("actor.model", config.actor.model, tokenizer)
+
+
+def judge_eos_token_ids(config: Config) -> tuple[int, ...]:
+    """Return the tokens that end what the judge writes. Raises if its tokenizer cannot be loaded."""
+    model = config.reward.judge.model
+    assert model is not None
+    return _eos_token_ids("reward.judge.model", model, tokenizer_of(config, "reward.judge.model", model))
+
+
+def _eos_token_ids(key: str, model: str, tokenizer: Any) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    token_ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    try:
+        more = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # a model need not have one
+        more = None
+    token_ids |= set(more) if isinstance(more, list) else {more} if more is not None else set()
+    if not token_ids:
+        raise UserError(f"{key} {model!r}: its tokenizer has no end-of-sequence token; set eos_token")
+    return tuple(sorted(token_ids))

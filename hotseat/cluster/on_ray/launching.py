@@ -1,0 +1,136 @@
+"""Starts the actors of a group: one process per rank, with its environment."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hotseat.cluster.nodes_and_processes import ProcessLike
+from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
+from hotseat.cluster.on_ray.reservation import Reservation
+from hotseat.cluster.pending import Pending
+from hotseat.cluster.runtime import Launch
+from hotseat.cluster.worker_process import AsyncObjectHost, ObjectHost, ProcessIdentity, is_async
+from hotseat.errors import PlacementError
+from hotseat.openmp import thread_env
+from hotseat.processes import supervisor
+
+
+class ActorStarter:
+    """Starts the actors of one group, at its launch and when a rank is restarted.
+
+    master: address and port at which the ranks meet. number: of this launch in its session; names are used again.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        launch: Launch[Any],
+        reservation: Reservation,
+        session_name: str,
+        master: tuple[str, int],
+        number: int,
+    ):
+        self._ray = ray
+        self._launch = launch
+        self._reservation = reservation
+        self._mark = f"{session_name}:{re.sub('[:/]', '_', launch.name)}"
+        self._master = master
+        self._number = number
+
+    def prepare(self, processes: Sequence[RankProcess]) -> None:
+        """Start all processes, and load the module of the class in each, for constructors to come."""
+        for rank, process in enumerate(processes):
+            self._start_actor(process, rank)
+            process.is_prepared = True
+            process.actor.prepare.remote(self._launch.cls)
+
+    def use(self, launch: Launch[Any]) -> None:
+        """Take the arguments of constructors, and everything else, from this launch."""
+        self._launch = launch
+
+    def start(self, group: RayGroup[Any], ranks: Sequence[int], within_s: float) -> Pending[ProcessIdentity]:
+        """Start the processes of these ranks, and in each the constructor of its object."""
+        launch, futures = self._launch, {}
+        for rank in ranks:
+            if group.processes[rank].is_prepared:
+                group.processes[rank].is_prepared = False
+            else:
+                self._start_actor(group.processes[rank], rank)
+        for rank in ranks:
+            process, kwargs = group.processes[rank], {**launch.kwargs, **launch.per_rank[rank]}
+            futures[rank] = process.actor.construct.remote(launch.cls, launch.args, kwargs, within_s).future()
+            futures[rank].process = replace(process)
+        return Pending(group, "__init__", futures)
+
+    def _start_actor(self, process: RankProcess, rank: int) -> None:
+        launch = self._launch
+        process.mark = f"{self._mark}:{rank}:{self._number}.{process.incarnation}"
+        process.identity = None
+        env = {
+            **_rank_env(launch.processes, rank, *self._master),
+            **thread_env(launch.num_threads),
+            **launch.env_on(process.place.node),
+            **self._device_env(process.place),
+            supervisor.WORKER: process.mark,
+        }
+        host_class, concurrency = ObjectHost, launch.max_concurrency
+        if is_async(launch.cls):
+            host_class, concurrency = AsyncObjectHost, 1000 if concurrency == 1 else concurrency
+        process.actor = (
+            self._ray.remote(host_class)
+            .options(
+                **self._reservation.options(process.place.node, env),
+                max_concurrency=concurrency,
+                max_restarts=0,
+                max_task_retries=0,
+            )
+            .remote()
+        )
+
+    def _device_env(self, place: ProcessLike) -> dict[str, str]:
+        names = [self._reservation.device_name(device) or "" for device in place.devices]
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(names),
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as the management library counts
+        }
+
+
+def refuse_unreserved(launch: Launch[Any], reservation: Reservation) -> None:
+    """Raise if a process of the group is placed on devices, or on a node, that were not reserved."""
+    for process in launch.processes:
+        if missing := reservation.missing(process.node, process.devices):
+            raise PlacementError(
+                f"{launch.name} rank {process.rank} is placed on node {process.node}, devices {list(process.devices)},"
+                f" of which {missing} was not reserved; reserve the processes of all groups before the first launch"
+            )
+
+
+def _rank_env(processes: Sequence[ProcessLike], rank: int, address: str, port: int) -> dict[str, str]:
+    node = processes[rank].node
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(processes)),
+        "LOCAL_RANK": str(sum(other.node == node for other in processes[:rank])),
+        "LOCAL_WORLD_SIZE": str(sum(other.node == node for other in processes)),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+    if _is_loopback(address):
+        # Otherwise collectives would listen on whatever address the host name stands for.
+        interface = "lo" if sys.platform.startswith("linux") else "lo0"
+        names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        variables |= dict.fromkeys(names, interface)
+    return variables
+
+
+def _is_loopback(address: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return address == "localhost"

@@ -1,0 +1,217 @@
+"""The `Runtime` on Ray: groups as Ray actors, in a cluster of our own or in one that was there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from hotseat.cluster.device_memory import device_memory
+from hotseat.cluster.lease import DeviceMemory, Holder
+from hotseat.cluster.nodes_and_processes import ClusterNode, devices_of
+from hotseat.cluster.on_ray.connection import RayConnection
+from hotseat.cluster.on_ray.daemons import DaemonWatch, NodeWatch
+from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
+from hotseat.cluster.on_ray.nodes import NodeProcesses
+from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup, RayRef
+from hotseat.cluster.on_ray.reservation import Reservation, own_device_name
+from hotseat.cluster.runtime import Launch
+from hotseat.cluster.services import NodeService
+from hotseat.cluster.session import Session
+from hotseat.errors import ClusterError, PlacementError
+from hotseat.processes import supervisor
+
+T = TypeVar("T")
+A = TypeVar("A")
+
+
+class RayRuntime:
+    """Launches groups of Ray actors. It owns the connection, the reservation and our processes on every node."""
+
+    kind: Literal["ray", "local"] = "ray"
+
+    def __init__(self, connection: RayConnection, session: Session):
+        self._connection = connection
+        self._session = session
+        self._processes = NodeProcesses(connection, session)
+        self._groups: dict[str, RayGroup[Any]] = {}
+        self._prepared: dict[str, tuple[ActorStarter, list[RankProcess]]] = {}  # groups that are not launched yet
+        self._reservation: Reservation | None = None
+        self._num_launched = 0
+        self._daemons: DaemonWatch | None = None
+        self._node_watch: NodeWatch | None = None
+        try:
+            self.nodes = _nodes(connection)
+            if connection.is_own:
+                self._daemons = DaemonWatch(connection.daemons(), self._lose)
+            elif len(self.nodes) > 1:
+                self._node_watch = NodeWatch(self._nodes_in_use, connection.live_nodes, self._lose)
+        except BaseException:
+            self.close(grace_s=0)
+            raise
+
+    # --- launching ------------------------------------------------------------------------------------------------
+
+    def reserve(self, devices: Mapping[int, Sequence[int]], num_cpus_per_node: float, timeout_s: float) -> None:
+        if self._reservation is not None:
+            raise PlacementError("devices are reserved once, for all groups, before the first launch")
+        first = [devices_of(self.nodes, node.rank).start for node in self.nodes]
+        self._reservation = Reservation(self._connection, self._session, devices, first, num_cpus_per_node, timeout_s)
+
+    def prepare(self, launch: Launch[Any]) -> None:
+        starter = self._make_starter(launch)
+        processes = [RankProcess(process) for process in launch.processes]
+        self._prepared[launch.name] = starter, processes
+        starter.prepare(processes)
+
+    def launch(self, launch: Launch[T]) -> RayGroup[T]:
+        starter, processes = self._prepared.pop(launch.name, (None, None))
+        if starter is None or processes is None:
+            starter, processes = self._make_starter(launch), [RankProcess(process) for process in launch.processes]
+        starter.use(launch)
+        group: RayGroup[T] = RayGroup(
+            launch.name,
+            processes,
+            timeout_s=launch.timeout_s,
+            log_directory=self._connection.log_directory,
+            owner=self,
+            start=starter.start,
+            has_close=callable(getattr(launch.cls, "close", None)),
+        )
+        try:
+            group.begin(launch.start_timeout_s)
+            if launch.wait:
+                group.ready()
+        except BaseException:
+            self.end_processes(group.processes)
+            raise
+        self._groups[launch.name] = group
+        return group
+
+    def _make_starter(self, launch: Launch[Any]) -> ActorStarter:
+        if self._reservation is None:
+            everything = {node.rank: devices_of(self.nodes, node.rank) for node in self.nodes}
+            self.reserve(everything, num_cpus_per_node=0, timeout_s=60.0)
+        assert self._reservation is not None
+        refuse_unreserved(launch, self._reservation)
+        master_node = launch.processes[0].node
+        master = self._connection.nodes[master_node].address, self._processes.free_port(master_node)
+        self._num_launched += 1
+        return ActorStarter(
+            self._connection.ray, launch, self._reservation, self._session.name, master, self._num_launched
+        )
+
+    def service(self, service: type[NodeService[A]], node: int | None) -> A:
+        return self._processes.service(service, self._connection.home if node is None else node)
+
+    def put(self, value: T) -> RayRef[T]:
+        return RayRef(self._connection.ray.put(value))
+
+    # --- devices and processes ------------------------------------------------------------------------------------
+
+    def device_memory(self, device: int) -> DeviceMemory | None:
+        if self._reservation is None or device not in devices_of(self.nodes, 0):
+            return None
+        name = self._reservation.device_name(device)
+        return None if name is None else device_memory(name)
+
+    def is_gone(self, holder: Holder) -> bool:
+        return holder.pid is not None and self.process_state(holder.node, holder.pid, holder.started) == "gone"
+
+    def process_state(self, node: int, pid: int, started: int | None) -> str:
+        return self._processes.process_state(node, pid, started)
+
+    def end_processes(self, processes: Iterable[RankProcess]) -> None:
+        """End these processes and whatever they started; return when they are gone."""
+        started = [process for process in processes if process.actor is not None]
+        for process in started if not self._is_without_ray() else ():  # without its server Ray waits for it, for ever
+            with contextlib.suppress(Exception):
+                self._connection.ray.kill(process.actor)
+        marks: dict[int, list[str]] = {}
+        for process in started:
+            marks.setdefault(process.place.node, []).append(process.mark)
+        self._processes.end_workers(marks)
+
+    def forget(self, group: RayGroup[Any]) -> None:
+        """Drop a group that is closed."""
+        self._groups.pop(group.name, None)
+
+    def lost(self, *, asks_ray: bool = False) -> ClusterError | None:
+        """Return why the run cannot go on: a daemon that was started here is gone, or a node of the cluster is."""
+        watch = self._daemons or self._node_watch
+        return None if watch is None else watch.lost(asks_ray=asks_ray)
+
+    def _nodes_in_use(self) -> dict[int, str]:
+        """Describe the nodes that have processes of ours, by rank."""
+        used = {process.place.node for group in list(self._groups.values()) for process in group.processes}
+        nodes = {rank: self.nodes[rank] for rank in sorted(used)}
+        return {rank: f"node {rank} ({node.hostname}, {node.address})" for rank, node in nodes.items()}
+
+    def _is_without_ray(self) -> bool:
+        return self._daemons is not None and self._daemons.lost() is not None
+
+    def _lose(self, error: ClusterError) -> None:
+        for group in list(self._groups.values()):
+            group.lose(error)
+
+    # --- ending ---------------------------------------------------------------------------------------------------
+
+    def close(self, grace_s: float) -> None:
+        """Take down what is ours. Called once; each step is tried even if the one before it failed."""
+        groups = list(self._groups.values())
+        if self._node_watch is not None:
+            self._node_watch.close()
+        if self._daemons is not None:
+            self._daemons.close()
+            if self._is_without_ray():
+                self._close_without_ray(groups)
+                return
+            self._daemons = None  # from here on they end because we end them
+        if grace_s > 0:
+            threads = [threading.Thread(target=g.ask_to_close, args=(grace_s,), daemon=True) for g in groups]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(grace_s + 1.0)
+        with contextlib.suppress(Exception):
+            for group in groups:
+                group.is_closed = True
+            prepared = [process for _, processes in self._prepared.values() for process in processes]
+            self.end_processes([*prepared, *(process for group in groups for process in group.processes)])
+            for group in groups:
+                group.wake_waiters()
+        if self._reservation is not None:
+            with contextlib.suppress(Exception):
+                self._reservation.release()
+        self._processes.end_agents()
+        self._processes.close_services()
+        self._connection.close()
+
+    def end_leftovers(self) -> list[int]:
+        return supervisor.end_marked(supervisor.SESSION, [self._session.name])
+
+    def _close_without_ray(self, groups: list[RayGroup[Any]]) -> None:
+        """Take down a cluster whose daemons are gone: by the marks of its processes, since Ray cannot be asked."""
+        for group in groups:
+            group.is_closed = True
+        supervisor.end_marked(supervisor.SESSION, [self._session.name])
+        self._processes.close_services()
+        self._connection.forget()
+
+
+def _nodes(connection: RayConnection) -> tuple[ClusterNode, ...]:
+    """Describe the nodes. The devices of other nodes are taken to be like those of this one."""
+    first = device_memory(own_device_name(0)) if connection.nodes[0].num_devices else None
+    return tuple(
+        ClusterNode(
+            rank,
+            node.num_devices,
+            node.address,
+            node.hostname,
+            node.num_cpus,
+            node.memory_bytes,
+            None if first is None else first.total,
+        )
+        for rank, node in enumerate(connection.nodes)
+    )

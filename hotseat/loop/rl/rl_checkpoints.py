@@ -1,0 +1,106 @@
+"""The state of a reinforcement run in a checkpoint, and the models that it exports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hotseat.cluster import WorkerGroup
+from hotseat.loop.devices.scheduler import DeviceScheduler
+from hotseat.loop.opening import Exported, ExportingRanks
+from hotseat.loop.rl.canary import CanaryGuard
+from hotseat.loop.rl.groups import Groups
+from hotseat.loop.rl.ledger import Ledger
+from hotseat.loop.rl.phase_settings import PhaseSettings
+from hotseat.loop.rl.state import RlState
+from hotseat.loop.rl.stream import Stream
+from hotseat.loop.state.checkpoints import Checkpoint
+from hotseat.loop.state.saving import BACKENDS, CheckpointSource, critic_folder, for_ranks
+from hotseat.loop.workers.model_workers import ModelWorker
+
+
+class RlCheckpoints:
+    """Saves and restores weights, optimizers, ledger and the driver's state."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        scheduler: DeviceScheduler,
+        state: RlState,
+        guard: CanaryGuard,
+        ledger: Ledger,
+        stream: Stream,
+        phase_settings: PhaseSettings,
+    ):
+        self._groups = groups
+        self._scheduler = scheduler
+        self._state = state
+        self._guard = guard
+        self._ledger = ledger
+        self._stream = stream
+        self._settings = phase_settings
+
+    @property
+    def _trained(self) -> dict[str, WorkerGroup[ModelWorker]]:
+        """Return the roles that learn, in the order of their updates."""
+        models = self._groups.models
+        return {role: models[role] for role in ("critic", "actor") if role in models}
+
+    def source(self, evaluation: dict[str, float]) -> CheckpointSource:
+        """Return the calls that write a checkpoint and an export."""
+
+        def write(path: Path, method: Callable[[ModelWorker, str], None] = ModelWorker.save) -> None:
+            # The ledger first: the ranks may still be writing when this returns.
+            self._ledger.copy_to(path)
+            self._stream.save(path)
+            for role, group in self._trained.items():
+                with self._scheduler.lease("update", role):
+                    group.call(method, for_ranks(path / BACKENDS[role]))
+
+        def snapshot(path: Path) -> Callable[[], bool]:
+            write(path, ModelWorker.snapshot)
+            return lambda: all(all(group.call(ModelWorker.is_written)) for group in self._trained.values())
+
+        def export(path: Path) -> None:
+            self.export(path)
+            if self._settings.config.checkpoint.export_critic:
+                self.export(critic_folder(path), role="critic")
+
+        return CheckpointSource(
+            num_bytes=lambda: sum(sum(group.call(ModelWorker.saved_bytes)) for group in self._trained.values()),
+            write=write,
+            snapshot=snapshot,
+            num_ranks={BACKENDS[role]: group.size for role, group in self._trained.items()},
+            export=export,
+            state=lambda: {
+                **self._state.save(),
+                "stream": self._stream.state(),
+                "evaluation": evaluation,
+                "canary": self._guard.state(),
+                "num_ranks": self._groups.actor.size,
+            },
+        )
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Return to where a checkpoint was made."""
+        self._state.restore(checkpoint.state, self._settings.config)
+        self._guard.restore(checkpoint.state.get("canary"))
+        self._ledger.restore(checkpoint.path)
+        self._stream.restore(checkpoint.state.get("stream"), checkpoint.path, checkpoint.step)
+        for role, group in self._trained.items():
+            with self._scheduler.lease("update", role):
+                group.call(ModelWorker.load, for_ranks(checkpoint.path / BACKENDS[role]))
+
+    def exporting(self, what: Exported) -> ExportingRanks:
+        """Return the calls that export a model at the end of the run."""
+        role = "critic" if what == "critic" else "actor"
+        group = self._groups.models[role]
+        return ExportingRanks(
+            on_first=lambda method, *args: group.on(0).call(method, *args)[0],
+            write=lambda folder: self.export(Path(folder), what == "moving average", role),
+        )
+
+    def export(self, path: Path, is_averaged: bool = False, role: str = "actor") -> None:
+        """Write a role's model as a Hugging Face checkpoint; `is_averaged`: its moving average."""
+        with self._scheduler.lease("update", role):
+            self._groups.models[role].call(ModelWorker.export, for_ranks(path), is_averaged)

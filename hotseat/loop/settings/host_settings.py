@@ -1,0 +1,173 @@
+"""Makes settings of rollout hosts: agents, simulators, images, rewards; and of components."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hotseat.agents import Deadlines, ProgramSettings
+from hotseat.agents.environments.families import EnvironmentSettings, settings_of
+from hotseat.config import Config
+from hotseat.config.chat_template import chat_template_text
+from hotseat.config.image_paths import image_folder
+from hotseat.config.presence import has_agent, has_critic, has_reward_model, has_simulator
+from hotseat.config.urls import as_list
+from hotseat.data.images import ImageLimits
+from hotseat.envs.family_loading import SimulatorSettings
+from hotseat.loop.settings.engine_settings import image_options
+from hotseat.loop.settings.judge_settings import judge_of
+from hotseat.loop.state.run_dir import EPISODE_IMAGES, NOTES, ROLLOUTS, SPOOL
+from hotseat.loop.workers.component import ComponentSettings
+from hotseat.loop.workers.image_preparation import HostImages
+from hotseat.loop.workers.rollout_host import HostSettings
+from hotseat.loop.workers.simulation import SimulationSettings
+from hotseat.placement import Plan
+from hotseat.planning.config_plan import episodes_per_engine
+from hotseat.registry.engines import engine_entry
+from hotseat.registry.estimators import estimator_entry
+from hotseat.rewards.addresses import bearer_token
+from hotseat.rewards.reward_settings import graders_of, sandbox_of
+from hotseat.user_functions import absolute
+
+# Seconds of an attempt to score a group, and further attempts. Those of servers are OpenRLHF's.
+FUNCTION_LIMITS, SERVER_LIMITS = (60.0, 2), (180.0, 4)
+
+
+def component_settings(config: Config, plan: Plan) -> list[ComponentSettings]:
+    """Return the components of the user's own, in the order in which the flow has them work."""
+    return [
+        ComponentSettings(role, absolute(config.components[role].path), config.components[role].kwargs)
+        for role in plan.flow.roles
+        if role in config.components
+    ]
+
+
+def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
+    """Return the settings of rollout hosts. run_dir: of the run; None where nothing is trained."""
+    assert config.actor.model is not None
+    timeout_s, retries = reward_limits(config)
+    is_kept = run_dir is not None and config.log.keep_rollouts
+    is_spooled = is_kept or (run_dir is not None and config.overlap.staleness > 0)
+    folder = Path() if run_dir is None else run_dir.absolute()
+    return HostSettings(
+        tokenizer=config.actor.model,
+        run_seed=config.seed,
+        max_length=config.data.max_length,
+        agent=config.agent.path,
+        programs=program_settings(config),
+        max_turns=config.agent.max_steps,
+        max_concurrent=episodes_per_engine(config),
+        episode_timeout_s=config.agent.timeout_s,
+        deadlines=Deadlines(
+            config.agent.turn_timeout_s, config.agent.tool_timeout_s, config.agent.on_timeout == "score"
+        ),
+        reward=config.reward.function,
+        eval_reward=config.eval.reward,
+        reward_timeout_s=timeout_s,
+        reward_retries=retries,
+        reward_max_bytes=None if config.reward.max_memory_gib is None else int(config.reward.max_memory_gib * 2**30),
+        reward_urls=tuple(as_list(config.reward.url)),
+        reward_token=bearer_token() if config.reward.url is not None else None,
+        reward_max_open=config.reward.max_open_requests,
+        has_reward_model=has_reward_model(config),
+        reward_tokenizer=config.reward.model if config.reward.retokenize else None,
+        trust_remote_code=config.trust_remote_code,
+        graders=graders_of(config.reward.graders),
+        eval_graders=graders_of(config.eval.graders),
+        judge=judge_of(config, run_dir),
+        sandbox=sandbox_of(config),
+        simulation=simulation_settings(config) if has_simulator(config) else None,
+        spool=str(folder / SPOOL) if is_spooled else None,
+        kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
+        images=_host_images(config, run_dir),
+        notes=str(folder / NOTES) if run_dir is not None and config.cluster.runtime == "ray" else None,
+    )
+
+
+def reward_limits(config: Config) -> tuple[float, int]:
+    """Return the deadline of an attempt to score a group, and the number of further attempts."""
+    timeout_s, retries = SERVER_LIMITS if config.reward.url is not None else FUNCTION_LIMITS
+    reward = config.reward
+    return (
+        timeout_s if reward.timeout_s is None else reward.timeout_s,
+        retries if reward.retries is None else reward.retries,
+    )
+
+
+def image_limits(config: Config) -> ImageLimits:
+    """Return the bounds on images."""
+    data = config.data
+    return ImageLimits(data.max_images_per_prompt, data.max_image_bytes, data.max_image_pixels)
+
+
+def _host_images(config: Config, run_dir: Path | None) -> HostImages | None:
+    """Return the settings of images that environments and programs show; None if none can."""
+    if config.data.image_key is None or not has_agent(config):
+        return None
+    options = image_options(config) if engine_entry(config.rollout.engine).is_sized_by_images else None
+    of_data = image_folder(config)
+    return HostImages(
+        folder=str(of_data if run_dir is None else run_dir.absolute() / EPISODE_IMAGES),
+        data_folder=str(of_data),
+        limits=image_limits(config),
+        trust_remote_code=config.trust_remote_code,
+        largest=None if options is None else options.largest,
+    )
+
+
+def simulation_settings(config: Config) -> SimulationSettings:
+    """Return the settings of the simulators of one rollout host."""
+    env = config.env
+    assert env.path is not None
+    return SimulationSettings(
+        simulator=SimulatorSettings(absolute_file(env.path), tuple(env.tasks), env.max_steps, env.kwargs),
+        num_envs=env.num_envs,
+        num_stages=config.rollout.pipeline_stage_num,
+        num_processes=env.num_processes,
+        chunk=env.chunk,
+        bins=env.bins,
+        timeout_s=env.step_timeout_s,
+        is_success_rewarded=env.reward == "success",
+        # Groups compare whole episodes: their turns, which are of different worlds, have nothing in common.
+        has_turn_rewards=estimator_entry(config.algorithm.estimator).places_turn_rewards,
+        has_action_rewards=config.algorithm.time_step != "chunk",
+        bootstraps=has_critic(config),
+        images_for=config.actor.model if env.images else None,
+        num_films=env.films,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def absolute_file(path: str) -> str:
+    """Return a file's path as any process finds it; the name of a family stays."""
+    return str(Path(path).expanduser().absolute()) if path.endswith(".py") else path
+
+
+def program_settings(config: Config) -> ProgramSettings:
+    """Return the settings of agents that are programs."""
+    agent = config.agent
+    return ProgramSettings(
+        command=None if agent.command is None else tuple(agent.command),
+        sampling=agent.sampling,
+        history=agent.history,
+        chat_template=chat_template_text(config.data.chat_template),
+        tool_parser=agent.tool_parser,
+        bind=agent.gateway.bind,
+        advertise_url=agent.gateway.advertise_url,
+        passed_on=tuple(agent.pass_env),
+        containers=agent.containers,
+        run_seed=config.seed,
+        environment=environment_settings(config),
+    )
+
+
+def environment_settings(config: Config) -> EnvironmentSettings | None:
+    """Return what plays the episodes in processes of its own; None if nothing does."""
+    agent = config.agent
+    return settings_of(
+        family=agent.environment.family,
+        name=agent.environment.name,
+        arguments=agent.environment.arguments,
+        file=agent.path,
+        python=agent.python,
+        num_processes=agent.environment.num_processes,
+    )

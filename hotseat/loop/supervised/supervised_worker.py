@@ -1,0 +1,272 @@
+"""Worker of supervised training, on examples or pairs.
+
+Every rank has the data and knows its order, so a step needs no input from a driver: the same class runs as a group on
+Ray and as one rank per process under a launcher. A method marked as collective waits for the other ranks: all of them
+have to call it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hotseat.data import PromptOrder, digest_of
+from hotseat.loop.devices.held_memory import Held
+from hotseat.loop.workers.cutting import BatchSettings
+from hotseat.loop.workers.folder_proof import FolderProof
+from hotseat.loop.workers.model_workers import BackendWorker
+from hotseat.loop.workers.objectives import Objective
+from hotseat.loop.workers.preferences import ScoredPair, sums_of_items, with_reference
+from hotseat.loop.workers.reference import (
+    Reference,
+    ReferenceSettings,
+    load_reference,
+    read_scores,
+    reference_file,
+    scored_pairs,
+    write_scores,
+)
+from hotseat.planning.budgets import Use
+from hotseat.train.backend import TrainOptions, UpdateReport
+from hotseat.train.packing import balance
+from hotseat.types import MicroBatch
+
+# Items to evaluate on where none are held out, taken from those that are learned from.
+MAX_MEASURED = 4096
+# Pairs that the reference scores in one call, which has a deadline.
+SCORED_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Progress of what comes before the first step. notes: for the user, when it is done."""
+
+    num_done: int
+    num_to_do: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_done == self.num_to_do
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """An optimizer step of one rank. lowered: budgets of tokens that did not fit into memory; held: at its peak."""
+
+    report: UpdateReport
+    lowered: Mapping[Use, int]
+    held: Held
+
+
+class SupervisedWorker(BackendWorker):
+    """Rank of a model that learns by an objective."""
+
+    def __init__(
+        self,
+        model: str,
+        options: TrainOptions,
+        objective: Objective[Any],
+        items: Sequence[Any],
+        held_out: Sequence[Any],
+        batch_size: int,
+        cut: BatchSettings,
+        seed: int,
+        trust_remote_code: bool = False,
+        reference: ReferenceSettings | None = None,
+        *,
+        rank: int,
+        num_ranks: int,
+        folder_proof: FolderProof | None = None,
+    ):
+        """Load the model. `rank` and `num_ranks` count data-parallel ranks. reference: of an objective that has one."""
+        super().__init__(model, options, trust_remote_code, folder_proof=folder_proof)
+        self._trust_remote_code = trust_remote_code
+        self._reference_settings = reference
+        self._reference: Reference | None = None  # that scores in every step
+        if reference is not None and reference.folder is None:
+            self._reference = load_reference(reference, self._backend, trust_remote_code)
+        self._preparation: Iterator[Preparation] | None = None
+        self._objective = objective
+        self._items = items
+        self._held_out = held_out
+        self._batch_size = batch_size
+        self._cut = cut
+        self._order = PromptOrder(len(items), seed, digest_of(items))
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._evaluation: tuple[int, dict[str, float]] | None = None  # version of the weights, and its metrics
+
+    def step(self) -> UpdateReport:
+        """Make an optimizer step on the next items. Collective."""
+        chosen = [self._items[index] for _, index in self._order.next(self._batch_size)]
+        _, report = self._cutter.run(
+            "train",
+            self._cut,
+            lambda cut: self._mine(chosen, cut),
+            lambda pieces: self._backend.update(self._compared(pieces, chosen), self._objective.loss, 1.0),
+        )
+        return report
+
+    def prepare(self) -> Preparation:
+        """Have the reference score a part of the pairs that it scores beforehand; call until it is done. Collective.
+
+        These are held-out pairs, which are measured again and again, and with a folder also those to learn from.
+        """
+        if self._preparation is None:
+            self._preparation = self._prepare()
+        return next(self._preparation)
+
+    def _prepare(self) -> Iterator[Preparation]:
+        settings = self._reference_settings
+        assert settings is not None
+        notes: list[str] = []
+        todo = {"held-out pairs": self._held_out} if self._held_out else {}
+        if settings.folder is not None:
+            todo["pairs"] = self._items
+        scores = {what: self._kept_scores(settings, items) for what, items in todo.items()}
+        missing = {what: items for what, items in todo.items() if scores[what] is None}
+        num_done, num_to_do = 0, sum(map(len, missing.values()))
+        reference = self._reference
+        if missing and reference is None:
+            reference = load_reference(settings, self._backend, self._trust_remote_code)
+        for what, items in missing.items():
+            assert reference is not None
+            made: list[tuple[float, float]] = []
+            for first in range(0, len(items), SCORED_AT_ONCE):
+                made += self._scores(reference, items[first : first + SCORED_AT_ONCE])
+                if num_done + len(made) < num_to_do:
+                    yield Preparation(num_done + len(made), num_to_do)
+            num_done += len(made)
+            scores[what] = made
+            if settings.folder is not None:
+                path = self._keep_scores(settings, items, made)
+                notes.append(f"log-probs of the reference for {len(items):,} {what} are kept in {path}")
+        for what in (what for what in todo if what not in missing):
+            notes.append(f"log-probs of the reference for {len(todo[what]):,} {what} were there already")
+        if reference is not None and self._reference is None:
+            reference.close()
+        if (held_out := scores.get("held-out pairs")) is not None:
+            self._held_out = scored_pairs(self._held_out, held_out)
+        if (learned := scores.get("pairs")) is not None:
+            self._items = scored_pairs(self._items, learned)
+        while True:
+            yield Preparation(num_to_do, num_to_do, tuple(notes))
+
+    def _scores(self, reference: Reference, items: Sequence[Any]) -> list[tuple[float, float]]:
+        """Return the reference's log-probs of both answers of each item, of all ranks."""
+        mine: list[int] = []
+
+        def cut_mine(cut: BatchSettings) -> list[MicroBatch]:
+            mine[:] = self._my_indices(items, cut)
+            return self._objective.batches([items[index] for index in mine], items, cut)
+
+        def score(pieces: list[MicroBatch]) -> dict[int, tuple[float, float]]:
+            scored = zip(pieces, reference.log_probs(pieces), strict=True)
+            return sums_of_items([with_reference(piece, log_probs) for piece, log_probs in scored])
+
+        _, sums = self._cutter.run("train", self._cut, cut_mine, score)
+        everyone = self._backend.gather_facts(
+            {mine[index]: both for index, both in sums.items()}, "gather what the reference has scored"
+        )
+        by_index = {index: both for part in everyone for index, both in part.items()}
+        return [by_index[index] for index in range(len(items))]
+
+    def _kept_scores(self, settings: ReferenceSettings, items: Sequence[Any]) -> list[tuple[float, float]] | None:
+        """Return what an earlier run has kept of the reference's log-probs; None: nothing. Only one rank reads."""
+        if settings.folder is None:
+            return None
+        kept = None
+        if self._is_first:
+            kept = read_scores(reference_file(settings, items), len(items))
+        return self._backend.gather_facts(kept, "read log-probs of the reference", of_every_rank=True)[0]
+
+    def _keep_scores(
+        self, settings: ReferenceSettings, items: Sequence[Any], scores: Sequence[tuple[float, float]]
+    ) -> str:
+        """Write the reference's log-probs, by one rank, and return the path of the file."""
+        path = ""
+        if self._is_first:
+            file = reference_file(settings, items)
+            write_scores(file, scores)
+            path = str(file)
+        return self._backend.gather_facts(path, "write log-probs of the reference", of_every_rank=True)[0]
+
+    @property
+    def _is_first(self) -> bool:
+        """Tell whether this is the first of all ranks, those that share samples included."""
+        return os.environ.get("RANK", "0") == "0"
+
+    def _compared(self, pieces: list[MicroBatch], items: Sequence[Any]) -> list[MicroBatch]:
+        """Add the reference's log-probs to micro-batches of items that it has not scored before."""
+        if self._reference is None or isinstance(items[0], ScoredPair):
+            return pieces
+        scored = zip(pieces, self._reference.log_probs(pieces), strict=True)
+        return [with_reference(piece, log_probs) for piece, log_probs in scored]
+
+    def measured_step(self) -> StepResult:
+        """Make a `step`; return its report, the budgets that were lowered, and the memory it took. Collective."""
+        self.held()  # forgets the peak of what came before, such as an evaluation
+        return StepResult(self.step(), self.lowered(), self.held())
+
+    def use_budget(self, max_tokens: int) -> None:
+        """Cut micro-batches of at most `max_tokens` tokens from now on."""
+        self._cut = replace(self._cut, max_tokens=max_tokens)
+
+    def evaluate(self) -> dict[str, float]:
+        """Return metrics of the held-out items, or of some that are learned from if none are held out. Collective."""
+        if self._evaluation is None or self._evaluation[0] != self._backend.version:
+            self._evaluation = self._backend.version, self._measure()
+        return self._evaluation[1]
+
+    def _measure(self) -> dict[str, float]:
+        items = self._held_out or self._items[:: -(-len(self._items) // MAX_MEASURED)]
+        _, measured = self._cutter.run(
+            "train",
+            self._cut,
+            lambda cut: self._mine(items, cut),
+            lambda pieces: self._objective.measure(self._backend, self._compared(pieces, items)),
+        )
+        everyone = self._backend.gather_facts(measured, "add up what was measured on held-out items")
+        return self._objective.evaluation(everyone)
+
+    def export(self, directory: str, is_averaged: bool = False) -> None:
+        """Write the model, or its moving average, as a Hugging Face checkpoint. Collective."""
+        with self._backend.averaged() if is_averaged else nullcontext():
+            facts = self._objective.model_facts(self._measure if is_averaged else self.evaluate)
+            self._backend.export(Path(directory), facts=facts)
+
+    def share(self, fact: Any, what: str) -> list[Any]:
+        """Gather a small fact of every rank, in rank order. `what` for: an error says it. Collective."""
+        return self._backend.gather_facts(fact, what, of_every_rank=True)
+
+    def state(self) -> dict[str, Any]:
+        """Return the position in the order of items; the same on every rank."""
+        return {"order": self._order.state()}
+
+    def resume(self, directory: str, state: Mapping[str, Any]) -> None:
+        """Continue from what `save` wrote and `state` returned. Collective."""
+        self._order = self._order.at(state["order"])
+        self._backend.load(directory)
+        self._evaluation = None
+
+    def _mine(self, items: Sequence[Any], cut: BatchSettings) -> list[MicroBatch]:
+        """Cut this rank's part of a step into micro-batches."""
+        return self._objective.batches([items[index] for index in self._my_indices(items, cut)], items, cut)
+
+    def _my_indices(self, items: Sequence[Any], cut: BatchSettings) -> list[int]:
+        """Return the items of a step that are this rank's; a token budget balances the ranks' parts by tokens."""
+        if cut.max_tokens is not None:
+            return sorted(balance([self._objective.num_tokens(item) for item in items], self._num_ranks)[self._rank])
+        first = len(items) * self._rank // self._num_ranks
+        last = len(items) * (self._rank + 1) // self._num_ranks
+        return list(range(first, last))
+
+    def close(self) -> None:
+        if self._reference is not None:
+            self._reference.close()
+        super().close()

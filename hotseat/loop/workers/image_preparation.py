@@ -1,0 +1,52 @@
+"""Prepares the images that environments and programs show, in the process that plays the episodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotseat.agents.agent import AgentError
+from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
+from hotseat.data.images import ImageLimits, ImageStore, load_processor, processor_template
+from hotseat.data.row_problems import BadValue
+from hotseat.vision import placeholder_ids, tokens_of
+
+
+@dataclass(frozen=True)
+class HostImages:
+    """Settings of images that environments and programs show."""
+
+    folder: str  # for those that are prepared in episodes
+    data_folder: str  # of those of the data, which an episode may show again
+    limits: ImageLimits
+    trust_remote_code: bool = False
+    largest: str | None = None  # the image of the most tokens that the engine was started for; None: any will do
+
+
+def make_sight(settings: HostImages, model: str, tokenizer: Any) -> ImagePreparer:
+    """Make what prepares images as those of the data were prepared."""
+    from transformers import AutoConfig
+
+    processor = load_processor(model, tokenizer, settings.trust_remote_code)
+    store = ImageStore(Path(settings.folder), processor, settings.limits, Path(settings.data_folder))
+    config = AutoConfig.from_pretrained(model, trust_remote_code=settings.trust_remote_code)
+    most = None if settings.largest is None else tokens_of(settings.largest).count(store.image_token_id)
+
+    def prepare(image: Any) -> EpisodeImage:
+        try:
+            prepared = store.prepare(image, "an image of the episode", Path())
+        except BadValue as error:
+            raise AgentError(str(error)) from None
+        num_tokens = prepared.token_ids.count(store.image_token_id)
+        if most is not None and num_tokens > most:
+            raise AgentError(
+                f"an image of the episode: {num_tokens} tokens, and vLLM was started for images of {most}: make it"
+                " smaller, or raise data.max_length"
+            )
+        return EpisodeImage(prepared.path, prepared.token_ids)
+
+    template = None if tokenizer.chat_template else processor_template(model)
+    ids = frozenset(placeholder_ids(config))
+    limits = settings.limits
+    return ImagePreparer(prepare, store.image_token_id, ids, limits.max_images, template, processor, limits.max_bytes)

@@ -1,0 +1,128 @@
+"""Worker processes that have loaded a file of functions, one at a time for the thread that owns them.
+
+The thread that starts the process has to outlive it: the kernel ends the process with the thread, not with the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotseat import faults
+from hotseat.openmp import wait_policy
+from hotseat.processes import ChildProcess, WorkerTimeout
+
+_WORKER = Path(__file__).with_name("function_worker.py")
+
+
+class NotLoaded(Exception):
+    """The user's file cannot be loaded; the message says why."""
+
+
+class LoadedTooLate(NotLoaded):
+    """The user's file was still being loaded at the deadline."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Settings of a worker process: the function to load, and its limits."""
+
+    file: str
+    function: str
+    max_memory_bytes: int | None = None
+    log_path: Path | None = None
+    extra_path: tuple[str, ...] = ()  # folders to import from, besides those of this process
+
+
+class Tracebacks:
+    """Shows the traceback of each cause once, whichever process raised it, and a count at the 10th, 100th, ... time."""
+
+    def __init__(self, show: Callable[[str], object]):
+        self._show = show
+        self._lock = threading.Lock()
+        self._times_raised: Counter[str] = Counter()
+
+    def add(self, answer: Mapping[str, Any]) -> None:
+        """Count the error in an answer, and show what is new of it."""
+        if "traceback" not in answer:
+            return
+        with self._lock:
+            self._times_raised[answer["cause"]] += 1
+            count = self._times_raised[answer["cause"]]
+        if count == 1:
+            self._show(answer["traceback"])
+        elif re.fullmatch("10+", str(count)):
+            self._show(f"raised {count:,} times by now, the last time: {answer['error']}")
+
+
+class WorkerProcess(ChildProcess):
+    """A process that has loaded the user's file. Ends with `end`, with its owner thread, or with this program."""
+
+    def __init__(self, task: Task, timeout_s: float, is_closed: Callable[[], bool], tracebacks: Tracebacks):
+        with contextlib.ExitStack() as stack:
+            log = 2 if task.log_path is None else stack.enter_context(open(task.log_path, "ab"))
+            super().__init__(
+                _WORKER,
+                {"file": task.file, "function": task.function, "path": [*sys.path, *task.extra_path]},
+                output=(log, log),
+                env={**os.environ, **wait_policy()},
+                dies_with_thread=True,
+                max_memory_bytes=task.max_memory_bytes,
+                is_closed=is_closed,
+            )
+        try:
+            answer = self.receive(timeout_s)
+            if "error" in answer:
+                tracebacks.add(answer)
+                raise NotLoaded(answer["error"])
+            self.takes_names = bool(answer.get("takes_names"))  # the function is called by names
+        except WorkerTimeout:
+            self.end()
+            raise LoadedTooLate(f"it did not load within {timeout_s:g} s") from None
+        except BaseException:
+            self.end()
+            raise
+
+
+class Worker:
+    """The current worker process of an owner thread, if any. After a failed call it is ended; the next starts another.
+
+    is_closed: waits raise `Closed` once it returns True.
+    """
+
+    def __init__(self, task: Task, start_timeout_s: float, is_closed: Callable[[], bool], tracebacks: Tracebacks):
+        self.task = task
+        self._tracebacks = tracebacks
+        self.process: WorkerProcess | None = None
+        self._start_timeout_s = start_timeout_s
+        self._is_closed = is_closed
+
+    def start(self) -> WorkerProcess:
+        self.process = WorkerProcess(self.task, self._start_timeout_s, self._is_closed, self._tracebacks)
+        faults.register("rewards", self.process.pid)
+        return self.process
+
+    def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        if self.process is not None and not self.process.is_alive():
+            self.end()  # it died between two calls, so neither of them is to blame
+        process = self.process or self.start()
+        try:
+            answer: dict[str, Any] = process.call(message, timeout_s)
+        except BaseException:
+            self.end()
+            raise
+        self._tracebacks.add(answer)
+        return answer
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.end()
+            self.process = None

@@ -1,0 +1,222 @@
+"""The place of each weight of a Hugging Face model in the live parameters of a vLLM model.
+
+vLLM fuses projections (q, k and v in one matrix, gate and up in another) and gives each tensor-parallel rank a slice.
+Both are known from the type of the layer. A `Piece` is what one rank holds of one weight, as a view of the live
+parameter; the digests of all pieces of a weight add up to the digest of the whole.
+
+Experts whose tensors have the same order on both sides (`_EXPERTS`) are copied into their pieces as they are, where
+vLLM's own way takes every expert's projections one by one. No digest reaches those of other models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotseat.algorithms.adapters import factor_names
+from hotseat.rollout.live_weights import WeightNames
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's part of one weight."""
+
+    name: str  # the weight's, in the Hugging Face model
+    live: Tensor  # a view: what the next step would use
+    offset: tuple[int, ...]  # of its first element in the whole weight
+    shape: tuple[int, ...]  # of the whole weight
+    is_counted: bool  # False: another rank holds the same, and counts it
+    is_taken_here: bool = False  # `take` loads it, since vLLM's loader has another name for it, or other pieces
+
+    def take(self, whole: Tensor) -> None:
+        """Copy this piece out of a new weight."""
+        self.live.copy_(self.window(whole))
+
+    def window(self, whole: Tensor) -> Tensor:
+        """Return this piece of a whole weight."""
+        return whole[
+            tuple(slice(start, start + size) for start, size in zip(self.offset, self.live.shape, strict=True))
+        ]
+
+
+# Models whose experts lie in vLLM as in transformers, and modules that have another name there than in vLLM.
+_EXPERTS: Mapping[str, Mapping[str, str]] = {
+    "MixtralForCausalLM": {"block_sparse_moe": "mlp"},
+    "Qwen2MoeForCausalLM": {},
+    "Qwen3MoeForCausalLM": {},
+}
+FP8 = torch.float8_e4m3fn
+_BELOW_ADAPTER = ".base_layer"  # the name that vLLM gives a layer inside its adapter
+
+
+def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
+    """Yield the pieces of every known parameter, under every name it may have. `rank`: the tensor-parallel one."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    names = _EXPERTS.get(type(model).__name__)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        prefix = prefix.removesuffix(_BELOW_ADAPTER)
+        renamed = ".".join((names or {}).get(part, part) for part in prefix.split("."))
+        if isinstance(module, RoutedExperts):
+            if names is not None:
+                yield from _of_experts(module, renamed.removesuffix(".routed_experts"), rank)
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            live = parameter.detach()
+            if live.dtype == FP8:  # vLLM's kernels take 8-bit weights transposed
+                live = live.t()
+            for piece in _of_parameter(module, renamed, name, live, rank, packed):
+                yield replace(piece, is_taken_here=renamed != prefix)
+
+
+def renamed(every: Iterable[Piece], model: nn.Module, names: Collection[str]) -> Iterator[Piece]:
+    """Give pieces the names of the Hugging Face model where vLLM's model has its parts under other names.
+
+    names: of all weights of the Hugging Face model.
+    """
+    hf_names = _hf_names(model, names)
+    for piece in every:
+        yield replace(piece, name=hf_names.get(piece.name, piece.name))
+
+
+def _hf_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Return the names of the Hugging Face model by those that its weights have in vLLM, before they are fused.
+
+    In models that see images they differ: vLLM's own table says how.
+    """
+    table: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if table is None:
+        return {}
+    if hasattr(table, "orig_to_new_stacked"):  # pieces of fused weights are apart already
+        table = replace(table, orig_to_new_stacked={})
+    return {table._map_name(name): name for name in names} | {name: name for name in names}
+
+
+def _of_parameter(
+    module: Any, prefix: str, name: str, live: Tensor, rank: int, packed: Mapping[str, Sequence[str]]
+) -> Iterator[Piece]:
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    parent, _, last = prefix.rpartition(".")
+    is_cut = isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.tp_size > 1
+    part = module.tp_rank if is_cut else 0
+
+    full = f"{prefix}.{name}" if prefix else name
+
+    def piece(full: str, view: Tensor, start: int, total: int, dim: int = 0, is_counted: bool = True) -> Piece:
+        offset = tuple(start if d == dim else 0 for d in range(view.dim()))
+        shape = tuple(total if d == dim else size for d, size in enumerate(view.shape))
+        return Piece(full, view, offset, shape, is_counted and (is_cut or rank == 0))
+
+    def fused(sizes: Sequence[int], parts: Sequence[int], totals: Sequence[int], counted: Sequence[bool]) -> Any:
+        names = packed.get(last, ())
+        if live.shape[0] != sum(sizes):
+            return  # fused in another way: no digest reaches it
+        # Some checkpoints have one fused weight too (Phi-3, GLM-4), under that name, which others do not have.
+        starts = [sum(totals[:index]) for index in range(len(totals))]
+        for view, size, at, first, counts in zip(live.split(list(sizes)), sizes, parts, starts, counted, strict=True):
+            yield piece(full, view, first + at * size, sum(totals), is_counted=counts)
+        if len(names) != len(sizes):
+            return
+        for each, view, size, at, total, counts in zip(
+            names, live.split(list(sizes)), sizes, parts, totals, counted, strict=True
+        ):
+            yield piece(f"{parent}.{each}.{name}", view, at * size, total, is_counted=counts)
+
+    if isinstance(module, QKVParallelLinear):
+        heads = [module.num_heads, module.num_kv_heads, module.num_kv_heads]
+        all_heads = [module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads]
+        widths = [module.head_size, module.head_size, module.v_head_size]
+        # If there are fewer heads of keys than ranks, neighbouring ranks hold the same one.
+        copies = module.num_kv_head_replicas
+        yield from fused(
+            [count * width for count, width in zip(heads, widths, strict=True)],
+            [part, part // copies, part // copies],
+            [count * width for count, width in zip(all_heads, widths, strict=True)],
+            [True, part % copies == 0, part % copies == 0],
+        )
+    elif isinstance(module, MergedColumnParallelLinear):
+        totals = list(module.output_sizes)
+        sizes = [total // module.tp_size for total in totals]
+        yield from fused(sizes, [part] * len(sizes), totals, [True] * len(sizes))
+    elif isinstance(module, ColumnParallelLinear):
+        yield piece(full, live, part * live.shape[0], live.shape[0] * module.tp_size)
+    elif isinstance(module, RowParallelLinear) and name == "weight":
+        yield piece(full, live, part * live.shape[1], live.shape[1] * module.tp_size, dim=1)
+    elif isinstance(module, VocabParallelEmbedding):
+        at = module.shard_indices
+        is_cut = module.tp_size > 1
+        rows = live[: at.num_org_elements]  # the rows after these are padding
+        yield piece(full, rows, at.org_vocab_start_index, module.org_vocab_size)
+    else:
+        is_cut = False
+        yield piece(full, live, 0, live.shape[0] if live.dim() else 1)
+
+
+def adapter_pieces(model: nn.Module, rank: int, names: WeightNames) -> Iterator[Piece]:
+    """Yield the pieces of the adapters' factors: in the memory from which vLLM applies the first of its adapters.
+
+    Each rank holds the columns of A that belong to its columns of the weight, and the rows of B that belong to its
+    rows.
+    """
+    if not names.factors:
+        return
+    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    hf_names = _hf_names(model, names.first_names)
+    for prefix, module in model.named_modules():
+        if not prefix.endswith(_BELOW_ADAPTER):
+            continue
+        prefix = prefix.removesuffix(_BELOW_ADAPTER)
+        adapter: Any = model.get_submodule(prefix)
+        parts = _of_parameter(module, prefix, "weight", module.weight.detach(), rank, packed)
+        named = [replace(piece, name=hf_names.get(piece.name, piece.name)) for piece in parts]
+        weights = [piece for piece in named if names.shape(piece.name) == piece.shape]
+        if len(weights) != len(adapter.lora_a_stacked):
+            continue  # arranged in another way
+        for weight, all_a, all_b in zip(weights, adapter.lora_a_stacked, adapter.lora_b_stacked, strict=True):
+            name_of_a, name_of_b = factor_names(weight.name)
+            if name_of_a not in names.factors:
+                continue
+            num_ranks = names.factors[name_of_a][0]
+            a, b = all_a[0, 0, :num_ranks], all_b[0, 0, :, :num_ranks]
+            (out_size, in_size), (row, column) = weight.shape, weight.offset
+            counts_a = weight.is_counted if a.shape[1] < in_size else rank == 0
+            counts_b = weight.is_counted if b.shape[0] < out_size else rank == 0
+            yield Piece(name_of_a, a, (0, column), (num_ranks, in_size), counts_a)
+            yield Piece(name_of_b, b, (row, 0), (out_size, num_ranks), counts_b)
+
+
+def _of_experts(experts: Any, prefix: str, rank: int) -> Iterator[Piece]:
+    """Yield the pieces of experts.
+
+    Weights are `gate_up_proj` [experts, 2 x intermediate, hidden] and `down_proj` [experts, hidden, intermediate]. Each
+    rank has its rows of every expert's gate and up, and its columns of every down.
+    """
+    parallel = experts.moe_config.moe_parallel_config
+    size, part = parallel.tp_size, parallel.tp_rank
+    gate_up, down = experts.w13_weight.detach(), experts.w2_weight.detach()
+    num_experts, hidden, width = down.shape
+    total = width * size
+
+    def piece(name: str, view: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
+        return Piece(f"{prefix}.{name}", view, offset, shape, size > 1 or rank == 0, is_taken_here=True)
+
+    whole = (num_experts, 2 * total, hidden)
+    if size == 1:
+        yield piece("gate_up_proj", gate_up, (0, 0, 0), whole)
+    else:  # Expert by expert: a half of all of them is not contiguous, and would be copied to be read or written.
+        for expert in range(num_experts):
+            for view, start in zip(gate_up[expert : expert + 1].split(width, dim=1), (0, total), strict=True):
+                yield piece("gate_up_proj", view, (expert, start + part * width, 0), whole)
+    yield piece("down_proj", down, (0, 0, part * width), (num_experts, hidden, total))
