@@ -1,7 +1,8 @@
 """The common part of engines: the contract of `Engine` on top of one background thread that owns the model.
 
-Callers leave requests (`open_requests`) and commands (`engine_thread`); `serving_state` knows what is paused, offloaded or half
-loaded, so that every engine refuses the same things with the same words. An engine fills in the hooks of `engine_hooks`.
+Callers leave requests (`open_requests`) and commands (`engine_thread`); `serving_state` knows what is paused, offloaded
+or half loaded, so that every engine refuses the same things with the same words. An engine fills in the hooks of
+`engine_hooks`.
 """
 
 from __future__ import annotations
