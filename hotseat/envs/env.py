@@ -1,4 +1,4 @@
-"""The contract of a batch of simulators. `tests/envs/conformance.py` checks it for any family."""
+"""The contract of a batch of simulators. `tests/helpers/simulator_conformance.py` checks it for any family."""
 
 from __future__ import annotations
 

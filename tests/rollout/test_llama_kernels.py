@@ -1,4 +1,4 @@
-"""The kernels of Llama-like layers, by Triton's interpreter; on a device they are in test_engine_gpu.py."""
+"""The kernels of Llama-like layers, by Triton's interpreter; test_transformers_engine_gpu.py has them on a device."""
 
 from __future__ import annotations
 

@@ -1,0 +1,110 @@
+"""docs/algorithms.md is complete and names only tests that exist."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import get_args
+
+from hotseat import algorithms
+from hotseat.registry.estimators import ESTIMATORS
+from hotseat.registry.policy_losses import POLICY_LOSSES
+
+TESTS = Path(__file__).parents[1]
+PAGE = TESTS.parent / "docs" / "algorithms.md"
+
+
+def _rows():
+    _, _, table = PAGE.read_text().partition("## The table")
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    assert [cell.strip("| ") for cell in header] == ["name", "formula", "equal to", "different from", "tested by"]
+    return rows
+
+
+def _code(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_every_row_is_filled_and_names_tests_that_exist():
+    existing = {
+        node.name
+        for file in (TESTS / "algorithms").glob("test_*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+    for row in _rows():
+        assert len(row) == 5, row[0]
+        assert all(row), row[0]
+        tests = [name for name in _code(row[4]) if name.startswith("test_")]
+        assert tests, f"{row[0]} names no test"
+        assert set(tests) <= existing, f"{row[0]} names tests that do not exist: {set(tests) - existing}"
+
+
+def test_every_public_function_and_estimator_has_a_row():
+    named = {name for row in _rows() for name in _code(row[0])}
+    functions = {name for name in algorithms.__all__ if inspect.isfunction(getattr(algorithms, name))}
+    assert functions | {"FixedKl", "AdaptiveKl"} | set(ESTIMATORS) == named
+
+
+def _table(header, rows):
+    lines = [header, "| " + " | ".join("---" for _ in header.strip("| ").split(" | ")) + " |"]
+    return "\n".join([*lines, *("| " + " | ".join(cell or "–" for cell in row) + " |" for row in rows)])
+
+
+def test_the_page_has_the_tables_of_estimators_and_losses():
+    divisors = {None: "", "batch": "the step", "group": "the group"}
+    estimators = _table(
+        "| estimator | in words | formula | source | samples | critic | γ | normalised over | aggregation |",
+        (
+            (
+                f"`{entry.name}`",
+                entry.summary,
+                entry.formula,
+                entry.source,
+                "2 or more" if entry.needs_group else "any",
+                entry.needs_critic and "yes",
+                entry.discounts and "yes",
+                divisors[entry.normalisation],
+                entry.aggregation and f"`{entry.aggregation}`",
+            )
+            for entry in ESTIMATORS.values()
+        ),
+    )
+    losses = _table(
+        "| policy loss | in words | formula | source | dual clip | ratio of steps | ratio per episode | aggregation |",
+        (
+            (
+                f"`{entry.name}`",
+                entry.summary,
+                entry.formula,
+                entry.source,
+                entry.has_dual_clip and "yes",
+                entry.has_steps and "yes",
+                entry.has_episode_ratio and "yes",
+                entry.aggregation and f"`{entry.aggregation}`",
+            )
+            for entry in POLICY_LOSSES.values()
+        ),
+    )
+    for table in (estimators, losses):
+        assert table in PAGE.read_text(), f"docs/algorithms.md has to have this table:\n{table}"
+
+
+def test_every_variant_is_in_the_row_of_its_function():
+    text = {name: row[1] for row in _rows() for name in _code(row[0])}
+    for function, variants in (
+        ("estimate_kl", algorithms.KlEstimator),
+        ("correction_weights", algorithms.Correction),
+        ("rejection_weights", algorithms.Rejection),
+        ("loss_weights", algorithms.Aggregation),
+    ):
+        assert set(get_args(variants)) <= set(_code(text[function]))
+
+
+def test_every_public_name_exists_and_every_function_says_what_it_does():
+    assert sorted(algorithms.__all__, key=lambda name: (not name.isupper(), name.islower(), name)) == algorithms.__all__
+    for name in algorithms.__all__:
+        thing = getattr(algorithms, name)
+        if inspect.isfunction(thing):
+            assert thing.__doc__, name
