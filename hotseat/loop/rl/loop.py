@@ -3,8 +3,8 @@
     Prompt --agent x engine--> Episode --reward--> scored Episode --grouped--> PromptGroup
            --algorithms--> Experience --packing--> MicroBatch --update--> WeightVersion --push--> engines
 
-`train_rl` is the whole of it. A `Stream` supplies the groups of each step; the phases work on leased devices; the
-driver sees facts, and tensors travel between the worker groups.
+`train_rl` is the whole loop. A `Stream` supplies the groups of each step. The phases lease devices and call methods of
+workers (`loop/workers`) in other processes. The driver sees small facts; tensors travel between the worker groups.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint 
         updates = run.update.run(prepared, step)
         run.micro_batches.keep_lowered(saver.keep)
         journal.phase("sync")
-        with run.stream.crossing():
+        with run.stream.weight_update():
             pushed = run.sync.run()
         metrics = run.metrics.of_step(prepared.batch, updates, pushed) | run.stream.metrics() | saver.metrics()
         if run.is_evaluated(step):

@@ -115,7 +115,7 @@ class BackendWorker:
             self._backend = make_backend(
                 model, options, device=device_of_process(), trust_remote_code=trust_remote_code
             )
-        self._cutter = MicroBatcher(self._backend)
+        self._micro_batcher = MicroBatcher(self._backend)
         self._sequence_parallel_size = options.sequence_parallel_size
 
     def held(self) -> Held:
@@ -142,7 +142,7 @@ class BackendWorker:
 
     def lowered(self) -> dict[Use, int]:
         """Return the token budgets per device that this rank lowered because memory ran out."""
-        return self._cutter.lowered(self._sequence_parallel_size)
+        return self._micro_batcher.lowered(self._sequence_parallel_size)
 
     def save(self, directory: str) -> None:
         """Write this rank's share of weights and optimizer state. Collective."""
@@ -184,7 +184,7 @@ class ModelWorker(BackendWorker):
         return self._score(flatten(groups_of(shares)), cut, temperature)
 
     def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> BySample:
-        pieces, scores = self._cutter.run(
+        pieces, scores = self._micro_batcher.run(
             "rollout",
             cut,
             lambda settings: settings.cut(batch),
@@ -192,11 +192,11 @@ class ModelWorker(BackendWorker):
         )
         return by_sample(pieces, scores)
 
-    def _learn(
+    def _optimizer_step(
         self, whole: MicroBatch | None, cut: BatchSettings, loss: Loss, temperature: float
     ) -> tuple[list[MicroBatch], UpdateReport]:
         """Make an optimizer step; return the micro-batches of this rank's part, and the report. Collective."""
-        return self._cutter.run(
+        return self._micro_batcher.run(
             "train",
             cut,
             lambda settings: [] if whole is None else settings.cut(whole),
@@ -218,7 +218,7 @@ class ModelWorker(BackendWorker):
             mask.numpy()[end - length : end - length + start] = False
         names = [f"canary {index}" for index in range(len(lengths))]
         batch = MicroBatch.from_segments(token_ids.split(lengths), mask.split(lengths), names, images=canary.images)
-        most = min(_CANARY_TOKENS, self._cutter.lowered().get("rollout", _CANARY_TOKENS))
+        most = min(_CANARY_TOKENS, self._micro_batcher.lowered().get("rollout", _CANARY_TOKENS))
         pieces = split_by_tokens(batch, max([most, *map(len, canary.sequences)]))
         scored = by_sample(pieces, self._backend.log_probs(pieces, canary.temperature))
         return canary.sampled([scored[name][0].tolist() for name in batch.sample_ids])
@@ -365,7 +365,7 @@ class ActorWorker(ModelWorker):
                     whole = weighted(batch, settings.aggregation, totals, settings.advantages.max_sampled)
                     if not settings.learns_from_every_sample:
                         whole = _with_gradient(whole, settings.objective)
-                pieces, report = self._learn(whole, settings.train, loss, settings.temperature)
+                pieces, report = self._optimizer_step(whole, settings.train, loss, settings.temperature)
                 reports.append(report)
                 if self._recorder is not None and reports[-1].is_skipped:
                     self._recorder.mark_skipped(pieces)
