@@ -119,17 +119,17 @@ def _start_supervised(config: Config, view: LiveView, template: Template | None)
     inputs = supervised_inputs(config)
     assert inputs.plan is not None
     from hotseat.loop.state.watchdog import doing_in
+    from hotseat.loop.supervised import supervised_loop as supervised_loop
     from hotseat.loop.supervised.supervised_loop import (
         RanksOnCluster,
         SupervisedRun,
         TokenBudget,
-        columns,
         launch_ranks,
         train_supervised,
     )
     from hotseat.loop.supervised.supervised_worker import SupervisedWorker
 
-    with open_run(config, inputs, columns(inputs.data), view) as run:
+    with open_run(config, inputs, supervised_loop.columns(inputs.data), view) as run:
         if run.evaluation is not None:
             return run.evaluation
         journal, saver = run.journal, run.saver

@@ -30,12 +30,12 @@ def make_backend(
     keep_float32()
     if options.is_deterministic:
         use_deterministic_kernels()
-    options = replace(options, zero=_needed_stage(options.zero, int(os.environ.get("WORLD_SIZE", "1"))))
-    backend: Backend = _backend_class(options)(model, options, device=device, trust_remote_code=trust_remote_code)
+    options = replace(options, zero=_needed(options.zero, int(os.environ.get("WORLD_SIZE", "1"))))
+    backend: Backend = _kind(options)(model, options, device=device, trust_remote_code=trust_remote_code)
     return backend
 
 
-def _needed_stage(zero: ZeroOptions | None, num_ranks: int) -> ZeroOptions | None:
+def _needed(zero: ZeroOptions | None, num_ranks: int) -> ZeroOptions | None:
     """Return the settings with the stage that so many ranks need.
 
     One rank has nothing to shard: stage 2 then computes what stage 3 does, to the last bit, without gathering each
@@ -48,14 +48,14 @@ def _needed_stage(zero: ZeroOptions | None, num_ranks: int) -> ZeroOptions | Non
 
 def check_options(options: TrainOptions) -> None:
     """Raise if the backend that the options name does not have what they ask for, or is not installed."""
-    _backend_class(options).check(options)
+    _kind(options).check(options)
     check_attention(options)
     entry = backend_entry(options.backend)
     if entry.package is not None and find_spec(entry.package) is None:
         raise UserError(f"{entry.title} is not installed: {entry.hint}")
 
 
-def _backend_class(options: TrainOptions) -> Any:
+def _kind(options: TrainOptions) -> Any:
     """Return `FSDPBackend` or `ZeroBackend`, by its name in `registry/backends.py`."""
     entry = backend_entry(options.backend)
     assert entry.has_zero_options or options.zero is None, f"{entry.name} has no ZeRO"

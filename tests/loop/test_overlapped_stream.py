@@ -131,7 +131,7 @@ def play(seed: int, in_flight: InFlight, is_shared: bool, folder: Path, num_step
         stream.release(batch)
         if rng.random() < 0.1:
             hosts.lose_open_groups()
-        with stream.weight_update():
+        with stream.crossing():
             hosts.version += 1
     assert len({*trained}) == per_step * num_steps
     assert not tickets.pacer.in_flight

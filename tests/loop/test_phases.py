@@ -294,7 +294,7 @@ def test_deaths_are_counted_from_one_released_batch_to_the_next():
 
 def test_no_request_is_open_while_weights_are_pushed():
     case = Case()
-    with case.stream.weight_update():
+    with case.stream.crossing():
         assert case.log == []
 
 
@@ -1039,8 +1039,8 @@ class FakePhases:
         return self.note(f"take {step}", f"batch{step}")
 
     @contextmanager
-    def weight_update(self):
-        self.note("weight_update")
+    def crossing(self):
+        self.note("crossing")
         yield
         self.note("crossed")
 
@@ -1075,7 +1075,7 @@ def test_a_run_begins_with_a_push_and_an_evaluation_and_each_step_is_four_phases
         "update 1",
         "keep_lowered",
         "phase sync",
-        "weight_update",
+        "crossing",
         "push",
         "crossed",
         "phase evaluate",

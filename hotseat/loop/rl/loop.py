@@ -61,7 +61,7 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint 
         updates = run.update.run(prepared, step)
         run.micro_batches.keep_lowered(saver.keep)
         journal.phase("sync")
-        with run.stream.weight_update():
+        with run.stream.crossing():
             pushed = run.sync.run()
         metrics = run.metrics.of_step(prepared.batch, updates, pushed) | run.stream.metrics() | saver.metrics()
         if run.is_evaluated(step):

@@ -101,7 +101,7 @@ class OverlappedStream:
         self._recovery.start_counting()
 
     @contextmanager
-    def weight_update(self) -> Iterator[None]:
+    def crossing(self) -> Iterator[None]:
         """Finish, restart or keep open requests over a push, as the config says; then count the batch as trained."""
         started_s = time.monotonic()
         if self._in_flight == "wait":

@@ -83,7 +83,7 @@ class ReplayStream:
         """Let hosts drop a batch from memory; the recording keeps it."""
         self._hosts.forget([facts.key for facts in batch.groups])
 
-    def weight_update(self) -> AbstractContextManager[None]:
+    def crossing(self) -> AbstractContextManager[None]:
         """Wait for nothing: no request is open."""
         return nullcontext()
 

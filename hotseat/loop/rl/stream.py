@@ -31,8 +31,8 @@ class Stream(Protocol):
     def release(self, batch: Collected) -> None:
         """Drop the groups of a batch whose experience was made."""
 
-    def weight_update(self) -> AbstractContextManager[None]:
-        """Enclose a push: no request may be answered by two versions of the weights unless the config allows it."""
+    def crossing(self) -> AbstractContextManager[None]:
+        """Guard a push: no request may be answered by two versions of the weights unless the config allows it."""
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the weights that engines serve."""
@@ -71,7 +71,7 @@ class SynchronousStream:
         """Drop the groups of a batch."""
         self._rollout.release(batch)
 
-    def weight_update(self) -> AbstractContextManager[None]:
+    def crossing(self) -> AbstractContextManager[None]:
         """Wait for nothing: no request is open."""
         return nullcontext()
 

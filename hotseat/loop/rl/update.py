@@ -51,7 +51,6 @@ class UpdatePhase:
 
     def _update_critic(self, prepared: Prepared) -> list[UpdateReport]:
         assert self._critic is not None
-        # Model-parallel ranks hold the same samples, so one of each set has the returns.
         num_model_parallel = self._settings.config.train.num_model_parallel
         returns = as_arguments(self._actor.call_and_keep(ActorWorker.returns)[::num_model_parallel])
         with self._meter.lease("update", "critic"):
@@ -59,6 +58,5 @@ class UpdatePhase:
             return self._critic.call(CriticWorker.update, *arguments)[0]
 
     def _update_actor(self) -> list[UpdateReport]:
-        # Every rank runs its own prepared batches and returns the same reports.
         with self._meter.lease("update", "actor"):
             return self._actor.call(ActorWorker.update, self._settings.policy)[0]

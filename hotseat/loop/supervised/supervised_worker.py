@@ -104,7 +104,7 @@ class SupervisedWorker(BackendWorker):
     def step(self) -> UpdateReport:
         """Make an optimizer step on the next items. Collective."""
         chosen = [self._items[index] for _, index in self._order.next(self._batch_size)]
-        _, report = self._micro_batcher.run(
+        _, report = self._cutter.run(
             "train",
             self._cut,
             lambda cut: self._mine(chosen, cut),
@@ -169,7 +169,7 @@ class SupervisedWorker(BackendWorker):
             scored = zip(pieces, reference.log_probs(pieces), strict=True)
             return sums_of_items([with_reference(piece, log_probs) for piece, log_probs in scored])
 
-        _, sums = self._micro_batcher.run("train", self._cut, cut_mine, score)
+        _, sums = self._cutter.run("train", self._cut, cut_mine, score)
         everyone = self._backend.gather_facts(
             {mine[index]: both for index, both in sums.items()}, "gather what the reference has scored"
         )
@@ -225,7 +225,7 @@ class SupervisedWorker(BackendWorker):
 
     def _measure(self) -> dict[str, float]:
         items = self._held_out or self._items[:: -(-len(self._items) // MAX_MEASURED)]
-        _, measured = self._micro_batcher.run(
+        _, measured = self._cutter.run(
             "train",
             self._cut,
             lambda cut: self._mine(items, cut),

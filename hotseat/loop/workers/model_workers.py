@@ -115,7 +115,7 @@ class BackendWorker:
             self._backend = make_backend(
                 model, options, device=device_of_process(), trust_remote_code=trust_remote_code
             )
-        self._micro_batcher = MicroBatcher(self._backend)
+        self._cutter = MicroBatcher(self._backend)
         self._sequence_parallel_size = options.sequence_parallel_size
 
     def held(self) -> Held:
@@ -142,7 +142,7 @@ class BackendWorker:
 
     def lowered(self) -> dict[Use, int]:
         """Return the token budgets per device that this rank lowered because memory ran out."""
-        return self._micro_batcher.lowered(self._sequence_parallel_size)
+        return self._cutter.lowered(self._sequence_parallel_size)
 
     def save(self, directory: str) -> None:
         """Write this rank's share of weights and optimizer state. Collective."""
@@ -184,7 +184,7 @@ class ModelWorker(BackendWorker):
         return self._score(flatten(groups_of(shares)), cut, temperature)
 
     def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> BySample:
-        pieces, scores = self._micro_batcher.run(
+        pieces, scores = self._cutter.run(
             "rollout",
             cut,
             lambda settings: settings.cut(batch),
@@ -196,7 +196,7 @@ class ModelWorker(BackendWorker):
         self, whole: MicroBatch | None, cut: BatchSettings, loss: Loss, temperature: float
     ) -> tuple[list[MicroBatch], UpdateReport]:
         """Make an optimizer step; return the micro-batches of this rank's part, and the report. Collective."""
-        return self._micro_batcher.run(
+        return self._cutter.run(
             "train",
             cut,
             lambda settings: [] if whole is None else settings.cut(whole),
@@ -218,7 +218,7 @@ class ModelWorker(BackendWorker):
             mask.numpy()[end - length : end - length + start] = False
         names = [f"canary {index}" for index in range(len(lengths))]
         batch = MicroBatch.from_segments(token_ids.split(lengths), mask.split(lengths), names, images=canary.images)
-        most = min(_CANARY_TOKENS, self._micro_batcher.lowered().get("rollout", _CANARY_TOKENS))
+        most = min(_CANARY_TOKENS, self._cutter.lowered().get("rollout", _CANARY_TOKENS))
         pieces = split_by_tokens(batch, max([most, *map(len, canary.sequences)]))
         scored = by_sample(pieces, self._backend.log_probs(pieces, canary.temperature))
         return canary.sampled([scored[name][0].tolist() for name in batch.sample_ids])

@@ -33,7 +33,7 @@ class TeachersWorker(ModelWorker):
         super().__init__(model, options, trust_remote_code)
         self._weights = weights
         self._backends: dict[str, Backend] = {first: self._backend}
-        self._micro_batchers = {first: self._micro_batcher}
+        self._cutters = {first: self._cutter}
         self._present = first
         for name, model in others:
             self._backend.offload([Part.WEIGHTS])
@@ -41,7 +41,7 @@ class TeachersWorker(ModelWorker):
                 self._backend = self._backends[name] = make_backend(
                     model, options, device=device_of_process(), trust_remote_code=trust_remote_code
                 )
-            self._micro_batcher = self._micro_batchers[name] = MicroBatcher(self._backend)
+            self._cutter = self._cutters[name] = MicroBatcher(self._backend)
             self._present = name
 
     def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> BySample:
@@ -66,7 +66,7 @@ class TeachersWorker(ModelWorker):
 
     def lowered(self) -> dict[Use, int]:
         """Return the smallest budget that any teacher lowered, by use."""
-        each = [cutter.lowered(self._sequence_parallel_size) for cutter in self._micro_batchers.values()]
+        each = [cutter.lowered(self._sequence_parallel_size) for cutter in self._cutters.values()]
         uses = {use for budgets in each for use in budgets}
         return {use: min(budgets[use] for budgets in each if use in budgets) for use in uses}
 
@@ -78,5 +78,5 @@ class TeachersWorker(ModelWorker):
         if name == self._present:
             return
         self._backend.offload([Part.WEIGHTS])
-        self._backend, self._micro_batcher, self._present = self._backends[name], self._micro_batchers[name], name
+        self._backend, self._cutter, self._present = self._backends[name], self._cutters[name], name
         self._backend.onload([Part.WEIGHTS])

@@ -62,9 +62,7 @@ class CriticWorker(ModelWorker):
         groups = groups_of(shares)
         batch = flatten(groups)
         valued = with_bootstraps(groups, batch)
-        pieces, scores = self._micro_batcher.run(
-            "rollout", settings.score, lambda cut: cut.cut(valued), self._backend.values
-        )
+        pieces, scores = self._cutter.run("rollout", settings.score, lambda cut: cut.cut(valued), self._backend.values)
         values = by_sample(pieces, scores)
         self._batch = replace(batch, fields={OLD_VALUES: in_order(batch, [values])})
         self._starts = starts_of_steps(groups, batch, settings.time_step)
@@ -105,9 +103,7 @@ class RewardWorker(ModelWorker):
             return [with_ends(piece) for batch in batches for piece in score.cut(batch)]
 
         by_id: dict[str, float] = {}
-        for piece, values in zip(
-            *self._micro_batcher.run("rollout", settings.score, cut, self._backend.values), strict=True
-        ):
+        for piece, values in zip(*self._cutter.run("rollout", settings.score, cut, self._backend.values), strict=True):
             rewards = values[piece.offsets[1:] - 1]
             if settings.scale is not None:
                 rewards = normalise_rewards(rewards, *settings.scale)
