@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, which mean the same at every moment of a command or a run.
+"""Handling of Ctrl-C and SIGTERM, the same at every moment of a command or a run.
 
 The first one lets a run finish what it has under way, if it has something to save, and then raises KeyboardInterrupt;
 otherwise it raises KeyboardInterrupt at once, and everything that was started is closed. One more after that ends a
@@ -39,8 +39,8 @@ class Interrupts:
         self._finish: Callable[[], str | None] | None = None
 
     @contextmanager
-    def of_run(self) -> Iterator[None]:
-        """Enclose a run, whose parts take a while to close: a signal is answered before they are."""
+    def in_run(self) -> Iterator[None]:
+        """Enclose a run, whose parts take a while to close: print a line at the signal, before they are closed."""
         self._is_run = True
         try:
             yield
@@ -60,11 +60,11 @@ class Interrupts:
             self._finish = before
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has done so before and was not heard."""
+        """Raise KeyboardInterrupt if a signal has raised it before and a library dropped it."""
         if self.is_raised:
             raise KeyboardInterrupt
 
-    def hear(self, number: int, frame: FrameType | None = None) -> None:
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal."""
         name = _NAMES[signal.Signals(number)]
         if not (self.is_raised or self.is_over):
@@ -91,22 +91,22 @@ _current: Interrupts | None = None  # of this process
 
 
 def current() -> Interrupts:
-    """Return what hears the signals of this process now; in other threads than the main one, nothing does."""
+    """Return what handles the signals of this process now; in other threads than the main one, one without handlers."""
     is_main = threading.current_thread() is threading.main_thread()
     return _current if _current is not None and is_main else Interrupts()
 
 
-def hear_to_the_end() -> None:
-    """Hear the signals from now on, up to the end of this process, which is a command."""
+def handle_until_exit() -> None:
+    """Handle the signals from now on, up to the end of this process, which is a command."""
     if _current is None:
         _install(Interrupts(ends_process=True))
 
 
 @contextmanager
 def installed() -> Iterator[Interrupts]:
-    """Have the signals of this process heard inside the context. Only its main thread can: elsewhere this does nothing.
+    """Install handlers of the signals inside the context. In other threads than the main one this does nothing.
 
-    What a user's program does on these signals, it does again afterwards.
+    Handlers of the user's program are restored afterwards.
     """
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield current()
@@ -121,10 +121,10 @@ def installed() -> Iterator[Interrupts]:
 
 
 @contextmanager
-def heard() -> Iterator[Interrupts]:
-    """Hear the signals inside the context, and leave it by KeyboardInterrupt if one has raised that.
+def handled() -> Iterator[Interrupts]:
+    """Handle the signals inside the context, and leave it by KeyboardInterrupt if one has raised that.
 
-    Libraries that are interrupted while they load, or while they save, raise errors of their own, or none.
+    A library that is interrupted while it loads or saves may replace KeyboardInterrupt by another error, or drop it.
     """
     with installed() as interrupts:
         try:
@@ -139,14 +139,14 @@ def heard() -> Iterator[Interrupts]:
 
 
 def _install(interrupts: Interrupts) -> dict[signal.Signals, Any]:
-    """Have the signals heard; return the handlers before. What a shell starts in its background ignores Ctrl-C."""
+    """Install handlers; return the earlier ones. Ctrl-C stays ignored in what a shell started in the background."""
     global _current
     _current = interrupts
     sys.unraisablehook = interrupts.drop
     before = {number: signal.getsignal(number) for number in _NAMES}
     for number, handler in before.items():
         if not (number == signal.SIGINT and handler == signal.SIG_IGN):
-            signal.signal(number, interrupts.hear)
+            signal.signal(number, interrupts.handle)
     return before
 
 

@@ -1,4 +1,4 @@
-"""Entry point of the `hotseat` command: signals are heard before anything else is imported."""
+"""Entry point of the `hotseat` command, which handles signals before `hotseat.cli.main` and its imports are loaded."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hotseat import interrupts
 
 
 def entry() -> None:
-    """Run the command that the arguments of this process name, and exit."""
-    interrupts.hear_to_the_end()
+    """Handle signals, load `hotseat.cli.main`, and let it run the command."""
+    interrupts.handle_until_exit()
     try:
-        with interrupts.heard():
+        with interrupts.handled():
             from hotseat.cli import main
     except KeyboardInterrupt:
         print("hotseat: stopped", file=sys.stderr)

@@ -19,7 +19,7 @@ def reported(command: str, run: Callable[[], int]) -> int:
     with interrupts.installed() as current:
         try:
             try:
-                with interrupts.heard():
+                with interrupts.handled():
                     return run()
             finally:
                 current.is_over = True

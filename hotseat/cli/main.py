@@ -18,7 +18,7 @@ from hotseat.openmp import wait_passively
 
 def entry() -> None:
     """Run the command that the arguments of this process name, and exit."""
-    interrupts.hear_to_the_end()
+    interrupts.handle_until_exit()
     wait_passively()
     if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"], ["completion"], ["openrlhf-path"]):
         # These only print, so `| head` ends them like any such command. A run must not die of a closed pipe.
@@ -31,13 +31,13 @@ def main(argv: Sequence[str]) -> int:
     clock.begin()
     arguments = parse(argv)
 
-    def run() -> int:
-        command = arguments.run
-        if isinstance(command, str):
-            command = pkgutil.resolve_name(f"hotseat.{command}")
-        return int(command(arguments))
+    def run_subcommand() -> int:
+        function = arguments.run  # set by `_command`
+        if isinstance(function, str):
+            function = pkgutil.resolve_name(f"hotseat.{function}")
+        return int(function(arguments))
 
-    return reported("hotseat", run)
+    return reported("hotseat", run_subcommand)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -53,7 +53,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser(command: str = "") -> argparse.ArgumentParser:
-    """Make the parser of all commands. command: the one in use, for help texts that need the config tree."""
+    """Make the parser of all commands.
+
+    command: name of the command that the user typed; only its help text is made if that needs the config tree.
+    """
     parser = argparse.ArgumentParser(
         prog="hotseat",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -69,11 +72,11 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     )
 
     run = _command(commands, "run", _run, "train: run a config to its end")
-    _takes_config(run)
+    _add_config_arguments(run)
 
     resume = _command(commands, "resume", _resume, "resume a run from its newest checkpoint")
     resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
-    offline_arguments.takes_overrides(
+    offline_arguments.add_overrides(
         resume,
         "settings to change from the next step on, such as actor.optimizer.learning_rate=5e-7; they are recorded",
     )
@@ -91,7 +94,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 
     replay = _command(commands, "replay", _replay, "train a recorded run again from its kept groups, without engines")
     replay.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run that had log.keep_rollouts=true")
-    offline_arguments.takes_overrides(replay, "settings that are to differ from the run's")
+    offline_arguments.add_overrides(replay, "settings that are to differ from the run's")
 
     ledger = _command(commands, "ledger", _ledger, "count what became of a run's samples, or show the history of one")
     ledger.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
@@ -145,7 +148,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     )
 
     plan = _command(commands, "plan", _plan, "show where roles go, what is on which device when, and whether it fits")
-    _takes_config(plan)
+    _add_config_arguments(plan)
     plan.add_argument(
         "--inventory",
         metavar="SPEC",
@@ -170,7 +173,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     )
 
     profile = _command(commands, "profile", _profile, "measure the phases of an RL run at a few sizes, in short runs")
-    _takes_config(profile)
+    _add_config_arguments(profile)
     profile.add_argument("-o", "--output", metavar="FILE", default="profile.json", help="default: %(default)s")
     profile.add_argument("--sizes", metavar="FACTORS", help="batches to measure, as multiples of the config's: 0.5,1,2")
     profile.add_argument(
@@ -178,14 +181,14 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     )
 
     explain = _command(commands, "explain", _explain, "show the batch algebra: prompts, samples, steps, micro-batches")
-    _takes_config(explain)
+    _add_config_arguments(explain)
     explain.add_argument("--inventory", metavar="SPEC", help="machines, as for `hotseat plan`")
     explain.add_argument(
         "--num-rows", type=int, metavar="N", help="rows of the data set; default: data.max_samples, which bounds it"
     )
 
     show = _command(commands, "config", _config, "check a config and print what differs from the defaults")
-    _takes_config(show)
+    _add_config_arguments(show)
 
     options = _command(commands, "options", _options, "list every config key with its default and meaning")
     options.add_argument("section", nargs="?", default="", help="only keys below this one, such as rollout")
@@ -205,7 +208,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         "print a config of RLinf in our keys, and what is left",
     )
     rlinf.add_argument("config", metavar="RLINF.yaml", help="a config of RLinf")
-    offline_arguments.takes_overrides(rlinf, "further settings, in our keys")
+    offline_arguments.add_overrides(rlinf, "further settings, in our keys")
 
     completion.add_arguments(
         _command(
@@ -216,7 +219,10 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 
 
 def _command(commands: argparse._SubParsersAction, name: str, run: object, text: str) -> argparse.ArgumentParser:  # type: ignore[type-arg]
-    """Add a command. run: its function; or module:function, of a module to load when the command runs."""
+    """Add a subcommand.
+
+    run: function that runs it, which gets the parsed arguments; or its name as `module:function`, to load it only then.
+    """
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,
@@ -244,9 +250,9 @@ def _what_may_change() -> str:
     return "\n".join(lines)
 
 
-def _takes_config(command: argparse.ArgumentParser) -> None:
+def _add_config_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", metavar="CONFIG", help="YAML file")
-    offline_arguments.takes_overrides(command, "settings that replace the file's, such as rollout.top_p=0.9")
+    offline_arguments.add_overrides(command, "settings that replace the file's, such as rollout.top_p=0.9")
 
 
 def _run(arguments: argparse.Namespace) -> int:

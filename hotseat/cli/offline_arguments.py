@@ -71,7 +71,7 @@ def add_play_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", metavar="CONFIG", help="config of a run, whose agent plays")
     command.add_argument("--prompt", type=int, default=0, metavar="N", help="prompt to play, from 0 (default: 0)")
     command.add_argument("--model", metavar="MODEL", help="another model than actor.model, such as runs/rl-1/model")
-    takes_overrides(command)
+    add_overrides(command)
 
 
 # --- parts of several commands ----------------------------------------------------------------------------------------
@@ -81,13 +81,13 @@ def _takes_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help="checkpoint folder, such as runs/rl-1/model, or hub name")
 
 
-def takes_overrides(command: argparse.ArgumentParser, meaning: str = _FURTHER) -> None:
+def add_overrides(command: argparse.ArgumentParser, meaning: str = _FURTHER) -> None:
     """Declare the arguments KEY=VALUE of a command."""
     command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=meaning)
 
 
 def _takes_settings(command: argparse.ArgumentParser) -> None:
-    takes_overrides(command)
+    add_overrides(command)
     command.add_argument(
         "--config", metavar="CONFIG", help="config of a run: its data keys, templates, rewards and engine are used"
     )

@@ -382,5 +382,5 @@ def stoppable() -> Iterator[list[Saver]]:
     def finish() -> str | None:
         return next(filter(None, [saver.stop_when_finished() for saver in savers]), None)
 
-    with interrupts.heard() as heard, heard.finishing(finish):
+    with interrupts.handled() as handler, handler.finishing(finish):
         yield savers

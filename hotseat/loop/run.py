@@ -1,4 +1,4 @@
-"""Starts a run: checks and inputs, then the loop of its task."""
+"""Second part of a run, after heavy imports: reads inputs, starts processes, and runs the loop of the task."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def start(
     template: Template | None = None,
     recording: Recording | None = None,
 ) -> dict[str, float]:
-    """Run a config to its end.
+    """Run a config to its end, and return the last evaluation.
 
     launched: this process is one rank of several that a launcher started. view: the live view, if it is open already.
-    notes: earlier findings, to record in the run. template: a process from which those of the run are forked.
-    recording: of the run that is replayed.
+    notes: earlier findings, to record in the run. template: process that has loaded libraries, from which workers are
+    forked. recording: groups of the run that is replayed; None: groups are sampled.
     """
     with clock.of_one_run(), view or make_view(config, launched) as view:
         check_prerequisites(config)
@@ -90,19 +90,19 @@ def _start_rl(
             journal.stage(_loading(context.config, context.plan), lambda: doing_in(context.cluster))
             eos = eos_token_ids(context.config, inputs.tokenizer)
             groups = launch_groups(context, inputs.algebra, eos, run.run_dir, journal, recording)
-            with assemble(context, inputs, groups, run.run_dir, journal, recording) as rl:
-                with saver.settled(journal), smaller_budget_kept(lambda: rl.micro_batches.config, saver.keep):
+            with assemble(context, inputs, groups, run.run_dir, journal, recording) as rl_run:
+                with saver.settled(journal), smaller_budget_kept(lambda: rl_run.micro_batches.config, saver.keep):
                     if context.has_new_budgets and are_budgets_tried(groups.have_gpus):
                         journal.phase("update")
-                        rl.micro_batches.try_out(saver.keep)
-                    saver.keep(rl.micro_batches.config)
-                    evaluation = train_rl(rl, journal, saver, run.checkpoint)
+                        rl_run.micro_batches.try_out(saver.keep)
+                    saver.keep(rl_run.micro_batches.config)
+                    evaluation = train_rl(rl_run, journal, saver, run.checkpoint)
                 if recording is None:
-                    rl.samples.record_left_over(
-                        rl.num_steps, config.train.num_episodes, config.rollout.samples_per_prompt
+                    rl_run.samples.record_left_over(
+                        rl_run.num_steps, config.train.num_episodes, config.rollout.samples_per_prompt
                     )
                 with saver.exporting():
-                    export_models(run, rl.checkpoints.exporting, inputs.tokenizer, rl.num_steps)
+                    export_models(run, rl_run.checkpoints.exporting, inputs.tokenizer, rl_run.num_steps)
         _remove_images(run)
     return evaluation
 

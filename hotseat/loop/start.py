@@ -1,6 +1,6 @@
-"""Entry of a run: refuses at once what cannot start, shows progress, and only then loads heavy libraries.
+"""First part of a run, before heavy imports: checks the config, shows progress, loads libraries, calls `loop.run`.
 
-Workers are forked from a process that has loaded their libraries, where that is possible.
+Meanwhile a process called the template loads the libraries of workers, which are forked from it where that is possible.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from hotseat.registry.backends import backend_entry
 
 
 def start(config: Config, launched: bool = False) -> dict[str, float]:
-    """Run a config to its end, as `hotseat.loop.run.start` does."""
-    with interrupts.heard() as heard, heard.of_run():
-        return _start(config, launched)
+    """Run a config to its end: check it, load heavy libraries, and call `hotseat.loop.run.start`.
+
+    launched: this process is one rank of several that a launcher such as torchrun started.
+    Returns the last evaluation.
+    """
+    with interrupts.handled() as handler, handler.in_run():
+        return _check_and_run(config, launched)
 
 
-def _start(config: Config, launched: bool) -> dict[str, float]:
+def _check_and_run(config: Config, launched: bool) -> dict[str, float]:
     check_config(config)
     keep_compiled()
     with make_view(config, launched) as view, agent_trial(config) as trial:
@@ -55,7 +59,7 @@ def _start(config: Config, launched: bool) -> dict[str, float]:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Collect no garbage while the context lasts: modules stay, and looking through them takes a seventh of imports."""
+    """Disable garbage collection inside the context, which takes a seventh of the time of imports and frees nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

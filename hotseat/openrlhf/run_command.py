@@ -23,7 +23,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 def entry(command: str) -> None:
     """Run a command with this process's arguments, after hiding secrets in sys.argv, which other code may log."""
-    interrupts.hear_to_the_end()
+    interrupts.handle_until_exit()
     wait_passively()
     argv = sys.argv[1:]
     sys.argv[1:] = hide_secrets(command, argv)

@@ -85,7 +85,7 @@ class TrainerHooks(ABC):
 
     @abstractmethod
     def _step(self, grad_norm: float, learning_rate: float) -> None:
-        """Clip the gradients by their norm and change the weights."""
+        """Clip the gradients by their norm and step the optimizer."""
 
     @abstractmethod
     def _forget_gradients(self) -> None:

@@ -1,4 +1,4 @@
-"""The choice of the backend that trains a model."""
+"""Makes the training backend that the options name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_options(options: TrainOptions) -> None:
 
 
 def _kind(options: TrainOptions) -> Any:
-    """Return the class of the backend that the options name."""
+    """Return `FSDPBackend` or `ZeroBackend`, by its name in `registry/backends.py`."""
     entry = backend_entry(options.backend)
     assert entry.has_zero_options or options.zero is None, f"{entry.name} has no ZeRO"
     return load(entry.backend)

@@ -1,8 +1,8 @@
-"""The common part of training backends: rounds of micro-batches over all ranks, and the contract around them.
+"""`Trainer`, the common part of training backends: scoring, updates, residency and checkpoints over all ranks.
 
-`FSDPBackend` and `ZeroBackend` fill in the hooks of `TrainerHooks`: how weights are sharded, stepped, streamed and
-stored. Jobs that stand alone have modules of their own: `forward`, `nonfinite`, `offload`, `outgoing`, `checkpoint`
-and `export`.
+`FSDPBackend` (`fsdp`) and `ZeroBackend` (`zero`) implement `TrainerHooks`: how weights are sharded, stepped, streamed
+and stored. `Trainer.update` computes gradients and calls the hook `_step`, which steps the optimizer.
+Separate tasks have their own modules: `forward`, `nonfinite`, `offload`, `outgoing`, `checkpoint_files` and `export`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Progress:
-    """Progress of the current call, and whether further calls are possible."""
+    """State of the current call, and whether further calls are possible."""
 
     num_begun: int = 0  # micro-batches
     is_halfway: bool = False  # an update sums gradients, or failed while it did
@@ -146,7 +146,7 @@ class Trainer(TrainerHooks):
     def _score(self, micro_batches: Sequence[MicroBatch], what: str, temperature: float) -> list[Tensor]:
         scored: list[tuple[Tensor, MicroBatch]] = []
         self._forward_pass.set_dropout(False)
-        work = self._in_step(micro_batches)
+        work = self._as_many_as_other_ranks(micro_batches)
 
         @torch.no_grad()
         def score() -> None:
@@ -170,7 +170,7 @@ class Trainer(TrainerHooks):
         self._need("update", Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
         if self._options.optimizer is None:
             raise RunError("update of a model that was loaded without an optimizer, only to be scored")
-        work = self._in_step(micro_batches)
+        work = self._as_many_as_other_ranks(micro_batches)
         if not work:
             raise BatchError("update without a micro-batch on any rank: nothing to learn from")
         losses, metrics = self._within_memory(lambda: self._sum_gradients(work, loss, temperature))
@@ -182,7 +182,7 @@ class Trainer(TrainerHooks):
         is_finite = math.isfinite(facts.loss) and math.isfinite(grad_norm)
         is_overflow = not is_finite and math.isfinite(facts.loss) and self._lower_loss_scale()
         if is_finite:
-            self._step(grad_norm, learning_rate)
+            self._step(grad_norm, learning_rate)  # the backend's: clips, then steps the optimizer
             self._version += 1
             if self._average is not None:
                 self._average.update(self._shards())
@@ -357,8 +357,8 @@ class Trainer(TrainerHooks):
         peak = 0.0 if options.muon is None else options.muon.learning_rate
         return replace(options.schedule, peak=peak).learning_rate(self._version)
 
-    def _in_step(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch | None]:
-        """Extend this rank's micro-batches by None until it has as many as the rank that has most."""
+    def _as_many_as_other_ranks(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch | None]:
+        """Extend this rank's micro-batches by None until it has as many as any other: forwards are collective."""
         real = [batch for batch in micro_batches if batch.num_tokens > 0]
         most = self._ranks.max(len(real), "agree on the number of micro-batches")
         return [*real, *[None] * (most - len(real))]
@@ -388,7 +388,7 @@ class Trainer(TrainerHooks):
         return self._residency.onload(parts)
 
     def _need(self, what: str, *parts: Part) -> None:
-        """Raise unless the call `what` can be made now, which takes these parts on the device."""
+        """Raise unless the call `what` can be made now. parts: those that it needs on the device."""
         if self._progress.is_closed:
             raise RunError(f"{what} of a backend that is closed")
         if self._progress.is_halfway and not self._can_continue():
@@ -400,7 +400,7 @@ class Trainer(TrainerHooks):
             raise RunError(f"{what} needs {' and '.join(missing)} on the device: onload them first")
 
     def _need_head(self, head: Head, what: str) -> None:
-        """Raise unless the model has the head that the call `what` takes."""
+        """Raise unless the model has the head that the call `what` needs."""
         if self._options.head != head:
             raise RunError(f"{what} of a {self._options.head} model, which has a head of another kind")
 

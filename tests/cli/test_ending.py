@@ -27,7 +27,7 @@ def hears_interrupts():
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_interrupts_from_the_first_moment_and_leaves_no_handler(number):
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), interrupts.heard():
+    with pytest.raises(KeyboardInterrupt), interrupts.handled():
         signal.raise_signal(number)
     assert signal.getsignal(number) is before
 
@@ -41,7 +41,7 @@ def test_an_error_that_a_library_makes_of_an_interrupt_is_one():
         except KeyboardInterrupt as interrupt:
             raise ImportError("partially loaded") from interrupt
 
-    with pytest.raises(KeyboardInterrupt) as caught, interrupts.heard():
+    with pytest.raises(KeyboardInterrupt) as caught, interrupts.handled():
         load()
     assert isinstance(caught.value.__cause__, ImportError)
 
@@ -52,7 +52,7 @@ def test_an_interrupt_that_a_library_drops_is_raised_again():
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
 
-    with pytest.raises(KeyboardInterrupt), interrupts.heard():
+    with pytest.raises(KeyboardInterrupt), interrupts.handled():
         drop()
 
 
@@ -64,25 +64,25 @@ def test_an_interrupt_where_nothing_can_be_raised_prints_no_traceback_and_is_rai
     def drop():
         Interrupted()
 
-    with pytest.raises(KeyboardInterrupt), interrupts.heard():
+    with pytest.raises(KeyboardInterrupt), interrupts.handled():
         drop()
     assert capfd.readouterr().err == ""
 
 
 def test_the_first_signal_waits_for_what_can_be_finished_and_the_second_does_not(capfd):
     finished = iter(["this step is finished and saved"])
-    with interrupts.heard() as heard, heard.finishing(lambda: next(finished, None)):
+    with interrupts.handled() as handler, handler.finishing(lambda: next(finished, None)):
         signal.raise_signal(signal.SIGINT)
         said = "this step is finished and saved, then the run ends; a second one ends it at once"
         assert capfd.readouterr().err == f"hotseat: Ctrl-C: {said}\n"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-        heard.is_raised = False
+        handler.is_raised = False
 
 
 def test_what_a_shell_started_in_its_background_goes_on_ignoring_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with interrupts.heard():
+    with interrupts.handled():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
@@ -91,7 +91,7 @@ def test_a_run_in_another_thread_leaves_the_signals_to_the_program():
     handlers = []
 
     def run():
-        with interrupts.heard():
+        with interrupts.handled():
             handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=run)
@@ -104,7 +104,7 @@ def test_one_more_signal_ends_a_command_that_is_closing_or_has_ended():
     code = (
         "import signal, sys, time\n"
         "from hotseat import interrupts\n"
-        "interrupts.hear_to_the_end()\n"
+        "interrupts.handle_until_exit()\n"
         "try:\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "finally:\n"

@@ -44,7 +44,7 @@ def launch_groups(
 ) -> Groups:
     """Start all roles and connect them. They start together, unless engines have to measure their devices first.
 
-    recording: of the run that is replayed, which takes neither engines nor rewards; None: groups are sampled.
+    recording: groups of the run that is replayed, which takes neither engines nor rewards; None: groups are sampled.
     """
     assert algebra.schedule_length is not None
     config, cluster = context.config, context.cluster
@@ -67,13 +67,13 @@ def launch_groups(
             proof,
             is_replay=recording is not None,
         )
-        starting = _Starting(launch, readiness, journal)
-        starting.run()
-        return replace(starting.connected(), adapters_alone=adapters_alone)
+        launching = _Launching(launch, readiness, journal)
+        launching.launch_all()
+        return replace(launching.connect(), adapters_alone=adapters_alone)
 
 
-class _Starting:
-    """Starts the roles of a run. `groups`: those that are launched, by role."""
+class _Launching:
+    """Starts the processes of every role. `groups`: worker groups that are launched so far, by role."""
 
     def __init__(self, launch: LaunchContext, readiness: Readiness, journal: Journal):
         self._launch = launch
@@ -87,7 +87,7 @@ class _Starting:
         }
         self.groups: dict[str, WorkerGroup[Any]] = {}
 
-    def run(self) -> None:
+    def launch_all(self) -> None:
         """Launch all roles, and wait until they are ready."""
         started = self._start_engines() if self._launch.measures_its_device else []
         for record in self._records:
@@ -99,13 +99,13 @@ class _Starting:
         warming = [self.groups[role].start(ModelWorker.warm_up, max_length) for role in warmed]
         for record in self._records:
             if record.replacement is not None and record not in started:
-                self._start_up(record)
+                self._wait_until_ready(record)
         for group in self.groups.values():
             group.ready()
         for warm_up in warming:
             warm_up.result()
 
-    def connected(self) -> Groups:
+    def connect(self) -> Groups:
         """Connect the hosts to the engines, and return all groups."""
         [hosts] = [RolloutHosts(self.groups[role]) for role in ("env", "agents") if role in self.groups]
         groups = Groups(
@@ -137,11 +137,11 @@ class _Starting:
             if role_entry(record.name).kind == "model":
                 worker, _ = record.worker(self._launch)
                 self._launch.cluster.prepare(record.name, worker, **record.options(self._launch))
-        self._start_up(engines[0])
+        self._wait_until_ready(engines[0])
         for index, record in enumerate(engines[1:], start=1):
             with self._off_devices(engines[:index]):
                 self._launch_role(record)
-                self._start_up(record)
+                self._wait_until_ready(record)
         policy_engines = self._launch.plan.role("rollout").processes
         for device in sorted({device for process in policy_engines for device in process.devices}):
             memory = self._launch.cluster.device_memory(device)
@@ -173,8 +173,8 @@ class _Starting:
         self.groups[record.name] = group
         self._readiness.watch(group, started_s)
 
-    def _start_up(self, record: RoleRecord) -> None:
-        """Wait until a role without state of its own is ready."""
+    def _wait_until_ready(self, record: RoleRecord) -> None:
+        """Wait until a role that can be replaced is ready; offload what the plan keeps off its devices at first."""
         group = self.groups[record.name]
         start_up(group, partial(self._journal.say, kind="fault"))
         if self._offloaded.get(record.name):

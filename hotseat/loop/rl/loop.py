@@ -3,8 +3,8 @@
     Prompt --agent x engine--> Episode --reward--> scored Episode --grouped--> PromptGroup
            --algorithms--> Experience --packing--> MicroBatch --update--> WeightVersion --push--> engines
 
-`train_rl` is the whole of it. A `Stream` supplies the groups of each step; the phases work on leased devices; the
-driver sees facts, and tensors travel between the worker groups.
+`train_rl` is the whole loop. A `Stream` supplies the groups of each step. The phases lease devices and call methods of
+workers (`loop/workers`) in other processes. The driver sees small facts; tensors travel between the worker groups.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class OverlappedStream:
 
     @contextmanager
     def crossing(self) -> Iterator[None]:
-        """Bring open requests over a push, as the config says; afterwards count the batch in training as trained."""
+        """Finish, restart or keep open requests over a push, as the config says; then count the batch as trained."""
         started_s = time.monotonic()
         if self._in_flight == "wait":
             with self._unfinished_recorded():

@@ -1,4 +1,7 @@
-"""Update phase: the critic learns from the returns, then the actor from the advantages."""
+"""Update phase: the critic learns from the returns, then the actor from the advantages.
+
+The batches of the actor are on its ranks already: `ActorWorker.prepare` made them in the phase before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts a rank's samples into micro-batches, and cuts them again, smaller, when its device runs out of memory.
+"""Cuts a rank's samples into micro-batches and runs them; with smaller ones again if its device runs out of memory.
 
 The cut changes nothing but speed and rounding, so a token budget that the run chose may become smaller at any time; a
 budget that the user set is left alone, and the error says what to change. A single rank repeats the whole call: an
@@ -53,7 +53,7 @@ class BatchSettings:
 
 
 class MicroBatcher:
-    """Cuts the work of one rank, and lowers its token budgets when memory runs out."""
+    """Cuts one rank's batches and runs them on its backend; lowers its token budgets when memory runs out."""
 
     def __init__(self, backend: Backend):
         self._backend = backend
@@ -66,7 +66,10 @@ class MicroBatcher:
         cut: Callable[[BatchSettings], list[MicroBatch]],
         work: Callable[[list[MicroBatch]], Result],
     ) -> tuple[list[MicroBatch], Result]:
-        """Return the micro-batches of `cut` and the result of `work`, repeated with smaller ones until they fit."""
+        """Cut a batch, run the micro-batches, and return both; repeat with smaller ones until they fit in memory.
+
+        use: whose token budget counts. cut: makes the micro-batches. work: runs them on the backend.
+        """
         while True:
             current = self.current(use, settings)
             pieces = cut(current)

@@ -192,7 +192,7 @@ class ModelWorker(BackendWorker):
         )
         return by_sample(pieces, scores)
 
-    def _learn(
+    def _optimizer_step(
         self, whole: MicroBatch | None, cut: BatchSettings, loss: Loss, temperature: float
     ) -> tuple[list[MicroBatch], UpdateReport]:
         """Make an optimizer step; return the micro-batches of this rank's part, and the report. Collective."""
@@ -365,7 +365,7 @@ class ActorWorker(ModelWorker):
                     whole = weighted(batch, settings.aggregation, totals, settings.advantages.max_sampled)
                     if not settings.learns_from_every_sample:
                         whole = _with_gradient(whole, settings.objective)
-                pieces, report = self._learn(whole, settings.train, loss, settings.temperature)
+                pieces, report = self._optimizer_step(whole, settings.train, loss, settings.temperature)
                 reports.append(report)
                 if self._recorder is not None and reports[-1].is_skipped:
                     self._recorder.mark_skipped(pieces)

@@ -81,7 +81,7 @@ class CriticWorker(ModelWorker):
         for _ in range(settings.max_epochs):
             for part, totals in zip(steps, step_totals, strict=True):
                 whole = None if part is None else weighted(part, "token_mean", totals)
-                reports.append(self._learn(whole, settings.train, settings.objective, 1.0)[1])
+                reports.append(self._optimizer_step(whole, settings.train, settings.objective, 1.0)[1])
         return reports
 
 

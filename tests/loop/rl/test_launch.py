@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from phase_fakes import FakeGroup
 
 from hotseat.config import loads
-from hotseat.loop.rl.launch import _Starting
+from hotseat.loop.rl.launch import _Launching
 from hotseat.loop.rl.role_records import LaunchContext
 from hotseat.planning.config_plan import make_plan
 from hotseat.rollout.kinds import EngineSettings
@@ -61,7 +61,7 @@ def test_engines_that_measure_their_devices_start_one_at_a_time_before_models_lo
     assert launch.measures_its_device
     assert not launch.warms_models_up
     journal = SimpleNamespace(say=lambda text: log.append(text))
-    _Starting(launch, SimpleNamespace(watch=lambda group, started_s: None), journal).run()
+    _Launching(launch, SimpleNamespace(watch=lambda group, started_s: None), journal).launch_all()
     assert log[: log.index("launch actor")] == [
         "launch rollout",
         "launch agents",
