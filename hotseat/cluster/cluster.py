@@ -40,8 +40,7 @@ _LEAST_START_S = 300.0
 class Cluster:
     """Nodes and devices, and what runs on them.
 
-    runtime: "ray", or "local" for everything in this process.
-    address: of the Ray cluster to attach to; by default `RAY_ADDRESS`; if that is not set, a cluster is started here.
+    runtime: "ray", the cluster at `RAY_ADDRESS` or one that is started here; or "local", everything in this process.
     num_devices: logical devices of a cluster started here; by default its GPUs (one in the local runtime).
     timeout_s: the deadline of calls that state none.
     template: a process with libraries loaded, from which processes of a cluster started here are forked.
@@ -51,12 +50,10 @@ class Cluster:
         self,
         runtime: Literal["ray", "local"] = "ray",
         *,
-        address: str | None = None,
         num_devices: int | None = None,
         num_cpus: int | None = None,
         object_store_bytes: int = 2 << 30,
         timeout_s: float = 600.0,
-        log_to_driver: bool = False,
         template: Template | None = None,
     ):
         if runtime not in ("ray", "local"):
@@ -77,11 +74,9 @@ class Cluster:
             else:
                 self._runtime = _ray_runtime(
                     self._session,
-                    address=address,
                     num_devices=num_devices,
                     num_cpus=num_cpus,
                     object_store_bytes=object_store_bytes,
-                    log_to_driver=log_to_driver,
                     template=template,
                 )
         except BaseException:

@@ -20,15 +20,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hotseat.errors import DeadlineError, RunError
-
-MAX_LOG = 10_000  # transfers that are remembered
-
-__all__ = ["DeviceMemory", "Holder", "Lease", "LeaseError", "LeaseTransfer", "Leases"]
 
 
 class LeaseError(RunError):
@@ -57,22 +52,6 @@ class DeviceMemory:
     total: int | None = None
 
 
-@dataclass(frozen=True)
-class LeaseTransfer:
-    """One device passed from a phase to the next: a bar of the timeline."""
-
-    device: int
-    from_phase: str | None  # None: nobody had it before
-    from_holders: tuple[str, ...]
-    to_phase: str
-    to_holders: tuple[str, ...]
-    bytes_given_up: int  # as reported by the holders that lived
-    used: int | None  # measured before it was passed on; None where it cannot be measured
-    died: tuple[str, ...]  # holders that died instead of reporting
-    at_s: float  # by the clock of the leases
-    ms: float  # from the last report (or from the request, if that came later) to the grant
-
-
 class Lease:
     """A phase's right to its devices. `Leases.acquire` makes it; it ends when every holder has reported."""
 
@@ -83,7 +62,6 @@ class Lease:
         self.needs = needs
         self._leases = leases
         self._asked_at = 0.0
-        self._granted_at: float | None = None
 
     def report(self, holder: Holder, bytes_given_up: Mapping[int, int] | int = 0) -> None:
         """Record the bytes that `holder` gave up: one number for its only device; none for a missing device."""
@@ -141,7 +119,6 @@ class Leases:
         self._slack_bytes = slack_bytes
         self._devices: dict[int, _Device] = {}
         self._queue: list[Lease] = []
-        self._log: deque[LeaseTransfer] = deque(maxlen=MAX_LOG)
         self._changed = threading.Condition()
 
     def acquire(
@@ -193,11 +170,6 @@ class Leases:
             state = self._devices.get(device)
             return self._waited_for(device) if state and state.lease else ()
 
-    def log(self) -> tuple[LeaseTransfer, ...]:
-        """Return the transfers so far, oldest first; of very many, the newest."""
-        with self._changed:
-            return tuple(self._log)
-
     # --- granting -------------------------------------------------------------------------------------------------
 
     def _refuse_twice(self, lease: Lease) -> None:
@@ -229,8 +201,8 @@ class Leases:
                 return False
         now = self._clock()
         for device in lease.devices:
-            self._pass_on(device, lease, measured[device], now)
-        lease._granted_at = now
+            memory = measured[device]
+            self._devices[device] = _Device(lease, used_at_grant=memory.used if memory else None, granted_s=now)
         return True
 
     def _waited_for(self, device: int) -> tuple[Holder, ...]:
@@ -259,26 +231,6 @@ class Leases:
         if state.died and state.used_at_grant is not None:
             return memory.used <= state.used_at_grant + self._slack_bytes, memory
         return True, memory
-
-    def _pass_on(self, device: int, lease: Lease, memory: DeviceMemory | None, now: float) -> None:
-        state = self._devices[device]
-        before = state.lease
-        self._log.append(
-            LeaseTransfer(
-                device=device,
-                from_phase=before.phase if before else None,
-                from_holders=_on(before, device) if before else (),
-                to_phase=lease.phase,
-                to_holders=_on(lease, device),
-                bytes_given_up=sum(state.reported.values()),
-                used=memory.used if memory else None,
-                died=tuple(str(holder) for holder in state.died),
-                at_s=now,
-                ms=1000 * (now - max(state.last_report_s, lease._asked_at)),
-            )
-        )
-        used = memory.used if memory else None
-        self._devices[device] = _Device(lease=lease, used_at_grant=used, granted_s=now)
 
     # --- giving back ----------------------------------------------------------------------------------------------
 
@@ -351,10 +303,6 @@ class Leases:
                     f" {lease.needs[device]} are needed"
                 )
         return "; ".join(reasons) or _devices(lease.devices)
-
-
-def _on(lease: Lease, device: int) -> tuple[str, ...]:
-    return tuple(str(holder) for holder, devices in lease.holders.items() if device in devices)
 
 
 def _names(holders: Iterable[Holder]) -> str:

@@ -50,7 +50,6 @@ def is_start_too_slow(error: Exception) -> bool:
 class RayConnection:
     """Ray in this process. `close` ends a cluster that was started here, and leaves one that was there.
 
-    address: of a cluster that exists; by default `RAY_ADDRESS`; if that is not set, one is started here.
     num_devices, num_cpus, object_store_bytes: of a cluster that is started here.
     template: has the Python processes of such a cluster forked.
     """
@@ -59,30 +58,30 @@ class RayConnection:
         self,
         session: Session,
         *,
-        address: str | None,
         num_devices: int | None,
         num_cpus: int | None,
         object_store_bytes: int,
-        log_to_driver: bool,
         template: Template | None = None,
     ):
         self._template = template
         self.ray = ray = import_ray()
         self._session = session
         self._env_before: dict[str, str | None] = {}
-        address = address or os.environ.get("RAY_ADDRESS") or None
+        address = os.environ.get("RAY_ADDRESS") or None
         self._did_init = not ray.is_initialized()
         self.is_own = self._did_init and (address is None or address == "local")
         with _signals_left_alone(ray):
             if self.is_own:
-                self._start_own(num_devices, num_cpus, object_store_bytes, log_to_driver)
+                self._start_own(
+                    {"num_gpus": num_devices, "num_cpus": num_cpus, "object_store_memory": object_store_bytes}
+                )
             elif num_devices is not None:
                 raise PlacementError(
                     f"num_devices is {num_devices}, but the Ray cluster at {address or 'hand'} exists and has its own"
                     " devices; leave num_devices out, or unset RAY_ADDRESS to start a cluster here"
                 )
             elif self._did_init and address is not None:
-                self._attach(address, log_to_driver)
+                self._attach(address)
         try:
             self.nodes = self._inventory()
             here = ray.get_runtime_context().get_node_id()
@@ -114,20 +113,16 @@ class RayConnection:
             self.ray.shutdown()
         self._restore_env()
 
-    def _start_own(
-        self, num_devices: int | None, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool
-    ) -> None:
+    def _start_own(self, resources: Mapping[str, int | None]) -> None:
         """Start Ray here, once more if the machine was too busy for it."""
         try:
-            self._start_once(num_devices, num_cpus, object_store_bytes, log_to_driver)
+            self._start_once(resources)
         except Exception as error:
             if not is_start_too_slow(error):
                 raise
-            self._start_once(num_devices, num_cpus, object_store_bytes, log_to_driver)
+            self._start_once(resources)
 
-    def _start_once(
-        self, num_devices: int | None, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool
-    ) -> None:
+    def _start_once(self, resources: Mapping[str, int | None]) -> None:
         ray = self.ray
         variables = {
             supervisor.SESSION: self._session.id,  # for the daemons: they start with this environment
@@ -147,14 +142,12 @@ class RayConnection:
         if on_network is not None:
             constants.ENABLE_RAY_CLUSTER = False  # in case Ray was imported before we could say so
         try:
-            with _lean_daemons(self._template, log_to_driver):
+            with _lean_daemons(self._template):
                 ray.init(
                     address="local",
-                    num_gpus=num_devices,
-                    num_cpus=num_cpus,
-                    object_store_memory=object_store_bytes,
+                    **resources,
                     include_dashboard=False,
-                    log_to_driver=log_to_driver,
+                    log_to_driver=False,
                     logging_level="error",
                     _temp_dir=os.path.join(self._session.directory, "ray"),
                     _system_config={
@@ -182,7 +175,7 @@ class RayConnection:
             if outer is not None:
                 os.environ[supervisor.SESSION] = outer
 
-    def _attach(self, address: str, log_to_driver: bool) -> None:
+    def _attach(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         if address.startswith("ray://"):
             raise PlacementError(
@@ -198,8 +191,7 @@ class RayConnection:
                 ) from error
         try:
             # By the variable rather than by the argument: only then does Ray look for a token by itself.
-            is_from_env = address == os.environ.get("RAY_ADDRESS")
-            self.ray.init(address=None if is_from_env else address, log_to_driver=log_to_driver, logging_level="error")
+            self.ray.init(log_to_driver=False, logging_level="error")
         except (ConnectionError, RuntimeError, ValueError, self.ray.exceptions.RayError) as error:
             raise RunError(
                 f"could not attach to the Ray cluster at {address}: {error}\nIf it asks for a token, set"
@@ -253,12 +245,12 @@ def _signals_left_alone(ray: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lean_daemons(template: Template | None, log_to_driver: bool) -> Iterator[None]:
+def _lean_daemons(template: Template | None) -> Iterator[None]:
     """Start only the daemons that a run needs, in groups of their own, and have their Python processes forked.
 
     `timeout` and batch schedulers send SIGTERM to the whole group of this process. It is meant for the driver, which
-    then saves: with its cluster dead it could not. Left out are the dashboard, the autoscaler and, where nobody reads
-    logs, their monitor: each is a Python process whose start Ray waits for, or that takes a core from those who start.
+    then saves: with its cluster dead it could not. Left out are the dashboard, the autoscaler and the monitor of logs:
+    each is a Python process whose start Ray waits for, or that takes a core from those who start.
     """
     from ray._private import node, services
 
@@ -269,7 +261,7 @@ def _lean_daemons(template: Template | None, log_to_driver: bool) -> Iterator[No
                 options["env"] = {name: value for name, value in options["env"].items() if name != _NO_HANDLER}
             super().__init__(_lean_command(command, template), *args, process_group=0, **options)
 
-    unneeded = ["start_monitor", "start_api_server", *([] if log_to_driver else ["start_log_monitor"])]
+    unneeded = ["start_monitor", "start_api_server", "start_log_monitor"]
     before = [(node.Node, name, getattr(node.Node, name)) for name in unneeded if hasattr(node.Node, name)]
     before.append((services, "ConsolePopen", services.ConsolePopen))
     for owner, name, _ in before[:-1]:
