@@ -9,8 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, NamedTuple
 
-__all__ = ["AGENT_FORMS", "METRIC_NAMES", "REWARD_HELPERS", "AgentFormEntry", "describe_agent_forms", "load"]
-
 
 class AgentFormEntry(NamedTuple):
     """A form of agent files that another framework has.

@@ -30,8 +30,6 @@ from hotseat.cluster.services import NodeService
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
 
-__all__ = ["Cluster"]
-
 T = TypeVar("T")
 A = TypeVar("A")
 _LEAST_START_S = 300.0

@@ -27,8 +27,6 @@ from hotseat.cluster.lease import Holder
 from hotseat.cluster.pending import CallObserver, Pending
 from hotseat.cluster.refs import Ref
 
-__all__ = ["Arguments", "Calling", "WorkerGroup"]
-
 Arguments = Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]  # positional and keyword arguments, by rank
 
 W_co = TypeVar("W_co", covariant=True)  # the worker class

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["ClusterNode", "Process", "ProcessLike", "devices_of"]
-
 
 @dataclass(frozen=True)
 class ClusterNode:

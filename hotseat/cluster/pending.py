@@ -14,8 +14,6 @@ from hotseat.cluster.activity import activity
 from hotseat.cluster.worker_process import Failure
 from hotseat.errors import DeadlineError, WorkerError
 
-__all__ = ["CallObserver", "Callee", "Pending", "raise_failure", "reports_death", "worker_error"]
-
 Result_co = TypeVar("Result_co", covariant=True)
 
 CallObserver = Callable[[str, int, str, float, float], object]  # group, rank, method, start and end (`time.time`)

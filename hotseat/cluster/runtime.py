@@ -12,9 +12,6 @@ from hotseat.cluster.nodes_and_processes import ClusterNode, ProcessLike
 from hotseat.cluster.refs import Ref
 from hotseat.cluster.services import NodeService
 
-__all__ = ["Launch", "Runtime"]
-
-
 T = TypeVar("T")
 A = TypeVar("A")
 

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["NodeService", "NodeServices"]
-
 Address_co = TypeVar("Address_co", covariant=True)
 
 

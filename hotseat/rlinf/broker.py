@@ -22,8 +22,6 @@ from hotseat.processes.supervisor import WORKER
 from hotseat.rlinf import broker_process as wire
 from hotseat.rlinf import device_items
 
-__all__ = ["Broker", "BrokerAddress", "BrokerClient", "client_of", "forget_clients"]
-
 # The broker answers at the deadline. A client that hears nothing for this much longer takes the broker for stuck. Long,
 # because a loaded machine may hold it up that much; one that died is noticed at once, by its sockets.
 _BROKER_GRACE_S = 60.0

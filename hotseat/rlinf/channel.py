@@ -21,8 +21,6 @@ from hotseat.rlinf.keys import key_text
 from hotseat.rlinf.queues import Queue, QueueDirectory
 from hotseat.rlinf.work import AsyncWork, Lane
 
-__all__ = ["DEFAULT_KEY", "UNBOUNDED", "Channel", "Post", "QueueSpec", "leave_all", "post_of"]
-
 DEFAULT_KEY = "default_queue"
 UNBOUNDED = 1 << 31  # items
 MAX_IDLE = 256  # queues of keys that a process stays connected to while it does not use them

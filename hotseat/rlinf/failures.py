@@ -9,8 +9,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Call", "Failures"]
-
 
 @dataclass
 class Call:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from hotseat.placement import Inventory
 from hotseat.rlinf.queues import QueueDirectory
 
-__all__ = ["WorkerPlace", "current_place", "set_current_place"]
-
 
 @dataclass(frozen=True)
 class WorkerPlace:

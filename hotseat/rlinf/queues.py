@@ -28,8 +28,6 @@ from hotseat.errors import DeadlineError, RunError, WorkerError
 from hotseat.rlinf import broker_process as wire
 from hotseat.rlinf.broker import Broker, BrokerAddress, BrokerClient, client_of
 
-__all__ = ["Queue", "QueueClosed", "QueueDirectory"]
-
 Item = TypeVar("Item")
 
 

@@ -23,8 +23,6 @@ from hotseat.rlinf.routing import group_size, merge, num_rows, parts_to_receive,
 from hotseat.rlinf.work import AsyncRouteWork
 from hotseat.rlinf.worker_group import GroupSpec
 
-__all__ = ["DeviceLock", "Worker"]
-
 W = TypeVar("W", bound="Worker")
 F = TypeVar("F", bound=Callable[..., Any])
 

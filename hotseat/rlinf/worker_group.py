@@ -18,8 +18,6 @@ from hotseat.rlinf.rlinf_cluster import Cluster
 from hotseat.rlinf.rlinf_placement import PlacementStrategy, default_strategy
 from hotseat.rlinf.routing import record_size
 
-__all__ = ["GroupSpec", "WorkerGroup", "WorkerGroupFuncResult"]
-
 _IDLE_GRACE_S = 60.0  # gigabytes cross from a device to the host in it
 
 T = TypeVar("T")

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from hotseat import cuda_ipc
 
-__all__ = ["CudaDevices"]
-
 _MAX_SHARE = 16  # items wait in this part of a device's memory: a 16th
 
 

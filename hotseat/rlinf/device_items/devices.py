@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Devices", "devices_here", "devices_in_use", "use"]
-
 
 class Devices(Protocol):
     """Operations on devices. Those of CUDA are a class of their own, so that tests need no device."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["pack_all"]
-
 MIN_IN_MEMORY = 1 << 18  # bytes of a packed item from which on it is in memory of its own
 MIN_ON_DEVICE = 1 << 20  # bytes of an item's tensors from which on they stay on the device
 

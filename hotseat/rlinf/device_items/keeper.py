@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["keeper", "move_to_host", "num_kept"]
-
 MAX_KEPT = 256  # items of this process that wait on devices: each takes two descriptors
 
 _EXIT_S = 10.0  # how long the end of this process waits for a copy to host memory that is under way

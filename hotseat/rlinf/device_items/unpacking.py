@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["arrived", "arrived_storage", "unpack_all"]
-
 _ANSWER_S = 60.0  # how long a sender may take to copy its tensors to host memory
 
 
