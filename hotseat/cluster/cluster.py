@@ -171,15 +171,15 @@ class Cluster:
             Launch(
                 name,
                 cls,
-                tuple(args),
-                dict(kwargs or {}),
-                per_rank or [{}] * len(placed),
                 placed,
                 env_on=lambda node: {**self._node_env.get(node, {}), **(env or {})},
                 num_threads=num_threads,
                 max_concurrency=max_concurrency or getattr(cls, "max_concurrency", None) or 1,
                 timeout_s=timeout_s or self.timeout_s,
                 start_timeout_s=max(_LEAST_START_S, timeout_s or self.timeout_s),
+                args=tuple(args),
+                kwargs=kwargs or {},
+                per_rank=per_rank or [{}] * len(placed),
                 wait=wait,
             )
         )
@@ -205,16 +205,12 @@ class Cluster:
             Launch(
                 name,
                 cls,
-                (),
-                {},
-                [{}] * len(placed),
                 placed,
                 env_on=lambda node: self._node_env.get(node, {}),
                 num_threads=num_threads,
                 max_concurrency=getattr(cls, "max_concurrency", None) or 1,
                 timeout_s=timeout_s or self.timeout_s,
                 start_timeout_s=self.timeout_s,
-                wait=False,
             )
         )
 

@@ -102,14 +102,14 @@ class LocalGroup(WorkerGroup[W_co]):
             if self.on_call is not None:
                 self.on_call(self.name, rank, method, started_s, time.time())
 
-    def alive(self) -> list[bool]:
-        return [not self.is_closed for _ in self.ranks]
+    def states(self) -> list[str]:
+        return ["gone" if self.is_closed else "running" for _ in self.ranks]
 
     def holders(self) -> tuple[Holder, ...]:
         pid = os.getpid()
         return tuple(Holder(self.name, process.rank, pid, start_time(pid), process.node) for process in self._processes)
 
-    def restart(self, rank: int, *, timeout_s: float | None = None) -> None:
+    def restart(self, rank: int) -> None:
         self._construct(rank)
 
     def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
@@ -243,7 +243,7 @@ class LocalRuntime:
     kind: Literal["ray", "local"] = "local"
 
     def __init__(self, num_devices: int):
-        self.nodes = (ClusterNode(0, num_devices, num_cpus=os.cpu_count() or 1),)
+        self.nodes = (ClusterNode(0, num_devices),)
         self._groups: dict[str, LocalGroup[Any]] = {}
         self._env_before: dict[str, str | None] = {}
 

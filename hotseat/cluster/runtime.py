@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from hotseat.cluster.group import WorkerGroup
@@ -25,16 +25,16 @@ class Launch(Generic[T]):
 
     name: str
     cls: type[T]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    per_rank: Sequence[Mapping[str, Any]]
     processes: Sequence[ProcessLike]
     env_on: Callable[[int], Mapping[str, str]]
     num_threads: int
     max_concurrency: int
     timeout_s: float
     start_timeout_s: float
-    wait: bool
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    per_rank: Sequence[Mapping[str, Any]] = ()
+    wait: bool = True
 
 
 class Runtime(Protocol):

@@ -74,14 +74,12 @@ class ProcessEnv(Env):
         self._say = say
         self._episodes: dict[int, _Episode] = {}
         self.is_on_device: bool  # the simulators hold memory of an accelerator
-        self._is_offloaded = False
-        self._standby: list[_Child] = []  # processes that will replace those that were offloaded
+        self._is_offloaded = False  # its children then wait for `onload` to make their simulators
         num_processes = min(num_processes, num_envs)
         self._num_worlds = -(-num_envs // num_processes)  # of each process at most
-        self._children: list[_Child | None] = [self._spawn() for _ in range(num_processes)]
+        self._children = [self._spawn() for _ in range(num_processes)]
         try:
             for child in self._children:
-                assert child is not None
                 self._meet(child)
         except BaseException:
             self.close()
@@ -146,16 +144,13 @@ class ProcessEnv(Env):
         if self.is_on_device and not self._is_offloaded:
             self._is_offloaded = True
             self.close()
-            self._children = [None] * len(self._children)
-            self._standby = [_Child(self._settings, self._num_worlds, is_standby=True) for _ in self._children]
+            self._children = [_Child(self._settings, self._num_worlds, is_standby=True) for _ in self._children]
         return Moved(0, 0, (time.monotonic() - started_s) * 1e3)
 
     def onload(self) -> Moved:
         started_s = time.monotonic()
         if self._is_offloaded:
-            self._children, self._standby = [*self._standby], []
             for child in self._children:
-                assert child is not None
                 child.begin()
             for index in range(len(self._children)):
                 try:
@@ -173,15 +168,13 @@ class ProcessEnv(Env):
 
     def pids(self) -> list[int]:
         """Return the process ids of the children."""
-        return [child.process.pid for child in self._children if child is not None]
+        return [child.pid for child in self._children]
 
     def close(self) -> None:
         """Have all simulators close, at the same time; end what takes too long, and the processes they started."""
-        children = [child for child in (*self._children, *self._standby) if child is not None]
-        self._standby = []
-        for child in children:
+        for child in self._children:
             child.hang_up()
-        for child in children:
+        for child in self._children:
             child.end(_CLOSE_S)
 
     # --- children -----------------------------------------------------------------------------------------------------
@@ -236,24 +229,20 @@ class ProcessEnv(Env):
         return answers
 
     def _send(self, index: int, name: str, slots: Sequence[int], items: dict[int, tuple[Any, ...]]) -> None:
-        child = self._children[index]
-        assert child is not None
         if not slots:
             return
         episodes = self._episodes
         begun = {slot: (episodes[slot].task, episodes[slot].seed) for slot in slots}
         arguments = begun if name == "reset" else items
         with contextlib.suppress(WorkerDied, WorkerTimeout):  # whoever waits for the answer sees it
-            child.send((name, [(slot, *arguments[slot]) for slot in slots]), self._timeout_s)
+            self._children[index].send((name, [(slot, *arguments[slot]) for slot in slots]), self._timeout_s)
 
     def _receive_all(self, index: int, name: str, waiting: list[int], answers: dict[int, Any]) -> str | None:
         """Take answers for the slots that wait, which are removed from `waiting`; return what went wrong."""
-        child = self._children[index]
-        assert child is not None
         while waiting:
             slot = waiting[0]
             try:
-                kind, answer = child.receive(self._timeout_s)
+                kind, answer = self._children[index].receive(self._timeout_s)
             except WorkerTimeout:
                 return f"{self._name(slot, name)} did not answer in {self._timeout_s:g} s"
             except WorkerDied as died:
@@ -287,9 +276,7 @@ class ProcessEnv(Env):
         self._restart(index, name, waiting)
 
     def _restart(self, index: int, name: str, waiting: Sequence[int]) -> None:
-        child = self._children[index]
-        if child is not None:
-            child.end(0.0)
+        self._children[index].end(0.0)
         self._children[index] = self._spawn()
         unfinished = set(waiting) if name != "render" else set()
         begun = [slot for slot in self._mine(index, self._episodes) if self._episodes[slot].digests]
@@ -298,7 +285,6 @@ class ProcessEnv(Env):
     def _replay(self, index: int, slots: Sequence[int], unfinished: Set[int] = frozenset()) -> None:
         """Play episodes again in a child that has none of them. unfinished: slots whose last action comes later."""
         child = self._children[index]
-        assert child is not None
         self._meet(child)
         calls = {slot: _calls(self._episodes[slot]) for slot in slots}
         for slot in unfinished & calls.keys():

@@ -15,11 +15,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hotseat import faults
+from hotseat.cluster.device_memory import device_memory, own_device_name
 from hotseat.cluster.environment import restore_environment
+from hotseat.cluster.nodes_and_processes import ClusterNode
 from hotseat.cluster.on_ray.library import RAY_ENV, import_ray, refresh_settings
 from hotseat.cluster.on_ray.template import Template
 from hotseat.cluster.session import Session
@@ -27,19 +28,6 @@ from hotseat.errors import PlacementError, RunError
 from hotseat.processes import supervisor
 
 _NO_HANDLER = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"  # of a process that connects to Ray
-
-
-@dataclass(frozen=True)
-class RayNode:
-    """A node as Ray sees it."""
-
-    id: str
-    address: str
-    hostname: str
-    num_devices: int
-    num_cpus: int
-    memory_bytes: int
-    is_head: bool
 
 
 def is_start_too_slow(error: Exception) -> bool:
@@ -203,26 +191,24 @@ class RayConnection:
         self._env_before = {}
         refresh_settings()
 
-    def _inventory(self) -> list[RayNode]:
+    def _inventory(self) -> tuple[ClusterNode, ...]:
         """List nodes in an order that a restart of the cluster keeps: the head, then by address and by name."""
-        keyed = []
-        for node in self.ray.nodes():
-            if not node["Alive"]:
-                continue
-            resources = node["Resources"]
-            entry = RayNode(
-                id=node["NodeID"],
+        nodes = [node for node in self.ray.nodes() if node["Alive"]]
+        nodes.sort(key=_node_order)
+        num_devices = [int(node["Resources"].get("GPU", 0)) for node in nodes]
+        # The devices of other nodes are taken to be like those of this one.
+        first = device_memory(own_device_name(0)) if num_devices[0] else None
+        return tuple(
+            ClusterNode(
+                rank,
+                num_devices[rank],
                 address=node["NodeManagerAddress"],
                 hostname=node["NodeManagerHostname"],
-                num_devices=int(resources.get("GPU", 0)),
-                num_cpus=int(resources.get("CPU", 0)),
-                memory_bytes=int(resources.get("memory", 0)),
-                is_head="node:__internal_head__" in resources,
+                id=node["NodeID"],
+                device_bytes=None if first is None else first.total,
             )
-            keyed.append(
-                (not entry.is_head, _address_key(entry.address), str(node.get("NodeName", "")), entry.id, entry)
-            )
-        return [entry for *_, entry in sorted(keyed, key=lambda item: item[:-1])]
+            for rank, node in enumerate(nodes)
+        )
 
 
 @contextlib.contextmanager
@@ -295,9 +281,12 @@ def _lean_command(command: Any, template: Template | None) -> Any:
     return changed
 
 
-def _address_key(address: str) -> tuple[int, int, str]:
+def _node_order(node: Mapping[str, Any]) -> tuple[Any, ...]:
+    address = node["NodeManagerAddress"]
     try:
         parsed = ipaddress.ip_address(address)
-        return parsed.version, int(parsed), ""
+        by_address: tuple[Any, ...] = (parsed.version, int(parsed), "")
     except ValueError:
-        return 9, 0, address
+        by_address = (9, 0, address)
+    is_head = "node:__internal_head__" in node["Resources"]
+    return not is_head, by_address, str(node.get("NodeName", "")), node["NodeID"]

@@ -120,9 +120,6 @@ class RayGroup(WorkerGroup[W_co]):
     def ranks(self) -> range:
         return range(len(self.processes))
 
-    def alive(self) -> list[bool]:
-        return [self._state(rank) != "gone" for rank in self.ranks]
-
     def holders(self) -> tuple[Holder, ...]:
         self.ready()
         return tuple(
@@ -131,7 +128,7 @@ class RayGroup(WorkerGroup[W_co]):
             if each.identity is not None  # every process has one after `ready`
         )
 
-    def restart(self, rank: int, *, timeout_s: float | None = None) -> None:
+    def restart(self, rank: int) -> None:
         owner = self._owner_for("restart")
         self._raise_if_lost(asks_ray=True)
         if self.is_closed:
@@ -140,7 +137,7 @@ class RayGroup(WorkerGroup[W_co]):
         owner.end_processes([self.processes[rank]])
         self.processes[rank].incarnation += 1
         self.processes[rank].ended_because = ""
-        self._begin([rank], self.deadline(timeout_s))
+        self._begin([rank], self.timeout_s)
         self.ready()
 
     def begin(self, within_s: float) -> None:
@@ -319,7 +316,7 @@ class RayGroup(WorkerGroup[W_co]):
         if because := self.processes[rank].ended_because:
             message, tail = f"{who} was ended during {method!r}: {because}", ""
         death = worker_error(self.name, rank, method, message, f"the last it wrote to stderr:\n{tail}" if tail else "")
-        death.is_death = True  # type: ignore[attr-defined]
+        death.is_death = True
         return death
 
     def _state(self, rank: int) -> str:

@@ -9,13 +9,13 @@ from typing import Any, Literal, TypeVar
 
 from hotseat.cluster.device_memory import device_memory
 from hotseat.cluster.lease import DeviceMemory, Holder
-from hotseat.cluster.nodes_and_processes import ClusterNode, devices_of
+from hotseat.cluster.nodes_and_processes import devices_of
 from hotseat.cluster.on_ray.connection import RayConnection
 from hotseat.cluster.on_ray.daemons import DaemonWatch, NodeWatch
 from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
 from hotseat.cluster.on_ray.nodes import NodeProcesses
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup, RayRef
-from hotseat.cluster.on_ray.reservation import Reservation, own_device_name
+from hotseat.cluster.on_ray.reservation import Reservation
 from hotseat.cluster.runtime import Launch
 from hotseat.cluster.services import NodeService
 from hotseat.cluster.session import Session
@@ -42,7 +42,7 @@ class RayRuntime:
         self._daemons: DaemonWatch | None = None
         self._node_watch: NodeWatch | None = None
         try:
-            self.nodes = _nodes(connection)
+            self.nodes = connection.nodes
             if connection.is_own:
                 self._daemons = DaemonWatch(connection.daemons(), self._lose)
             elif len(self.nodes) > 1:
@@ -198,20 +198,3 @@ class RayRuntime:
         supervisor.end_marked(supervisor.SESSION, [self._session.name])
         self._processes.close_services()
         self._connection.forget()
-
-
-def _nodes(connection: RayConnection) -> tuple[ClusterNode, ...]:
-    """Describe the nodes. The devices of other nodes are taken to be like those of this one."""
-    first = device_memory(own_device_name(0)) if connection.nodes[0].num_devices else None
-    return tuple(
-        ClusterNode(
-            rank,
-            node.num_devices,
-            node.address,
-            node.hostname,
-            node.num_cpus,
-            node.memory_bytes,
-            None if first is None else first.total,
-        )
-        for rank, node in enumerate(connection.nodes)
-    )

@@ -243,10 +243,7 @@ def _judge(
 
 
 @wp.kernel
-def _unpack(
-    packed: wp.array2d[wp.uint32],
-    frames: wp.array4d[wp.uint8],
-) -> None:
+def _unpack(packed: wp.array2d[wp.uint32], frames: wp.array4d[wp.uint8]) -> None:
     world, y, x = wp.tid()
     value = packed[world, y * frames.shape[2] + x]
     frames[world, y, x, 0] = wp.uint8((value >> wp.uint32(16)) & wp.uint32(255))
@@ -324,12 +321,6 @@ class Tabletop(Worlds):
         self.reset(everywhere, [0] * num_worlds, everywhere)
         self.step(everywhere, np.zeros((num_worlds, 1, 2)))
 
-    @property
-    def frames(self) -> Any:
-        """Pictures of all worlds, a Warp array on the device: [num_worlds, H, W, 3] uint8."""
-        assert self._above is not None, "observe: state takes no pictures"
-        return self._above.frames
-
     def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Observation]:
         is_new = np.zeros(self.num_worlds, dtype=np.int32)
         places = np.zeros((self.num_worlds, 8), dtype=np.float32)
@@ -352,7 +343,9 @@ class Tabletop(Worlds):
     def step(self, where: Sequence[int], actions: np.ndarray) -> list[WorldStep | Exception]:
         end = np.full(self.num_worlds, _LATE, dtype=np.int32)
         end[list(where)] = _ACTING
-        self.step_all(end, self._spread(where, actions))
+        everywhere = np.zeros((self.num_worlds, *actions.shape[1:]), dtype=np.float32)
+        everywhere[list(where)] = actions
+        self.step_all(end, everywhere)
         taken, rewards = self._num_taken.numpy(), self._buffers[actions.shape[1]][1].numpy()
         ends = self._end.numpy()
         results: list[WorldStep | Exception] = []
@@ -455,12 +448,6 @@ class Tabletop(Worlds):
             for world in where
         ]
 
-    def _spread(self, where: Sequence[int], actions: np.ndarray) -> np.ndarray:
-        """Return actions of all worlds, 0 for those that do not act."""
-        spread = np.zeros((self.num_worlds, *actions.shape[1:]), dtype=np.float32)
-        spread[list(where)] = actions
-        return spread
-
 
 def _places(seed: int) -> np.ndarray:
     """Return where finger, red and blue puck and disc begin: [4, 2], all apart from each other."""
@@ -508,5 +495,4 @@ def _towards(finger: np.ndarray, target: np.ndarray, obstacles: Sequence[np.ndar
 
 
 def _length(vectors: np.ndarray) -> np.ndarray:
-    """Return the lengths of vectors, [n, 2], as a column."""
     return np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hotseat.rlinf import broker_process as wire
+from hotseat.rlinf import wire
 from hotseat.rlinf.device_items.devices import Devices, devices_in_use
 from hotseat.rlinf.device_items.form import ALIGNMENT, Block, Manifest, Place, bytes_in, make_head
 from hotseat.rlinf.device_items.keeper import keeper

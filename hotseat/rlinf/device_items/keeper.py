@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hotseat.rlinf import broker_process as wire
+from hotseat.rlinf import wire
 from hotseat.rlinf.device_items.devices import Devices
 from hotseat.rlinf.device_items.form import bytes_in
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hotseat.errors import DeadlineError, WorkerError
-from hotseat.rlinf import broker_process as wire
+from hotseat.rlinf import wire
 from hotseat.rlinf.device_items.devices import devices_here
 from hotseat.rlinf.device_items.form import Manifest, bytes_in, has_tensors, read_head
 from hotseat.rlinf.device_items.keeper import keeper
