@@ -124,11 +124,7 @@ def encoder_of(model: Any) -> Any:
 
 def set_attention(model: Any, name: str) -> None:
     """Set the attention of the language model. A visual encoder's is not causal, and stays as it is."""
-    if not sees_images(model.config):
-        model.set_attn_implementation(name)
-        return
-    language = _part(model, _LANGUAGE)
-    language.set_attn_implementation(name)
+    language_part(model).set_attn_implementation(name)
 
 
 def language_part(model: Any) -> Any:

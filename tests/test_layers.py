@@ -92,7 +92,7 @@ ROWS_OF = {
         ("group",),
         ("pending",),
         ("worker_process", "device_memory", "session"),
-        ("activity", "environment", "lease", "ports", "nodes_and_processes", "refs", "services"),
+        ("activity", "environment", "lease", "ports", "nodes_and_processes", "refs"),
     ),
     "openrlhf": (
         ("__init__",),

@@ -25,8 +25,7 @@ from hotseat.cluster.nodes_and_processes import ClusterNode, Process, ProcessLik
 from hotseat.cluster.on_ray.template import Template
 from hotseat.cluster.pending import CallObserver
 from hotseat.cluster.refs import Ref
-from hotseat.cluster.runtime import Launch, Runtime
-from hotseat.cluster.services import NodeService
+from hotseat.cluster.runtime import Launch, NodeService, Runtime
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
 

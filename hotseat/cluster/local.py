@@ -25,8 +25,7 @@ from hotseat.cluster.nodes_and_processes import ClusterNode
 from hotseat.cluster.pending import Pending, under_way_at_restart, worker_error
 from hotseat.cluster.ports import free_port
 from hotseat.cluster.refs import Ref, resolve
-from hotseat.cluster.runtime import Launch
-from hotseat.cluster.services import NodeService
+from hotseat.cluster.runtime import Launch, NodeService
 from hotseat.cluster.worker_process import is_async, refuse_generator
 from hotseat.errors import DeadlineError, UserError
 from hotseat.processes.supervisor import process_state, start_time

@@ -1,6 +1,6 @@
 """Metrics for W&B, MLflow and Trackio, which may be slow, unreachable or broken without an effect on the run.
 
-A tracker runs in a process of its own (`_tracker_process`), because it can hang, and leaves exit hooks and services
+A tracker runs in a process of its own (`tracker_process.py`), because it can hang, and leaves exit hooks and services
 behind in the process that starts it. A thread feeds that process from a bounded queue. Keys stay in the environment.
 """
 
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotseat import extensions
+from hotseat.config import Config
 from hotseat.config.hiding import without_secrets
 from hotseat.files import write_whole
 from hotseat.observe.metric_files import Value
@@ -214,3 +216,44 @@ def _saved_id(path: Path) -> str | None:
         return str(json.loads(path.read_text())["id"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def trackers(config: Config, run_dir: Path, say: Callable[..., object], is_resumed: bool) -> list[TrackerSink]:
+    """Make the sinks of trackers that the config, or a key for W&B in the environment, asks for."""
+    wandb, mlflow, trackio = config.log.wandb, config.log.mlflow, config.log.trackio
+    places: dict[Tracker, dict[str, str | None]] = {}
+    if is_wandb_requested(wandb.enabled, os.environ):
+        if WANDB.is_installed():
+            place = {"entity": wandb.org, "project": wandb.project, "group": wandb.group}
+            places[WANDB] = place | {"name": wandb.run_name or run_dir.name}
+        else:
+            say(f"{KEY} is set, but {WANDB.hint}")
+    if mlflow.enabled:
+        places[MLFLOW] = {"uri": mlflow.uri, "project": mlflow.experiment, "name": mlflow.run_name or run_dir.name}
+    if trackio.enabled:
+        place = {"project": trackio.project, "space": trackio.space, "group": trackio.group}
+        places[TRACKIO] = place | {"name": trackio.run_name or run_dir.name}
+    settings = config.model_dump(mode="json")
+    return [
+        TrackerSink(tracker, run_dir, settings, say, is_resumed=is_resumed, where=place)
+        for tracker, place in places.items()
+    ]
+
+
+def renaming(config: Config) -> Callable[[int, Mapping[str, Any]], Mapping[str, Any]]:
+    """Return what adds OpenRLHF's names to the metrics that trackers get."""
+    if not config.log.openrlhf_names:
+        return lambda step, values: values
+    algorithm = config.algorithm
+    terms = {
+        "rl": (
+            algorithm.kl.coef if algorithm.kl.as_loss else 0.0,
+            algorithm.entropy_coef or 0.0,
+            algorithm.aux_loss_coef,
+            algorithm.distill_coef,
+        ),
+        "dpo": (algorithm.dpo.nll_coef, algorithm.aux_loss_coef),
+    }.get(config.task, (algorithm.aux_loss_coef,))
+    is_plain = not any(terms)
+    with_names = extensions.load(extensions.METRIC_NAMES)
+    return lambda step, values: with_names(config.task, step, values, is_plain_loss=is_plain)

@@ -15,10 +15,9 @@ from hotseat.errors import UserError
 from hotseat.observe.report import write_report
 from hotseat.observe.report.curves import make_curves, make_phases, read_table, thin, without_surplus
 from hotseat.observe.report.distributions import make_heat_maps, read_distributions
-from hotseat.observe.report.encoding import encoded
 from hotseat.observe.report.key_figures import duration, num_restarts
 from hotseat.observe.report.page import MAX_RUNS, SCRIPTS, label_runs, make_page
-from hotseat.observe.report.reading import read_config, read_events, significant
+from hotseat.observe.report.reading import encoded, read_config, read_events, significant
 from hotseat.observe.report.samples import MAX_TOKENS, covering_order, halving_order, in_runs, pack, read_samples
 from hotseat.observe.report.timeline_view import Window, choose_windows, read_timeline
 

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hotseat.cluster.on_ray.connection import RayConnection
 from hotseat.cluster.ports import free_port
-from hotseat.cluster.services import NodeService, NodeServices
+from hotseat.cluster.runtime import NodeService, NodeServices
 from hotseat.cluster.session import Session
 from hotseat.errors import DeadlineError, RunError, WorkerError
 from hotseat.processes import supervisor

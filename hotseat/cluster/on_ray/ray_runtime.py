@@ -16,8 +16,7 @@ from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
 from hotseat.cluster.on_ray.nodes import NodeProcesses
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup, RayRef
 from hotseat.cluster.on_ray.reservation import Reservation
-from hotseat.cluster.runtime import Launch
-from hotseat.cluster.services import NodeService
+from hotseat.cluster.runtime import Launch, NodeService
 from hotseat.cluster.session import Session
 from hotseat.errors import ClusterError, PlacementError
 from hotseat.processes import supervisor

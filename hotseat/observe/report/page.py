@@ -20,12 +20,13 @@ from hotseat.errors import UserError
 from hotseat.files import write_whole
 from hotseat.observe.report.curves import Table, make_curves, make_phases, read_table, without_surplus
 from hotseat.observe.report.distributions import make_heat_maps, read_distributions
-from hotseat.observe.report.encoding import encoded, largest_that_fits
 from hotseat.observe.report.key_figures import headline_metric, make_facts, read_prediction, read_total
 from hotseat.observe.report.reading import (
     check_is_run,
     count_samples,
+    encoded,
     json_lines,
+    largest_that_fits,
     read_config,
     read_events,
     read_plan,

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hotseat.observe.report.encoding import largest_that_fits
-from hotseat.observe.report.reading import finite, shortened
+from hotseat.observe.report.reading import finite, largest_that_fits, shortened
 from hotseat.observe.timeline import read_timeline as read_events
 
 PHASES, DEVICES = "phases", "devices"
