@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
@@ -323,14 +323,13 @@ class MicroBatch:
         """Return the same micro-batch with every tensor on `device`."""
         if self.token_ids.device == device:
             return self
-        return MicroBatch(
+        return replace(
+            self,
             token_ids=to_device(self.token_ids, device),
             offsets=to_device(self.offsets, device),
             mask=to_device(self.mask, device),
             weights=to_device(self.weights, device),
             fields={name: to_device(values, device) for name, values in self.fields.items()},
-            sample_ids=self.sample_ids,
-            images=self.images,
         )
 
 

@@ -69,13 +69,18 @@ class Cluster:
             if runtime == "local":
                 self._runtime = LocalRuntime(1 if num_devices is None else num_devices)
             else:
-                self._runtime = _ray_runtime(
+                # Ray is imported only now.
+                from hotseat.cluster.on_ray.connection import RayConnection
+                from hotseat.cluster.on_ray.ray_runtime import RayRuntime
+
+                connection = RayConnection(
                     self._session,
                     num_devices=num_devices,
                     num_cpus=num_cpus,
                     object_store_bytes=object_store_bytes,
                     template=template,
                 )
+                self._runtime = RayRuntime(connection, self._session)
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -213,19 +218,16 @@ class Cluster:
             )
         )
 
-    def _placed_anew(self, name: str, processes: Any) -> list[ProcessLike]:
-        """Return the places of a group to be launched. Raises if it exists."""
-        self._refuse_if_closed()
-        if name in self._groups and not self._groups[name].is_closed:
-            raise PlacementError(f"there is a group {name!r} already; close it first or choose another name")
-        return self._placed(name, processes)
-
     @property
     def groups(self) -> Mapping[str, WorkerGroup[Any]]:
         """Return the groups that were launched, by name."""
         return self._groups
 
-    def _placed(self, name: str, processes: Any) -> list[ProcessLike]:
+    def _placed_anew(self, name: str, processes: Any) -> list[ProcessLike]:
+        """Return the places of a group to be launched. Raises if it exists."""
+        self._refuse_if_closed()
+        if name in self._groups and not self._groups[name].is_closed:
+            raise PlacementError(f"there is a group {name!r} already; close it first or choose another name")
         processes = getattr(processes, "processes", processes)
         if isinstance(processes, int):
             processes = [Process(rank) for rank in range(processes)]
@@ -303,11 +305,3 @@ class Cluster:
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
             raise RunError("the cluster is closed")
-
-
-def _ray_runtime(session: Session, **options: Any) -> Runtime:
-    """Connect to Ray, which is imported only now."""
-    from hotseat.cluster.on_ray.connection import RayConnection
-    from hotseat.cluster.on_ray.ray_runtime import RayRuntime
-
-    return RayRuntime(RayConnection(session, **options), session)

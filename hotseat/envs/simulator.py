@@ -1,4 +1,4 @@
-"""What a family of simulators implements: one file with a class of this form, and a function that returns it.
+"""The protocols that families of simulators implement: one file has such a class, and a function that returns it.
 
 `make(tasks, max_steps, **kwargs)` returns a `Simulator`, one world; `make_worlds(tasks, max_steps, num_worlds,
 **kwargs)` returns `Worlds`, a batch that one call steps. Importing the file takes no memory of a device.

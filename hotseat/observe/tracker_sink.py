@@ -33,17 +33,16 @@ from hotseat.processes.supervisor import TRACKER, end_marked
 _PROGRAM = Path(__file__).with_name("tracker_process.py")
 _ROOT = str(Path(__file__).parents[2])  # which the program imports from, wherever this package was found
 
-MAX_WAITING = 1000  # records
-START_S = 60.0  # limit for a tracker's first answer, while the run continues
-
 
 @dataclass(frozen=True)
 class Tracker:
-    """A kind of tracker."""
+    """A kind of tracker, with its limits in seconds."""
 
     kind: str  # also the name of its package, and of the extra that installs it
     label: str
     close_s: float  # limits at the end of a run: for it to have started, and again for sending the rest
+    start_s: float = 60.0  # limit for its first answer, while the run continues
+    max_waiting: int = 1000  # records
 
     @property
     def hint(self) -> str:
@@ -85,16 +84,11 @@ class TrackerSink:
         *,
         is_resumed: bool = False,
         where: Mapping[str, str | None] | None = None,  # its own names for the place of the run, such as `project`
-        start_s: float = START_S,
-        close_s: float | None = None,
-        max_waiting: int = MAX_WAITING,
     ):
         self._tracker = tracker
         self._id_path = run_dir / tracker.id_file
         self._say = say
-        self._close_s = tracker.close_s if close_s is None else close_s
         self._waiting: deque[dict[str, Any]] = deque()
-        self._max_waiting = max_waiting
         self._changed = threading.Condition()
         self._is_closing = self._has_failed = self._has_warned = False
         self._num_dropped = 0
@@ -106,8 +100,8 @@ class TrackerSink:
             "id": _saved_id(self._id_path) if is_resumed else None,
             "dir": str(run_dir),
             "config": without_secrets(config),
-            "start_s": start_s,
-            "grace_s": 2 * self._close_s,
+            "start_s": tracker.start_s,
+            "grace_s": 2 * tracker.close_s,
         }
         self._mark = secrets.token_hex(8)
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _ROOT)))
@@ -133,7 +127,7 @@ class TrackerSink:
         with self._changed:
             if self._has_failed or self._is_closing or not numbers:
                 return
-            if len(self._waiting) == self._max_waiting:
+            if len(self._waiting) == self._tracker.max_waiting:
                 self._waiting.popleft()
                 self._num_dropped += 1
             self._waiting.append({"step": step, "values": numbers})
@@ -146,9 +140,10 @@ class TrackerSink:
             self._changed.notify_all()
         if self._process is None or not is_first:
             return
-        self._has_started.wait(self._close_s)
+        close_s = self._tracker.close_s
+        self._has_started.wait(close_s)
         try:
-            if self._process.process.wait(self._close_s if self._has_started.is_set() else 0) != 0:
+            if self._process.process.wait(close_s if self._has_started.is_set() else 0) != 0:
                 self._fail("ended unexpectedly, and may lack the end of this run")
         except subprocess.TimeoutExpired:
             self._fail("did not finish in time, and may lack the end of this run")

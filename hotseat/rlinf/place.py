@@ -1,4 +1,4 @@
-"""What a worker knows of its place: set before its constructor runs."""
+"""Place of a worker, which is set before its constructor runs."""
 
 from __future__ import annotations
 

@@ -137,14 +137,11 @@ class RayGroup(WorkerGroup[W_co]):
         owner.end_processes([self.processes[rank]])
         self.processes[rank].incarnation += 1
         self.processes[rank].ended_because = ""
-        self._begin([rank], self.timeout_s)
+        self.begin([rank], self.timeout_s)
         self.ready()
 
-    def begin(self, within_s: float) -> None:
-        """Start the processes of all ranks; `ready` waits for them."""
-        self._begin(self.ranks, within_s)
-
-    def _begin(self, ranks: Sequence[int], within_s: float) -> None:
+    def begin(self, ranks: Sequence[int], within_s: float) -> None:
+        """Start the processes of these ranks; `ready` waits for them."""
         assert self._start_processes is not None
         self._start_error = None
         self._starting = self._start_processes(self, ranks, within_s), within_s

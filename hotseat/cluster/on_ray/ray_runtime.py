@@ -79,7 +79,7 @@ class RayRuntime:
             has_close=callable(getattr(launch.cls, "close", None)),
         )
         try:
-            group.begin(launch.start_timeout_s)
+            group.begin(group.ranks, launch.start_timeout_s)
             if launch.wait:
                 group.ready()
         except BaseException:

@@ -1,4 +1,4 @@
-"""What items of channels need of devices, and the devices that this process uses for them."""
+"""Operations on devices that items of channels need, and the devices that this process uses for them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _HEAD_ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Block:
-    """All tensors of an item on one device, one after another."""
+    """Memory with all tensors of an item on one device, one after another."""
 
     uuid: str
     num_bytes: int
