@@ -159,7 +159,6 @@ class _Connection(asyncio.Protocol):
             self._end_within(self._connections.leave_s)
 
     def end(self) -> None:
-        """End the connection now."""
         self._forget()
         if self._transport is not None:
             self._transport.abort()

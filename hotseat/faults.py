@@ -101,7 +101,6 @@ def register(name: str, pid: int | None = None) -> None:
 
 
 def is_armed(point: str) -> bool:
-    """Return whether a fault is armed at a point."""
     paths = [] if _directory is None else _directory.glob("*.fault")
     return any(Fault(**json.loads(path.read_text())).point == point for path in paths)
 

@@ -109,7 +109,6 @@ class Cluster:
         return sum(node.num_devices for node in self.nodes)
 
     def devices_of(self, node: int) -> range:
-        """Return the numbers of a node's devices."""
         return devices_of(self.nodes, node)
 
     # --- devices and groups ---------------------------------------------------------------------------------------
@@ -220,7 +219,6 @@ class Cluster:
 
     @property
     def groups(self) -> Mapping[str, WorkerGroup[Any]]:
-        """Return the groups that were launched, by name."""
         return self._groups
 
     def _placed_anew(self, name: str, processes: Any) -> list[ProcessLike]:

@@ -207,7 +207,6 @@ class WorkerGroup(Calling[W_co]):
         """Start the calls. With `keep`, their results are `Ref`s."""
 
     def _call(self, method: str, arguments: Arguments, timeout_s: float) -> list[Any]:
-        """Make the calls and wait for their results."""
         return self._start(method, arguments, timeout_s).result()
 
     @abstractmethod

@@ -39,8 +39,6 @@ class _Busy(DeadlineError):
 
 
 class LocalRef(Ref[T]):
-    """A value in this process."""
-
     def __init__(self, value: T):
         self._value = value
 
@@ -49,8 +47,6 @@ class LocalRef(Ref[T]):
 
 
 class _Loop:
-    """An event loop in a thread of its own, for classes with coroutine methods."""
-
     def __init__(self, name: str):
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)

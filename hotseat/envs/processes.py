@@ -167,7 +167,6 @@ class ProcessEnv(Env):
             self._episodes.pop(slot, None)
 
     def pids(self) -> list[int]:
-        """Return the process ids of the children."""
         return [child.pid for child in self._children]
 
     def close(self) -> None:
@@ -258,7 +257,6 @@ class ProcessEnv(Env):
         return None
 
     def _name(self, slot: int, call: str) -> str:
-        """Name a simulator for messages."""
         episode = self._episodes[slot]
         task = self.tasks[episode.task].name
         where = "in its reset" if call == "reset" else f"at action {sum(map(len, episode.actions[:-1]))}"
@@ -313,7 +311,6 @@ class ProcessEnv(Env):
 
 
 def _calls(episode: _Episode) -> list[tuple[str, tuple[Any, ...]]]:
-    """List the calls of an episode."""
     return [("reset", (episode.task, episode.seed)), *(("step", (chunk,)) for chunk in episode.actions)]
 
 
@@ -355,7 +352,6 @@ class _Child(ChildProcess):
 
 
 def _how(code: int | None) -> str:
-    """Describe the end of a process for a sentence."""
     return "" if code is None else f" {'by' if code < 0 else 'with'} {exit_words(code)}"
 
 

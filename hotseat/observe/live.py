@@ -132,7 +132,6 @@ class LiveView:
             self.progress(f"{self._title} {step:,}/{self._num_steps:,}: {phase}{left}")
 
     def say(self, text: str) -> None:
-        """Print a line."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def eta_s(self) -> float | None:

@@ -61,7 +61,6 @@ class WorkerDied(Exception):
 
 
 def exit_words(code: int) -> str:
-    """Describe an exit code of `Popen`."""
     return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 

@@ -228,7 +228,6 @@ class BrokerClient:
         return connection
 
     def _is_near(self) -> bool:
-        """Tell whether the broker is on this machine."""
         return self._address.host is None or os.path.exists(self._address.path)
 
     def _connect(self, opened: contextlib.ExitStack) -> socket.socket:

@@ -270,5 +270,4 @@ class Channel:
 
 
 def _entry_of(name: str) -> str:
-    """Return the name by which a channel itself is recorded from its creation on."""
     return f"channel {name}"

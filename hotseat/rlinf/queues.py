@@ -218,8 +218,6 @@ class QueueDirectory:
 
 
 class _LocalQueues:
-    """The queues of a directory in this process."""
-
     def __init__(self) -> None:
         self._queues: dict[str, Queue[Any]] = {}
         self._records: defaultdict[str, Record] = defaultdict(Record)
@@ -278,8 +276,6 @@ def _answered(
 
 
 class _LocalQueue:
-    """The queue, with a lock around it."""
-
     def __init__(self, capacity: int, num_producers: int):
         self._queue = BoundedQueue(capacity, num_producers)
         self._lock = threading.Lock()

@@ -89,7 +89,6 @@ class Cluster:
 
     @property
     def groups(self) -> Mapping[str, Any]:
-        """Return the groups that were launched, by name."""
         return self._groups
 
     # --- for groups and channels ----------------------------------------------------------------------------------

@@ -438,7 +438,6 @@ def _mail(
 
 
 def _route(src_group: str, dst_group: str, tag: str | None, route_key: Any, src_rank: int, dst_rank: int) -> Any:
-    """Return the key of a channel under which rows travel from one worker to another."""
     return "route", src_group, dst_group, tag, route_key, src_rank, dst_rank
 
 

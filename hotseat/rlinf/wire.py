@@ -51,7 +51,6 @@ class Memory:
 
     @classmethod
     def empty(cls, size: int) -> Memory:
-        """Make new memory."""
         memory = cls(os.memfd_create("hotseat-item"), size)
         os.ftruncate(memory.descriptor, size)
         return memory

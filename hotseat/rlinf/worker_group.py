@@ -130,7 +130,6 @@ class WorkerGroup(Generic[T]):
         self._group.close(grace_s=grace_s, idle_grace_s=_IDLE_GRACE_S)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> WorkerGroupFuncResult:
-        """Call a method by its name."""
         pending = self._group.on(*self._ranks).start(getattr(self._cls, method), *args, **kwargs)
         return WorkerGroupFuncResult(self, method, pending)
 

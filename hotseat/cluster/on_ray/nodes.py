@@ -121,7 +121,6 @@ class NodeProcesses:
             service.disconnect(address)
 
     def _agent(self, node: int) -> Any:
-        """Return the agent on another node than the driver's."""
         with self._lock:
             if node not in self._agents:
                 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -139,7 +138,6 @@ class NodeProcesses:
             return self._agents[node]
 
     def _ask(self, node: int, method: Callable[Concatenate[NodeAgent, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method of the agent on another node, and wait for its result."""
         return self._wait(self._start(node, method, *args, **kwargs), node, method.__name__, _AGENT_TIMEOUT_S)
 
     def _start(

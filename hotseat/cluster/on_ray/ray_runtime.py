@@ -133,7 +133,6 @@ class RayRuntime:
         self._processes.end_workers(marks)
 
     def forget(self, group: RayGroup[Any]) -> None:
-        """Drop a group that is closed."""
         self._groups.pop(group.name, None)
 
     def lost(self, *, asks_ray: bool = False) -> ClusterError | None:

@@ -207,6 +207,5 @@ def read_changes(run_dir: Path, table: Table) -> list[dict[str, Any]]:
 
 
 def _as_written(value: Any) -> str:
-    """Format a value as a config writes it."""
     value = without_secrets(value)
     return shortened(value if isinstance(value, str) else json.dumps(value), 200)

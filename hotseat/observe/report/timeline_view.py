@@ -39,7 +39,6 @@ class Trace:
     threads: dict[tuple[Any, Any], str] = field(default_factory=dict)
 
     def spans(self, path: Path) -> Iterator[Span]:
-        """Yield every span of time."""
         for event in read_events(path):
             kind, lane = event.get("ph"), (event.get("pid"), event.get("tid"))
             start = finite(event.get("ts"))

@@ -172,7 +172,6 @@ def _staged(
 
 
 def _through_host(head: bytes, manifest: Manifest, tensors: Sequence[Tensor], max_passed: int) -> wire.Packed:
-    """Return an item with the bytes of its tensors."""
     size = len(head) + manifest.num_bytes
     memory = wire.Memory.empty(size) if max_passed and size >= MIN_IN_MEMORY else None
     buffer: Any = bytearray(size) if memory is None else mmap.mmap(memory.descriptor, size)

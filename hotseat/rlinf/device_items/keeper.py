@@ -170,7 +170,6 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def keeper() -> Keeper:
-    """Return the keeper of this process."""
     return _keeper
 
 

@@ -161,7 +161,6 @@ def _copied(manifest: Manifest, blocks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _loads(body: memoryview, tensors: list[Tensor]) -> Any:
-    """Unpickle an item with these tensors."""
     before = _arriving.tensors  # of an item whose unpickling gets another one
     _arriving.tensors = tensors
     try:
