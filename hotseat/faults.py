@@ -107,7 +107,7 @@ def is_armed(point: str) -> bool:
 
 @contextlib.contextmanager
 def ignoring(point: str) -> Iterator[None]:
-    """Have this process reach a point no more meanwhile: what it does there is not what the point stands for."""
+    """Disable a fault point inside the context."""
     _ignored.add(point)
     try:
         yield

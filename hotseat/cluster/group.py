@@ -181,13 +181,13 @@ class WorkerGroup(Calling[W_co]):
         """Return the ranks whose objects are still being made."""
         return []
 
-    def when_started(self, tell: Callable[[int], object]) -> None:
-        """Call `tell` with each rank whose object is made: at once, or later from another thread.
+    def when_started(self, notify: Callable[[int], object]) -> None:
+        """Call `notify` with each rank whose object is made: at once, or later from another thread.
 
         It is not called for a rank that fails to start, nor for one that is restarted.
         """
         for rank in self.ranks:
-            tell(rank)
+            notify(rank)
 
     @abstractmethod
     def restart(self, rank: int) -> None:

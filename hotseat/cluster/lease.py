@@ -11,9 +11,9 @@ gone and the memory is seen free.
     ...
     lease.report(engine, {0: 3 << 30, 1: 3 << 30})
 
-Nothing here knows Ray or CUDA: the two callables tell who is gone and what a device holds. Memory counts as free when
-the next phase's `needs` fit, if it states them. Otherwise, after a death, when the device holds no more than it did
-when the dead holder's phase got it, within `slack_bytes`; without a death, any measurement is enough.
+Nothing here knows Ray or CUDA: the two callables return who is gone and how much memory a device has in use. Memory
+counts as free when the next phase's `needs` fit, if it states them. Otherwise, after a death, when the device holds no
+more than it did when the dead holder's phase got it, within `slack_bytes`; without a death, any measurement is enough.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Leases:
         return lease
 
     def forget_use(self, devices: Iterable[int]) -> None:
-        """Forget earlier measurements after a dead holder was replaced: they do not tell what is free now."""
+        """Forget earlier measurements after a dead holder was replaced: they do not say what is free now."""
         with self._changed:
             for device in devices:
                 if device in self._devices:

@@ -32,11 +32,12 @@ from hotseat.types import Moved
 
 MAX_ATTEMPTS = 3
 _PROGRAM = Path(__file__).with_name("simulator_child.py")
+_START_S = 600.0  # until a new process answers, which may have to compile its simulators
 _CLOSE_S = 10.0  # how long simulators may take to close
 
 
 class SimulatorError(RunError):
-    """A simulator failed: the episode in it cannot go on."""
+    """A simulator failed, and with it its episode."""
 
 
 @dataclass
@@ -52,8 +53,7 @@ class _Episode:
 class ProcessEnv(Env):
     """Simulators of one family in `num_processes` children, slot by slot in turn.
 
-    timeout_s: of each reset and each chunk of actions. start_timeout_s: until a new process answers, which may have to
-    compile its simulators. say: called with a sentence about every process that is replaced.
+    timeout_s: of each reset and each chunk of actions. say: called with a sentence about each process that is replaced.
     """
 
     def __init__(
@@ -63,14 +63,12 @@ class ProcessEnv(Env):
         *,
         num_processes: int = 1,
         timeout_s: float = 60.0,
-        start_timeout_s: float = 600.0,
         say: Callable[[str], object] = lambda text: None,
     ):
         self.num_envs = num_envs
         self.num_replaced = 0
         self._settings = settings
         self._timeout_s = timeout_s
-        self._start_timeout_s = start_timeout_s
         self._say = say
         self._episodes: dict[int, _Episode] = {}
         self.is_on_device: bool  # the simulators hold memory of an accelerator
@@ -186,9 +184,9 @@ class ProcessEnv(Env):
         if child.is_met:
             return
         try:
-            kind, answer = child.receive(self._start_timeout_s)
+            kind, answer = child.receive(_START_S)
         except (WorkerDied, WorkerTimeout) as error:
-            why = f"did not start in {self._start_timeout_s:g} s" if isinstance(error, WorkerTimeout) else "died"
+            why = f"did not start in {_START_S:g} s" if isinstance(error, WorkerTimeout) else "died"
             raise SimulatorError(f"a process of simulator {self._settings.path} {why} while it started") from None
         if kind == "refused":
             raise UserError(answer)

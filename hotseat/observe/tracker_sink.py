@@ -106,6 +106,7 @@ class TrackerSink:
         self._mark = secrets.token_hex(8)
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _ROOT)))
         self._process: ChildProcess | None = None
+        self._threads: list[threading.Thread] = []
         try:
             self._process = ChildProcess(
                 _PROGRAM,
@@ -117,10 +118,9 @@ class TrackerSink:
         except OSError as error:
             self._fail(f"could not be started: {error}")
             return
-        self._feeder = threading.Thread(target=self._feed, args=(self._process,), daemon=True)
-        self._hearer = threading.Thread(target=self._hear, args=(self._process,), daemon=True)
-        self._feeder.start()
-        self._hearer.start()
+        for target in (self._feed, self._hear):
+            self._threads.append(threading.Thread(target=target, args=(self._process,), daemon=True))
+            self._threads[-1].start()
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
@@ -148,8 +148,8 @@ class TrackerSink:
         except subprocess.TimeoutExpired:
             self._fail("did not finish in time, and may lack the end of this run")
             end_marked(TRACKER, [self._mark])
-        self._feeder.join(1.0)
-        self._hearer.join(1.0)
+        for thread in self._threads:
+            thread.join(1.0)
         self._process.end()
         if self._num_dropped:
             self._warn(f"was too slow: {self._num_dropped} records were not sent")

@@ -1,6 +1,6 @@
 """The broker: a process that serves any number of queues to others over sockets.
 
-It knows items as bytes only, and fails a queue when a process that used it goes away without saying so. It needs only
+It knows items as bytes only, and fails a queue when a process that used it ends without notice. It needs only
 the standard library and starts in a few hundredths of a second.
 """
 
@@ -92,11 +92,6 @@ class _ClientConnection:
         # A client that connects and never proves itself is dropped.
         self._greeting_timer = server.later(10.0, self.end)
 
-    @property
-    def is_writing(self) -> bool:
-        """Tell whether there is more to send than the socket takes."""
-        return bool(self.stream.unsent)
-
     def on_readable(self) -> None:
         if not self.stream.receive():
             self.end()
@@ -121,7 +116,7 @@ class _ClientConnection:
     def on_writable(self) -> None:
         if not self.stream.flush():
             self.end()
-        elif not self.is_writing:
+        elif not self.stream.unsent:
             self._server.watch(self)
 
     def end(self, how: str = "went away without closing it") -> None:
@@ -186,7 +181,7 @@ class _ClientConnection:
         if kind == wire.CLOSE:
             return functools.partial(self._close, served)
         if kind == wire.FAIL:
-            return functools.partial(self._fail, served, payload.decode())
+            return functools.partial(self._close, served, payload.decode())
         if kind == wire.SIZE:
             return lambda: self._answer(wire.DONE, [served.facts()])
         if kind == wire.RECORD:
@@ -234,13 +229,12 @@ class _ClientConnection:
         self.is_consumer = True
         self._wait(served.queue, timeout_s, lambda answer: served.queue.get(most, at_least, answer, weight))
 
-    def _close(self, served: _Served) -> None:
-        served.done.add(self.client)
-        served.queue.close()
-        self._answer(wire.DONE, [])
-
-    def _fail(self, served: _Served, reason: str) -> None:
-        served.queue.fail(reason)
+    def _close(self, served: _Served, reason: str | None = None) -> None:
+        if reason is None:
+            served.done.add(self.client)
+            served.queue.close()
+        else:
+            served.queue.fail(reason)
         self._answer(wire.DONE, [])
 
     def _record(self, served: _Served, name: str, value: bytes, replaces: bool) -> None:
@@ -332,9 +326,9 @@ class _ClientConnection:
         self._write(b"".join([wire.HEAD.pack(kind, sum(map(len, pieces))), *pieces]))
 
     def _write(self, data: bytes) -> None:
-        was_writing = self.is_writing
+        was_writing = bool(self.stream.unsent)
         self.stream.write(data)
-        if self.is_writing and not was_writing:
+        if self.stream.unsent and not was_writing:
             self._server.watch(self)
 
 
@@ -399,7 +393,7 @@ class BrokerServer:
         return timer
 
     def withdraw(self, timer: Timer) -> None:
-        """Have a call not be made. Deadlines may be hours away: withdrawn timers are dropped before, in bulk."""
+        """Withdraw a call. Its deadline may be hours ahead, so withdrawn timers are dropped in bulk before it."""
         if timer.call is None:
             return
         timer.call = None
@@ -463,7 +457,7 @@ class BrokerServer:
             del self._queues[served.name]
 
     def watch(self, connection: _ClientConnection) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_writing else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.stream.unsent else 0)
         self._selector.modify(connection.stream.socket, events, connection)
 
     def forget(self, connection: _ClientConnection) -> bool:

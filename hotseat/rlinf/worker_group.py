@@ -182,7 +182,7 @@ class WorkerGroupFuncResult:
             waiting -= done
             for result in [*(done - {elsewhere}), *(done & {elsewhere} if waiting else ())]:
                 if (failure := result.exception()) is not None:
-                    failures.tell(failure, None if result is elsewhere else self._call)
+                    failures.report(failure, None if result is elsewhere else self._call)
                     raise failure
         return [self._results[rank].result() for rank in sorted(self._results)]
 

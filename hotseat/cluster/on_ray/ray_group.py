@@ -175,17 +175,17 @@ class RayGroup(WorkerGroup[W_co]):
         starting = self._starting
         return [] if starting is None else [rank for rank, future in starting[0].futures.items() if not future.done()]
 
-    def when_started(self, tell: Callable[[int], object]) -> None:
+    def when_started(self, notify: Callable[[int], object]) -> None:
         starting = self._starting
         if starting is None:
             for rank, process in enumerate(self.processes):
                 if process.identity is not None:
-                    tell(rank)
+                    notify(rank)
             return
 
         def note(rank: int, future: Future[Any]) -> None:
             if not future.cancelled() and future.exception() is None and not isinstance(future.result(), Failure):
-                tell(rank)
+                notify(rank)
 
         for rank, future in starting[0].futures.items():
             future.add_done_callback(partial(note, rank))

@@ -136,7 +136,7 @@ class RayRuntime:
         self._groups.pop(group.name, None)
 
     def lost(self, *, asks_ray: bool = False) -> ClusterError | None:
-        """Return why the run cannot go on: a daemon that was started here is gone, or a node of the cluster is."""
+        """Return why the run has to end: a daemon that was started here is gone, or a node of the cluster is."""
         watch = self._daemons or self._node_watch
         return None if watch is None else watch.lost(asks_ray=asks_ray)
 

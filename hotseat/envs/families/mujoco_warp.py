@@ -39,7 +39,7 @@ _PLACES = 0.22  # farthest that things lie from the middle
 _APART = 0.13  # least between the centres of things
 _NUM_SUBSTEPS = 3
 _SPEED = 1.0  # metres per second of an action of 1
-_VIEW = 160  # pixels of a picture for people
+_VIEW = 160  # pixels of a picture for display
 
 # Ends of episodes, as the device counts them.
 _ACTING, _SUCCESS, _FAILURE, _LATE, _BROKEN = range(5)
