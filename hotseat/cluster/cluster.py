@@ -24,7 +24,6 @@ from hotseat.cluster.local import LocalRuntime
 from hotseat.cluster.nodes_and_processes import ClusterNode, Process, ProcessLike, devices_of
 from hotseat.cluster.on_ray.template import Template
 from hotseat.cluster.pending import CallObserver
-from hotseat.cluster.refs import Ref
 from hotseat.cluster.runtime import Launch, NodeService, Runtime
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
@@ -92,21 +91,12 @@ class Cluster:
         return self._session.id
 
     @property
-    def shm_prefix(self) -> str:
-        """Return the prefix of the names of this cluster's shared-memory segments."""
-        return self._session.shm_prefix
-
-    @property
     def runtime(self) -> str:
         return self._started_runtime.kind
 
     @property
     def nodes(self) -> tuple[ClusterNode, ...]:
         return self._started_runtime.nodes
-
-    @property
-    def num_devices(self) -> int:
-        return sum(node.num_devices for node in self.nodes)
 
     def devices_of(self, node: int) -> range:
         return devices_of(self.nodes, node)
@@ -257,11 +247,6 @@ class Cluster:
         """
         self._refuse_if_closed()
         return self._started_runtime.service(service, node)
-
-    def put(self, value: T) -> Ref[T]:
-        """Put a value where every worker can get it, once, instead of sending it with every call."""
-        self._refuse_if_closed()
-        return self._started_runtime.put(value)
 
     def device_memory(self, device: int) -> DeviceMemory | None:
         """Measure the memory in use on a device of this node; None on other nodes, and without a GPU behind it."""

@@ -12,8 +12,8 @@ gone and the memory is seen free.
     lease.report(engine, {0: 3 << 30, 1: 3 << 30})
 
 Nothing here knows Ray or CUDA: the two callables return who is gone and how much memory a device has in use. Memory
-counts as free when the next phase's `needs` fit, if it states them. Otherwise, after a death, when the device holds no
-more than it did when the dead holder's phase got it, within `slack_bytes`; without a death, any measurement is enough.
+counts as free, after a death, when the device holds no more than it did when the dead holder's phase got it, within
+`slack_bytes`; without a death, any measurement is enough.
 """
 
 from __future__ import annotations
@@ -55,21 +55,16 @@ class DeviceMemory:
 class Lease:
     """A phase's right to its devices. `Leases.acquire` makes it; it ends when every holder has reported."""
 
-    def __init__(self, leases: Leases, phase: str, holders: Mapping[Holder, tuple[int, ...]], needs: Mapping[int, int]):
+    def __init__(self, leases: Leases, phase: str, holders: Mapping[Holder, tuple[int, ...]]):
         self.phase = phase
         self.holders = holders
         self.devices = tuple(sorted({device for devices in holders.values() for device in devices}))
-        self.needs = needs
         self._leases = leases
         self._asked_at = 0.0
 
     def report(self, holder: Holder, bytes_given_up: Mapping[int, int] | int = 0) -> None:
         """Record the bytes that `holder` gave up: one number for its only device; none for a missing device."""
         self._leases._report(self, holder, bytes_given_up)
-
-    def is_over(self) -> bool:
-        """Tell whether every holder has reported or is gone."""
-        return not self._leases._silent(self)
 
     def __enter__(self) -> Lease:
         return self
@@ -127,10 +122,9 @@ class Leases:
         holders: Mapping[Holder, Iterable[int]],
         *,
         timeout_s: float,
-        needs: Mapping[int, int] | None = None,
     ) -> Lease:
-        """Wait for every device of the phase. `needs`: bytes that must be free on a device before it is passed on."""
-        lease = Lease(self, phase, {holder: tuple(devices) for holder, devices in holders.items()}, dict(needs or {}))
+        """Wait for every device of the phase."""
+        lease = Lease(self, phase, {holder: tuple(devices) for holder, devices in holders.items()})
         if not lease.devices:
             raise LeaseError(f"phase {phase!r} asks for no device")
         with self._changed:
@@ -196,7 +190,7 @@ class Leases:
         # No device is granted before all can be: devices of a half-granted phase would be idle.
         measured = {}
         for device in lease.devices:
-            settled, measured[device] = self._settled(device, lease.needs.get(device))
+            settled, measured[device] = self._settled(device)
             if not settled:
                 return False
         now = self._clock()
@@ -215,7 +209,7 @@ class Leases:
             if device in devices and holder not in state.reported and holder not in state.died
         )
 
-    def _settled(self, device: int, needs: int | None) -> tuple[bool, DeviceMemory | None]:
+    def _settled(self, device: int) -> tuple[bool, DeviceMemory | None]:
         """Tell whether the device can be passed on, and what was measured on it just now."""
         state = self._devices.setdefault(device, _Device())
         for holder in self._waited_for(device):
@@ -226,8 +220,6 @@ class Leases:
         memory = self._measure(device)
         if memory is None:
             return True, None
-        if needs is not None and memory.total is not None:
-            return memory.total - memory.used >= needs, memory
         if state.died and state.used_at_grant is not None:
             return memory.used <= state.used_at_grant + self._slack_bytes, memory
         return True, memory
@@ -282,25 +274,12 @@ class Leases:
                 reasons.append(
                     f"device {device}: phase {first.phase!r} asked {now - first._asked_at:.1f} s ago and comes first"
                 )
-            elif state.lease and not (settled := self._settled(device, lease.needs.get(device)))[0] and settled[1]:
+            elif state.lease and not (settled := self._settled(device))[0] and settled[1]:
                 memory = settled[1]
                 reasons.append(
-                    f"device {device}: {_names([*state.reported, *state.died])} of phase {state.lease.phase!r}"
-                    f" {'died' if state.died else 'reported'}, having given up {sum(state.reported.values())} bytes,"
-                    f" but {memory.used} bytes are in use"
-                    + (f" of {memory.total}" if memory.total is not None else "")
-                    + (
-                        f" and {lease.needs[device]} are needed"
-                        if device in lease.needs
-                        else f"; {state.used_at_grant} were when it began"
-                    )
-                    + f", {now - state.last_report_s:.1f} s later"
-                )
-            elif not state.lease and device in lease.needs:
-                measured = self._measure(device)
-                reasons.append(
-                    f"device {device}: nobody holds it, but {measured.used if measured else '?'} bytes are in use and"
-                    f" {lease.needs[device]} are needed"
+                    f"device {device}: {_names([*state.reported, *state.died])} of phase {state.lease.phase!r} died,"
+                    f" having given up {sum(state.reported.values())} bytes, but {memory.used} bytes are in use;"
+                    f" {state.used_at_grant} were when it began, {now - state.last_report_s:.1f} s later"
                 )
         return "; ".join(reasons) or _devices(lease.devices)
 

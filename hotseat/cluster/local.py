@@ -268,9 +268,6 @@ class LocalRuntime:
     def service(self, service: type[NodeService[Any]], node: int | None) -> None:
         """Return None: within a process no other serves."""
 
-    def put(self, value: T) -> LocalRef[T]:
-        return LocalRef(value)
-
     def device_memory(self, device: int) -> None:
         """Return None: there is no GPU behind a logical device."""
 

@@ -10,7 +10,6 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.nodes_and_processes import ClusterNode, ProcessLike
-from hotseat.cluster.refs import Ref
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -99,9 +98,6 @@ class Runtime(Protocol):
 
     def service(self, service: type[NodeService[A]], node: int | None) -> A | None:
         """Return the address of a service on a node, by default the driver's; None: everything is in this process."""
-
-    def put(self, value: T) -> Ref[T]:
-        """Put a value where every worker can get it."""
 
     def device_memory(self, device: int) -> DeviceMemory | None:
         """Measure the memory in use on a device of this node; None on other nodes, and without a GPU behind it."""

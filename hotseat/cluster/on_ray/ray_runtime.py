@@ -14,7 +14,7 @@ from hotseat.cluster.on_ray.connection import RayConnection
 from hotseat.cluster.on_ray.daemons import DaemonWatch, NodeWatch
 from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
 from hotseat.cluster.on_ray.nodes import NodeProcesses
-from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup, RayRef
+from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
 from hotseat.cluster.on_ray.reservation import Reservation
 from hotseat.cluster.runtime import Launch, NodeService
 from hotseat.cluster.session import Session
@@ -103,9 +103,6 @@ class RayRuntime:
 
     def service(self, service: type[NodeService[A]], node: int | None) -> A:
         return self._processes.service(service, self._connection.home if node is None else node)
-
-    def put(self, value: T) -> RayRef[T]:
-        return RayRef(self._connection.ray.put(value))
 
     # --- devices and processes ------------------------------------------------------------------------------------
 
