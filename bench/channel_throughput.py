@@ -206,7 +206,7 @@ def compare_on_cuda() -> None:
         def allocate(self, device: torch.device, num_bytes: int) -> None:
             return None
 
-    device_items.packing.MIN_ON_DEVICE = 0
+    device_items.item_packing.MIN_ON_DEVICE = 0
     with tempfile.TemporaryDirectory() as folder:
         broker = Broker(folder)
         there, back = (Queue(name, object, 4, broker=broker.address) for name in ("there", "back"))

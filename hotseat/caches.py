@@ -1,4 +1,4 @@
-"""Where compilers keep what they compiled: in the user's cache directory, so that the next start finds it there.
+"""Folders for what compilers compile: in the user's cache directory, so that the next start finds it there.
 
 Inductor's default is a temporary directory, which a restart of the machine or of a container empties. Each compiler
 keeps its files apart by versions, devices and sources. A variable that is set already takes precedence.

@@ -43,7 +43,7 @@ class Connections:
         if max_unknown is None:  # half of the files that this process may open are for others
             max_unknown = min(_MAX_UNKNOWN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._max_unknown = max_unknown
-        self._unknown = Holder()
+        self.unknown = Holder()  # of those that have shown no token
         self.headers_s, self.leave_s = headers_s, leave_s
 
     def runner(self, app: web.Application, shutdown_s: float, *, ends_handlers: bool = False) -> web.AppRunner:
@@ -88,12 +88,12 @@ class Connections:
     def release(self, holder: Holder) -> None:
         """Take a token back: its connections are nobody's again, and those with a request in progress end soon."""
         for connection in list(holder._open):
-            self._give(connection, self._unknown)
+            self._give(connection, self.unknown)
             connection.give_up()
         self._make_room()
 
     def add(self, connection: _Connection) -> None:
-        self._unknown._open[connection] = None
+        self.unknown._open[connection] = None
         self._make_room()
 
     def _give(self, connection: _Connection, holder: Holder) -> None:
@@ -102,17 +102,9 @@ class Connections:
             connection.holder = holder
             holder._open[connection] = None
 
-    def is_unknown(self, connection: _Connection) -> bool:
-        return connection.holder is self._unknown
-
-    @property
-    def unknown(self) -> Holder:
-        """Return the connections that have shown no token."""
-        return self._unknown
-
     def _make_room(self) -> None:
-        while self._unknown.num_connections > self._max_unknown:
-            next(iter(self._unknown._open)).end()
+        while self.unknown.num_connections > self._max_unknown:
+            next(iter(self.unknown._open)).end()
 
 
 class _Connection(asyncio.Protocol):
@@ -158,7 +150,7 @@ class _Connection(asyncio.Protocol):
 
     def finish(self) -> None:
         self._is_busy = False
-        if self._connections.is_unknown(self):
+        if self.holder is self._connections.unknown:
             self._end_within(self._connections.leave_s)
 
     def give_up(self) -> None:
@@ -167,7 +159,6 @@ class _Connection(asyncio.Protocol):
             self._end_within(self._connections.leave_s)
 
     def end(self) -> None:
-        """End the connection now."""
         self._forget()
         if self._transport is not None:
             self._transport.abort()

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Exported", "device_uuid", "export", "map_exported", "own"]
-
 Exported = tuple[Any, ...]  # what `_new_shared_cuda` takes after the number of the device
 
 _COUNTER = slice(3, 5)  # of `Exported`: the file of torch's count, and the place in it

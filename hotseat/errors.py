@@ -82,13 +82,22 @@ class UnsupportedError(UserError):
 class RunError(HotseatError):
     """Something failed while running."""
 
+    is_death: bool = False  # it reports the death of a process
+
 
 class DeadlineError(RunError):
     """A bounded wait ran out."""
 
+    awaited: tuple[str, ...] = ()  # processes that did not answer, such as `rollout rank 0`
+
 
 class WorkerError(RunError):
     """A process of a group failed."""
+
+    group: str = ""
+    rank: int = 0
+    method: str = ""
+    remote_traceback: str = ""
 
 
 class ClusterError(RunError):

@@ -1,4 +1,4 @@
-"""What compatibility with other frameworks adds to the core, by name: the core imports none of their folders.
+"""Names of what compatibility with other frameworks adds to the core, which imports none of their folders.
 
 A name is "module:attribute"; `load` imports it when it is first needed. Worker processes of rewards load this file by
 its path, without the package, so it needs only the standard library.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from importlib import import_module
 from typing import Any, NamedTuple
-
-__all__ = ["AGENT_FORMS", "METRIC_NAMES", "REWARD_HELPERS", "AgentFormEntry", "describe_agent_forms", "load"]
 
 
 class AgentFormEntry(NamedTuple):

@@ -101,14 +101,13 @@ def register(name: str, pid: int | None = None) -> None:
 
 
 def is_armed(point: str) -> bool:
-    """Return whether a fault is armed at a point."""
     paths = [] if _directory is None else _directory.glob("*.fault")
     return any(Fault(**json.loads(path.read_text())).point == point for path in paths)
 
 
 @contextlib.contextmanager
 def ignoring(point: str) -> Iterator[None]:
-    """Have this process reach a point no more meanwhile: what it does there is not what the point stands for."""
+    """Disable a fault point inside the context."""
     _ignored.add(point)
     try:
         yield

@@ -24,7 +24,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 class Interrupts:
     """Reaction of this process to the signals.
 
-    describe: tells what the newest run loses if it ends now, and how to resume it; None before a run is open.
+    describe: returns what the newest run loses if it ends now, and how to resume it; None before a run is open.
     is_raised: a signal has raised KeyboardInterrupt, which a library may have replaced by another error, or dropped.
     is_over: the command has nothing left to do but to exit.
     """

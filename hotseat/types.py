@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
@@ -116,7 +116,7 @@ class Request:
     sampling: Sampling
     seed: int
     images: tuple[str, ...] = ()  # of the placeholders among the tokens, in order
-    streams: bool = False  # whoever asks is told of tokens as they are sampled
+    streams: bool = False  # tokens are reported to the caller as they are sampled
 
 
 WhenSampled = Callable[[tuple[int, ...]], object]  # takes all tokens of a request so far, whenever there are more
@@ -156,7 +156,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class TurnFacts:
-    """Facts about one turn beside its tokens, for people. Seconds are counted from the begin of the episode."""
+    """Per-turn metadata for logs. Seconds are counted from the begin of the episode."""
 
     asked_s: float
     answered_s: float
@@ -165,7 +165,7 @@ class TurnFacts:
 
 @dataclass(frozen=True)
 class EpisodeFacts:
-    """Facts about an episode beside its tokens, for people. turns: in the order of `Episode.turn_lengths`."""
+    """Per-episode metadata for logs. turns: in the order of `Episode.turn_lengths`."""
 
     turns: tuple[TurnFacts, ...] = ()
     waited_s: float = 0.0  # for a place among the episodes that are played at a time
@@ -218,7 +218,7 @@ class PromptGroup:
 
 @dataclass(frozen=True)
 class GroupChange:
-    """Decision of a component of the user's own about a group, before it is learned.
+    """Decision of a custom component about a group, before it is learned.
 
     rewards: one for each sample, in order, in the place of its reward and its score; None: they stay. drop: why the
     group is not learned, so that the next prompt replaces it; None: it stays. metrics: by name, of which metrics.jsonl
@@ -323,14 +323,13 @@ class MicroBatch:
         """Return the same micro-batch with every tensor on `device`."""
         if self.token_ids.device == device:
             return self
-        return MicroBatch(
+        return replace(
+            self,
             token_ids=to_device(self.token_ids, device),
             offsets=to_device(self.offsets, device),
             mask=to_device(self.mask, device),
             weights=to_device(self.weights, device),
             fields={name: to_device(values, device) for name, values in self.fields.items()},
-            sample_ids=self.sample_ids,
-            images=self.images,
         )
 
 

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hotseat.errors import UserError
@@ -35,6 +36,20 @@ def absolute(name: str) -> str:
     return f"{file}:{function}"
 
 
+def load_file(file: Path, name: str) -> ModuleType:
+    """Run a file as a module of this name. It can import the modules beside it."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    folder = str(file.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec.loader.exec_module(module)
+    return module
+
+
 @cache
 def own_function(name: str) -> Callable[..., Any]:
     """Load the function that `FILE.py:FUNCTION` names, once per process."""
@@ -42,16 +57,8 @@ def own_function(name: str) -> Callable[..., Any]:
     file = Path(path)
     if not file.is_file():
         raise UserError(f"there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"hotseat_own_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    folder = str(file.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # for the modules beside it
     try:
-        spec.loader.exec_module(module)
+        module = load_file(file, f"hotseat_own_{file.stem}")
     except Exception as error:
         raise UserError(f"{file} cannot be loaded: {described(error, file)}") from error
     function = getattr(module, function_name, None)

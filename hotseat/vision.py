@@ -1,4 +1,4 @@
-"""Models that see images: prepared pixels as arguments of their forward, and the positions of their tokens.
+"""Vision-language models: prepared pixels as arguments of their forward, and the positions of their tokens.
 
 An image is prepared once for the whole run, before a model loads (`hotseat.data.images`): resized and normalised by the
 image processor of the model, and written to a file whose name is a digest of image and processor. From then on it is
@@ -81,7 +81,7 @@ def policy_class(config: Any) -> Any:
 def value_class(config: Any) -> Any:
     """Return the class of transformers that loads a value model of this config: a body, and a head of one number.
 
-    Most families that see have no such class: for these one is registered, of transformers' own head and their body.
+    Most vision-language families have no such class: one is registered for them, of transformers' head and their body.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -118,17 +118,13 @@ def placeholder_ids(config: Any) -> tuple[int, ...]:
 
 
 def encoder_of(model: Any) -> Any:
-    """Return the visual encoder of a model that sees images."""
+    """Return the visual encoder of a vision-language model."""
     return _part(model, _ENCODERS)
 
 
 def set_attention(model: Any, name: str) -> None:
     """Set the attention of the language model. A visual encoder's is not causal, and stays as it is."""
-    if not sees_images(model.config):
-        model.set_attn_implementation(name)
-        return
-    language = _part(model, _LANGUAGE)
-    language.set_attn_implementation(name)
+    language_part(model).set_attn_implementation(name)
 
 
 def language_part(model: Any) -> Any:
@@ -283,7 +279,7 @@ def copy_processor(model: str, folder: Path) -> None:
 
 
 class Vision:
-    """Inputs that the forward of a model that sees images takes besides tokens."""
+    """Inputs that the forward of a vision-language model takes besides tokens."""
 
     def __init__(self, model: Any):
         self._base = model.base_model

@@ -92,7 +92,7 @@ ROWS_OF = {
         ("group",),
         ("pending",),
         ("worker_process", "device_memory", "session"),
-        ("activity", "environment", "lease", "ports", "nodes_and_processes", "refs", "services"),
+        ("activity", "environment", "lease", "ports", "nodes_and_processes", "refs"),
     ),
     "openrlhf": (
         ("__init__",),
@@ -123,6 +123,8 @@ ROWS_OF = {
         ("broker",),
         ("@device_items",),
         ("broker_process",),
+        ("bounded_queue",),
+        ("wire",),
     ),
     "rlinf/device_items": (
         ("__init__",),
@@ -136,7 +138,7 @@ ROWS_OF = {
         ("__init__",),
         ("ray_runtime",),
         ("launching", "nodes"),
-        ("ray_group", "reservation", "node_agent"),
+        ("ray_group", "reservation"),
         ("connection", "daemons"),
         ("template",),
         ("forked", "template_process", "lean_agent"),

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .tabletop_expert import advise
+
 SEED = 2_000_000  # the first of seeds that no run learns from or is evaluated on
 EVAL_SEED = 1_900_000
 
@@ -93,7 +95,7 @@ def collect(
             for turn in range(chunk):
                 if not acting:
                     break
-                advice = np.clip(np.floor((worlds.expert(acting) + 1) / 2 * bins), 0, bins - 1)
+                advice = np.clip(np.floor((advise(worlds, acting) + 1) / 2 * bins), 0, bins - 1)
                 chosen = np.array([is_script[at] for at in acting])[:, None]
                 others = np.where(own[acting, turn] >= 0, own[acting, turn], random.integers(bins, size=advice.shape))
                 indexes = np.where(chosen, advice, others).astype(int)

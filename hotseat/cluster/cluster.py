@@ -24,13 +24,9 @@ from hotseat.cluster.local import LocalRuntime
 from hotseat.cluster.nodes_and_processes import ClusterNode, Process, ProcessLike, devices_of
 from hotseat.cluster.on_ray.template import Template
 from hotseat.cluster.pending import CallObserver
-from hotseat.cluster.refs import Ref
-from hotseat.cluster.runtime import Launch, Runtime
-from hotseat.cluster.services import NodeService
+from hotseat.cluster.runtime import Launch, NodeService, Runtime
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
-
-__all__ = ["Cluster"]
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -40,8 +36,7 @@ _LEAST_START_S = 300.0
 class Cluster:
     """Nodes and devices, and what runs on them.
 
-    runtime: "ray", or "local" for everything in this process.
-    address: of the Ray cluster to attach to; by default `RAY_ADDRESS`; if that is not set, a cluster is started here.
+    runtime: "ray", the cluster at `RAY_ADDRESS` or one that is started here; or "local", everything in this process.
     num_devices: logical devices of a cluster started here; by default its GPUs (one in the local runtime).
     timeout_s: the deadline of calls that state none.
     template: a process with libraries loaded, from which processes of a cluster started here are forked.
@@ -51,12 +46,10 @@ class Cluster:
         self,
         runtime: Literal["ray", "local"] = "ray",
         *,
-        address: str | None = None,
         num_devices: int | None = None,
         num_cpus: int | None = None,
         object_store_bytes: int = 2 << 30,
         timeout_s: float = 600.0,
-        log_to_driver: bool = False,
         template: Template | None = None,
     ):
         if runtime not in ("ray", "local"):
@@ -75,15 +68,18 @@ class Cluster:
             if runtime == "local":
                 self._runtime = LocalRuntime(1 if num_devices is None else num_devices)
             else:
-                self._runtime = _ray_runtime(
+                # Ray is imported only now.
+                from hotseat.cluster.on_ray.connection import RayConnection
+                from hotseat.cluster.on_ray.ray_runtime import RayRuntime
+
+                connection = RayConnection(
                     self._session,
-                    address=address,
                     num_devices=num_devices,
                     num_cpus=num_cpus,
                     object_store_bytes=object_store_bytes,
-                    log_to_driver=log_to_driver,
                     template=template,
                 )
+                self._runtime = RayRuntime(connection, self._session)
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -95,11 +91,6 @@ class Cluster:
         return self._session.id
 
     @property
-    def shm_prefix(self) -> str:
-        """Return the prefix of the names of this cluster's shared-memory segments."""
-        return self._session.shm_prefix
-
-    @property
     def runtime(self) -> str:
         return self._started_runtime.kind
 
@@ -107,12 +98,7 @@ class Cluster:
     def nodes(self) -> tuple[ClusterNode, ...]:
         return self._started_runtime.nodes
 
-    @property
-    def num_devices(self) -> int:
-        return sum(node.num_devices for node in self.nodes)
-
     def devices_of(self, node: int) -> range:
-        """Return the numbers of a node's devices."""
         return devices_of(self.nodes, node)
 
     # --- devices and groups ---------------------------------------------------------------------------------------
@@ -178,15 +164,15 @@ class Cluster:
             Launch(
                 name,
                 cls,
-                tuple(args),
-                dict(kwargs or {}),
-                per_rank or [{}] * len(placed),
                 placed,
                 env_on=lambda node: {**self._node_env.get(node, {}), **(env or {})},
                 num_threads=num_threads,
                 max_concurrency=max_concurrency or getattr(cls, "max_concurrency", None) or 1,
                 timeout_s=timeout_s or self.timeout_s,
                 start_timeout_s=max(_LEAST_START_S, timeout_s or self.timeout_s),
+                args=tuple(args),
+                kwargs=kwargs or {},
+                per_rank=per_rank or [{}] * len(placed),
                 wait=wait,
             )
         )
@@ -212,32 +198,24 @@ class Cluster:
             Launch(
                 name,
                 cls,
-                (),
-                {},
-                [{}] * len(placed),
                 placed,
                 env_on=lambda node: self._node_env.get(node, {}),
                 num_threads=num_threads,
                 max_concurrency=getattr(cls, "max_concurrency", None) or 1,
                 timeout_s=timeout_s or self.timeout_s,
                 start_timeout_s=self.timeout_s,
-                wait=False,
             )
         )
+
+    @property
+    def groups(self) -> Mapping[str, WorkerGroup[Any]]:
+        return self._groups
 
     def _placed_anew(self, name: str, processes: Any) -> list[ProcessLike]:
         """Return the places of a group to be launched. Raises if it exists."""
         self._refuse_if_closed()
         if name in self._groups and not self._groups[name].is_closed:
             raise PlacementError(f"there is a group {name!r} already; close it first or choose another name")
-        return self._placed(name, processes)
-
-    @property
-    def groups(self) -> Mapping[str, WorkerGroup[Any]]:
-        """Return the groups that were launched, by name."""
-        return self._groups
-
-    def _placed(self, name: str, processes: Any) -> list[ProcessLike]:
         processes = getattr(processes, "processes", processes)
         if isinstance(processes, int):
             processes = [Process(rank) for rank in range(processes)]
@@ -269,11 +247,6 @@ class Cluster:
         """
         self._refuse_if_closed()
         return self._started_runtime.service(service, node)
-
-    def put(self, value: T) -> Ref[T]:
-        """Put a value where every worker can get it, once, instead of sending it with every call."""
-        self._refuse_if_closed()
-        return self._started_runtime.put(value)
 
     def device_memory(self, device: int) -> DeviceMemory | None:
         """Measure the memory in use on a device of this node; None on other nodes, and without a GPU behind it."""
@@ -315,11 +288,3 @@ class Cluster:
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
             raise RunError("the cluster is closed")
-
-
-def _ray_runtime(session: Session, **options: Any) -> Runtime:
-    """Connect to Ray, which is imported only now."""
-    from hotseat.cluster.on_ray.connection import RayConnection
-    from hotseat.cluster.on_ray.ray_runtime import RayRuntime
-
-    return RayRuntime(RayConnection(session, **options), session)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from typing import Any
 
 from hotseat.cluster.lease import DeviceMemory
@@ -23,6 +24,13 @@ def device_memory(name: str) -> DeviceMemory | None:
     if library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
         return None
     return DeviceMemory(used=memory.used, total=memory.total)
+
+
+def own_device_name(index: int) -> str:
+    """Return what CUDA_VISIBLE_DEVICES calls a device of this node."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return names[index] if index < len(names) else str(index)
 
 
 @functools.cache

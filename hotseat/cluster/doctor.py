@@ -22,7 +22,7 @@ from typing import Any
 
 from hotseat.cluster.activity import DIRECTORY, Operation, activity, read_activity
 from hotseat.cluster.group import WorkerGroup
-from hotseat.errors import DeadlineError
+from hotseat.errors import DeadlineError, WorkerError
 
 _STACK_TIMEOUT_S = 10.0
 _COLLECTIVE = ("torch/distributed", "/ranks.py")  # in the stack of a rank that waits for the others
@@ -80,18 +80,14 @@ def is_hang(error: BaseException) -> bool:
 
 
 def _is_late_collective(error: BaseException) -> bool:
-    trace = getattr(error, "remote_traceback", "")
+    trace = error.remote_traceback if isinstance(error, WorkerError) else ""
     return "imed out" in trace and any(mark in trace for mark in _COLLECTIVE)
 
 
 def awaited_in(error: BaseException | None) -> list[str]:
     """Return the processes that were waited for in vain, by the innermost error that names some."""
-    awaited: list[str] = []
-    for each in _chain(error):
-        missing = getattr(each, "missing", None)
-        if missing:
-            awaited = [f"{each.group} rank {rank}" for rank in missing]  # type: ignore[attr-defined]
-    return awaited
+    named = [each.awaited for each in _chain(error) if isinstance(each, DeadlineError) and each.awaited]
+    return list(named[-1]) if named else []
 
 
 def _chain(error: BaseException | None) -> Iterable[BaseException]:

@@ -5,8 +5,8 @@ A method is named as an attribute of the worker class, so that a type checker se
     losses = actor.call(Actor.update, batch)                        # one result per rank, in rank order
     first = actor.on(0).within(60).call(Actor.state)                # on some ranks, with a deadline of its own
     pending = actor.start(Actor.save, path)                         # does not wait
-    scores = model.scatter_and_keep(Model.score, shares)            # rank r gets shares[r]; returns Refs
-    actor.call(Actor.prepare, as_arguments(scores))                 # a Ref arrives as its value
+    scores = model.start_scatter_and_keep(Model.score, shares)      # rank r gets shares[r]; the results are Refs
+    actor.call(Actor.prepare, as_arguments(scores.result()))        # a Ref arrives as its value
 
 Only the method's name is sent: if the worker's class overrides the method, its override runs. A protocol's method can
 stand for those of every class that has it. Every call has a deadline. The first failure of any rank is raised, without
@@ -26,8 +26,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from hotseat.cluster.lease import Holder
 from hotseat.cluster.pending import CallObserver, Pending
 from hotseat.cluster.refs import Ref
-
-__all__ = ["Arguments", "Calling", "WorkerGroup"]
 
 Arguments = Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]  # positional and keyword arguments, by rank
 
@@ -89,16 +87,10 @@ class Calling(ABC, Generic[W_co]):
         group, _, timeout_s = self._scope()
         return group._start(name_of(method), self._scattered(values, args, kwargs), timeout_s)
 
-    def scatter_and_keep(
-        self, method: Callable[Concatenate[W_co, T, P], R], values: Sequence[T], *args: P.args, **kwargs: P.kwargs
-    ) -> list[Ref[R]]:
-        """Do as `scatter` does, but leave the results where they were made, and return references to them."""
-        return self.start_scatter_and_keep(method, values, *args, **kwargs).result()
-
     def start_scatter_and_keep(
         self, method: Callable[Concatenate[W_co, T, P], R], values: Sequence[T], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[Ref[R]]:
-        """Start what `scatter_and_keep` calls without waiting for it."""
+        """Do as `start_scatter` does, but leave the results where they were made: the calls return references."""
         group, _, timeout_s = self._scope()
         return group._start(name_of(method), self._scattered(values, args, kwargs), timeout_s, keep=True)
 
@@ -156,12 +148,12 @@ class WorkerGroup(Calling[W_co]):
     # --- the processes --------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def alive(self) -> list[bool]:
-        """Tell which ranks have a process. One that is busy or stopped has."""
-
     def states(self) -> list[str]:
         """Return the state of each rank's process: "starting", "running", "stopped" or "gone"."""
-        return ["running" if is_alive else "gone" for is_alive in self.alive()]
+
+    def alive(self) -> list[bool]:
+        """Tell which ranks have a process. One that is busy or stopped has."""
+        return [state != "gone" for state in self.states()]
 
     def ping(self, rank: int) -> Future[Any]:
         """Call `health` without waiting for its result, and without calling `on_call`."""
@@ -189,16 +181,16 @@ class WorkerGroup(Calling[W_co]):
         """Return the ranks whose objects are still being made."""
         return []
 
-    def when_started(self, tell: Callable[[int], object]) -> None:
-        """Call `tell` with each rank whose object is made: at once, or later from another thread.
+    def when_started(self, notify: Callable[[int], object]) -> None:
+        """Call `notify` with each rank whose object is made: at once, or later from another thread.
 
         It is not called for a rank that fails to start, nor for one that is restarted.
         """
         for rank in self.ranks:
-            tell(rank)
+            notify(rank)
 
     @abstractmethod
-    def restart(self, rank: int, *, timeout_s: float | None = None) -> None:
+    def restart(self, rank: int) -> None:
         """End what is left of this rank and its children, and make the object anew in a new process there."""
 
     @abstractmethod
@@ -215,7 +207,6 @@ class WorkerGroup(Calling[W_co]):
         """Start the calls. With `keep`, their results are `Ref`s."""
 
     def _call(self, method: str, arguments: Arguments, timeout_s: float) -> list[Any]:
-        """Make the calls and wait for their results."""
         return self._start(method, arguments, timeout_s).result()
 
     @abstractmethod

@@ -11,24 +11,19 @@ gone and the memory is seen free.
     ...
     lease.report(engine, {0: 3 << 30, 1: 3 << 30})
 
-Nothing here knows Ray or CUDA: the two callables tell who is gone and what a device holds. Memory counts as free when
-the next phase's `needs` fit, if it states them. Otherwise, after a death, when the device holds no more than it did
-when the dead holder's phase got it, within `slack_bytes`; without a death, any measurement is enough.
+Nothing here knows Ray or CUDA: the two callables return who is gone and how much memory a device has in use. Memory
+counts as free, after a death, when the device holds no more than it did when the dead holder's phase got it, within
+`slack_bytes`; without a death, any measurement is enough.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hotseat.errors import DeadlineError, RunError
-
-MAX_LOG = 10_000  # transfers that are remembered
-
-__all__ = ["DeviceMemory", "Holder", "Lease", "LeaseError", "LeaseTransfer", "Leases"]
 
 
 class LeaseError(RunError):
@@ -57,41 +52,19 @@ class DeviceMemory:
     total: int | None = None
 
 
-@dataclass(frozen=True)
-class LeaseTransfer:
-    """One device passed from a phase to the next: a bar of the timeline."""
-
-    device: int
-    from_phase: str | None  # None: nobody had it before
-    from_holders: tuple[str, ...]
-    to_phase: str
-    to_holders: tuple[str, ...]
-    bytes_given_up: int  # as reported by the holders that lived
-    used: int | None  # measured before it was passed on; None where it cannot be measured
-    died: tuple[str, ...]  # holders that died instead of reporting
-    at_s: float  # by the clock of the leases
-    ms: float  # from the last report (or from the request, if that came later) to the grant
-
-
 class Lease:
     """A phase's right to its devices. `Leases.acquire` makes it; it ends when every holder has reported."""
 
-    def __init__(self, leases: Leases, phase: str, holders: Mapping[Holder, tuple[int, ...]], needs: Mapping[int, int]):
+    def __init__(self, leases: Leases, phase: str, holders: Mapping[Holder, tuple[int, ...]]):
         self.phase = phase
         self.holders = holders
         self.devices = tuple(sorted({device for devices in holders.values() for device in devices}))
-        self.needs = needs
         self._leases = leases
         self._asked_at = 0.0
-        self._granted_at: float | None = None
 
     def report(self, holder: Holder, bytes_given_up: Mapping[int, int] | int = 0) -> None:
         """Record the bytes that `holder` gave up: one number for its only device; none for a missing device."""
         self._leases._report(self, holder, bytes_given_up)
-
-    def is_over(self) -> bool:
-        """Tell whether every holder has reported or is gone."""
-        return not self._leases._silent(self)
 
     def __enter__(self) -> Lease:
         return self
@@ -141,7 +114,6 @@ class Leases:
         self._slack_bytes = slack_bytes
         self._devices: dict[int, _Device] = {}
         self._queue: list[Lease] = []
-        self._log: deque[LeaseTransfer] = deque(maxlen=MAX_LOG)
         self._changed = threading.Condition()
 
     def acquire(
@@ -150,10 +122,9 @@ class Leases:
         holders: Mapping[Holder, Iterable[int]],
         *,
         timeout_s: float,
-        needs: Mapping[int, int] | None = None,
     ) -> Lease:
-        """Wait for every device of the phase. `needs`: bytes that must be free on a device before it is passed on."""
-        lease = Lease(self, phase, {holder: tuple(devices) for holder, devices in holders.items()}, dict(needs or {}))
+        """Wait for every device of the phase."""
+        lease = Lease(self, phase, {holder: tuple(devices) for holder, devices in holders.items()})
         if not lease.devices:
             raise LeaseError(f"phase {phase!r} asks for no device")
         with self._changed:
@@ -172,7 +143,7 @@ class Leases:
         return lease
 
     def forget_use(self, devices: Iterable[int]) -> None:
-        """Forget earlier measurements after a dead holder was replaced: they do not tell what is free now."""
+        """Forget earlier measurements after a dead holder was replaced: they do not say what is free now."""
         with self._changed:
             for device in devices:
                 if device in self._devices:
@@ -192,11 +163,6 @@ class Leases:
         with self._changed:
             state = self._devices.get(device)
             return self._waited_for(device) if state and state.lease else ()
-
-    def log(self) -> tuple[LeaseTransfer, ...]:
-        """Return the transfers so far, oldest first; of very many, the newest."""
-        with self._changed:
-            return tuple(self._log)
 
     # --- granting -------------------------------------------------------------------------------------------------
 
@@ -224,13 +190,13 @@ class Leases:
         # No device is granted before all can be: devices of a half-granted phase would be idle.
         measured = {}
         for device in lease.devices:
-            settled, measured[device] = self._settled(device, lease.needs.get(device))
+            settled, measured[device] = self._settled(device)
             if not settled:
                 return False
         now = self._clock()
         for device in lease.devices:
-            self._pass_on(device, lease, measured[device], now)
-        lease._granted_at = now
+            memory = measured[device]
+            self._devices[device] = _Device(lease, used_at_grant=memory.used if memory else None, granted_s=now)
         return True
 
     def _waited_for(self, device: int) -> tuple[Holder, ...]:
@@ -243,7 +209,7 @@ class Leases:
             if device in devices and holder not in state.reported and holder not in state.died
         )
 
-    def _settled(self, device: int, needs: int | None) -> tuple[bool, DeviceMemory | None]:
+    def _settled(self, device: int) -> tuple[bool, DeviceMemory | None]:
         """Tell whether the device can be passed on, and what was measured on it just now."""
         state = self._devices.setdefault(device, _Device())
         for holder in self._waited_for(device):
@@ -254,31 +220,9 @@ class Leases:
         memory = self._measure(device)
         if memory is None:
             return True, None
-        if needs is not None and memory.total is not None:
-            return memory.total - memory.used >= needs, memory
         if state.died and state.used_at_grant is not None:
             return memory.used <= state.used_at_grant + self._slack_bytes, memory
         return True, memory
-
-    def _pass_on(self, device: int, lease: Lease, memory: DeviceMemory | None, now: float) -> None:
-        state = self._devices[device]
-        before = state.lease
-        self._log.append(
-            LeaseTransfer(
-                device=device,
-                from_phase=before.phase if before else None,
-                from_holders=_on(before, device) if before else (),
-                to_phase=lease.phase,
-                to_holders=_on(lease, device),
-                bytes_given_up=sum(state.reported.values()),
-                used=memory.used if memory else None,
-                died=tuple(str(holder) for holder in state.died),
-                at_s=now,
-                ms=1000 * (now - max(state.last_report_s, lease._asked_at)),
-            )
-        )
-        used = memory.used if memory else None
-        self._devices[device] = _Device(lease=lease, used_at_grant=used, granted_s=now)
 
     # --- giving back ----------------------------------------------------------------------------------------------
 
@@ -330,31 +274,14 @@ class Leases:
                 reasons.append(
                     f"device {device}: phase {first.phase!r} asked {now - first._asked_at:.1f} s ago and comes first"
                 )
-            elif state.lease and not (settled := self._settled(device, lease.needs.get(device)))[0] and settled[1]:
+            elif state.lease and not (settled := self._settled(device))[0] and settled[1]:
                 memory = settled[1]
                 reasons.append(
-                    f"device {device}: {_names([*state.reported, *state.died])} of phase {state.lease.phase!r}"
-                    f" {'died' if state.died else 'reported'}, having given up {sum(state.reported.values())} bytes,"
-                    f" but {memory.used} bytes are in use"
-                    + (f" of {memory.total}" if memory.total is not None else "")
-                    + (
-                        f" and {lease.needs[device]} are needed"
-                        if device in lease.needs
-                        else f"; {state.used_at_grant} were when it began"
-                    )
-                    + f", {now - state.last_report_s:.1f} s later"
-                )
-            elif not state.lease and device in lease.needs:
-                measured = self._measure(device)
-                reasons.append(
-                    f"device {device}: nobody holds it, but {measured.used if measured else '?'} bytes are in use and"
-                    f" {lease.needs[device]} are needed"
+                    f"device {device}: {_names([*state.reported, *state.died])} of phase {state.lease.phase!r} died,"
+                    f" having given up {sum(state.reported.values())} bytes, but {memory.used} bytes are in use;"
+                    f" {state.used_at_grant} were when it began, {now - state.last_report_s:.1f} s later"
                 )
         return "; ".join(reasons) or _devices(lease.devices)
-
-
-def _on(lease: Lease, device: int) -> tuple[str, ...]:
-    return tuple(str(holder) for holder, devices in lease.holders.items() if device in devices)
 
 
 def _names(holders: Iterable[Holder]) -> str:

@@ -25,8 +25,7 @@ from hotseat.cluster.nodes_and_processes import ClusterNode
 from hotseat.cluster.pending import Pending, under_way_at_restart, worker_error
 from hotseat.cluster.ports import free_port
 from hotseat.cluster.refs import Ref, resolve
-from hotseat.cluster.runtime import Launch
-from hotseat.cluster.services import NodeService
+from hotseat.cluster.runtime import Launch, NodeService
 from hotseat.cluster.worker_process import is_async, refuse_generator
 from hotseat.errors import DeadlineError, UserError
 from hotseat.processes.supervisor import process_state, start_time
@@ -40,8 +39,6 @@ class _Busy(DeadlineError):
 
 
 class LocalRef(Ref[T]):
-    """A value in this process."""
-
     def __init__(self, value: T):
         self._value = value
 
@@ -50,8 +47,6 @@ class LocalRef(Ref[T]):
 
 
 class _Loop:
-    """An event loop in a thread of its own, for classes with coroutine methods."""
-
     def __init__(self, name: str):
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
@@ -102,14 +97,14 @@ class LocalGroup(WorkerGroup[W_co]):
             if self.on_call is not None:
                 self.on_call(self.name, rank, method, started_s, time.time())
 
-    def alive(self) -> list[bool]:
-        return [not self.is_closed for _ in self.ranks]
+    def states(self) -> list[str]:
+        return ["gone" if self.is_closed else "running" for _ in self.ranks]
 
     def holders(self) -> tuple[Holder, ...]:
         pid = os.getpid()
         return tuple(Holder(self.name, process.rank, pid, start_time(pid), process.node) for process in self._processes)
 
-    def restart(self, rank: int, *, timeout_s: float | None = None) -> None:
+    def restart(self, rank: int) -> None:
         self._construct(rank)
 
     def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
@@ -243,7 +238,7 @@ class LocalRuntime:
     kind: Literal["ray", "local"] = "local"
 
     def __init__(self, num_devices: int):
-        self.nodes = (ClusterNode(0, num_devices, num_cpus=os.cpu_count() or 1),)
+        self.nodes = (ClusterNode(0, num_devices),)
         self._groups: dict[str, LocalGroup[Any]] = {}
         self._env_before: dict[str, str | None] = {}
 
@@ -272,9 +267,6 @@ class LocalRuntime:
 
     def service(self, service: type[NodeService[Any]], node: int | None) -> None:
         """Return None: within a process no other serves."""
-
-    def put(self, value: T) -> LocalRef[T]:
-        return LocalRef(value)
 
     def device_memory(self, device: int) -> None:
         """Return None: there is no GPU behind a logical device."""

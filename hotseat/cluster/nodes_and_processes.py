@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
-
-__all__ = ["ClusterNode", "Process", "ProcessLike", "devices_of"]
 
 
 @dataclass(frozen=True)
@@ -17,10 +15,8 @@ class ClusterNode:
     num_devices: int
     address: str = "127.0.0.1"
     hostname: str = ""
-    num_cpus: int = 0
-    memory_bytes: int = 0
+    id: str = ""  # Ray's
     device_bytes: int | None = None  # memory of each device; None where it cannot be known
-    env: Mapping[str, str] = field(default_factory=dict)
 
 
 class ProcessLike(Protocol):

@@ -12,9 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from hotseat.cluster.activity import activity
 from hotseat.cluster.worker_process import Failure
-from hotseat.errors import DeadlineError, WorkerError
-
-__all__ = ["CallObserver", "Callee", "Pending", "raise_failure", "reports_death", "worker_error"]
+from hotseat.errors import DeadlineError, RunError, WorkerError
 
 Result_co = TypeVar("Result_co", covariant=True)
 
@@ -125,30 +123,28 @@ class Pending(Generic[Result_co]):
             f" ({len(results)} of {len(self.futures)} ranks answered; missing: {states}"
             f"{', ...' if len(missing) > 8 else ''}). Set cluster.call_timeout_s higher if the work takes that long."
         )
-        error.group, error.rank, error.method = self._group.name, missing[0], self._method  # type: ignore[attr-defined]
-        error.missing = missing  # type: ignore[attr-defined]
+        error.awaited = tuple(f"{self._group.name} rank {rank}" for rank in missing)
         return error
 
 
 def worker_error(group: str, rank: int, method: str, message: str, remote_traceback: str = "") -> WorkerError:
     """Make a WorkerError with the attributes `group`, `rank`, `method` and `remote_traceback`."""
     error = WorkerError(f"{group} rank {rank}: {message}" + (f"\n{remote_traceback}" if remote_traceback else ""))
-    error.group, error.rank, error.method = group, rank, method  # type: ignore[attr-defined]
-    error.remote_traceback = remote_traceback  # type: ignore[attr-defined]
+    error.group, error.rank, error.method, error.remote_traceback = group, rank, method, remote_traceback
     return error
 
 
 def under_way_at_restart(group: str, rank: int, method: str) -> WorkerError:
     """Make the error of a call whose process was replaced: it reports a death."""
     error = worker_error(group, rank, method, f"{method!r} was under way when the rank was restarted")
-    error.is_death = True  # type: ignore[attr-defined]
+    error.is_death = True
     return error
 
 
 def reports_death(error: BaseException | None) -> bool:
     """Tell whether an error, raised here or in a worker, reports the death of a process."""
     while error is not None:
-        if getattr(error, "is_death", False):
+        if isinstance(error, RunError) and error.is_death:
             return True
         error = error.__cause__
     return False

@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar, cast
 
-__all__ = ["Ref", "as_arguments", "resolve"]
-
 T = TypeVar("T")
 Value_co = TypeVar("Value_co", covariant=True)
 

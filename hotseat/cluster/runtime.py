@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.nodes_and_processes import ClusterNode, ProcessLike
-from hotseat.cluster.refs import Ref
-from hotseat.cluster.services import NodeService
-
-__all__ = ["Launch", "Runtime"]
-
 
 T = TypeVar("T")
 A = TypeVar("A")
+Address_co = TypeVar("Address_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -28,16 +25,58 @@ class Launch(Generic[T]):
 
     name: str
     cls: type[T]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    per_rank: Sequence[Mapping[str, Any]]
     processes: Sequence[ProcessLike]
     env_on: Callable[[int], Mapping[str, str]]
     num_threads: int
     max_concurrency: int
     timeout_s: float
     start_timeout_s: float
-    wait: bool
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    per_rank: Sequence[Mapping[str, Any]] = ()
+    wait: bool = True
+
+
+class NodeService(Protocol[Address_co]):
+    """A process on a node. Making an object of the class starts the process; it has to end when its parent does.
+
+    `Cluster.service` takes the class, which has to be importable on all nodes.
+    """
+
+    def __init__(self, directory: str, *, host: str | None, env: dict[str, str]):
+        """Start the process. directory: for its files. host: to be reached at by other machines; None: by none."""
+
+    @property
+    def address(self) -> Address_co:
+        """Return how processes of the cluster reach it, as a value that can be pickled."""
+
+    def close(self) -> None:
+        """End the process."""
+
+    @staticmethod
+    def disconnect(address: Any) -> None:
+        """Close this process's connections to one that has ended."""
+
+
+class NodeServices:
+    """The services of the node that this process is on."""
+
+    def __init__(self, directory: str, env: Mapping[str, str]):
+        self._directory = directory
+        self._env = dict(env)
+        self._started: dict[type[NodeService[Any]], NodeService[Any]] = {}
+
+    def address(self, service: type[NodeService[Address_co]], host: str | None) -> Address_co:
+        """Return the address of a service, which is started when first asked for."""
+        if service not in self._started:
+            os.makedirs(self._directory, mode=0o700, exist_ok=True)
+            self._started[service] = service(self._directory, host=host, env=self._env)
+        return self._started[service].address
+
+    def close(self) -> None:
+        """End all services of this node."""
+        for service in self._started.values():
+            service.close()
 
 
 class Runtime(Protocol):
@@ -59,9 +98,6 @@ class Runtime(Protocol):
 
     def service(self, service: type[NodeService[A]], node: int | None) -> A | None:
         """Return the address of a service on a node, by default the driver's; None: everything is in this process."""
-
-    def put(self, value: T) -> Ref[T]:
-        """Put a value where every worker can get it."""
 
     def device_memory(self, device: int) -> DeviceMemory | None:
         """Measure the memory in use on a device of this node; None on other nodes, and without a GPU behind it."""

@@ -64,7 +64,6 @@ class Failure:
 
 
 def _shortened(text: str) -> str:
-    """Cut the middle out of a text that is too long to print."""
     half = _MAX_TEXT // 2
     return text if len(text) <= _MAX_TEXT else f"{text[:half]}\n... ({len(text)} characters) ...\n{text[-half:]}"
 

@@ -17,7 +17,7 @@ class Outcome:
     """Results of a chunk of actions, for `n` simulators. Nothing acts after an episode's end.
 
     Rewards of actions that were not carried out are 0. failures: why a simulator gave no result, by its slot; its rows
-    are zeros, and its episode cannot go on.
+    are zeros, and its episode has ended.
     """
 
     seen: Sequence[Observation | None]  # n, after the last action that was carried out; None: failed
@@ -58,7 +58,7 @@ class Env(Protocol):
         """Continue from a snapshot, of this or another object with as many slots."""
 
     def render(self, where: Sequence[int]) -> list[np.ndarray]:
-        """Return pictures for people: [H, W, 3] uint8 each."""
+        """Return pictures for display: [H, W, 3] uint8 each."""
 
     def offload(self) -> Moved:
         """Give up the device's memory. Episodes are kept only as far as `restore` brings them back."""

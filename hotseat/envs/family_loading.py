@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotseat.envs import families
 from hotseat.errors import UserError
+from hotseat.user_functions import load_file
 
 if TYPE_CHECKING:  # numpy is heavy, and refusals are not
     from hotseat.envs.simulator import Simulator, Worlds
@@ -30,7 +30,7 @@ EXAMPLES = {"babyai": "BabyAI-GoToRedBallGrey-v0", "gym": "CartPole-v1", "mujoco
 
 @dataclass(frozen=True)
 class SimulatorSettings:
-    """Which simulator to make. path: name of a family, or a file with a function `make`."""
+    """Settings of a simulator. path: name of a family, or a file with a function `make`."""
 
     path: str
     tasks: tuple[str, ...] = ()
@@ -72,12 +72,10 @@ def has_worlds(module: ModuleType) -> bool:
 
 
 def make_one(module: ModuleType, settings: SimulatorSettings) -> Simulator:
-    """Make a simulator of one world."""
     return module.make(list(settings.tasks), settings.max_steps, **settings.kwargs)
 
 
 def make_worlds(module: ModuleType, settings: SimulatorSettings, num_worlds: int) -> Worlds:
-    """Make a batch of worlds."""
     return module.make_worlds(list(settings.tasks), settings.max_steps, num_worlds, **settings.kwargs)
 
 
@@ -95,18 +93,10 @@ def _extra(family: str) -> str:
 
 
 def _load(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(_MODULE, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # for the modules beside it
-    sys.modules[_MODULE] = module
     try:
-        spec.loader.exec_module(module)
+        return load_file(file, _MODULE)
     except Exception as error:
         raise UserError(f"env.path: {file}: {type(error).__name__}: {error}") from None
-    return module
 
 
 def import_problem(path: str) -> str | None:

@@ -32,11 +32,12 @@ from hotseat.types import Moved
 
 MAX_ATTEMPTS = 3
 _PROGRAM = Path(__file__).with_name("simulator_child.py")
+_START_S = 600.0  # until a new process answers, which may have to compile its simulators
 _CLOSE_S = 10.0  # how long simulators may take to close
 
 
 class SimulatorError(RunError):
-    """A simulator failed: the episode in it cannot go on."""
+    """A simulator failed, and with it its episode."""
 
 
 @dataclass
@@ -52,8 +53,7 @@ class _Episode:
 class ProcessEnv(Env):
     """Simulators of one family in `num_processes` children, slot by slot in turn.
 
-    timeout_s: of each reset and each chunk of actions. start_timeout_s: until a new process answers, which may have to
-    compile its simulators. say: called with a sentence about every process that is replaced.
+    timeout_s: of each reset and each chunk of actions. say: called with a sentence about each process that is replaced.
     """
 
     def __init__(
@@ -63,25 +63,21 @@ class ProcessEnv(Env):
         *,
         num_processes: int = 1,
         timeout_s: float = 60.0,
-        start_timeout_s: float = 600.0,
         say: Callable[[str], object] = lambda text: None,
     ):
         self.num_envs = num_envs
         self.num_replaced = 0
         self._settings = settings
         self._timeout_s = timeout_s
-        self._start_timeout_s = start_timeout_s
         self._say = say
         self._episodes: dict[int, _Episode] = {}
         self.is_on_device: bool  # the simulators hold memory of an accelerator
-        self._is_offloaded = False
-        self._standby: list[_Child] = []  # processes that will replace those that were offloaded
+        self._is_offloaded = False  # its children then wait for `onload` to make their simulators
         num_processes = min(num_processes, num_envs)
         self._num_worlds = -(-num_envs // num_processes)  # of each process at most
-        self._children: list[_Child | None] = [self._spawn() for _ in range(num_processes)]
+        self._children = [self._spawn() for _ in range(num_processes)]
         try:
             for child in self._children:
-                assert child is not None
                 self._meet(child)
         except BaseException:
             self.close()
@@ -146,16 +142,13 @@ class ProcessEnv(Env):
         if self.is_on_device and not self._is_offloaded:
             self._is_offloaded = True
             self.close()
-            self._children = [None] * len(self._children)
-            self._standby = [_Child(self._settings, self._num_worlds, is_standby=True) for _ in self._children]
+            self._children = [_Child(self._settings, self._num_worlds, is_standby=True) for _ in self._children]
         return Moved(0, 0, (time.monotonic() - started_s) * 1e3)
 
     def onload(self) -> Moved:
         started_s = time.monotonic()
         if self._is_offloaded:
-            self._children, self._standby = [*self._standby], []
             for child in self._children:
-                assert child is not None
                 child.begin()
             for index in range(len(self._children)):
                 try:
@@ -172,16 +165,13 @@ class ProcessEnv(Env):
             self._episodes.pop(slot, None)
 
     def pids(self) -> list[int]:
-        """Return the process ids of the children."""
-        return [child.process.pid for child in self._children if child is not None]
+        return [child.pid for child in self._children]
 
     def close(self) -> None:
         """Have all simulators close, at the same time; end what takes too long, and the processes they started."""
-        children = [child for child in (*self._children, *self._standby) if child is not None]
-        self._standby = []
-        for child in children:
+        for child in self._children:
             child.hang_up()
-        for child in children:
+        for child in self._children:
             child.end(_CLOSE_S)
 
     # --- children -----------------------------------------------------------------------------------------------------
@@ -194,9 +184,9 @@ class ProcessEnv(Env):
         if child.is_met:
             return
         try:
-            kind, answer = child.receive(self._start_timeout_s)
+            kind, answer = child.receive(_START_S)
         except (WorkerDied, WorkerTimeout) as error:
-            why = f"did not start in {self._start_timeout_s:g} s" if isinstance(error, WorkerTimeout) else "died"
+            why = f"did not start in {_START_S:g} s" if isinstance(error, WorkerTimeout) else "died"
             raise SimulatorError(f"a process of simulator {self._settings.path} {why} while it started") from None
         if kind == "refused":
             raise UserError(answer)
@@ -236,24 +226,20 @@ class ProcessEnv(Env):
         return answers
 
     def _send(self, index: int, name: str, slots: Sequence[int], items: dict[int, tuple[Any, ...]]) -> None:
-        child = self._children[index]
-        assert child is not None
         if not slots:
             return
         episodes = self._episodes
         begun = {slot: (episodes[slot].task, episodes[slot].seed) for slot in slots}
         arguments = begun if name == "reset" else items
         with contextlib.suppress(WorkerDied, WorkerTimeout):  # whoever waits for the answer sees it
-            child.send((name, [(slot, *arguments[slot]) for slot in slots]), self._timeout_s)
+            self._children[index].send((name, [(slot, *arguments[slot]) for slot in slots]), self._timeout_s)
 
     def _receive_all(self, index: int, name: str, waiting: list[int], answers: dict[int, Any]) -> str | None:
         """Take answers for the slots that wait, which are removed from `waiting`; return what went wrong."""
-        child = self._children[index]
-        assert child is not None
         while waiting:
             slot = waiting[0]
             try:
-                kind, answer = child.receive(self._timeout_s)
+                kind, answer = self._children[index].receive(self._timeout_s)
             except WorkerTimeout:
                 return f"{self._name(slot, name)} did not answer in {self._timeout_s:g} s"
             except WorkerDied as died:
@@ -269,7 +255,6 @@ class ProcessEnv(Env):
         return None
 
     def _name(self, slot: int, call: str) -> str:
-        """Name a simulator for messages."""
         episode = self._episodes[slot]
         task = self.tasks[episode.task].name
         where = "in its reset" if call == "reset" else f"at action {sum(map(len, episode.actions[:-1]))}"
@@ -287,9 +272,7 @@ class ProcessEnv(Env):
         self._restart(index, name, waiting)
 
     def _restart(self, index: int, name: str, waiting: Sequence[int]) -> None:
-        child = self._children[index]
-        if child is not None:
-            child.end(0.0)
+        self._children[index].end(0.0)
         self._children[index] = self._spawn()
         unfinished = set(waiting) if name != "render" else set()
         begun = [slot for slot in self._mine(index, self._episodes) if self._episodes[slot].digests]
@@ -298,7 +281,6 @@ class ProcessEnv(Env):
     def _replay(self, index: int, slots: Sequence[int], unfinished: Set[int] = frozenset()) -> None:
         """Play episodes again in a child that has none of them. unfinished: slots whose last action comes later."""
         child = self._children[index]
-        assert child is not None
         self._meet(child)
         calls = {slot: _calls(self._episodes[slot]) for slot in slots}
         for slot in unfinished & calls.keys():
@@ -327,7 +309,6 @@ class ProcessEnv(Env):
 
 
 def _calls(episode: _Episode) -> list[tuple[str, tuple[Any, ...]]]:
-    """List the calls of an episode."""
     return [("reset", (episode.task, episode.seed)), *(("step", (chunk,)) for chunk in episode.actions)]
 
 
@@ -369,7 +350,6 @@ class _Child(ChildProcess):
 
 
 def _how(code: int | None) -> str:
-    """Describe the end of a process for a sentence."""
     return "" if code is None else f" {'by' if code < 0 else 'with'} {exit_words(code)}"
 
 

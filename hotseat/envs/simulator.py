@@ -1,4 +1,4 @@
-"""What a family of simulators implements: one file with a class of this form, and a function that returns it.
+"""The protocols that families of simulators implement: one file has such a class, and a function that returns it.
 
 `make(tasks, max_steps, **kwargs)` returns a `Simulator`, one world; `make_worlds(tasks, max_steps, num_worlds,
 **kwargs)` returns `Worlds`, a batch that one call steps. Importing the file takes no memory of a device.
@@ -71,8 +71,8 @@ class Simulator(Protocol):
 
     state_bounds: lowest and highest value of `Observation.state`, which is encoded as tokens between them.
     is_on_device: it holds memory of an accelerator, and is offloaded by ending its process. It may have
-    `num_state_values`: values of an entry of the state that numbers things, which are told apart only if `env.bins` is
-    as large.
+    `num_state_values`: values of an entry of the state that numbers things. Tokens distinguish them only if `env.bins`
+    is as large.
     """
 
     tasks: Sequence[Task]
@@ -87,7 +87,7 @@ class Simulator(Protocol):
         """Carry out one action: [D] float64."""
 
     def render(self) -> np.ndarray:
-        """Return a picture for people: [H, W, 3] uint8."""
+        """Return a picture for display: [H, W, 3] uint8."""
 
     def close(self) -> None:
         """Release resources."""
@@ -125,7 +125,7 @@ class Worlds(Protocol):
         """Carry out a chunk in these worlds, each up to the end of its episode: [n, K, D] float64."""
 
     def render(self, where: Sequence[int]) -> Sequence[np.ndarray]:
-        """Return pictures for people: [H, W, 3] uint8 each."""
+        """Return pictures for display: [H, W, 3] uint8 each."""
 
     def close(self) -> None:
         """Release resources."""

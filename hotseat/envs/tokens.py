@@ -4,8 +4,8 @@ Bin b is token `vocab_size - 1 - b` (the scheme of RT-2 and OpenVLA). A number w
 equal width, and stands for the middle of its bin; actions that are numbered have a bin each. Any other token counts as
 the nearest bin, as in OpenVLA: that is the last one, or the first for ids beyond the vocabulary, which models may have.
 
-The last ids of many models that see are placeholders of images. A bin must not be one of them: bins are then the ids
-before the first of these, and `vocab_size` is its id.
+The last ids of many vision-language models are placeholders of images. A bin must not be one of them: bins are then
+the ids before the first of these, and `vocab_size` is its id.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from hotseat.loop.state.saving import MODEL, Saver, critic_folder, for_ranks, so
 from hotseat.loop.workers.exports import Origin, is_exported, run_of
 from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.observe import LiveView
-from hotseat.observe.trackers import renaming, trackers
+from hotseat.observe.tracker_sink import renaming, trackers
 from hotseat.placement import Plan
 from hotseat.planning.budgets import describe, uses, with_budgets_of
 from hotseat.planning.config_plan import are_devices_logical, budgets_on, plan_notes, plan_on

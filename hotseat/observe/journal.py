@@ -82,20 +82,20 @@ class Journal(Closing):
         self._lock = threading.Lock()
         self._stack = ExitStack()
         with ExitStack() as stack:
-            self._metrics = stack.enter_context(JsonLines(run_dir / METRICS, last_step))
-            self._distributions = stack.enter_context(JsonLines(run_dir / DISTRIBUTIONS, last_step))
-            self._samples = stack.enter_context(JsonLines(run_dir / SAMPLES, last_step))
-            self._events = stack.enter_context(JsonLines(run_dir / EVENTS))
-            self._board = TensorBoard(tensorboard or run_dir / "tensorboard", last_step)
-            stack.callback(self._board.close)
+            last_steps = {METRICS: last_step, DISTRIBUTIONS: last_step, SAMPLES: last_step, EVENTS: None}
+            self._files = {
+                name: stack.enter_context(JsonLines(run_dir / name, last)) for name, last in last_steps.items()
+            }
+            board = TensorBoard(tensorboard or run_dir / "tensorboard", last_step)
+            stack.callback(board.close)
             self.timeline = Timeline(run_dir / TIMELINE)
             stack.callback(self.timeline.close)
             stack.enter_context(view)
             self._stack = stack.pop_all()
-        self._sinks: list[Sink] = []
+        self._sinks: list[Sink] = [board]
         text = "started" if last_step is None else f"resumed after step {last_step}"
         when_s = time.time() if started_s is None else started_s
-        self._events.write({"time": when_s, "step": max(0, self._step), "kind": "start", "text": text})
+        self._files[EVENTS].write({"time": when_s, "step": max(0, self._step), "kind": "start", "text": text})
 
     def add(self, sink: Sink) -> None:
         """Add a sink, which gets the metrics of each step and is closed before the journal's own files."""
@@ -130,7 +130,7 @@ class Journal(Closing):
 
     def _record(self, text: str, kind: Kind) -> None:
         with self._lock:  # the thread that watches the processes records events, too
-            self._events.write({"time": time.time(), "step": max(0, self._step), "kind": kind, "text": text})
+            self._files[EVENTS].write({"time": time.time(), "step": max(0, self._step), "kind": kind, "text": text})
         if kind == "fault":
             self.timeline.instant("phases", "phases", text.splitlines()[0][:200])
 
@@ -139,9 +139,8 @@ class Journal(Closing):
         self._step = step
         self._has_stepped = self._has_stepped or step > 0
         self._view.processes = None
-        self._metrics.write({"step": step} | dict(metrics))
+        self._files[METRICS].write({"step": step} | dict(metrics))
         tracked = self._for_trackers(step, metrics)
-        self._board.write(step, tracked)
         for sink in self._sinks:
             sink.write(step, tracked)
         self.timeline.flush()
@@ -150,12 +149,14 @@ class Journal(Closing):
 
     def distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
         """Record histograms of a step's values."""
-        self._distributions.write({"step": step} | {name: histogram(each) for name, each in values.items() if each})
+        self._files[DISTRIBUTIONS].write(
+            {"step": step} | {name: histogram(each) for name, each in values.items() if each}
+        )
 
     def samples(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Record samples, a mapping each."""
         for line in lines:
-            self._samples.write(line)
+            self._files[SAMPLES].write(line)
 
     def close(self) -> None:
         self.end_phase()

@@ -52,8 +52,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class TensorBoard:
-    """Writer of metrics for TensorBoard."""
-
     def __init__(self, path: Path, last_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +75,11 @@ def _number(name: str) -> int:
     return {"phases": 1, "devices": 2}.get(name) or 10 + zlib.crc32(name.encode()) % 1_000_000
 
 
-def read_timeline(path: Path) -> list[dict[str, Any]]:
-    """Read all complete events of a timeline."""
-    events = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith(",\n"):
-            events.append(json.loads(line.rstrip(",\n")))
-    return events
+def read_timeline(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield all complete events of a timeline: a crash may have cut the last one short."""
+    with path.open("rb") as file:
+        for line in file:
+            text = line.strip().removesuffix(b",")
+            if text.startswith(b"{"):
+                with contextlib.suppress(ValueError):
+                    yield json.loads(text)

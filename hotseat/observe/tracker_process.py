@@ -154,7 +154,6 @@ TRACKERS: dict[str, Any] = {"wandb": _Wandb, "mlflow": _Mlflow, "trackio": _Trac
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name with only those characters that MLflow allows."""
     return re.sub(r"[^\w\-.:/ ]", "_", name.replace("@", "_at_"))
 
 

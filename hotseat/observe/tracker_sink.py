@@ -1,6 +1,6 @@
 """Metrics for W&B, MLflow and Trackio, which may be slow, unreachable or broken without an effect on the run.
 
-A tracker runs in a process of its own (`_tracker_process`), because it can hang, and leaves exit hooks and services
+A tracker runs in a process of its own (`tracker_process.py`), because it can hang, and leaves exit hooks and services
 behind in the process that starts it. A thread feeds that process from a bounded queue. Keys stay in the environment.
 """
 
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotseat import extensions
+from hotseat.config import Config
 from hotseat.config.hiding import without_secrets
 from hotseat.files import write_whole
 from hotseat.observe.metric_files import Value
@@ -31,17 +33,16 @@ from hotseat.processes.supervisor import TRACKER, end_marked
 _PROGRAM = Path(__file__).with_name("tracker_process.py")
 _ROOT = str(Path(__file__).parents[2])  # which the program imports from, wherever this package was found
 
-MAX_WAITING = 1000  # records
-START_S = 60.0  # limit for a tracker's first answer, while the run continues
-
 
 @dataclass(frozen=True)
 class Tracker:
-    """A kind of tracker."""
+    """A kind of tracker, with its limits in seconds."""
 
     kind: str  # also the name of its package, and of the extra that installs it
     label: str
     close_s: float  # limits at the end of a run: for it to have started, and again for sending the rest
+    start_s: float = 60.0  # limit for its first answer, while the run continues
+    max_waiting: int = 1000  # records
 
     @property
     def hint(self) -> str:
@@ -83,16 +84,11 @@ class TrackerSink:
         *,
         is_resumed: bool = False,
         where: Mapping[str, str | None] | None = None,  # its own names for the place of the run, such as `project`
-        start_s: float = START_S,
-        close_s: float | None = None,
-        max_waiting: int = MAX_WAITING,
     ):
         self._tracker = tracker
         self._id_path = run_dir / tracker.id_file
         self._say = say
-        self._close_s = tracker.close_s if close_s is None else close_s
         self._waiting: deque[dict[str, Any]] = deque()
-        self._max_waiting = max_waiting
         self._changed = threading.Condition()
         self._is_closing = self._has_failed = self._has_warned = False
         self._num_dropped = 0
@@ -104,12 +100,13 @@ class TrackerSink:
             "id": _saved_id(self._id_path) if is_resumed else None,
             "dir": str(run_dir),
             "config": without_secrets(config),
-            "start_s": start_s,
-            "grace_s": 2 * self._close_s,
+            "start_s": tracker.start_s,
+            "grace_s": 2 * tracker.close_s,
         }
         self._mark = secrets.token_hex(8)
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _ROOT)))
         self._process: ChildProcess | None = None
+        self._threads: list[threading.Thread] = []
         try:
             self._process = ChildProcess(
                 _PROGRAM,
@@ -121,17 +118,16 @@ class TrackerSink:
         except OSError as error:
             self._fail(f"could not be started: {error}")
             return
-        self._feeder = threading.Thread(target=self._feed, args=(self._process,), daemon=True)
-        self._hearer = threading.Thread(target=self._hear, args=(self._process,), daemon=True)
-        self._feeder.start()
-        self._hearer.start()
+        for target in (self._feed, self._hear):
+            self._threads.append(threading.Thread(target=target, args=(self._process,), daemon=True))
+            self._threads[-1].start()
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         with self._changed:
             if self._has_failed or self._is_closing or not numbers:
                 return
-            if len(self._waiting) == self._max_waiting:
+            if len(self._waiting) == self._tracker.max_waiting:
                 self._waiting.popleft()
                 self._num_dropped += 1
             self._waiting.append({"step": step, "values": numbers})
@@ -144,15 +140,16 @@ class TrackerSink:
             self._changed.notify_all()
         if self._process is None or not is_first:
             return
-        self._has_started.wait(self._close_s)
+        close_s = self._tracker.close_s
+        self._has_started.wait(close_s)
         try:
-            if self._process.process.wait(self._close_s if self._has_started.is_set() else 0) != 0:
+            if self._process.process.wait(close_s if self._has_started.is_set() else 0) != 0:
                 self._fail("ended unexpectedly, and may lack the end of this run")
         except subprocess.TimeoutExpired:
             self._fail("did not finish in time, and may lack the end of this run")
             end_marked(TRACKER, [self._mark])
-        self._feeder.join(1.0)
-        self._hearer.join(1.0)
+        for thread in self._threads:
+            thread.join(1.0)
         self._process.end()
         if self._num_dropped:
             self._warn(f"was too slow: {self._num_dropped} records were not sent")
@@ -214,3 +211,44 @@ def _saved_id(path: Path) -> str | None:
         return str(json.loads(path.read_text())["id"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def trackers(config: Config, run_dir: Path, say: Callable[..., object], is_resumed: bool) -> list[TrackerSink]:
+    """Make the sinks of trackers that the config, or a key for W&B in the environment, asks for."""
+    wandb, mlflow, trackio = config.log.wandb, config.log.mlflow, config.log.trackio
+    places: dict[Tracker, dict[str, str | None]] = {}
+    if is_wandb_requested(wandb.enabled, os.environ):
+        if WANDB.is_installed():
+            place = {"entity": wandb.org, "project": wandb.project, "group": wandb.group}
+            places[WANDB] = place | {"name": wandb.run_name or run_dir.name}
+        else:
+            say(f"{KEY} is set, but {WANDB.hint}")
+    if mlflow.enabled:
+        places[MLFLOW] = {"uri": mlflow.uri, "project": mlflow.experiment, "name": mlflow.run_name or run_dir.name}
+    if trackio.enabled:
+        place = {"project": trackio.project, "space": trackio.space, "group": trackio.group}
+        places[TRACKIO] = place | {"name": trackio.run_name or run_dir.name}
+    settings = config.model_dump(mode="json")
+    return [
+        TrackerSink(tracker, run_dir, settings, say, is_resumed=is_resumed, where=place)
+        for tracker, place in places.items()
+    ]
+
+
+def renaming(config: Config) -> Callable[[int, Mapping[str, Any]], Mapping[str, Any]]:
+    """Return what adds OpenRLHF's names to the metrics that trackers get."""
+    if not config.log.openrlhf_names:
+        return lambda step, values: values
+    algorithm = config.algorithm
+    terms = {
+        "rl": (
+            algorithm.kl.coef if algorithm.kl.as_loss else 0.0,
+            algorithm.entropy_coef or 0.0,
+            algorithm.aux_loss_coef,
+            algorithm.distill_coef,
+        ),
+        "dpo": (algorithm.dpo.nll_coef, algorithm.aux_loss_coef),
+    }.get(config.task, (algorithm.aux_loss_coef,))
+    is_plain = not any(terms)
+    with_names = extensions.load(extensions.METRIC_NAMES)
+    return lambda step, values: with_names(config.task, step, values, is_plain_loss=is_plain)

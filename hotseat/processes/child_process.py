@@ -61,7 +61,6 @@ class WorkerDied(Exception):
 
 
 def exit_words(code: int) -> str:
-    """Describe an exit code of `Popen`."""
     return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 
@@ -120,7 +119,7 @@ class ChildProcess:
         self.socket.setblocking(False)
         parent = os.getpid() if dies_with_thread else None
         try:
-            with contextlib.suppress(WorkerDied):  # whoever receives is told
+            with contextlib.suppress(WorkerDied):  # `receive` raises it
                 self.send({"parent": parent, "max_memory": max_memory_bytes, "task": task})
         except BaseException:
             self.end()

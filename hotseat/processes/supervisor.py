@@ -300,7 +300,7 @@ def clean_up(task: Task) -> None:
     for folder in task["folders"]:
         remove_folder(folder)
     if containers := task.get("containers"):
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired, RuntimeError):  # nobody is left to be told
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired, RuntimeError):  # nobody is left to report it to
             remove_containers(*containers)
 
 

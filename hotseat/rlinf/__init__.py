@@ -8,13 +8,6 @@
     group.interact(input_channel=Channel.create("Env")).wait()
 
 docs/rlinf.md lists what differs. Each name is imported at its first use; only `FSDPActor` loads torch.
-
-queues         bounded queues: channels, messages between workers and device locks are made of them
-broker         the process that has a node's queues (`broker_process.py`), and its clients
-device_items   CUDA tensors inside items
-channel        channels by name, with keys and weights; `keys.py` turns keys into text
-cluster, group, worker, placement, actor  the classes of the API
-config_keys    the table of RLinf's keys; `config_command.py` is `hotseat rlinf-config`
 """
 
 from __future__ import annotations
@@ -61,13 +54,13 @@ _HOMES = {
     "actor": ("FSDPActor",),
     "channel": ("DEFAULT_KEY", "Channel"),
     "rlinf_cluster": ("Cluster",),
-    "worker_group": ("WorkerGroup", "WorkerGroupFuncResult"),
     "rlinf_placement": (
         *("ComponentPlacement", "HybridComponentPlacement", "ModelParallelComponentPlacement", "PlacementStrategy"),
         *("FlexiblePlacementStrategy", "NodePlacementStrategy", "PackedPlacementStrategy"),
     ),
     "work": ("AsyncWork",),
     "rlinf_worker": ("Worker",),
+    "worker_group": ("WorkerGroup", "WorkerGroupFuncResult"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -23,8 +23,6 @@ from hotseat.train import AdamW, Backend, LoraOptions, Schedule, TrainOptions, m
 from hotseat.train.backend import PARTS
 from hotseat.types import MicroBatch
 
-__all__ = ["FSDPActor", "Trajectory"]
-
 _PRECISIONS = {"fp32": "fp32", "32": "fp32", "bf16": "bf16_master"}
 # Settings of RLinf that would change what is learned, with the values that each may have here.
 _FIXED: Mapping[str, tuple[Any, ...]] = {

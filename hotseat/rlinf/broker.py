@@ -15,18 +15,19 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hotseat.errors import DeadlineError, WorkerError
 from hotseat.processes.supervisor import WORKER
-from hotseat.rlinf import broker_process as wire
-from hotseat.rlinf import device_items
-
-__all__ = ["Broker", "BrokerAddress", "BrokerClient", "client_of", "forget_clients"]
+from hotseat.rlinf import device_items, wire
 
 # The broker answers at the deadline. A client that hears nothing for this much longer takes the broker for stuck. Long,
 # because a loaded machine may hold it up that much; one that died is noticed at once, by its sockets.
 _BROKER_GRACE_S = 60.0
+# Last among the places to import from: first would put all that is installed beside this package before Python's own.
+_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from hotseat.rlinf.broker_process import main; main()"
+_ROOT = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Broker:
         key = secrets.token_bytes(32)
         self._path = os.path.join(directory, f"channels-{secrets.token_hex(4)}")
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.path.abspath(wire.__file__)],
+            [sys.executable, "-I", "-S", "-c", _PROGRAM, _ROOT],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **(env or {})},
@@ -227,7 +228,6 @@ class BrokerClient:
         return connection
 
     def _is_near(self) -> bool:
-        """Tell whether the broker is on this machine."""
         return self._address.host is None or os.path.exists(self._address.path)
 
     def _connect(self, opened: contextlib.ExitStack) -> socket.socket:

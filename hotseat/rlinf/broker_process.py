@@ -1,18 +1,13 @@
-"""The state of a bounded queue, and the process that serves queues to other processes.
+"""The broker: a process that serves any number of queues to others over sockets.
 
-`BoundedQueue` is a pure state machine: no threads, no sockets, no clock. A request is answered by calling what was
-passed with it, at once or later. In one process, `queues.py` puts a lock around it. Run as a program, this file is
-the broker: it serves any number of queues over sockets, knows items as bytes only, and fails a queue when a process
-that used it goes away without saying so. It needs only the standard library and starts in a few hundredths of a
-second.
+It knows items as bytes only, and fails a queue when a process that used it ends without notice. It needs only
+the standard library and starts in a few hundredths of a second.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
-import hashlib
 import heapq
 import hmac
 import json
@@ -22,370 +17,19 @@ import resource
 import secrets
 import selectors
 import socket
-import stat
 import struct
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-# --- what is said between a client and the broker: KIND, LENGTH, PAYLOAD ----------------------------------------------
+from hotseat.rlinf import wire
+from hotseat.rlinf.bounded_queue import BoundedQueue, Record, Waiter
+from hotseat.rlinf.wire import Kept, Memory
 
-HEAD = struct.Struct("!BQ")
-COUNT = struct.Struct("!I")
-LENGTH = struct.Struct("!Q")
-ASK_PUT = struct.Struct("!dd")  # timeout, weight of each item; then the items
-ASK_GET = struct.Struct("!dIId")  # timeout, most, at least, weight of the batch (0: it has no limit)
-ASK_RECORD = struct.Struct("!?I")  # whether it replaces one that is there, length of the name; then name and value
-ASK_LOOK_UP = struct.Struct("!d")  # timeout; then the name
-
-MAX_COUNT = (1 << 32) - 1
-IN_MEMORY = 1 << 63  # added to the length of an item whose bytes are not in the message, but in memory that it passes
-KEPT = 1 << 62  # added to the length of an item with a token, which the message passes
-MAX_PASSED = 64  # descriptors in one message; the system takes 253
-
-HELLO, PUT, GET, CLOSE, FAIL, SIZE, BYE, RECORD, LOOK_UP = range(1, 10)  # asked
-DONE, ITEMS, CLOSED, FAILED, LATE = range(32, 37)  # answered
-
-NONCE = 32
 _MAX_HELLO = 1 << 16
 _MAX_WITHDRAWN = 1000  # timers that are kept in any case
-
-
-def proof(key: bytes, nonce: bytes, side: bytes) -> bytes:
-    """Compute the proof that this side knows the key, which itself is not sent."""
-    return hmac.digest(key, side + nonce, hashlib.sha256)
-
-
-class Memory:
-    """An item in memory of its own, without a name, which processes of this machine pass to each other.
-
-    The system frees it when the last process that has its descriptor closes it, or ends.
-    """
-
-    def __init__(self, descriptor: int, size: int):
-        self.descriptor = descriptor
-        self.size = size
-
-    @classmethod
-    def empty(cls, size: int) -> Memory:
-        """Make new memory."""
-        memory = cls(os.memfd_create("hotseat-item"), size)
-        os.ftruncate(memory.descriptor, size)
-        return memory
-
-    @classmethod
-    def of(cls, data: bytes) -> Memory:
-        """Write an item to new memory."""
-        memory = cls(os.memfd_create("hotseat-item"), len(data))
-        view = memoryview(data)
-        while view:
-            view = view[os.write(memory.descriptor, view) :]
-        return memory
-
-    def read(self) -> bytes:
-        """Copy the item out of its memory."""
-        pieces, at = [], 0
-        while at < self.size:
-            pieces.append(os.pread(self.descriptor, self.size - at, at))
-            if not pieces[-1]:
-                raise OSError(errno.ENODATA, f"memory of {self.size} bytes ends after {at}")
-            at += len(pieces[-1])
-        return b"".join(pieces)
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
-
-
-Packed = bytes | memoryview | Memory
-
-
-class Kept:
-    """An item whose tensors are in device memory, which its producer keeps as long as any process has the token.
-
-    The token is a descriptor of a socket. Asked through it by any byte, the producer answers with memory that has the
-    tensors' bytes; its end of the socket is closed when it ends.
-    """
-
-    def __init__(self, data: Packed, token: int):
-        self.data = data
-        self.token = token
-
-    def detach_token(self) -> int:
-        """Return the token, which the caller now has to close."""
-        token, self.token = self.token, -1
-        return token
-
-    def __del__(self) -> None:
-        if self.token >= 0:
-            os.close(self.token)
-
-
-PASSED = (Memory, Kept)  # what has descriptors
-
-
-def pack_items(items: list[Any]) -> list[bytes]:
-    """Return the pieces of a payload: the number of items, then each item after its length.
-
-    Of an item in `Memory` the payload has the length alone.
-    """
-    pieces: list[Any] = [COUNT.pack(len(items))]
-    for item in items:
-        if not isinstance(item, PASSED):
-            pieces += (LENGTH.pack(len(item)), item)
-            continue
-        flags, data = (KEPT, item.data) if isinstance(item, Kept) else (0, item)
-        if isinstance(data, Memory):
-            pieces.append(LENGTH.pack(data.size | IN_MEMORY | flags))
-        else:
-            pieces += (LENGTH.pack(len(data) | flags), data)
-    return pieces
-
-
-def unpack_items(payload: memoryview, passed: deque[int]) -> list[Packed | Kept]:
-    """Return the items of a payload. passed: descriptors that came with it, of which it takes its own.
-
-    Raises `ValueError`, `IndexError` or `struct.error` if they do not make up the payload.
-    """
-    (count,) = COUNT.unpack_from(payload)
-    items: list[Packed | Kept] = []
-    at = COUNT.size
-    for _ in range(count):
-        (length,) = LENGTH.unpack_from(payload, at)
-        at += LENGTH.size
-        if length < KEPT:
-            items.append(payload[at : at + length])
-            at += length
-            continue
-        size = length & ~(IN_MEMORY | KEPT)
-        data: Packed
-        if length & IN_MEMORY:
-            data = Memory(passed.popleft(), size)
-        else:
-            data = payload[at : at + size]
-            at += size
-        items.append(Kept(data, passed.popleft()) if length & KEPT else data)
-    if at != len(payload):
-        raise ValueError(f"{len(payload)} bytes with items of {at}")
-    return items
-
-
-def check_passed(items: list[Any]) -> None:
-    """Raise `ValueError` for descriptors that are no memory of the stated size, or no token."""
-    for item in items:
-        data = item.data if isinstance(item, Kept) else item
-        if isinstance(data, Memory):
-            facts = os.fstat(data.descriptor)
-            if not stat.S_ISREG(facts.st_mode) or facts.st_size < data.size:
-                raise ValueError(f"no memory of {data.size} bytes")
-        if isinstance(item, Kept) and not stat.S_ISSOCK(os.fstat(item.token).st_mode):
-            raise ValueError("a token that is no socket")
-
-
-def receive_with(connection: socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """Receive at most `size` bytes, and the descriptors that come with them."""
-    # Programs that this process starts are not to have them.
-    flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-    data, descriptors, flags, _ = socket.recv_fds(connection, size, MAX_PASSED, flags)
-    if flags & socket.MSG_CTRUNC:  # the system has dropped the others
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise OSError(errno.EMFILE, "this process has too many open files to take the memory that was passed")
-    return data, descriptors
-
-
-def passed_with(items: list[Any]) -> list[int]:
-    """Return the descriptors to be passed with these items."""
-    descriptors = []
-    for item in items:
-        data = item.data if isinstance(item, Kept) else item
-        if isinstance(data, Memory):
-            descriptors.append(data.descriptor)
-        if isinstance(item, Kept):
-            descriptors.append(item.token)
-    return descriptors
-
-
-# --- the queue --------------------------------------------------------------------------------------------------------
-
-
-class Waiter:
-    """A request that has not been answered yet."""
-
-    __slots__ = ("answer", "at_least", "batch", "most", "weight")
-
-    def __init__(
-        self, answer: Callable[[int, Any], None], batch: list[Any], most: int, at_least: int, weight: float = 0.0
-    ):
-        self.answer = answer
-        self.batch = batch
-        self.most = most
-        self.at_least = at_least
-        self.weight = weight  # of each item that is put; of the whole batch that is taken
-
-
-class BoundedQueue:
-    """Queue of at most `capacity` items; puts and gets are served in the order in which they came.
-
-    A batch goes in whole or not at all. Answers: (DONE, None), (ITEMS, list), (CLOSED, None), (FAILED, reason).
-    """
-
-    def __init__(self, capacity: int, num_producers: int = 1):
-        self.capacity = capacity
-        self.items: deque[Any] = deque()
-        self._weights: deque[float] = deque()  # one per item
-        self.reason: str | None = None  # why it failed
-        self._num_producers = self._producers_left = num_producers
-        self._putters: deque[Waiter] = deque()
-        self._getters: deque[Waiter] = deque()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._producers_left <= 0
-
-    @property
-    def is_as_new(self) -> bool:
-        """Tell whether it is as it was made, so that a new one can take its place."""
-        is_idle = not (self.items or self._putters or self._getters)
-        return is_idle and self.reason is None and self._producers_left == self._num_producers
-
-    def put(self, batch: list[Any], answer: Callable[[int, Any], None], weight: float = 0.0) -> Waiter:
-        waiter = Waiter(answer, batch, 0, 0, weight)
-        self._putters.append(waiter)
-        self._settle()
-        return waiter
-
-    def get(self, most: int, at_least: int, answer: Callable[[int, Any], None], weight: float = 0.0) -> Waiter:
-        """Ask for items. With a weight, wait until that much is there, and take no item that would exceed it."""
-        waiter = Waiter(answer, [], most, at_least, weight)
-        self._getters.append(waiter)
-        self._settle()
-        return waiter
-
-    def cancel(self, waiter: Waiter) -> bool:
-        """Withdraw a request; False if it has been answered."""
-        for queue in (self._putters, self._getters):
-            if waiter in queue:
-                queue.remove(waiter)
-                self._settle()  # it may have stood in front of one that can be served
-                return True
-        return False
-
-    def close(self) -> None:
-        """Record that a producer is done. The last one ends the stream."""
-        self._producers_left -= 1
-        self._settle()
-
-    def fail(self, reason: str) -> None:
-        """Wake everybody with the reason. The first reason stays; a stream that ended well and was read cannot fail."""
-        if self.reason is None and not (self.is_closed and not self.items):
-            self.reason = reason
-            self.items.clear()
-            self._weights.clear()
-            self._settle()
-
-    def _settle(self) -> None:
-        if self.reason is not None:
-            self._wake(self._putters, FAILED, self.reason)
-            self._wake(self._getters, FAILED, self.reason)
-            return
-        if self.is_closed:
-            self._wake(self._putters, CLOSED, None)
-        moved = True
-        while moved:
-            moved = self._serve_getter() or self._serve_putter()
-
-    def _serve_getter(self) -> bool:
-        if not self._getters:
-            return False
-        getter = self._getters[0]
-        if self.is_closed and not self.items:
-            self._wake(self._getters, CLOSED, None)
-            return False
-        num_taken = self._num_by_weight(getter.weight) if getter.weight > 0 else self._num_by_count(getter)
-        if num_taken == 0:
-            return False
-        self._getters.popleft()
-        for _ in range(num_taken):
-            self._weights.popleft()
-        getter.answer(ITEMS, [self.items.popleft() for _ in range(num_taken)])
-        return True
-
-    def _num_by_count(self, getter: Waiter) -> int:
-        """Return how many items the getter can take now; 0: it waits for more."""
-        if len(self.items) < getter.at_least and not self.is_closed:
-            return 0
-        return min(getter.most, len(self.items))
-
-    def _num_by_weight(self, limit: float) -> int:
-        """Return how many items weigh `limit`, or less if the next would exceed it; 0: wait. One may be too heavy."""
-        total = 0.0
-        for number, weight in enumerate(self._weights):
-            if number and total + weight > limit:
-                return number
-            total += weight
-            if total >= limit:
-                return number + 1
-        return len(self.items) if self.is_closed else 0
-
-    def _serve_putter(self) -> bool:
-        if not self._putters:
-            return False
-        putter = self._putters[0]
-        # A getter waits here only if it wants more than there is; its answer takes what is above the capacity.
-        # Otherwise a batch that does not fit and a getter that wants more would wait for each other.
-        if len(self.items) + len(putter.batch) > self.capacity and not self._getters:
-            return False
-        self._putters.popleft()
-        self.items.extend(putter.batch)
-        self._weights.extend([putter.weight] * len(putter.batch))
-        putter.answer(DONE, None)
-        return True
-
-    @staticmethod
-    def _wake(waiters: deque[Waiter], kind: int, payload: Any) -> None:
-        while waiters:
-            waiters.popleft().answer(kind, payload)
-
-
-class Record:
-    """A value that stays, for any number of processes to read; who asks before it is there waits.
-
-    The end of a process that wrote or read it has no effect. Answers: (ITEMS, [value]).
-    """
-
-    def __init__(self) -> None:
-        self.value: Any = None
-        self._waiters: list[Waiter] = []
-
-    def write(self, value: Any, *, replaces: bool) -> bool:
-        """Set the value; unless it replaces one, only if there is none. Tell whether it was set."""
-        if self.value is not None and not replaces:
-            return False
-        self.value = value
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            waiter.answer(ITEMS, [value])
-        return True
-
-    def read(self, answer: Callable[[int, Any], None]) -> Waiter:
-        waiter = Waiter(answer, [], 1, 1)
-        if self.value is None:
-            self._waiters.append(waiter)
-        else:
-            answer(ITEMS, [self.value])
-        return waiter
-
-    def cancel(self, waiter: Waiter) -> bool:
-        """Withdraw a request; False if it has been answered."""
-        if waiter not in self._waiters:
-            return False
-        self._waiters.remove(waiter)
-        return True
-
-
-# --- the broker -------------------------------------------------------------------------------------------------------
 
 
 class Timer:
@@ -423,102 +67,68 @@ class _Served:
         ).encode()
 
 
+class _Waiting(NamedTuple):
+    """The request of a client that has not been answered yet, what was asked, and its deadline."""
+
+    waiter: Waiter
+    source: BoundedQueue | Record
+    timer: Timer
+
+
 class _ClientConnection:
     """One client connection: proof, greeting, then one request at a time."""
 
     def __init__(self, server: BrokerServer, connection: socket.socket):
-        self.socket = connection
+        self.stream = wire.Stream(connection)
         self._server = server
-        nonce = secrets.token_bytes(NONCE)
+        nonce = secrets.token_bytes(wire.NONCE)
         self._unproven: bytes | None = nonce  # what the client has to answer; None once it has proved itself
-        self._received = bytearray()
-        self._passed: deque[int] = deque()  # descriptors that came, and belong to no item yet
-        self._unsent = bytearray()
-        self._to_pass: list[Memory | Kept] = []  # goes with the first byte that is sent next
         self._served: _Served | None = None
         self.client = self.who = ""  # one process, and what it is called
         self.is_producer = self.is_consumer = False
-        self._waiter: Waiter | None = None
-        self._waits_for: BoundedQueue | Record | None = None
-        self._timer: Timer | None = None  # of the waiter
+        self._waiting: _Waiting | None = None
         self._said_bye = False
         self._write(nonce)
         # A client that connects and never proves itself is dropped.
         self._greeting_timer = server.later(10.0, self.end)
 
-    @property
-    def is_writing(self) -> bool:
-        """Tell whether there is more to send than the socket takes."""
-        return bool(self._unsent)
-
     def on_readable(self) -> None:
-        try:
-            data = self._receive()
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
+        if not self.stream.receive():
             self.end()
             return
-        self._received += data
-        if self._unproven is not None and not self._check_proof(self._unproven):
-            return
-        while len(self._received) >= HEAD.size:
-            kind, length = HEAD.unpack_from(self._received)
-            if self._served is None and (kind != HELLO or length > _MAX_HELLO):
+        if self._unproven is not None:
+            self.stream.drop_passed()  # a stranger's are not kept
+            if not self._check_proof(self._unproven):
+                return
+        received = self.stream.received
+        while len(received) >= wire.HEAD.size:
+            kind, length = wire.HEAD.unpack_from(received)
+            if self._served is None and (kind != wire.HELLO or length > _MAX_HELLO):
                 self.end()
                 return
-            if len(self._received) < HEAD.size + length:
+            if len(received) < wire.HEAD.size + length:
                 return
-            payload = bytes(memoryview(self._received)[HEAD.size : HEAD.size + length])
-            del self._received[: HEAD.size + length]
-            self._handle(kind, payload)
-            if self.socket.fileno() < 0:  # it has ended
+            self.stream.take(wire.HEAD.size)
+            self._handle(kind, self.stream.take(length))
+            if self.stream.socket.fileno() < 0:  # it has ended
                 return
-
-    def _receive(self) -> bytes:
-        if self.socket.family != socket.AF_UNIX:
-            return self.socket.recv(1 << 18)
-        data, descriptors = receive_with(self.socket, 1 << 18)
-        self._passed += descriptors
-        if self._unproven is not None:  # a stranger's are not kept
-            self._drop_passed()
-        return data
-
-    def _drop_passed(self) -> None:
-        while self._passed:
-            os.close(self._passed.popleft())
-
-    def _send(self, data: memoryview) -> int:
-        """Send what the socket takes, with the memory that is to be passed."""
-        if not self._to_pass:
-            return self.socket.send(data)
-        sent = socket.send_fds(self.socket, [data], passed_with(self._to_pass))
-        self._to_pass = []
-        return sent
 
     def on_writable(self) -> None:
-        try:
-            del self._unsent[: self._send(memoryview(self._unsent)[: 1 << 20])]
-        except BlockingIOError:
-            return
-        except OSError:
+        if not self.stream.flush():
             self.end()
-            return
-        if not self._unsent:
+        elif not self.stream.unsent:
             self._server.watch(self)
 
     def end(self, how: str = "went away without closing it") -> None:
         """End the connection, and fail the channel if the process at its other end left without notice."""
-        self._drop_passed()
+        self.stream.drop_passed()
         self._server.withdraw(self._greeting_timer)
         if not self._server.forget(self) or self._served is None:
             return
         self._served.connections.discard(self)
-        self._to_pass = []
-        if self._waiter and self._waits_for:
-            self._waits_for.cancel(self._waiter)
+        self.stream.to_pass = []
+        if self._waiting is not None:
+            self._waiting.source.cancel(self._waiting.waiter)
             self._stop_waiting()
         is_missed_producer = self.is_producer and self.client not in self._served.done
         if not self._said_bye and (is_missed_producer or self.is_consumer):
@@ -527,15 +137,14 @@ class _ClientConnection:
         self._server.free(self._served)
 
     def _check_proof(self, nonce: bytes) -> bool:
-        if len(self._received) < 2 * NONCE:
+        if len(self.stream.received) < 2 * wire.NONCE:
             return False
-        answer, theirs = bytes(self._received[:NONCE]), bytes(self._received[NONCE : 2 * NONCE])
-        del self._received[: 2 * NONCE]
-        if not hmac.compare_digest(answer, proof(self._server.key, nonce, b"client")):
+        answer, theirs = self.stream.take(wire.NONCE), self.stream.take(wire.NONCE)
+        if not hmac.compare_digest(answer, wire.proof(self._server.key, nonce, b"client")):
             self.end()
             return False
         self._unproven = None
-        self._write(proof(self._server.key, theirs, b"broker"))
+        self._write(wire.proof(self._server.key, theirs, b"broker"))
         return True
 
     def _handle(self, kind: int, payload: bytes) -> None:
@@ -549,42 +158,42 @@ class _ClientConnection:
 
     def _understood(self, kind: int, payload: bytes) -> Callable[[], None]:
         """Return what a request asks for, after a check of all that it says. Nothing is changed before."""
-        if kind == BYE:
+        if kind == wire.BYE:
             return self._leave
-        if self._waiter is not None:
+        if self._waiting is not None:
             raise ValueError("a request before the answer to another")
-        if kind == HELLO:
+        if kind == wire.HELLO:
             return self._greeting(json.loads(payload))
         served = self._served
         assert served is not None
-        if kind == PUT:
-            timeout_s, weight = ASK_PUT.unpack_from(payload)
+        if kind == wire.PUT:
+            timeout_s, weight = wire.ASK_PUT.unpack_from(payload)
             _check_numbers(timeout_s, weight)
-            items = unpack_items(memoryview(payload)[ASK_PUT.size :], self._passed)
-            check_passed(items)
+            items = wire.unpack_items(memoryview(payload)[wire.ASK_PUT.size :], self.stream.passed)
+            wire.check_passed(items)
             return functools.partial(self._put, served, self._server.held(items), timeout_s, weight)
-        if kind == GET:
-            timeout_s, most, at_least, weight = ASK_GET.unpack(payload)
+        if kind == wire.GET:
+            timeout_s, most, at_least, weight = wire.ASK_GET.unpack(payload)
             _check_numbers(timeout_s, weight)
             if not 1 <= at_least <= most:
                 raise ValueError(f"{at_least} to {most} items")
             return functools.partial(self._get, served, timeout_s, most, at_least, weight)
-        if kind == CLOSE:
+        if kind == wire.CLOSE:
             return functools.partial(self._close, served)
-        if kind == FAIL:
-            return functools.partial(self._fail, served, payload.decode())
-        if kind == SIZE:
-            return lambda: self._answer(DONE, [served.facts()])
-        if kind == RECORD:
-            replaces, length = ASK_RECORD.unpack_from(payload)
-            name, value = payload[ASK_RECORD.size :][:length], payload[ASK_RECORD.size + length :]
+        if kind == wire.FAIL:
+            return functools.partial(self._close, served, payload.decode())
+        if kind == wire.SIZE:
+            return lambda: self._answer(wire.DONE, [served.facts()])
+        if kind == wire.RECORD:
+            replaces, length = wire.ASK_RECORD.unpack_from(payload)
+            name, value = payload[wire.ASK_RECORD.size :][:length], payload[wire.ASK_RECORD.size + length :]
             if len(name) < length:
                 raise ValueError(f"a name of {length} bytes in {len(payload)}")
             return functools.partial(self._record, served, name.decode(), value, replaces)
-        if kind == LOOK_UP:
-            (timeout_s,) = ASK_LOOK_UP.unpack_from(payload)
+        if kind == wire.LOOK_UP:
+            (timeout_s,) = wire.ASK_LOOK_UP.unpack_from(payload)
             _check_numbers(timeout_s)
-            return functools.partial(self._look_up, served, payload[ASK_LOOK_UP.size :].decode(), timeout_s)
+            return functools.partial(self._look_up, served, payload[wire.ASK_LOOK_UP.size :].decode(), timeout_s)
         raise ValueError(f"kind {kind}")
 
     def _greeting(self, hello: dict[str, Any]) -> Callable[[], None]:
@@ -604,7 +213,7 @@ class _ClientConnection:
             self._served = self._server.served(channel, *numbers)
             self._served.connections.add(self)
             self._server.withdraw(self._greeting_timer)
-            self._answer(DONE, [])
+            self._answer(wire.DONE, [])
 
         return greet
 
@@ -620,19 +229,18 @@ class _ClientConnection:
         self.is_consumer = True
         self._wait(served.queue, timeout_s, lambda answer: served.queue.get(most, at_least, answer, weight))
 
-    def _close(self, served: _Served) -> None:
-        served.done.add(self.client)
-        served.queue.close()
-        self._answer(DONE, [])
-
-    def _fail(self, served: _Served, reason: str) -> None:
-        served.queue.fail(reason)
-        self._answer(DONE, [])
+    def _close(self, served: _Served, reason: str | None = None) -> None:
+        if reason is None:
+            served.done.add(self.client)
+            served.queue.close()
+        else:
+            served.queue.fail(reason)
+        self._answer(wire.DONE, [])
 
     def _record(self, served: _Served, name: str, value: bytes, replaces: bool) -> None:
         record = served.records[name]
         is_written = record.write(value, replaces=replaces)
-        self._answer(DONE, []) if is_written else self._give([record.value])
+        self._answer(wire.DONE, []) if is_written else self._give([record.value])
 
     def _look_up(self, served: _Served, name: str, timeout_s: float) -> None:
         record = served.records[name]
@@ -647,7 +255,7 @@ class _ClientConnection:
             nonlocal is_answered
             is_answered = True
             self._stop_waiting()
-            if kind == ITEMS:
+            if kind == wire.ITEMS:
                 self._give(payload)
             else:
                 self._answer(kind, [payload.encode()] if payload else [])
@@ -656,18 +264,17 @@ class _ClientConnection:
             if not is_answered and source.cancel(waiter):
                 self._stop_waiting()
                 assert self._served is not None
-                self._answer(LATE, [self._served.facts()])
+                self._answer(wire.LATE, [self._served.facts()])
 
         waiter = ask(answer)
         if not is_answered:
-            self._waiter, self._waits_for = waiter, source
-            self._timer = self._server.later(timeout_s, late)
+            self._waiting = _Waiting(waiter, source, self._server.later(timeout_s, late))
 
     def _stop_waiting(self) -> None:
         """Forget the waiter, also in its timer, which would otherwise keep the items of a put until it runs out."""
-        if self._timer is not None:
-            self._server.withdraw(self._timer)
-        self._waiter = self._waits_for = self._timer = None
+        if self._waiting is not None:
+            self._server.withdraw(self._waiting.timer)
+        self._waiting = None
 
     def _give(self, items: list[Any]) -> None:
         """Answer with items. Memory is passed on this machine, as far as one message takes it, and else copied.
@@ -675,7 +282,7 @@ class _ClientConnection:
         So are tokens; where one is not passed, the item is sent with the bytes of its tensors once the producer has
         answered with them.
         """
-        is_near = self.socket.family == socket.AF_UNIX
+        is_near = self.stream.socket.family == socket.AF_UNIX
         num_passed, num_asked = 0, 0
 
         def arrived(at: int, data: bytes) -> None:
@@ -687,10 +294,10 @@ class _ClientConnection:
 
         fetched = []
         for at, item in enumerate(items):
-            if not isinstance(item, PASSED):
+            if not isinstance(item, wire.PASSED):
                 continue
-            num_descriptors = len(passed_with([item]))
-            if is_near and num_passed + num_descriptors <= MAX_PASSED:
+            num_descriptors = len(wire.passed_with([item]))
+            if is_near and num_passed + num_descriptors <= wire.MAX_PASSED:
                 num_passed += num_descriptors
             elif isinstance(item, Kept):
                 fetched.append((at, item))
@@ -701,7 +308,7 @@ class _ClientConnection:
                     assert self._served is not None
                     reason = f"an item of it cannot be read ({error})"
                     self._served.queue.fail(reason)
-                    self._answer(FAILED, [reason.encode()])
+                    self._answer(wire.FAILED, [reason.encode()])
                     return
         num_asked = len(fetched)
         if not fetched:
@@ -710,28 +317,18 @@ class _ClientConnection:
             self._server.fetch(item, functools.partial(arrived, at))
 
     def _hand(self, items: list[Any]) -> None:
-        self._to_pass = [item for item in items if isinstance(item, PASSED)]
-        pieces = pack_items(items)
+        self.stream.to_pass = [item for item in items if isinstance(item, wire.PASSED)]
+        pieces = wire.pack_items(items)
         items.clear()  # or whoever called this later than `_give` would keep tokens open
-        self._answer(ITEMS, pieces)
+        self._answer(wire.ITEMS, pieces)
 
     def _answer(self, kind: int, pieces: list[bytes]) -> None:
-        self._write(b"".join([HEAD.pack(kind, sum(map(len, pieces))), *pieces]))
+        self._write(b"".join([wire.HEAD.pack(kind, sum(map(len, pieces))), *pieces]))
 
     def _write(self, data: bytes) -> None:
-        if not self._unsent:
-            try:
-                sent = self._send(memoryview(data))
-            except BlockingIOError:
-                sent = 0
-            except OSError:
-                return  # the socket will be readable, and end this connection in its turn
-            if sent == len(data):
-                return
-            data = data[sent:]
-        was_writing = self.is_writing
-        self._unsent += data
-        if not was_writing:
+        was_writing = bool(self.stream.unsent)
+        self.stream.write(data)
+        if self.stream.unsent and not was_writing:
             self._server.watch(self)
 
 
@@ -796,7 +393,7 @@ class BrokerServer:
         return timer
 
     def withdraw(self, timer: Timer) -> None:
-        """Have a call not be made. Deadlines may be hours away: withdrawn timers are dropped before, in bulk."""
+        """Withdraw a call. Its deadline may be hours ahead, so withdrawn timers are dropped in bulk before it."""
         if timer.call is None:
             return
         timer.call = None
@@ -806,7 +403,7 @@ class BrokerServer:
             heapq.heapify(self._timers)
             self._num_withdrawn = 0
 
-    def held(self, items: list[Packed | Kept]) -> list[Any]:
+    def held(self, items: list[wire.Packed | Kept]) -> list[Any]:
         """Return items as queues hold them: where too many are in memory of their own, copied out of it."""
         for at, item in enumerate(items):
             if isinstance(item, Kept):  # of which a process has not many
@@ -830,7 +427,7 @@ class BrokerServer:
 
         def on_readable() -> None:
             try:
-                _, descriptors = receive_with(token, 4096)
+                _, descriptors = wire.receive_with(token, 4096)
             except BlockingIOError:
                 return
             except OSError:
@@ -860,15 +457,15 @@ class BrokerServer:
             del self._queues[served.name]
 
     def watch(self, connection: _ClientConnection) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_writing else 0)
-        self._selector.modify(connection.socket, events, connection)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.stream.unsent else 0)
+        self._selector.modify(connection.stream.socket, events, connection)
 
     def forget(self, connection: _ClientConnection) -> bool:
         """Close a connection; return False if it was closed before."""
-        if connection.socket.fileno() < 0:
+        if connection.stream.socket.fileno() < 0:
             return False
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
+        self._selector.unregister(connection.stream.socket)
+        connection.stream.socket.close()
         return True
 
     def _listen(self, listener: socket.socket) -> None:
@@ -882,20 +479,9 @@ class BrokerServer:
         except OSError:
             return
         accepted.setblocking(False)
-        prepare(accepted)
+        wire.prepare(accepted)
         connection = _ClientConnection(self, accepted)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
-
-
-def prepare(connection: socket.socket) -> None:
-    """Set the socket to send at once, and to notice a machine that vanished in some ten seconds."""
-    if connection.family == socket.AF_UNIX:
-        return
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ a process left stays there, and the process may come back to it; but its end is 
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,8 +21,6 @@ from hotseat.errors import DeadlineError, PlacementError
 from hotseat.rlinf.keys import key_text
 from hotseat.rlinf.queues import Queue, QueueDirectory
 from hotseat.rlinf.work import AsyncWork, Lane
-
-__all__ = ["DEFAULT_KEY", "UNBOUNDED", "Channel", "Post", "QueueSpec", "leave_all", "post_of"]
 
 DEFAULT_KEY = "default_queue"
 UNBOUNDED = 1 << 31  # items
@@ -77,12 +76,7 @@ class Post:
 
     def use(self, spec: QueueSpec, operation: Callable[[Queue[Any]], Any]) -> Any:
         """Run an operation on a queue at once, whatever else this process has asked of it."""
-        opened = self._begin(spec)
-        try:
-            return operation(opened.queue)
-        finally:
-            if not opened.stays:
-                self._end(opened)
+        return self._operate(self._begin(spec), operation)
 
     def leave(self) -> None:
         """Stop using all queues, so that the end of this process is no failure of theirs."""
@@ -92,14 +86,15 @@ class Post:
             queue.leave()
 
     def _run(self, opened: _OpenQueue, lane: Lane, operation: Callable[[Queue[Any]], Any], is_async: bool) -> Any:
-        def run() -> Any:
-            try:
-                return operation(opened.queue)
-            finally:
-                if not opened.stays:
-                    self._end(opened)
-
+        run = functools.partial(self._operate, opened, operation)
         return lane.start(run) if is_async else lane.run(run)
+
+    def _operate(self, opened: _OpenQueue, operation: Callable[[Queue[Any]], Any]) -> Any:
+        try:
+            return operation(opened.queue)
+        finally:
+            if not opened.stays:
+                self._end(opened)
 
     def _begin(self, spec: QueueSpec) -> _OpenQueue:
         with self._lock:
@@ -275,5 +270,4 @@ class Channel:
 
 
 def _entry_of(name: str) -> str:
-    """Return the name by which a channel itself is recorded from its creation on."""
     return f"channel {name}"

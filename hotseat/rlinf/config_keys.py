@@ -15,8 +15,6 @@ from hotseat.config.load import valid_keys
 from hotseat.config.yaml_lines import nested
 from hotseat.errors import ConfigError, Problem
 
-__all__ = ["NONE", "TABLE", "ConfigTranslation", "RlinfKey", "looks_like_rlinf", "translate"]
-
 NONE = ""  # stands for our key where there is none
 
 

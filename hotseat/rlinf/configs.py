@@ -13,8 +13,6 @@ from hotseat.config.schema import ClusterConfig
 from hotseat.errors import ConfigError, Problem
 from hotseat.rlinf.config_keys import TABLE
 
-__all__ = ["checked_cluster", "plain", "section"]
-
 _LOG = logging.getLogger("hotseat.rlinf")
 
 

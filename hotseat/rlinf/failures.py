@@ -9,14 +9,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Call", "Failures"]
-
 
 @dataclass
 class Call:
-    """A call to the workers of a group. is_told: a failure of it was raised to somebody, so no other is of interest."""
+    """A call to the workers of a group. is_reported: a failure of it was raised, so others of it are of no interest."""
 
-    is_told: bool = False
+    is_reported: bool = False
 
 
 # The result of one worker, how it is opened, the opened result, and the call that it belongs to.
@@ -24,7 +22,7 @@ _Task = tuple[Future[Any], Callable[[Future[Any]], Any], Future[Any], Call]
 
 
 class Failures:
-    """Opens the results of calls, and keeps the first failure of a call that nobody has been told of.
+    """Opens the results of calls, and keeps the first failure of a call whose failures were not raised.
 
     One thread takes calls that have ended from a queue and opens them. It is not done where they end: that is a thread
     of Ray, and a dead process is ended with Ray's help. The thread waits for the queue and ends with the process.
@@ -46,14 +44,14 @@ class Failures:
         worker.add_done_callback(lambda done: tasks.put((done, opened, result, call)))
         return result
 
-    def tell(self, failure: BaseException, call: Call | None) -> None:
+    def report(self, failure: BaseException, call: Call | None) -> None:
         """Forget a failure that is raised now, and all others of its call. None: it is `first`, of whatever call."""
         with self._lock:
             if call is None and self.first.done() and self.first.exception() is failure:
                 call = self._failed
             if call is not None:
-                call.is_told = True
-            if self.first.done() and self._failed.is_told:
+                call.is_reported = True
+            if self.first.done() and self._failed.is_reported:
                 self.first = Future()
 
     def _work(self, tasks: queue.SimpleQueue[_Task]) -> None:
@@ -63,7 +61,7 @@ class Failures:
                 value = opened(worker)
             except BaseException as failure:  # it belongs to whoever waits
                 with self._lock:
-                    if not call.is_told and not self.first.done():
+                    if not call.is_reported and not self.first.done():
                         self._failed = call
                         self.first.set_exception(failure)
                     result.set_exception(failure)

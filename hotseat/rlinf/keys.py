@@ -18,8 +18,6 @@ from typing import Any
 
 from hotseat.errors import UserError
 
-__all__ = ["key_text"]
-
 # Of each, the constructor's own `repr` says all.
 _WITH_TEXT = (
     uuid.UUID,

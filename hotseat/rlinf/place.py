@@ -1,4 +1,4 @@
-"""What a worker knows of its place: set before its constructor runs."""
+"""Place of a worker, which is set before its constructor runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from hotseat.placement import Inventory
 from hotseat.rlinf.queues import QueueDirectory
-
-__all__ = ["WorkerPlace", "current_place", "set_current_place"]
 
 
 @dataclass(frozen=True)

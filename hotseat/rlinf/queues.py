@@ -25,10 +25,9 @@ from typing import Any, Generic, TypeVar
 
 from hotseat.cluster import Cluster
 from hotseat.errors import DeadlineError, RunError, WorkerError
-from hotseat.rlinf import broker_process as wire
+from hotseat.rlinf import wire
+from hotseat.rlinf.bounded_queue import BoundedQueue, Record, Waiter
 from hotseat.rlinf.broker import Broker, BrokerAddress, BrokerClient, client_of
-
-__all__ = ["Queue", "QueueClosed", "QueueDirectory"]
 
 Item = TypeVar("Item")
 
@@ -219,11 +218,9 @@ class QueueDirectory:
 
 
 class _LocalQueues:
-    """The queues of a directory in this process."""
-
     def __init__(self) -> None:
         self._queues: dict[str, Queue[Any]] = {}
-        self._records: defaultdict[str, wire.Record] = defaultdict(wire.Record)
+        self._records: defaultdict[str, Record] = defaultdict(Record)
         self._lock = threading.Lock()
 
     def open(self, name: str, capacity: int, timeout_s: float) -> Queue[Any]:
@@ -260,7 +257,7 @@ def _type_names(types: type | tuple[type, ...]) -> str:
 
 
 def _answered(
-    lock: threading.Lock, source: wire.BoundedQueue | wire.Record, ask: Callable[[Any], wire.Waiter], timeout_s: float
+    lock: threading.Lock, source: BoundedQueue | Record, ask: Callable[[Any], Waiter], timeout_s: float
 ) -> tuple[int, Any] | None:
     """Ask with the lock held, and wait for the answer without it; None: the request was withdrawn at the deadline."""
     is_answered, answers = threading.Event(), []
@@ -279,10 +276,8 @@ def _answered(
 
 
 class _LocalQueue:
-    """The queue, with a lock around it."""
-
     def __init__(self, capacity: int, num_producers: int):
-        self._queue = wire.BoundedQueue(capacity, num_producers)
+        self._queue = BoundedQueue(capacity, num_producers)
         self._lock = threading.Lock()
 
     def put(self, items: list[Any], timeout_s: float, weight: float) -> tuple[int, Any]:

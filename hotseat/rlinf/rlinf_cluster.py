@@ -16,8 +16,6 @@ from hotseat.rlinf.failures import Failures
 from hotseat.rlinf.place import current_place
 from hotseat.rlinf.queues import QueueDirectory
 
-__all__ = ["Cluster"]
-
 _TIMEOUT = "RLINF_TIMEOUT"  # minutes
 _DEFAULT_TIMEOUT_MIN = 180.0
 
@@ -91,7 +89,6 @@ class Cluster:
 
     @property
     def groups(self) -> Mapping[str, Any]:
-        """Return the groups that were launched, by name."""
         return self._groups
 
     # --- for groups and channels ----------------------------------------------------------------------------------

@@ -12,17 +12,6 @@ from hotseat.placement import Inventory, Located, RoleRequest, label_of, locate,
 from hotseat.placement.inventory import DEFAULT_POOL
 from hotseat.rlinf.configs import section
 
-__all__ = [
-    "ComponentPlacement",
-    "FlexiblePlacementStrategy",
-    "HybridComponentPlacement",
-    "ModelParallelComponentPlacement",
-    "NodePlacementStrategy",
-    "PackedPlacementStrategy",
-    "PlacementStrategy",
-    "default_strategy",
-]
-
 
 class HasInventory(Protocol):
     """A cluster, as far as a strategy looks at it."""

@@ -23,8 +23,6 @@ from hotseat.rlinf.routing import group_size, merge, num_rows, parts_to_receive,
 from hotseat.rlinf.work import AsyncRouteWork
 from hotseat.rlinf.worker_group import GroupSpec
 
-__all__ = ["DeviceLock", "Worker"]
-
 W = TypeVar("W", bound="Worker")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -440,7 +438,6 @@ def _mail(
 
 
 def _route(src_group: str, dst_group: str, tag: str | None, route_key: Any, src_rank: int, dst_rank: int) -> Any:
-    """Return the key of a channel under which rows travel from one worker to another."""
     return "route", src_group, dst_group, tag, route_key, src_rank, dst_rank
 
 

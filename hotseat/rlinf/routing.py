@@ -14,8 +14,6 @@ from typing import Any
 from hotseat.errors import DeadlineError, PlacementError, UserError
 from hotseat.rlinf.queues import QueueDirectory
 
-__all__ = ["RankRows", "group_size", "merge", "num_rows", "parts_to_receive", "parts_to_send", "record_size", "split"]
-
 _LOOK_UP_S = 60.0  # how long to wait for a group to be launched
 
 

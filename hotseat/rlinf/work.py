@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-__all__ = ["AsyncRouteWork", "AsyncWork", "Lane"]
-
 
 class AsyncWork:
     """An operation under way: `wait` for it, or `await work.async_wait()`."""

@@ -18,8 +18,6 @@ from hotseat.rlinf.rlinf_cluster import Cluster
 from hotseat.rlinf.rlinf_placement import PlacementStrategy, default_strategy
 from hotseat.rlinf.routing import record_size
 
-__all__ = ["GroupSpec", "WorkerGroup", "WorkerGroupFuncResult"]
-
 _IDLE_GRACE_S = 60.0  # gigabytes cross from a device to the host in it
 
 T = TypeVar("T")
@@ -132,7 +130,6 @@ class WorkerGroup(Generic[T]):
         self._group.close(grace_s=grace_s, idle_grace_s=_IDLE_GRACE_S)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> WorkerGroupFuncResult:
-        """Call a method by its name."""
         pending = self._group.on(*self._ranks).start(getattr(self._cls, method), *args, **kwargs)
         return WorkerGroupFuncResult(self, method, pending)
 
@@ -185,7 +182,7 @@ class WorkerGroupFuncResult:
             waiting -= done
             for result in [*(done - {elsewhere}), *(done & {elsewhere} if waiting else ())]:
                 if (failure := result.exception()) is not None:
-                    failures.tell(failure, None if result is elsewhere else self._call)
+                    failures.report(failure, None if result is elsewhere else self._call)
                     raise failure
         return [self._results[rank].result() for rank in sorted(self._results)]
 

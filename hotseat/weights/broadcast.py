@@ -280,5 +280,5 @@ def _failure(message: str, broadcast_group: BroadcastGroup, seconds: float, caus
     if seconds >= 0.95 * broadcast_group.timeout_s:  # clocks differ
         return DeadlineError(f"{message} within {broadcast_group.timeout_s:g} s: {cause}")
     error = WorkerError(f"{message}: {cause}")
-    error.is_death = True  # type: ignore[attr-defined]  # A connection breaks when the process at its end is gone.
+    error.is_death = True  # A connection breaks when the process at its end is gone.
     return error

@@ -3,7 +3,7 @@
 import pytest
 
 from hotseat.config import loads
-from hotseat.observe.trackers import renaming
+from hotseat.observe.tracker_sink import renaming
 from hotseat.openrlhf.metric_names import with_openrlhf_names
 
 

@@ -64,7 +64,7 @@ def test_where_nobody_says_anything_nobody_is_accused():
 
 def test_the_innermost_wait_counts():
     inner = DeadlineError("rollout rank 3: no answer to 'fetch'")
-    inner.group, inner.missing = "rollout", [3]
+    inner.awaited = ("rollout rank 3",)
     outer = WorkerError("agents rank 0: 'collect' raised DeadlineError")
     outer.__cause__ = inner
     assert is_hang(outer)

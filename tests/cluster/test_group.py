@@ -42,7 +42,7 @@ def push(group: WorkerGroup[Packs]) -> list[bytes]:
 
 def use(actor: WorkerGroup[Actor]) -> None:
     scores: list[dict[str, float]] = actor.on(0).within(60).call(Actor.score, [1], 1.0)
-    kept = actor.scatter_and_keep(Actor.score, [[1], [2]], temperature=1.0)
+    kept = actor.start_scatter_and_keep(Actor.score, [[1], [2]], temperature=1.0).result()
     actor.scatter(Actor.prepare, [[1], [2]], 3, reference=as_arguments(kept))
     sizes: list[int] = [len(each) for each in actor.start(Actor.packed, "host").result()]
     push(actor)
@@ -116,7 +116,7 @@ def test_values_are_scattered_and_kept_with_further_arguments():
     with Cluster("local") as cluster:
         group = cluster.launch("adding", Adding, processes=3)
         assert group.scatter(Adding.add, [1, 2, 3], 10, yet_more=100) == [111, 112, 113]
-        kept = group.on(2, 0).scatter_and_keep(Adding.add, [1, 2], 10)  # values go to ranks in ascending order
+        kept = group.on(2, 0).start_scatter_and_keep(Adding.add, [1, 2], 10).result()  # to ranks in ascending order
         assert [ref.get() for ref in kept] == [11, 12]
         assert group.on(0, 1).scatter(Adding.add, as_arguments(kept), 0) == [11, 12]
         assert group.on(1).within(60).start(Adding.add, 1, 1).result() == [2]

@@ -49,7 +49,6 @@ def test_a_free_device_is_granted_at_once():
     lease = leases.acquire("rollout", {ENGINE: [0, 1]}, timeout_s=5)
     assert lease.devices == (0, 1)
     assert leases.holders(0) == (ENGINE,)
-    assert [(h.device, h.from_phase, h.to_phase) for h in leases.log()] == [(0, None, "rollout"), (1, None, "rollout")]
 
 
 def test_a_device_is_passed_on_after_the_last_holder_reported():
@@ -58,13 +57,7 @@ def test_a_device_is_passed_on_after_the_last_holder_reported():
     fake.then = [(102.0, lambda: first.report(ACTOR, 3 * GIB)), (107.0, lambda: first.report(CRITIC, {0: 2 * GIB}))]
     leases.acquire("rollout", {ENGINE: [0]}, timeout_s=60)
     assert fake.now == 107.0
-    hand_over = leases.log()[-1]
-    assert (hand_over.from_phase, hand_over.to_phase, hand_over.device) == ("prepare", "rollout", 0)
-    assert hand_over.from_holders == ("actor[0] (pid 11)", "critic[0] (pid 33)")
-    assert hand_over.to_holders == ("rollout[0] (pid 22)",)
-    assert hand_over.bytes_given_up == 5 * GIB
-    assert hand_over.ms == 0.0
-    assert first.is_over()
+    assert leases.holders(0) == (ENGINE,)
 
 
 def test_the_memory_is_measured_before_a_device_is_passed_on():
@@ -80,34 +73,6 @@ def test_the_memory_is_measured_before_a_device_is_passed_on():
     measured.clear()
     leases.acquire("update", {ACTOR: [3]}, timeout_s=5)
     assert measured == [3]
-    assert leases.log()[-1].used == 7 * GIB
-
-
-def test_a_phase_that_states_its_needs_waits_until_they_fit():
-    used = {0: 70 * GIB}
-    leases, fake = make(measure=lambda device: DeviceMemory(used[device], 80 * GIB))
-    lease = leases.acquire("rollout", {ENGINE: [0]}, timeout_s=5)
-    lease.report(ENGINE, 60 * GIB)
-    fake.then = [(109.0, lambda: used.update({0: 10 * GIB}))]
-    leases.acquire("update", {ACTOR: [0]}, needs={0: 50 * GIB}, timeout_s=60)
-    assert fake.now == 109.0
-    assert leases.log()[-1].ms == 9000.0
-
-
-def test_a_holder_that_reported_but_gave_nothing_up_is_named():
-    leases, _ = make(measure=lambda device: DeviceMemory(70 * GIB, 80 * GIB))
-    leases.acquire("rollout", {ENGINE: [0]}, timeout_s=5).report(ENGINE, 60 * GIB)
-    with pytest.raises(DeadlineError) as caught:
-        leases.acquire("update", {ACTOR: [0]}, needs={0: 50 * GIB}, timeout_s=20)
-    text = str(caught.value)
-    assert "'update' waited 20.0 s for device 0: rollout[0] (pid 22) of phase 'rollout' reported" in text
-    assert f"given up {60 * GIB} bytes, but {70 * GIB} bytes are in use of {80 * GIB} and {50 * GIB} are needed" in text
-
-
-def test_a_device_that_somebody_else_fills_is_named():
-    leases, _ = make(measure=lambda device: DeviceMemory(70 * GIB, 80 * GIB))
-    with pytest.raises(DeadlineError, match=r"device 0: nobody holds it, but \d+ bytes are in use and \d+ are needed"):
-        leases.acquire("update", {ACTOR: [0]}, needs={0: 50 * GIB}, timeout_s=20)
 
 
 def test_a_wait_that_runs_out_names_holder_device_phase_and_since_when():
@@ -139,8 +104,7 @@ def test_a_dead_holder_keeps_the_device_until_its_process_is_gone_and_the_memory
     fake.then = [(110.0, lambda: gone.add(ENGINE)), (120.0, lambda: used.update({0: 1 * GIB}))]
     leases.acquire("update", {ACTOR: [0]}, timeout_s=60)
     assert fake.now == 120.0
-    assert leases.log()[-1].died == ("rollout[0] (pid 22)",)
-    assert leases.log()[-1].bytes_given_up == 0
+    assert leases.holders(0) == (ACTOR,)
 
 
 def test_memory_that_a_dead_holder_left_behind_is_named():
@@ -161,7 +125,7 @@ def test_a_dead_holder_that_asks_again_gets_the_device_so_that_the_next_call_to_
     leases.acquire("update", {ACTOR: [0]}, timeout_s=5)
     gone.add(ACTOR)
     leases.acquire("sync", {ACTOR: [0], ENGINE: [0]}, timeout_s=5)
-    assert leases.log()[-1].died == ("actor[0] (pid 11)",)
+    assert leases.holders(0) == (ACTOR, ENGINE)
 
 
 def test_without_a_measurement_a_dead_holder_is_released_when_its_process_is_gone():

@@ -164,7 +164,6 @@ def test_kept_results_are_passed_on_by_reference(cluster):
     assert len(kept[0].get()) == 1000
     assert group.call(Plain.size, kept[1]) == [1000, 1000]
     assert group.on(0).call(Plain.sizes, kept) == [[1000, 1000]]
-    assert group.on(1).call(Plain.size, cluster.put(b"abc")) == [3]
 
 
 def test_the_number_of_threads_is_set_not_inherited(cluster):

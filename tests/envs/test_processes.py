@@ -110,7 +110,7 @@ def test_a_process_that_dies_while_simulators_are_offloaded_is_replaced(undistur
     def offload(chunk: int) -> None:
         if chunk == 2:
             env.offload()
-            [standby] = env._standby
+            [standby] = env._children
             os.kill(standby.process.pid, signal.SIGKILL)
             standby.process.wait()
             env.onload()

@@ -124,7 +124,7 @@ class FakeGroup(WorkerGroup[Any]):
                 self.kill(rank)
             if not self._is_alive[rank]:
                 error = WorkerError(f"{self.name} rank {rank} died")
-                error.is_death = True  # type: ignore[attr-defined]
+                error.is_death = True
                 future.set_exception(error)
                 continue
             try:

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,10 +62,11 @@ class Case:
         monkeypatch.setenv("NOTES", str(self._notes))
         monkeypatch.setenv("WANDB_API_KEY", "s3cret")
         self.said: list[str] = []
-        options.setdefault("close_s", 60.0)
         where = {"name": "run", **options.pop("where", {})}
+        is_resumed = options.pop("is_resumed", False)
+        wandb = replace(WANDB, **{"close_s": 60.0, **options})
         self.sink = TrackerSink(
-            WANDB, directory, {"seed": 3}, lambda text, *_: self.said.append(text), where=where, **options
+            wandb, directory, {"seed": 3}, lambda text, *_: self.said.append(text), is_resumed=is_resumed, where=where
         )
 
     @property
@@ -253,14 +255,12 @@ def run_twice(tracker, directory: Path, where: dict) -> list[str]:
     said: list[str] = []
     for is_resumed, steps in ((False, range(3)), (True, range(2, 4))):
         sink = TrackerSink(
-            tracker,
+            replace(tracker, start_s=300.0, close_s=300.0),
             directory,
             {"seed": 3, "log": {"every": 1, "none": None}},
             lambda text, *_: said.append(text),
             is_resumed=is_resumed,
             where={"name": "run", **where},
-            start_s=300.0,
-            close_s=300.0,
         )
         for step in steps:
             sink.write(step, {"reward": step / 2, "eval/pass@4": 0.5, "eval/eval gpt_loss": 1.0, "text": "x"})

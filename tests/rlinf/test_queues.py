@@ -19,10 +19,11 @@ from pathlib import Path
 import pytest
 
 from hotseat.errors import DeadlineError, WorkerError
-from hotseat.rlinf import broker_process as wire
+from hotseat.rlinf import wire
+from hotseat.rlinf.bounded_queue import BoundedQueue
 from hotseat.rlinf.broker import Broker, BrokerClient
-from hotseat.rlinf.broker_process import CLOSED, DONE, FAILED, ITEMS, MAX_PASSED, BoundedQueue, receive_with
 from hotseat.rlinf.queues import Queue, QueueClosed
+from hotseat.rlinf.wire import CLOSED, DONE, FAILED, ITEMS, MAX_PASSED, receive_with
 
 PEER = Path(__file__).parents[1] / "helpers" / "queue_peer.py"
 

@@ -26,10 +26,10 @@ TIMEOUT_S = 860.0  # of a run, which then fails
 
 # `hotseat`, which gives Weights & Biases other limits.
 WITH_LIMITS = """
-import json, sys
+import dataclasses, json, sys
 from hotseat.cli.main import main
-from hotseat.observe.tracker_sink import TrackerSink
-TrackerSink.__init__.__kwdefaults__ |= json.loads(sys.argv[1])
+from hotseat.observe import tracker_sink
+tracker_sink.WANDB = dataclasses.replace(tracker_sink.WANDB, **json.loads(sys.argv[1]))
 sys.exit(main(sys.argv[2:]))
 """
 

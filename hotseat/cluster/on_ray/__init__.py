@@ -5,11 +5,4 @@ own: they sit in their node's bundle and see the devices that their process was 
 which is set when the process starts. So several processes can share a device, and one process can have several.
 
 Of a cluster that existed before, only our actors, our placement group and what our workers started are taken down.
-
-    runtime.py      the Runtime that a Cluster uses
-    launching.py    starts the actors of a group
-    group.py        calls to actors, and what is known of their processes
-    nodes.py        processes and services on each node; node_agent.py: the actor that does it on other nodes
-    reservation.py  the placement group
-    connection.py   starts a Ray cluster or attaches to one; daemons.py: watches one that was started here
 """

@@ -15,11 +15,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hotseat import faults
+from hotseat.cluster.device_memory import device_memory, own_device_name
 from hotseat.cluster.environment import restore_environment
+from hotseat.cluster.nodes_and_processes import ClusterNode
 from hotseat.cluster.on_ray.library import RAY_ENV, import_ray, refresh_settings
 from hotseat.cluster.on_ray.template import Template
 from hotseat.cluster.session import Session
@@ -27,19 +28,6 @@ from hotseat.errors import PlacementError, RunError
 from hotseat.processes import supervisor
 
 _NO_HANDLER = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"  # of a process that connects to Ray
-
-
-@dataclass(frozen=True)
-class RayNode:
-    """A node as Ray sees it."""
-
-    id: str
-    address: str
-    hostname: str
-    num_devices: int
-    num_cpus: int
-    memory_bytes: int
-    is_head: bool
 
 
 def is_start_too_slow(error: Exception) -> bool:
@@ -50,7 +38,6 @@ def is_start_too_slow(error: Exception) -> bool:
 class RayConnection:
     """Ray in this process. `close` ends a cluster that was started here, and leaves one that was there.
 
-    address: of a cluster that exists; by default `RAY_ADDRESS`; if that is not set, one is started here.
     num_devices, num_cpus, object_store_bytes: of a cluster that is started here.
     template: has the Python processes of such a cluster forked.
     """
@@ -59,30 +46,30 @@ class RayConnection:
         self,
         session: Session,
         *,
-        address: str | None,
         num_devices: int | None,
         num_cpus: int | None,
         object_store_bytes: int,
-        log_to_driver: bool,
         template: Template | None = None,
     ):
         self._template = template
         self.ray = ray = import_ray()
         self._session = session
         self._env_before: dict[str, str | None] = {}
-        address = address or os.environ.get("RAY_ADDRESS") or None
+        address = os.environ.get("RAY_ADDRESS") or None
         self._did_init = not ray.is_initialized()
         self.is_own = self._did_init and (address is None or address == "local")
         with _signals_left_alone(ray):
             if self.is_own:
-                self._start_own(num_devices, num_cpus, object_store_bytes, log_to_driver)
+                self._start_own(
+                    {"num_gpus": num_devices, "num_cpus": num_cpus, "object_store_memory": object_store_bytes}
+                )
             elif num_devices is not None:
                 raise PlacementError(
                     f"num_devices is {num_devices}, but the Ray cluster at {address or 'hand'} exists and has its own"
                     " devices; leave num_devices out, or unset RAY_ADDRESS to start a cluster here"
                 )
             elif self._did_init and address is not None:
-                self._attach(address, log_to_driver)
+                self._attach(address)
         try:
             self.nodes = self._inventory()
             here = ray.get_runtime_context().get_node_id()
@@ -114,20 +101,16 @@ class RayConnection:
             self.ray.shutdown()
         self._restore_env()
 
-    def _start_own(
-        self, num_devices: int | None, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool
-    ) -> None:
+    def _start_own(self, resources: Mapping[str, int | None]) -> None:
         """Start Ray here, once more if the machine was too busy for it."""
         try:
-            self._start_once(num_devices, num_cpus, object_store_bytes, log_to_driver)
+            self._start_once(resources)
         except Exception as error:
             if not is_start_too_slow(error):
                 raise
-            self._start_once(num_devices, num_cpus, object_store_bytes, log_to_driver)
+            self._start_once(resources)
 
-    def _start_once(
-        self, num_devices: int | None, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool
-    ) -> None:
+    def _start_once(self, resources: Mapping[str, int | None]) -> None:
         ray = self.ray
         variables = {
             supervisor.SESSION: self._session.id,  # for the daemons: they start with this environment
@@ -147,14 +130,12 @@ class RayConnection:
         if on_network is not None:
             constants.ENABLE_RAY_CLUSTER = False  # in case Ray was imported before we could say so
         try:
-            with _lean_daemons(self._template, log_to_driver):
+            with _lean_daemons(self._template):
                 ray.init(
                     address="local",
-                    num_gpus=num_devices,
-                    num_cpus=num_cpus,
-                    object_store_memory=object_store_bytes,
+                    **resources,
                     include_dashboard=False,
-                    log_to_driver=log_to_driver,
+                    log_to_driver=False,
                     logging_level="error",
                     _temp_dir=os.path.join(self._session.directory, "ray"),
                     _system_config={
@@ -182,7 +163,7 @@ class RayConnection:
             if outer is not None:
                 os.environ[supervisor.SESSION] = outer
 
-    def _attach(self, address: str, log_to_driver: bool) -> None:
+    def _attach(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         if address.startswith("ray://"):
             raise PlacementError(
@@ -198,8 +179,7 @@ class RayConnection:
                 ) from error
         try:
             # By the variable rather than by the argument: only then does Ray look for a token by itself.
-            is_from_env = address == os.environ.get("RAY_ADDRESS")
-            self.ray.init(address=None if is_from_env else address, log_to_driver=log_to_driver, logging_level="error")
+            self.ray.init(log_to_driver=False, logging_level="error")
         except (ConnectionError, RuntimeError, ValueError, self.ray.exceptions.RayError) as error:
             raise RunError(
                 f"could not attach to the Ray cluster at {address}: {error}\nIf it asks for a token, set"
@@ -211,26 +191,24 @@ class RayConnection:
         self._env_before = {}
         refresh_settings()
 
-    def _inventory(self) -> list[RayNode]:
+    def _inventory(self) -> tuple[ClusterNode, ...]:
         """List nodes in an order that a restart of the cluster keeps: the head, then by address and by name."""
-        keyed = []
-        for node in self.ray.nodes():
-            if not node["Alive"]:
-                continue
-            resources = node["Resources"]
-            entry = RayNode(
-                id=node["NodeID"],
+        nodes = [node for node in self.ray.nodes() if node["Alive"]]
+        nodes.sort(key=_node_order)
+        num_devices = [int(node["Resources"].get("GPU", 0)) for node in nodes]
+        # The devices of other nodes are taken to be like those of this one.
+        first = device_memory(own_device_name(0)) if num_devices[0] else None
+        return tuple(
+            ClusterNode(
+                rank,
+                num_devices[rank],
                 address=node["NodeManagerAddress"],
                 hostname=node["NodeManagerHostname"],
-                num_devices=int(resources.get("GPU", 0)),
-                num_cpus=int(resources.get("CPU", 0)),
-                memory_bytes=int(resources.get("memory", 0)),
-                is_head="node:__internal_head__" in resources,
+                id=node["NodeID"],
+                device_bytes=None if first is None else first.total,
             )
-            keyed.append(
-                (not entry.is_head, _address_key(entry.address), str(node.get("NodeName", "")), entry.id, entry)
-            )
-        return [entry for *_, entry in sorted(keyed, key=lambda item: item[:-1])]
+            for rank, node in enumerate(nodes)
+        )
 
 
 @contextlib.contextmanager
@@ -253,12 +231,12 @@ def _signals_left_alone(ray: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lean_daemons(template: Template | None, log_to_driver: bool) -> Iterator[None]:
+def _lean_daemons(template: Template | None) -> Iterator[None]:
     """Start only the daemons that a run needs, in groups of their own, and have their Python processes forked.
 
     `timeout` and batch schedulers send SIGTERM to the whole group of this process. It is meant for the driver, which
-    then saves: with its cluster dead it could not. Left out are the dashboard, the autoscaler and, where nobody reads
-    logs, their monitor: each is a Python process whose start Ray waits for, or that takes a core from those who start.
+    then saves: with its cluster dead it could not. Left out are the dashboard, the autoscaler and the monitor of logs:
+    each is a Python process whose start Ray waits for, or that takes a core from those who start.
     """
     from ray._private import node, services
 
@@ -269,7 +247,7 @@ def _lean_daemons(template: Template | None, log_to_driver: bool) -> Iterator[No
                 options["env"] = {name: value for name, value in options["env"].items() if name != _NO_HANDLER}
             super().__init__(_lean_command(command, template), *args, process_group=0, **options)
 
-    unneeded = ["start_monitor", "start_api_server", *([] if log_to_driver else ["start_log_monitor"])]
+    unneeded = ["start_monitor", "start_api_server", "start_log_monitor"]
     before = [(node.Node, name, getattr(node.Node, name)) for name in unneeded if hasattr(node.Node, name)]
     before.append((services, "ConsolePopen", services.ConsolePopen))
     for owner, name, _ in before[:-1]:
@@ -303,9 +281,12 @@ def _lean_command(command: Any, template: Template | None) -> Any:
     return changed
 
 
-def _address_key(address: str) -> tuple[int, int, str]:
+def _node_order(node: Mapping[str, Any]) -> tuple[Any, ...]:
+    address = node["NodeManagerAddress"]
     try:
         parsed = ipaddress.ip_address(address)
-        return parsed.version, int(parsed), ""
+        by_address: tuple[Any, ...] = (parsed.version, int(parsed), "")
     except ValueError:
-        return 9, 0, address
+        by_address = (9, 0, address)
+    is_head = "node:__internal_head__" in node["Resources"]
+    return not is_head, by_address, str(node.get("NodeName", "")), node["NodeID"]

@@ -18,6 +18,8 @@ _NODE_PERIOD_S = 1.0  # Ray itself takes several missed heartbeats to give a nod
 class _Watch(ABC):
     """A thread that looks every `period_s` for what Ray has lost, and calls `on_loss` once. Woken by `close`."""
 
+    _is_cheap = True  # to look: `lost` does so at every call
+
     def __init__(self, name: str, period_s: float, on_loss: Callable[[ClusterError], object]):
         self._period_s = period_s
         self._on_loss = on_loss
@@ -33,6 +35,13 @@ class _Watch(ABC):
             if self._error is None and not self._is_closing.is_set():
                 self._error = self._find()
             return self._error
+
+    def lost(self, *, asks_ray: bool = False) -> ClusterError | None:
+        """Return the error that says what is lost; None while all is there.
+
+        asks_ray: look now, because a process has died, and its node may be the cause.
+        """
+        return self.look() if asks_ray or self._is_cheap else self._error
 
     def close(self) -> None:
         self._is_closing.set()
@@ -65,10 +74,6 @@ class DaemonWatch(_Watch):
         ]
         super().__init__("ray-daemons", _DAEMON_PERIOD_S, on_loss)
 
-    def lost(self, *, asks_ray: bool = False) -> ClusterError | None:
-        """Return the error that says which of them is gone; None while all live. Looks in any case."""
-        return self.look()
-
     def _find(self) -> ClusterError | None:
         for words, pid, started in self._watched:
             if supervisor.process_state(pid, started) == "gone":
@@ -85,6 +90,8 @@ class NodeWatch(_Watch):
     Processes are bound to their nodes, so nothing on a lost one can be replaced: a start there would wait for ever.
     """
 
+    _is_cheap = False
+
     def __init__(
         self,
         names: Callable[[], Mapping[int, str]],
@@ -96,13 +103,6 @@ class NodeWatch(_Watch):
         self._names = names
         self._live_nodes = live_nodes
         super().__init__("ray-nodes", period_s, on_loss)
-
-    def lost(self, *, asks_ray: bool = False) -> ClusterError | None:
-        """Return the error that says which node is gone; None while all are there.
-
-        asks_ray: ask now, because a process has died, and its node may be the cause.
-        """
-        return self.look() if asks_ray else self._error
 
     def _find(self) -> ClusterError | None:
         try:

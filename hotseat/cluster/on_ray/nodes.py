@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hotseat.cluster.on_ray.connection import RayConnection
-from hotseat.cluster.on_ray.node_agent import NodeAgent
 from hotseat.cluster.ports import free_port
-from hotseat.cluster.services import NodeService, NodeServices
+from hotseat.cluster.runtime import NodeService, NodeServices
 from hotseat.cluster.session import Session
 from hotseat.errors import DeadlineError, RunError, WorkerError
 from hotseat.processes import supervisor
@@ -20,6 +21,43 @@ _AGENT_TIMEOUT_S = 60.0
 P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A")
+
+
+class NodeAgent:
+    """Manages our processes on a node other than the driver's, and ends when the driver ends.
+
+    Ray ends this process with the driver's job; its guard then ends what our workers there have left behind.
+    """
+
+    def __init__(self, session: str, shm_prefix: str, directory: str):
+        supervisor.mark_this_process(session)
+        self._session = session
+        self._shm_prefix = shm_prefix
+        self._directory = directory
+        self._guard = supervisor.start_supervisor(
+            {"mark": (supervisor.SESSION, session), "shm_prefix": shm_prefix, "folders": [directory]}
+        )
+        self._services = NodeServices(directory, {supervisor.SESSION: session})
+
+    def free_port(self, host: str) -> int:
+        return free_port(host)
+
+    def process_state(self, pid: int, started: int | None) -> str:
+        return supervisor.process_state(pid, started)
+
+    def end_workers(self, workers: list[str]) -> None:
+        supervisor.end_marked(supervisor.WORKER, workers, timeout_s=5.0)
+
+    def service(self, service: type[NodeService[A]], host: str | None) -> A:
+        return self._services.address(service, host)
+
+    def end_session(self) -> None:
+        """End everything of this session on this node but this process, which `ray.kill` ends."""
+        self._services.close()
+        killed = supervisor.end_marked(supervisor.SESSION, [self._session], timeout_s=5.0, spare=[os.getpid()])
+        supervisor.remove_segments(self._shm_prefix, killed)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        supervisor.dismiss_supervisor(self._guard)
 
 
 class NodeProcesses:
@@ -83,7 +121,6 @@ class NodeProcesses:
             service.disconnect(address)
 
     def _agent(self, node: int) -> Any:
-        """Return the agent on another node than the driver's."""
         with self._lock:
             if node not in self._agents:
                 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -101,7 +138,6 @@ class NodeProcesses:
             return self._agents[node]
 
     def _ask(self, node: int, method: Callable[Concatenate[NodeAgent, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method of the agent on another node, and wait for its result."""
         return self._wait(self._start(node, method, *args, **kwargs), node, method.__name__, _AGENT_TIMEOUT_S)
 
     def _start(

@@ -120,9 +120,6 @@ class RayGroup(WorkerGroup[W_co]):
     def ranks(self) -> range:
         return range(len(self.processes))
 
-    def alive(self) -> list[bool]:
-        return [self._state(rank) != "gone" for rank in self.ranks]
-
     def holders(self) -> tuple[Holder, ...]:
         self.ready()
         return tuple(
@@ -131,7 +128,7 @@ class RayGroup(WorkerGroup[W_co]):
             if each.identity is not None  # every process has one after `ready`
         )
 
-    def restart(self, rank: int, *, timeout_s: float | None = None) -> None:
+    def restart(self, rank: int) -> None:
         owner = self._owner_for("restart")
         self._raise_if_lost(asks_ray=True)
         if self.is_closed:
@@ -140,14 +137,11 @@ class RayGroup(WorkerGroup[W_co]):
         owner.end_processes([self.processes[rank]])
         self.processes[rank].incarnation += 1
         self.processes[rank].ended_because = ""
-        self._begin([rank], self.deadline(timeout_s))
+        self.begin([rank], self.timeout_s)
         self.ready()
 
-    def begin(self, within_s: float) -> None:
-        """Start the processes of all ranks; `ready` waits for them."""
-        self._begin(self.ranks, within_s)
-
-    def _begin(self, ranks: Sequence[int], within_s: float) -> None:
+    def begin(self, ranks: Sequence[int], within_s: float) -> None:
+        """Start the processes of these ranks; `ready` waits for them."""
         assert self._start_processes is not None
         self._start_error = None
         self._starting = self._start_processes(self, ranks, within_s), within_s
@@ -181,17 +175,17 @@ class RayGroup(WorkerGroup[W_co]):
         starting = self._starting
         return [] if starting is None else [rank for rank, future in starting[0].futures.items() if not future.done()]
 
-    def when_started(self, tell: Callable[[int], object]) -> None:
+    def when_started(self, notify: Callable[[int], object]) -> None:
         starting = self._starting
         if starting is None:
             for rank, process in enumerate(self.processes):
                 if process.identity is not None:
-                    tell(rank)
+                    notify(rank)
             return
 
         def note(rank: int, future: Future[Any]) -> None:
             if not future.cancelled() and future.exception() is None and not isinstance(future.result(), Failure):
-                tell(rank)
+                notify(rank)
 
         for rank, future in starting[0].futures.items():
             future.add_done_callback(partial(note, rank))
@@ -319,7 +313,7 @@ class RayGroup(WorkerGroup[W_co]):
         if because := self.processes[rank].ended_because:
             message, tail = f"{who} was ended during {method!r}: {because}", ""
         death = worker_error(self.name, rank, method, message, f"the last it wrote to stderr:\n{tail}" if tail else "")
-        death.is_death = True  # type: ignore[attr-defined]
+        death.is_death = True
         return death
 
     def _state(self, rank: int) -> str:

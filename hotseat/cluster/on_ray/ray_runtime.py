@@ -9,15 +9,14 @@ from typing import Any, Literal, TypeVar
 
 from hotseat.cluster.device_memory import device_memory
 from hotseat.cluster.lease import DeviceMemory, Holder
-from hotseat.cluster.nodes_and_processes import ClusterNode, devices_of
+from hotseat.cluster.nodes_and_processes import devices_of
 from hotseat.cluster.on_ray.connection import RayConnection
 from hotseat.cluster.on_ray.daemons import DaemonWatch, NodeWatch
 from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
 from hotseat.cluster.on_ray.nodes import NodeProcesses
-from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup, RayRef
-from hotseat.cluster.on_ray.reservation import Reservation, own_device_name
-from hotseat.cluster.runtime import Launch
-from hotseat.cluster.services import NodeService
+from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
+from hotseat.cluster.on_ray.reservation import Reservation
+from hotseat.cluster.runtime import Launch, NodeService
 from hotseat.cluster.session import Session
 from hotseat.errors import ClusterError, PlacementError
 from hotseat.processes import supervisor
@@ -42,7 +41,7 @@ class RayRuntime:
         self._daemons: DaemonWatch | None = None
         self._node_watch: NodeWatch | None = None
         try:
-            self.nodes = _nodes(connection)
+            self.nodes = connection.nodes
             if connection.is_own:
                 self._daemons = DaemonWatch(connection.daemons(), self._lose)
             elif len(self.nodes) > 1:
@@ -80,7 +79,7 @@ class RayRuntime:
             has_close=callable(getattr(launch.cls, "close", None)),
         )
         try:
-            group.begin(launch.start_timeout_s)
+            group.begin(group.ranks, launch.start_timeout_s)
             if launch.wait:
                 group.ready()
         except BaseException:
@@ -104,9 +103,6 @@ class RayRuntime:
 
     def service(self, service: type[NodeService[A]], node: int | None) -> A:
         return self._processes.service(service, self._connection.home if node is None else node)
-
-    def put(self, value: T) -> RayRef[T]:
-        return RayRef(self._connection.ray.put(value))
 
     # --- devices and processes ------------------------------------------------------------------------------------
 
@@ -134,11 +130,10 @@ class RayRuntime:
         self._processes.end_workers(marks)
 
     def forget(self, group: RayGroup[Any]) -> None:
-        """Drop a group that is closed."""
         self._groups.pop(group.name, None)
 
     def lost(self, *, asks_ray: bool = False) -> ClusterError | None:
-        """Return why the run cannot go on: a daemon that was started here is gone, or a node of the cluster is."""
+        """Return why the run has to end: a daemon that was started here is gone, or a node of the cluster is."""
         watch = self._daemons or self._node_watch
         return None if watch is None else watch.lost(asks_ray=asks_ray)
 
@@ -198,20 +193,3 @@ class RayRuntime:
         supervisor.end_marked(supervisor.SESSION, [self._session.name])
         self._processes.close_services()
         self._connection.forget()
-
-
-def _nodes(connection: RayConnection) -> tuple[ClusterNode, ...]:
-    """Describe the nodes. The devices of other nodes are taken to be like those of this one."""
-    first = device_memory(own_device_name(0)) if connection.nodes[0].num_devices else None
-    return tuple(
-        ClusterNode(
-            rank,
-            node.num_devices,
-            node.address,
-            node.hostname,
-            node.num_cpus,
-            node.memory_bytes,
-            None if first is None else first.total,
-        )
-        for rank, node in enumerate(connection.nodes)
-    )

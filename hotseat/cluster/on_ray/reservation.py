@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hotseat.cluster import activity
+from hotseat.cluster.device_memory import own_device_name
 from hotseat.cluster.environment import pass_on_nccl
 from hotseat.cluster.on_ray.connection import RayConnection
 from hotseat.cluster.session import Session
@@ -121,13 +122,6 @@ class Reservation:
         except ray.exceptions.RayError as error:
             raise PlacementError(f"node {rank} did not say which devices were reserved on it: {error}") from error
         return sorted(names, key=lambda name: (len(name), name))
-
-
-def own_device_name(index: int) -> str:
-    """Return what CUDA_VISIBLE_DEVICES calls a device of this node."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return names[index] if index < len(names) else str(index)
 
 
 def _visible_devices() -> list[Any]:

@@ -131,20 +131,17 @@ class Template:
     def _watch(self, handle: int, ready: Sequence[int]) -> None:
         """Report the end of a fork, or end it if the process that asked for it was killed."""
         pid, request = self._forks[handle]
-        if handle in ready:
-            _, status = os.waitpid(pid, 0)
-            with contextlib.suppress(OSError):
-                request.connection.sendall(LENGTH.pack(os.waitstatus_to_exitcode(status)))
-            del self._forks[handle]
-            request.close()
-            os.close(handle)
-        elif request.connection.fileno() in ready:
+        if handle not in ready:
+            if request.connection.fileno() not in ready:
+                return
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            del self._forks[handle]
-            request.close()
-            os.close(handle)
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(OSError):
+            request.connection.sendall(LENGTH.pack(os.waitstatus_to_exitcode(status)))
+        del self._forks[handle]
+        request.close()
+        os.close(handle)
 
     def _fork(self, request: Request) -> bool:
         """Fork a process for a request, and return True in it."""

@@ -39,7 +39,7 @@ _PLACES = 0.22  # farthest that things lie from the middle
 _APART = 0.13  # least between the centres of things
 _NUM_SUBSTEPS = 3
 _SPEED = 1.0  # metres per second of an action of 1
-_VIEW = 160  # pixels of a picture for people
+_VIEW = 160  # pixels of a picture for display
 
 # Ends of episodes, as the device counts them.
 _ACTING, _SUCCESS, _FAILURE, _LATE, _BROKEN = range(5)
@@ -243,10 +243,7 @@ def _judge(
 
 
 @wp.kernel
-def _unpack(
-    packed: wp.array2d[wp.uint32],
-    frames: wp.array4d[wp.uint8],
-) -> None:
+def _unpack(packed: wp.array2d[wp.uint32], frames: wp.array4d[wp.uint8]) -> None:
     world, y, x = wp.tid()
     value = packed[world, y * frames.shape[2] + x]
     frames[world, y, x, 0] = wp.uint8((value >> wp.uint32(16)) & wp.uint32(255))
@@ -300,7 +297,7 @@ class Tabletop(Worlds):
         self.num_worlds, self._max_steps, self._progress = num_worlds, max_steps, progress
         self._sees, self._feels = observe != "state", observe != "image"
         self._kinds = np.array([(name.startswith("push"), PUCKS.index(name.split("-")[1])) for name in tasks])
-        self._playing = np.zeros(num_worlds, dtype=np.int64)  # task of each world
+        self.playing = np.zeros(num_worlds, dtype=np.int64)  # task of each world
         self._graphs: dict[int, Any] = {}  # by the number of actions of a chunk
         self._side: _Camera | None = None
         with wp.ScopedDevice(self._device):
@@ -324,21 +321,15 @@ class Tabletop(Worlds):
         self.reset(everywhere, [0] * num_worlds, everywhere)
         self.step(everywhere, np.zeros((num_worlds, 1, 2)))
 
-    @property
-    def frames(self) -> Any:
-        """Pictures of all worlds, a Warp array on the device: [num_worlds, H, W, 3] uint8."""
-        assert self._above is not None, "observe: state takes no pictures"
-        return self._above.frames
-
     def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Observation]:
         is_new = np.zeros(self.num_worlds, dtype=np.int32)
         places = np.zeros((self.num_worlds, 8), dtype=np.float32)
         is_new[list(where)] = 1
-        self._playing[list(where)] = tasks
+        self.playing[list(where)] = tasks
         for world, seed in zip(where, seeds, strict=True):
             places[world] = _places(seed).reshape(-1)
         with wp.ScopedDevice(self._device):
-            self._task.assign(self._kinds[self._playing].astype(np.int32))
+            self._task.assign(self._kinds[self.playing].astype(np.int32))
             data = self._data
             wp.launch(
                 _place,
@@ -352,7 +343,9 @@ class Tabletop(Worlds):
     def step(self, where: Sequence[int], actions: np.ndarray) -> list[WorldStep | Exception]:
         end = np.full(self.num_worlds, _LATE, dtype=np.int32)
         end[list(where)] = _ACTING
-        self.step_all(end, self._spread(where, actions))
+        everywhere = np.zeros((self.num_worlds, *actions.shape[1:]), dtype=np.float32)
+        everywhere[list(where)] = actions
+        self.step_all(end, everywhere)
         taken, rewards = self._num_taken.numpy(), self._buffers[actions.shape[1]][1].numpy()
         ends = self._end.numpy()
         results: list[WorldStep | Exception] = []
@@ -397,10 +390,10 @@ class Tabletop(Worlds):
             pictures = self._side.frames.numpy()
         return [pictures[world].copy() for world in where]  # on a CPU `pictures` is the camera's own memory
 
-    def expert(self, where: Sequence[int]) -> np.ndarray:
-        """Return what a script does that knows all places: [n, 2]."""
-        kinds = self._kinds[self._playing[list(where)]]
-        return _advice(kinds[:, 0].astype(bool), kinds[:, 1], self._state()[list(where)].reshape(-1, 4, 2))
+    def state(self) -> np.ndarray:
+        """Return places of all worlds: [num_worlds, 8]."""
+        disc = self._data.mocap_pos.numpy()[:, 0, :2]
+        return np.concatenate([self._data.qpos.numpy(), disc], axis=1)
 
     def close(self) -> None:
         self._graphs.clear()
@@ -438,28 +431,17 @@ class Tabletop(Worlds):
             mjw.fwd_kinematics(self._model, self._data)
             self._above.take(self._model, self._data)
 
-    def _state(self) -> np.ndarray:
-        """Return places of all worlds: [num_worlds, 8]."""
-        disc = self._data.mocap_pos.numpy()[:, 0, :2]
-        return np.concatenate([self._data.qpos.numpy(), disc], axis=1)
-
     def _seen(self, where: Sequence[int]) -> list[Observation]:
-        state = self._state()
+        state = self.state()
         pictures = self._above.frames.numpy() if self._above is not None else None
         return [
             Observation(
-                instruction=INSTRUCTIONS[self.tasks[self._playing[world]].name],
+                instruction=INSTRUCTIONS[self.tasks[self.playing[world]].name],
                 state=state[world] if self._feels else None,
                 image=None if pictures is None else pictures[world].copy(),
             )
             for world in where
         ]
-
-    def _spread(self, where: Sequence[int], actions: np.ndarray) -> np.ndarray:
-        """Return actions of all worlds, 0 for those that do not act."""
-        spread = np.zeros((self.num_worlds, *actions.shape[1:]), dtype=np.float32)
-        spread[list(where)] = actions
-        return spread
 
 
 def _places(seed: int) -> np.ndarray:
@@ -470,43 +452,3 @@ def _places(seed: int) -> np.ndarray:
         apart = np.linalg.norm(places[:, None] - places[None], axis=2) + np.eye(4)
         if apart.min() > _APART:
             return places.astype(np.float32)
-
-
-def _advice(is_pushing: np.ndarray, pucks: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return the actions of a script: around what is in the way, to the puck, and behind it towards the disc.
-
-    is_pushing and pucks: [n]. places: [n, 4, 2]. Returns [n, 2].
-    """
-    places = places.astype(np.float64)
-    rows = np.arange(len(places))
-    finger, disc = places[:, 0], places[:, 3]
-    mine, other = places[rows, 1 + pucks], places[rows, 2 - pucks]
-    way = disc - mine
-    way /= np.maximum(_length(way), 1e-6)
-    from_puck = finger - mine
-    along = (from_puck * way).sum(1, keepdims=True)
-    is_behind = (along < -0.75 * _length(from_puck)) & (_length(from_puck) < 0.12)
-    # Behind the puck: push, and move across to where the centres are in line with the disc.
-    push = np.clip((way * 0.05 - (from_puck - way * along) * 1.5) / 0.06, -1, 1)
-    pushing = np.where(is_behind, push, _towards(finger, mine - way * 0.075, [mine, other]))
-    return np.where(is_pushing[:, None], pushing, _towards(finger, mine, [other]))
-
-
-def _towards(finger: np.ndarray, target: np.ndarray, obstacles: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the actions of a step to a place, sideways past pucks on the way; all are [n, 2]."""
-    way = target - finger
-    distance = np.maximum(_length(way), 1e-6)
-    step = way / distance
-    for obstacle in obstacles:
-        to = obstacle - finger
-        along, far = (to * step).sum(1, keepdims=True), _length(to)
-        is_in_the_way = (along > 0) & (along < distance + 0.03) & (far < 0.13) & (_length(to - step * along) < 0.075)
-        side = np.stack([-to[:, 1], to[:, 0]], axis=1) / np.maximum(far, 1e-6)
-        side = np.where((side * step).sum(1, keepdims=True) >= 0, side, -side)
-        step = np.where(is_in_the_way, side - 0.5 * to / np.maximum(far, 1e-6) * (far < 0.085), step)
-    return np.clip(step * np.minimum(distance, 0.06) / 0.06, -1, 1)
-
-
-def _length(vectors: np.ndarray) -> np.ndarray:
-    """Return the lengths of vectors, [n, 2], as a column."""
-    return np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -176,10 +176,6 @@ class DeviceScheduler:
         """End the last lease."""
         self._hand_over({}, "end", {})
 
-    def log(self) -> tuple[object, ...]:
-        """Return every hand-over of a device so far."""
-        return self._leases.log()
-
     def _step(self, phase: str, role: str) -> PhaseStep:
         for step in self._plan.steps:
             if step.kind == phase and role in step.roles:

@@ -118,13 +118,13 @@ class NoWorkers(WorkerGroup[W_co]):
     def ranks(self) -> range:
         return range(0)
 
-    def alive(self) -> list[bool]:
+    def states(self) -> list[str]:
         return []
 
     def holders(self) -> tuple[Holder, ...]:
         return ()
 
-    def restart(self, rank: int, *, timeout_s: float | None = None) -> NoReturn:
+    def restart(self, rank: int) -> NoReturn:
         raise RunError(f"{self.name} has no rank {rank}")
 
     def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:

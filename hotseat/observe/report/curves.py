@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hotseat.observe.report.encoding import encoded
-from hotseat.observe.report.reading import finite, json_lines, significant
+from hotseat.observe.report.reading import encoded, finite, json_lines, significant
 
 NOT_FINITE = ("nan", "inf", "-inf")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,21 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from hotseat import __version__
+from hotseat.config.hiding import without_secrets
 from hotseat.errors import UserError
 from hotseat.files import write_whole
-from hotseat.observe.report.changed_settings import read_changes
-from hotseat.observe.report.curves import make_curves, make_phases, read_table, without_surplus
+from hotseat.observe.report.curves import Table, make_curves, make_phases, read_table, without_surplus
 from hotseat.observe.report.distributions import make_heat_maps, read_distributions
-from hotseat.observe.report.encoding import encoded, largest_that_fits
-from hotseat.observe.report.key_figures import headline_metric, make_facts
-from hotseat.observe.report.reading import check_is_run, count_samples, read_config, read_events, read_plan
+from hotseat.observe.report.key_figures import headline_metric, make_facts, read_prediction, read_total
+from hotseat.observe.report.reading import (
+    check_is_run,
+    count_samples,
+    encoded,
+    json_lines,
+    largest_that_fits,
+    read_config,
+    read_events,
+    read_plan,
+    shortened,
+)
 from hotseat.observe.report.samples import read_samples
 from hotseat.observe.report.timeline_view import read_timeline
-from hotseat.observe.report.times import read_prediction, read_total
 
 MAX_BYTES = 4_800_000  # of the whole file
 SUMMARY_BYTES = 4_000  # of a run, for readers without scripts
 MAX_RUNS = 24
+MAX_CHANGES = 200  # settings that were changed when a run was resumed
 EVALUATED = "answers.jsonl"  # in the folder of an evaluation: its answers
 DEFAULT_TASK = "rl"  # of a config without a task: it contains only what differs from the defaults
 POINT_LIMITS = (1_500, 1_000, 600, 400, 200, 100, 50, 20, 8)
@@ -172,3 +182,30 @@ def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = 
     left -= len(encoded(run["timeline"]))
     run["samples"] = read_samples(run_dir, left - 1_000)
     return run
+
+
+def read_changes(run_dir: Path, table: Table) -> list[dict[str, Any]]:
+    """List settings that were changed at a resume: key, both values, first step with the new one, seconds before it."""
+    seconds = table.seconds
+    changes = []
+    for record in json_lines(run_dir / "changes.jsonl"):
+        step = record.get("step")
+        if not isinstance(step, int):
+            continue
+        num_before = int((table.steps < step).sum())
+        changes.append(
+            {
+                "step": step,
+                "seconds": None if seconds is None else float(seconds[num_before - 1]) if num_before else 0.0,
+                "key": shortened(record.get("key", ""), 200),
+                "from": _as_written(record.get("from")),
+                "to": _as_written(record.get("to")),
+                "is_allowed": record.get("is_allowed") is True,
+            }
+        )
+    return changes[:MAX_CHANGES]
+
+
+def _as_written(value: Any) -> str:
+    value = without_secrets(value)
+    return shortened(value if isinstance(value, str) else json.dumps(value), 200)

@@ -1,16 +1,19 @@
-"""Readers of a run directory's files, which may be missing, still growing, or cut short by a crash."""
+"""Readers of a run directory's files, which may be missing, growing, or cut short, and the encoding for the page."""
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hotseat.config.hiding import without_secrets
 from hotseat.errors import UserError
+
+T = TypeVar("T")
 
 MAX_CONFIG_CHARACTERS = 40_000
 MAX_TEXT_CHARACTERS = 2_000
@@ -184,3 +187,25 @@ def count_samples(run_dir: Path) -> dict[str, Any] | None:
         states[state] += count
     reasons = [[state, reason, count] for (state, reason), count in counts.most_common() if reason][:20]
     return {"states": dict(states), "reasons": reasons}
+
+
+# --- for the page -----------------------------------------------------------------------------------------------------
+
+
+def encoded(value: object) -> bytes:
+    """Encode a value as JSON for a script element: without `<`, no text of a model can close the element."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    # A byte-level tokenizer can leave half a surrogate pair, which has no UTF-8.
+    return text.replace("<", "\\u003c").encode("utf-8", "replace")
+
+
+def largest_that_fits(make: Callable[[int], T], sizes: Sequence[int], budget: int) -> T:
+    """Call `make` with the first of the descending `sizes` whose JSON has at most `budget` bytes, or with the last."""
+    made: dict[int, T] = {}
+
+    def fits(size: int) -> bool:
+        made[size] = make(size)
+        return len(encoded(made[size])) <= budget
+
+    first = 0 if fits(sizes[0]) else bisect.bisect_left(sizes, True, lo=1, hi=len(sizes) - 1, key=fits)
+    return made[sizes[first]] if sizes[first] in made else make(sizes[first])

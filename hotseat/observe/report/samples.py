@@ -8,8 +8,7 @@ from itertools import chain, groupby, repeat, takewhile
 from pathlib import Path
 from typing import Any
 
-from hotseat.observe.report.encoding import encoded
-from hotseat.observe.report.reading import finite, json_lines_at, parsed, shortened
+from hotseat.observe.report.reading import encoded, finite, json_lines_at, parsed, shortened
 from hotseat.words import label_text
 
 MAX_TOKENS = 1_600  # of one sample: the first three quarters and the last quarter

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hotseat.observe.report.encoding import largest_that_fits
-from hotseat.observe.report.reading import finite, parsed, shortened
+from hotseat.observe.report.reading import finite, largest_that_fits, shortened
+from hotseat.observe.timeline import read_timeline as read_events
 
 PHASES, DEVICES = "phases", "devices"
 SPAN_LIMITS = (12_000, 8_000, 5_000, 3_000, 1_500, 700, 300, 100)
@@ -33,29 +33,19 @@ class Span:
 
 @dataclass
 class Trace:
-    """State of reading a trace: names of lanes so far, and begin events that wait for their ends."""
+    """State of reading a timeline: the names of lanes so far."""
 
     processes: dict[Any, str] = field(default_factory=dict)
     threads: dict[tuple[Any, Any], str] = field(default_factory=dict)
-    _begun: dict[tuple[Any, Any], list[dict[str, Any]]] = field(default_factory=dict)
 
     def spans(self, path: Path) -> Iterator[Span]:
-        """Yield every span that has ended."""
-        for event in read_trace(path):
+        for event in read_events(path):
             kind, lane = event.get("ph"), (event.get("pid"), event.get("tid"))
+            start = finite(event.get("ts"))
             if kind == "M":
                 self._name(event, lane)
-                continue
-            start = finite(event.get("ts"))
-            if start is None:
-                continue
-            if kind == "X":
+            elif kind == "X" and start is not None:
                 yield _span(event, lane, start, start + (finite(event.get("dur")) or 0.0))
-            elif kind == "B":
-                self._begun.setdefault(lane, []).append(event)
-            elif kind == "E" and self._begun.get(lane):
-                begun = self._begun[lane].pop()
-                yield _span(begun, lane, float(begun["ts"]), start)
 
     def lane_name(self, lane: tuple[Any, Any]) -> tuple[str, str]:
         process = self.processes.get(lane[0], str(lane[0]))
@@ -82,42 +72,6 @@ def _span(event: dict[str, Any], lane: tuple[Any, Any], start: float, end: float
         None if num_bytes is None else int(num_bytes),
         event.get("cat") == "hand-over",
     )
-
-
-def read_trace(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file in Chrome's format. A file with one event per line is streamed, others read whole."""
-    is_by_line = True
-    with path.open("rb") as file:
-        for number, line in enumerate(file):
-            text = line.strip().removesuffix(b",")
-            text = text.removeprefix(b"[") if number == 0 else text
-            text = text.strip()
-            if text in (b"", b"]"):
-                continue
-            event = parsed(text)
-            if event is None and text.endswith(b"]"):
-                event = parsed(text[:-1])
-            if isinstance(event, dict) and "ph" in event:
-                yield event
-            elif number < 2:
-                is_by_line = False
-                break
-    if not is_by_line:
-        yield from _whole_trace(path.read_bytes())
-
-
-def _whole_trace(data: bytes) -> Iterator[dict[str, Any]]:
-    text = data.strip()
-    content = parsed(text)
-    if content is None:
-        content = parsed(text.removesuffix(b",") + b"]")
-    if content is None and b"}," in text:  # the last event was cut short
-        content = parsed(text[: text.rindex(b"},") + 1] + b"]")
-    if isinstance(content, dict):
-        content = content.get("traceEvents")
-    for event in content if isinstance(content, list) else []:
-        if isinstance(event, dict):
-            yield event
 
 
 @dataclass(frozen=True)

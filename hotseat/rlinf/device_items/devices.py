@@ -1,4 +1,4 @@
-"""What items of channels need of devices, and the devices that this process uses for them."""
+"""Operations on devices that items of channels need, and the devices that this process uses for them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-__all__ = ["Devices", "devices_here", "devices_in_use", "use"]
 
 
 class Devices(Protocol):

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Block", "Manifest", "Place", "bytes_in", "has_tensors", "make_head", "read_head"]
-
 ALIGNMENT = 512  # of tensors in a block
 
 # An item with tensors begins with this and not with a pickle. The sizes of the manifest and of the pickle follow, then
@@ -25,7 +23,7 @@ _HEAD_ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Block:
-    """All tensors of an item on one device, one after another."""
+    """Memory with all tensors of an item on one device, one after another."""
 
     uuid: str
     num_bytes: int

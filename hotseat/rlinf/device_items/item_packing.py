@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hotseat.rlinf import broker_process as wire
+from hotseat.rlinf import wire
 from hotseat.rlinf.device_items.devices import Devices, devices_in_use
 from hotseat.rlinf.device_items.form import ALIGNMENT, Block, Manifest, Place, bytes_in, make_head
 from hotseat.rlinf.device_items.keeper import keeper
@@ -22,8 +22,6 @@ from hotseat.rlinf.device_items.unpacking import arrived, arrived_storage
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-__all__ = ["pack_all"]
 
 MIN_IN_MEMORY = 1 << 18  # bytes of a packed item from which on it is in memory of its own
 MIN_ON_DEVICE = 1 << 20  # bytes of an item's tensors from which on they stay on the device
@@ -174,7 +172,6 @@ def _staged(
 
 
 def _through_host(head: bytes, manifest: Manifest, tensors: Sequence[Tensor], max_passed: int) -> wire.Packed:
-    """Return an item with the bytes of its tensors."""
     size = len(head) + manifest.num_bytes
     memory = wire.Memory.empty(size) if max_passed and size >= MIN_IN_MEMORY else None
     buffer: Any = bytearray(size) if memory is None else mmap.mmap(memory.descriptor, size)

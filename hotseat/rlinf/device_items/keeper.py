@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hotseat.rlinf import broker_process as wire
+from hotseat.rlinf import wire
 from hotseat.rlinf.device_items.devices import Devices
 from hotseat.rlinf.device_items.form import bytes_in
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-__all__ = ["keeper", "move_to_host", "num_kept"]
 
 MAX_KEPT = 256  # items of this process that wait on devices: each takes two descriptors
 
@@ -172,7 +170,6 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def keeper() -> Keeper:
-    """Return the keeper of this process."""
     return _keeper
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hotseat.errors import DeadlineError, WorkerError
-from hotseat.rlinf import broker_process as wire
+from hotseat.rlinf import wire
 from hotseat.rlinf.device_items.devices import devices_here
 from hotseat.rlinf.device_items.form import Manifest, bytes_in, has_tensors, read_head
 from hotseat.rlinf.device_items.keeper import keeper
@@ -20,8 +20,6 @@ from hotseat.rlinf.device_items.keeper import keeper
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-__all__ = ["arrived", "arrived_storage", "unpack_all"]
 
 _ANSWER_S = 60.0  # how long a sender may take to copy its tensors to host memory
 
@@ -163,7 +161,6 @@ def _copied(manifest: Manifest, blocks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _loads(body: memoryview, tensors: list[Tensor]) -> Any:
-    """Unpickle an item with these tensors."""
     before = _arriving.tensors  # of an item whose unpickling gets another one
     _arriving.tensors = tensors
     try:

@@ -127,7 +127,6 @@ def test_what_fails_to_start_says_so_when_it_is_waited_for(ray_cluster):
 def test_the_inventory(ray_cluster):
     (node,) = ray_cluster.nodes
     assert (node.rank, node.num_devices, node.address) == (0, 8, "127.0.0.1")
-    assert ray_cluster.num_devices == 8
     assert list(ray_cluster.devices_of(0)) == list(range(8))
 
 
@@ -249,7 +248,7 @@ def test_a_killed_process_wakes_everybody_who_waits_for_it(ray_cluster, pair, si
         with pytest.raises(WorkerError, match=r"its producer single\[0\] \(pid \d+\) went away without closing it"):
             getting.result(100)
         leases.acquire("update", {Holder("actor", 0): [0]}, timeout_s=100)
-    assert leases.log()[-1].died == (str(holder),)
+    assert leases.holders(0) == (Holder("actor", 0),)
     assert single.alive() == [False]
     wait_until_gone(child)
     with pytest.raises(WorkerError, match="single rank 0: its process"):
@@ -346,10 +345,6 @@ def test_large_results_come_back_or_stay_where_they_are(pair):
         pair.within(20).call_and_keep(Plain.fail)
 
 
-def test_a_value_is_put_once_for_all_ranks(ray_cluster, pair):
-    assert pair.call(Plain.size, ray_cluster.put(bytes(1 << 20))) == [1 << 20] * 2
-
-
 def test_a_group_can_be_called_from_another_worker(pair, single):
     assert single.call(Plain.call_other, pair, Plain.add, 5) == [[15, 15]]
     with pytest.raises(
@@ -416,7 +411,7 @@ def test_items_go_from_one_worker_to_another(ray_cluster, pair):
 
 def test_a_cluster_inside_a_cluster_shares_ray_and_leaves_it_running(ray_cluster, pair):
     with Cluster() as inner:
-        assert inner.num_devices == 8
+        assert [node.num_devices for node in inner.nodes] == [8]
         taken = r"could not reserve node 0: 1 devices in 0 s: Ray has 0 devices and \S+ CPUs free; wait for other jobs"
         with pytest.raises(PlacementError, match=taken):
             inner.reserve([Process(0, 0, (3,))], timeout_s=0.3)

@@ -115,18 +115,6 @@ def test_where_all_fits_nothing_moves():
     assert not scheduler.moves
 
 
-def test_hand_overs_say_who_gave_up_how_much():
-    scheduler, _ = make_scheduler(COLOCATED, "1x1")
-    with scheduler.lease("rollout", "rollout"):
-        pass
-    with scheduler.lease("update", "actor"):
-        pass
-    first, second = scheduler.log()
-    assert (first.from_phase, first.to_phase) == (None, "rollout")
-    assert (second.from_phase, second.to_phase, second.bytes_given_up) == ("rollout", "update", 200)
-    assert [(move.role, move.is_leaving) for move in scheduler.moves][:1] == [("actor", True)]
-
-
 def test_only_the_ranks_that_share_a_device_move():
     text = """
 cluster: {component_placement: {actor: 0-1, rollout: 1}}
@@ -261,9 +249,8 @@ def test_a_holder_that_dies_while_parts_come_early_does_not_stop_the_next_phase(
     groups |= {"actor": Coming("actor", 1), "rollout": Dead("rollout", 1)}
     with scheduler.lease("rollout", "rollout"):
         pass
-    with scheduler.lease("update", "actor"):
+    with scheduler.lease("update", "actor"):  # granted once the dead engine's process is gone
         pass
-    assert scheduler.log()[-1].died == ("rollout[0] (pid 100)",)
 
 
 @pytest.mark.parametrize("failing", ["actor", "rollout"])
@@ -289,7 +276,6 @@ def test_what_came_or_left_is_kept_where_the_other_failed(failing: str) -> None:
     moves = [(name, call[0]) for name in groups for call in groups[name].calls if call[0] != "release_cache"]
     assert moves == [("actor", "onload"), ("rollout", "offload")]
     assert not scheduler.has_weights("rollout")
-    assert scheduler.log()[-1].to_phase == "update"
 
 
 def test_a_process_whose_parts_leave_and_come_in_one_hand_over_is_asked_for_both() -> None:
@@ -321,7 +307,6 @@ def test_a_gone_process_is_not_held_to_what_it_would_have_freed() -> None:
     groups["rollout"] = Gone("rollout", 1)
     with scheduler.lease("update", "actor"):
         pass
-    assert scheduler.log()[-1].to_phase == "update"
     assert used[0] > 10 << 30
     assert not scheduler.moves  # nobody is left to have moved anything
 
@@ -514,9 +499,8 @@ def test_a_process_that_replaces_a_dead_one_may_hold_more_than_there_was() -> No
     gone.add(100)
     used[0] = 13 << 30
     scheduler.replaced("rollout", 0)
-    with scheduler.lease("update", "actor"):
+    with scheduler.lease("update", "actor"):  # granted once the dead engine's process is gone
         pass
-    assert scheduler.log()[-1].died == ("rollout[0] (pid 100)",)
 
 
 def test_a_process_without_devices_can_be_replaced_too() -> None:

@@ -28,8 +28,7 @@ from hotseat.loop.rl.simulator_turns import (
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, PREDICTION
 from hotseat.observe.report.curves import Table
-from hotseat.observe.report.key_figures import make_facts
-from hotseat.observe.report.times import read_prediction
+from hotseat.observe.report.key_figures import make_facts, read_prediction
 from hotseat.placement.cost import Curve, Reading
 from hotseat.planning.candidates import Candidate, Refused, _splits_in_three, candidates
 from hotseat.planning.config_plan import make_plan

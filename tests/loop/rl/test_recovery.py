@@ -186,7 +186,7 @@ class Starting:
 
 def death(text: str) -> WorkerError:
     error = WorkerError(text)
-    error.is_death = True  # type: ignore[attr-defined]
+    error.is_death = True
     return error
 
 

@@ -136,7 +136,7 @@ def test_recording_changes_no_number(tmp_path):
 
 
 def test_the_timeline_shows_phases_devices_and_calls(run_dir):
-    events = read_timeline(run_dir / "timeline.json")
+    events = list(read_timeline(run_dir / "timeline.json"))
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     spans = [(names[event["pid"]], event) for event in events if event["ph"] == "X"]
     phases = [event["name"] for process, event in spans if process == "phases"]
@@ -161,7 +161,7 @@ def test_texts_of_tokens_join_to_the_whole(run_dir):
 
 
 def test_phases_belong_to_their_steps(run_dir):
-    events = read_timeline(run_dir / "timeline.json")
+    events = list(read_timeline(run_dir / "timeline.json"))
     [pid] = {event["pid"] for event in events if event.get("args") == {"name": "phases"}}
     phases = [event for event in events if event["ph"] == "X" and event["pid"] == pid]
     steps = [(event["name"], event["args"]["step"]) for event in phases]

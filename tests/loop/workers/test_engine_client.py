@@ -79,7 +79,7 @@ class FakeEngines:
 
 def death(rank: int) -> WorkerError:
     error = WorkerError(f"rollout rank {rank} died")
-    error.is_death = True  # type: ignore[attr-defined]
+    error.is_death = True
     return error
 
 

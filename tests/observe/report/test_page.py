@@ -15,10 +15,9 @@ from hotseat.errors import UserError
 from hotseat.observe.report import write_report
 from hotseat.observe.report.curves import make_curves, make_phases, read_table, thin, without_surplus
 from hotseat.observe.report.distributions import make_heat_maps, read_distributions
-from hotseat.observe.report.encoding import encoded
 from hotseat.observe.report.key_figures import duration, num_restarts
 from hotseat.observe.report.page import MAX_RUNS, SCRIPTS, label_runs, make_page
-from hotseat.observe.report.reading import read_config, read_events, significant
+from hotseat.observe.report.reading import encoded, read_config, read_events, significant
 from hotseat.observe.report.samples import MAX_TOKENS, covering_order, halving_order, in_runs, pack, read_samples
 from hotseat.observe.report.timeline_view import Window, choose_windows, read_timeline
 
@@ -569,7 +568,7 @@ def events_of_two_steps():
     yield {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "phases"}}
     yield {"ph": "M", "name": "process_name", "pid": 2, "tid": 0, "args": {"name": "devices"}}
     yield {"ph": "M", "name": "thread_name", "pid": 2, "tid": 0, "args": {"name": "device 0"}}
-    yield {"ph": "B", "name": "rollout", "pid": 2, "tid": 0, "ts": 1_000_000}
+    yield {"ph": "X", "name": "rollout", "pid": 2, "tid": 0, "ts": 1_000_000, "dur": 400}
     yield {
         "ph": "X",
         "name": "offload",
@@ -583,27 +582,14 @@ def events_of_two_steps():
     yield {"ph": "X", "name": "rollout", "pid": 1, "tid": 0, "ts": 1_000_000, "dur": 100, "args": {"step": 1}}
     yield {"ph": "X", "name": "update", "pid": 1, "tid": 0, "ts": 1_000_100, "dur": 50, "args": {"step": 1}}
     yield {"ph": "X", "name": "rollout", "pid": 1, "tid": 0, "ts": 1_000_200, "dur": 300, "args": {"step": 2}}
-    yield {"ph": "E", "pid": 2, "tid": 0, "ts": 1_000_400}
 
 
 LINES = [json.dumps(event) for event in events_of_two_steps()]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[\n" + ",\n".join(LINES) + "\n]\n",
-        "[\n" + ",\n".join(LINES) + ",\n",
-        "[\n" + ",\n".join(LINES) + ',\n{"ph": "X", "na',
-        "[" + ",\n".join(LINES),
-        "[" + ",".join(LINES) + "]",
-        "[" + ",".join(LINES) + ",",
-        "[" + ",".join(LINES) + ',{"ph": "X", "na',
-        '{"traceEvents": [' + ",".join(LINES) + "]}",
-    ],
-)
-def test_a_timeline_is_read_however_it_is_laid_out(tmp_path, text):
-    (tmp_path / "timeline.json").write_text(text)
+@pytest.mark.parametrize("end", [",\n", ',\n{"ph": "X", "na'])
+def test_a_timeline_is_read_up_to_an_event_that_was_cut_short(tmp_path, end):
+    (tmp_path / "timeline.json").write_text("[\n" + ",\n".join(LINES) + end)
     found = read_timeline(tmp_path, 10_000)
     assert found["lanes"] == [("phases", "phases"), ("devices", "device 0")]
     assert found["names"] == ["offload", "rollout", "update"]
@@ -639,7 +625,7 @@ def test_a_step_made_again_after_a_resume_is_there_twice(tmp_path):
         {"ph": "X", "name": "update", "pid": 1, "tid": 0, "ts": at, "dur": 50, "args": {"step": step}}
         for step, at in phases
     ]
-    (tmp_path / "timeline.json").write_text(json.dumps(events))
+    (tmp_path / "timeline.json").write_text("[\n" + "".join(json.dumps(event) + ",\n" for event in events))
     assert [window["step"] for window in read_timeline(tmp_path, 10_000)["windows"]] == [1, 2, 3, 2, 3]
 
 

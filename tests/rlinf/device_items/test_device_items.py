@@ -50,7 +50,7 @@ def devices(tmp_path, monkeypatch):
     folder = tmp_path / "device"
     folder.mkdir()
     made = FileDevices(folder)
-    monkeypatch.setattr(device_items.packing, "MIN_ON_DEVICE", 0)
+    monkeypatch.setattr(device_items.item_packing, "MIN_ON_DEVICE", 0)
     device_items.use(made)
     yield made
     device_items.use(None)
@@ -179,7 +179,7 @@ def assert_same(arrived: dict, sent: dict) -> None:
 @pytest.mark.parametrize("way", ["device", "small", "no room", "no export", "too much", "too many"])
 def test_tensors_anywhere_in_an_item_arrive(devices, channel, monkeypatch, way):
     if way == "small":
-        monkeypatch.setattr(device_items.packing, "MIN_ON_DEVICE", 1 << 20)
+        monkeypatch.setattr(device_items.item_packing, "MIN_ON_DEVICE", 1 << 20)
     elif way == "too much":
         devices.limit = 100
     elif way == "too many":
