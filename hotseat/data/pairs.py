@@ -185,8 +185,8 @@ def _check_messages(values: Mapping[str, Any], chosen_key: str, rejected_key: st
             raise BadValue(f"{key}: no answer, only the messages with which both conversations begin")
         if messages[num_common]["role"] != "assistant":
             raise BadValue(
-                f"{key}[{num_common}]: by {messages[num_common]['role']}, but the two conversations part here, which"
-                " has to be at an answer of the assistant"
+                f"{key}[{num_common}]: by {messages[num_common]['role']}: chosen and rejected must diverge at an"
+                " assistant message"
             )
 
 

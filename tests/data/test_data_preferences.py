@@ -116,7 +116,7 @@ def test_texts_without_a_prompt_are_refused(row, message):
         ({"chosen": [user("q"), assistant("a")], "rejected": [user("q")]}, "rejected: no answer, only the messages"),
         (
             {"chosen": [user("q"), user("r"), assistant("a")], "rejected": [user("q"), assistant("b")]},
-            "chosen[1]: by user, but the two conversations part here",
+            "chosen[1]: by user: chosen and rejected must diverge at an assistant message",
         ),
         (
             {"chosen": [user("q"), assistant("")], "rejected": [user("q"), assistant("b")]},

@@ -24,7 +24,7 @@ from hotseat.errors import UserError
 from hotseat.processes import ChildProcess, WorkerDied, exit_words, supervisor
 from hotseat.types import Prompt
 
-_WORKER = Path(__file__).with_name("worker.py")
+_WORKER = Path(__file__).with_name("environment_worker.py")
 _MAX_BYTES = 1 << 26
 _MAX_SHOWN = 400  # characters of what a process wrote last
 _ENDING_S = 5.0

@@ -35,13 +35,13 @@ class Policy:
     Rendering and tokenising long conversations takes milliseconds, which the event loop does not have: one thread does
     all of it (`work`), in the order of the calls. What it returns or raises goes to who waits; `close` ends it.
 
-    sight: of a model that sees images; None: the run has none.
+    preparer: of a VLM's images; None: the run has none.
     """
 
-    def __init__(self, tokenizer: Any, settings: SessionSettings, sight: ImagePreparer | None = None):
+    def __init__(self, tokenizer: Any, settings: SessionSettings, preparer: ImagePreparer | None = None):
         self.tokenizer = tokenizer
         self.settings = settings
-        self.sight = sight
+        self.preparer = preparer
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
         self._logged: set[str] = set()
@@ -101,7 +101,7 @@ class Session:
             history=policy.settings.history,
             when_rewritten=policy.log_rewritten,
             max_characters=policy.max_characters,
-            sight=policy.sight,
+            preparer=policy.preparer,
             prompt=prompt,
         )
         self._prompt_images = () if prompt is None else prompt.images
@@ -120,8 +120,8 @@ class Session:
         settings = self._policy.settings
         sampling, is_learned = self._sampling(asked.own)
         is_learned = is_learned and asked.is_learned
-        if asked.messages is not None and self._policy.sight is not None:
-            asked = replace(asked, messages=await self._seen(asked.messages, self._policy.sight))
+        if asked.messages is not None and self._policy.preparer is not None:
+            asked = replace(asked, messages=await self._with_images(asked.messages, self._policy.preparer))
         try:
             context = await self._policy.work(self._context, asked)
         except ConversationError as error:
@@ -230,14 +230,16 @@ class Session:
             )
         return replace(self.sampling, **changed), False
 
-    async def _seen(self, messages: Sequence[Mapping[str, Any]], sight: ImagePreparer) -> Sequence[Mapping[str, Any]]:
+    async def _with_images(
+        self, messages: Sequence[Mapping[str, Any]], preparer: ImagePreparer
+    ) -> Sequence[Mapping[str, Any]]:
         """Return messages with their images prepared."""
         urls = message_images.urls_of(messages)
         if not urls:
             return messages
-        if len(urls) > sight.max_images:
+        if len(urls) > preparer.max_images:
             raise BadRequest(
-                f"messages: {len(urls)} images, and data.max_images_per_prompt allows {sight.max_images}", "messages"
+                f"messages: {len(urls)} images, and data.max_images_per_prompt allows {preparer.max_images}", "messages"
             )
         for detail in message_images.details_of(messages):
             self._policy.log_once(
@@ -247,7 +249,7 @@ class Session:
         numbers = [message_images.number_of_prompt(url, len(self._prompt_images)) for url in urls]
         own = [url for url, number in zip(urls, numbers, strict=True) if number is None]
         try:
-            looked = iter(await sight.look(own, 0))
+            looked = iter(await preparer.prepare_all(own, 0))
         except AgentError as error:
             raise BadRequest(str(error), "messages") from None
         shown: list[EpisodeImage] = [
@@ -322,7 +324,7 @@ class Session:
         digest = hashlib.blake2b(context.digest + str(number).encode(), digest_size=8).digest()
         turn = int.from_bytes(digest, "little") >> 1
         more: dict[str, Any] = {} if when_sampled is None else {"when_sampled": when_sampled}
-        if self._policy.sight is not None:
+        if self._policy.preparer is not None:
             more["images"] = context.images
         try:
             return await self._sample(list(context.token_ids), sampling, turn, **more)
