@@ -76,7 +76,7 @@ def load_agent(
     file, class_name = located(str(path))
     agent = _load(file, class_name, tokenizer, {"max_length": max_length, "max_steps": max_steps}, programs, preparer)
     with contextlib.suppress(AttributeError):
-        agent.name = str(file)  # type: ignore[attr-defined]  # for messages
+        agent.name = str(file)  # for messages
     return agent
 
 

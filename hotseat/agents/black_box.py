@@ -59,7 +59,7 @@ class BlackBox(Agent):
     """An agent whose episodes are played by something that talks to the gateway. Subclasses say by what."""
 
     makes_checked_episodes = True
-    samples_by_itself = True  # under settings of its own, which are masked then: `AgentHost` does not check them
+    samples_by_itself = True
 
     def __init__(
         self,
