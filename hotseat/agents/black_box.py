@@ -26,7 +26,7 @@ from hotseat.agents.gateway.gateway_server import Address, Gateway
 from hotseat.agents.gateway.message_images import content_of
 from hotseat.agents.gateway.parsing import parser_of
 from hotseat.agents.gateway.program_session import Policy, Session
-from hotseat.agents.gateway.program_settings import ProgramSettings, SessionSettings
+from hotseat.agents.gateway.program_settings import ProgramSettings
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import number
 from hotseat.agents.programs import ProgramHost, environment
@@ -70,17 +70,10 @@ class BlackBox(Agent):
         max_steps: int | None = None,
         preparer: ImagePreparer | None = None,
     ):
-        answers = SessionSettings(
-            max_length,
-            max_steps,
-            settings.sampling,
-            settings.history,
-            settings.chat_template or (preparer.chat_template if preparer is not None else None),
-            settings.tool_parser,
-        )
         if settings.tool_parser is not None:
             parser_of(tokenizer, settings.tool_parser)  # raises if it cannot be
-        self._answers = answers
+        self._max_length = max_length
+        self._max_steps = max_steps
         self._preparer = preparer  # of a VLM's images
         self._tokenizer = tokenizer
         self._policy: Policy | None = None
@@ -93,7 +86,13 @@ class BlackBox(Agent):
         if self._gateway is None or self._policy is None:
             max_image_bytes = 0 if self._preparer is None else self._preparer.max_image_bytes
             self._gateway = Gateway(self._settings.bind, self._settings.advertise_url, max_image_bytes)
-            self._policy = Policy(self._tokenizer, self._answers, self._preparer)
+            self._policy = Policy(
+                self._tokenizer,
+                self._settings,
+                self._preparer,
+                max_length=self._max_length,
+                max_answers=self._max_steps,
+            )
         gateway, policy = self._gateway, self._policy
         session = Session(policy, sample, sampling, prompt)
         address = await gateway.open(session)

@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
@@ -26,6 +26,9 @@ from hotseat.rewards.function_process import NotLoaded, Task, Tracebacks, Worker
 from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
 from hotseat.rewards.scorer import SampleGroup, Scorer, when_all_are_done
 from hotseat.words import label_text
+
+if TYPE_CHECKING:
+    from hotseat.config.schema import GraderConfig
 
 _FILE = Path(__file__).with_name("text_graders.py")
 # Function in text_graders.py for each kind that compares text.
@@ -52,6 +55,11 @@ class Grader:
     pattern: str | None = None
     json_schema: Any = None
     partial: bool = False
+
+
+def graders_of(graders: Sequence[GraderConfig]) -> tuple[Grader, ...]:
+    """Return graders, of samples to learn from or of evaluations."""
+    return tuple(Grader(**{**dict(grader), "name": grader.name or grader.kind}) for grader in graders)
 
 
 def grader_problem(grader: Grader) -> str | None:

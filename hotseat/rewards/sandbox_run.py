@@ -13,13 +13,16 @@ import subprocess
 import threading
 import time
 from dataclasses import dataclass
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hotseat.errors import SandboxError
 from hotseat.rewards.sandbox_command import Runner
 from hotseat.rewards.sandbox_groups import MemoryGroup
 from hotseat.rewards.sandbox_watch import Watch, below, children_of
 from hotseat.rewards.seccomp import system_call_filter
+
+if TYPE_CHECKING:
+    from hotseat.config.schema import SandboxConfig
 
 _STARTED = b"hotseat: started\n"
 _MAX_ERROR_BYTES = 4096
@@ -57,6 +60,15 @@ class SandboxSettings:
     max_processes: int = 32
     max_output_bytes: int = 2**20
     max_concurrent: int | None = None
+
+    @classmethod
+    def of_config(cls, limits: SandboxConfig) -> SandboxSettings:
+        """Return the settings that the config has."""
+        values = dict(limits)
+        values["command"] = None if limits.command is None else tuple(limits.command)
+        values["max_memory_bytes"] = values.pop("max_memory_mib") * 2**20
+        values["max_output_bytes"] = values.pop("max_output_kib") * 2**10
+        return cls(**values)
 
 
 @dataclass(frozen=True)

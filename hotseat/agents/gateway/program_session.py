@@ -16,9 +16,9 @@ from hotseat.agents.agent import AgentError, OutOfTimeError, SampleFunction
 from hotseat.agents.conversation import Context, Conversation, ConversationError
 from hotseat.agents.gateway import message_images
 from hotseat.agents.gateway.asking import CAN_BE_SAMPLED, Asked, BadRequest, ClientAnswer
-from hotseat.agents.gateway.growing import GrowingAnswer, certain
 from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
-from hotseat.agents.gateway.program_settings import SessionSettings
+from hotseat.agents.gateway.program_settings import ProgramSettings
+from hotseat.agents.gateway.reply import GrowingAnswer, certain
 from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.types import Completion, Prompt, Sampling, WhenSampled
@@ -38,10 +38,21 @@ class Policy:
     preparer: of a VLM's images; None: the run has none.
     """
 
-    def __init__(self, tokenizer: Any, settings: SessionSettings, preparer: ImagePreparer | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        settings: ProgramSettings,
+        preparer: ImagePreparer | None,
+        *,
+        max_length: int,
+        max_answers: int | None,
+    ):
         self.tokenizer = tokenizer
         self.settings = settings
         self.preparer = preparer
+        self.max_length = max_length
+        self.max_answers = max_answers
+        self.chat_template = settings.chat_template or (None if preparer is None else preparer.chat_template)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
         self._logged: set[str] = set()
@@ -51,7 +62,7 @@ class Policy:
     def max_characters(self) -> int:
         """Return more characters than any text has that fits into a context: a bound on what is worth tokenising."""
         longest = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
-        return 4 * longest * self.settings.max_length + (1 << 16)
+        return 4 * longest * self.max_length + (1 << 16)
 
     @cached_property
     def parser(self) -> Parser | None:
@@ -97,7 +108,7 @@ class Session:
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.conversation = Conversation(
             policy.tokenizer,
-            chat_template=policy.settings.chat_template,
+            chat_template=policy.chat_template,
             history=policy.settings.history,
             when_rewritten=policy.log_rewritten,
             max_characters=policy.max_characters,
@@ -117,7 +128,7 @@ class Session:
 
         watch: called with the answers as soon as they are asked for, if somebody reads them while they are sampled.
         """
-        settings = self._policy.settings
+        policy = self._policy
         sampling, is_learned = self._sampling(asked.own)
         is_learned = is_learned and asked.is_learned
         if asked.messages is not None and self._policy.preparer is not None:
@@ -126,17 +137,17 @@ class Session:
             context = await self._policy.work(self._context, asked)
         except ConversationError as error:
             raise BadRequest(str(error), "prompt" if asked.messages is None else "messages") from error
-        room = settings.max_length - len(context.token_ids)
+        room = policy.max_length - len(context.token_ids)
         if room <= 0 or not context.token_ids:
             raise BadRequest(
                 f"the context has {len(context.token_ids)} tokens; it must have at least one and leave at least one of"
-                f" {settings.max_length} (data.max_length) for the answer",
+                f" {policy.max_length} (data.max_length) for the answer",
                 "prompt" if asked.messages is None else "messages",
                 code="context_length_exceeded",
             )
-        if settings.max_answers is not None and self._num_asked + asked.num_answers > settings.max_answers:
+        if policy.max_answers is not None and self._num_asked + asked.num_answers > policy.max_answers:
             raise BadRequest(
-                f"the episode has had {self._num_asked} of its {settings.max_answers} answers (agent.max_steps)",
+                f"the episode has had {self._num_asked} of its {policy.max_answers} answers (agent.max_steps)",
                 code="max_steps",
             )
         limit = min(sampling.max_new_tokens, room, asked.max_tokens or room)
