@@ -172,7 +172,7 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device, limi
     began_s = time.perf_counter()
     model = make_model(SHAPES[name], pixels, patch, device, dtype)
     layers, head = num_weights(model.model.language_model.layers), model.lm_head.weight.numel()
-    sight = num_weights(model.model.vision_tower) + num_weights(model.model.multi_modal_projector)
+    vision = num_weights(model.model.vision_tower) + num_weights(model.model.multi_modal_projector)
     num_images = (pixels // patch) ** 2
     processor = make_processor(bins=16, pixels=pixels, patch=patch)
     words = processor.tokenizer("push the red puck onto the green disc", add_special_tokens=False)["input_ids"]
@@ -186,7 +186,7 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device, limi
     assert processor.tokenizer.convert_tokens_to_ids(IMAGE) == model.config.image_token_index
     chunks = Chunks(engine, FramePreparer(processor), words, pixels)
     say(
-        f"\n{name}: {(layers + head) / 1e9:.2f}B weights to read for a token, {sight / 1e9:.2f}B to see; made in"
+        f"\n{name}: {(layers + head) / 1e9:.2f}B weights to read for a token, {vision / 1e9:.2f}B to see; made in"
         f" {time.perf_counter() - began_s:.0f} s"
     )
     try:
@@ -198,7 +198,7 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device, limi
         token_s = (chunk_s - one) / (arguments.tokens - 1)
         peak, bandwidth = limits
         num_prompt = arguments.envs * chunks.num_prompt_tokens
-        forward_s = 2 * (layers * num_prompt + sight * arguments.envs * num_images) / peak
+        forward_s = 2 * (layers * num_prompt + vision * arguments.envs * num_images) / peak
         read_s = (layers + head) * dtype.itemsize / bandwidth
         bound_s = (forward_s + arguments.tokens * read_s) / SHARE
         say(

@@ -46,7 +46,14 @@ class SampleFunction(Protocol):
 
 
 class Agent(Protocol):
-    """Makes one episode from one prompt. One object serves many episodes at once, so it must not store their state."""
+    """Makes one episode from one prompt. One object serves many episodes at once, so it must not store their state.
+
+    An agent may have a coroutine function `close`, which is called in the event loop of its host at the end.
+    """
+
+    name: str = ""  # for messages; without one, that of the class
+    samples_by_itself: bool = False  # under settings of its own: those answers are not learned from
+    makes_checked_episodes: bool = False  # of what the engine returned
 
     async def run(
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction

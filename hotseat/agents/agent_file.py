@@ -31,7 +31,14 @@ class AgentForm(Protocol):
         """Return a context in which what such files import can be imported."""
 
     def make(
-        self, file: AgentFile, name: str, tokenizer: Any, *, run_seed: int, sight: ImagePreparer | None, **limits: Any
+        self,
+        file: AgentFile,
+        name: str,
+        tokenizer: Any,
+        *,
+        run_seed: int,
+        preparer: ImagePreparer | None,
+        **limits: Any,
     ) -> Agent:
         """Make the agent that is called `name` in the file. limits: `max_length` and `max_steps`."""
 
@@ -43,13 +50,13 @@ def load_agent(
     max_length: int,
     max_steps: int | None = None,
     programs: ProgramSettings | None = None,
-    sight: ImagePreparer | None = None,
+    preparer: ImagePreparer | None = None,
 ) -> Agent:
     """Load the agent in `FILE.py`, or the class NAME in it (`FILE.py:NAME`). Without a file it is `SingleTurn`.
 
     programs: settings of agents that are programs; if they have a command or an environment, that is the agent.
 
-    sight: prepares images of environments; None: the run has no images.
+    preparer: prepares images of environments; None: the run has no images.
 
     `max_length` is the most tokens that a context and the answer to it may have together, `max_steps` the most turns.
     A user's own `Agent` gets those of tokenizer, max_length and max_steps that its constructor has parameters for.
@@ -58,18 +65,18 @@ def load_agent(
     if programs.environment is not None:
         from hotseat.agents.environments.environment_agent import EnvironmentAgent
 
-        limits: dict[str, Any] = {"max_length": max_length, "max_steps": max_steps, "sight": sight}
+        limits: dict[str, Any] = {"max_length": max_length, "max_steps": max_steps, "preparer": preparer}
         return EnvironmentAgent(tokenizer, programs, programs.environment, **limits)
     if programs.command is not None:
         from hotseat.agents.black_box import Program
 
-        return Program(tokenizer, programs, max_length=max_length, max_steps=max_steps, sight=sight)
+        return Program(tokenizer, programs, max_length=max_length, max_steps=max_steps, preparer=preparer)
     if path is None:
         return SingleTurn(tokenizer)
     file, class_name = located(str(path))
-    agent = _load(file, class_name, tokenizer, {"max_length": max_length, "max_steps": max_steps}, programs, sight)
+    agent = _load(file, class_name, tokenizer, {"max_length": max_length, "max_steps": max_steps}, programs, preparer)
     with contextlib.suppress(AttributeError):
-        agent.name = str(file)  # type: ignore[attr-defined]  # for messages
+        agent.name = str(file)  # for messages
     return agent
 
 
@@ -87,7 +94,7 @@ def _load(
     tokenizer: Any,
     limits: dict[str, Any],
     programs: ProgramSettings,
-    sight: ImagePreparer | None,
+    preparer: ImagePreparer | None,
 ) -> Agent:
     source = AgentFile(file)
     name, value, form = _choose(source.module, file, class_name)
@@ -96,14 +103,14 @@ def _load(
         from hotseat.agents.black_box import PlayFunction
 
         try:
-            return PlayFunction(value, tokenizer, programs, sight=sight, **limits)
+            return PlayFunction(value, tokenizer, programs, preparer=preparer, **limits)
         except AgentError as error:
             raise UserError(f"{file}: {error}") from None
     if form is None and Environment in value.__mro__:
-        return MultiTurn(value, tokenizer, run_seed=seed, sight=sight, **limits)
+        return MultiTurn(value, tokenizer, run_seed=seed, preparer=preparer, **limits)
     try:
         if form is not None:
-            return form.make(source, name, tokenizer, run_seed=seed, sight=sight, **limits)
+            return form.make(source, name, tokenizer, run_seed=seed, preparer=preparer, **limits)
         return value(**accepted(value.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
     except UnsupportedError as error:
         raise UnsupportedError(f"{file}: {error}") from error

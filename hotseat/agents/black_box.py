@@ -26,7 +26,7 @@ from hotseat.agents.gateway.gateway_server import Address, Gateway
 from hotseat.agents.gateway.message_images import content_of
 from hotseat.agents.gateway.parsing import parser_of
 from hotseat.agents.gateway.program_session import Policy, Session
-from hotseat.agents.gateway.program_settings import ProgramSettings, SessionSettings
+from hotseat.agents.gateway.program_settings import ProgramSettings
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import number
 from hotseat.agents.programs import ProgramHost, environment
@@ -59,7 +59,7 @@ class BlackBox(Agent):
     """An agent whose episodes are played by something that talks to the gateway. Subclasses say by what."""
 
     makes_checked_episodes = True
-    samples_by_itself = True  # under settings of its own, which are masked then: `AgentHost` does not check them
+    samples_by_itself = True
 
     def __init__(
         self,
@@ -68,20 +68,13 @@ class BlackBox(Agent):
         *,
         max_length: int,
         max_steps: int | None = None,
-        sight: ImagePreparer | None = None,
+        preparer: ImagePreparer | None = None,
     ):
-        answers = SessionSettings(
-            max_length,
-            max_steps,
-            settings.sampling,
-            settings.history,
-            settings.chat_template or (sight.chat_template if sight is not None else None),
-            settings.tool_parser,
-        )
         if settings.tool_parser is not None:
             parser_of(tokenizer, settings.tool_parser)  # raises if it cannot be
-        self._answers = answers
-        self._sight = sight  # of a model that sees images
+        self._max_length = max_length
+        self._max_steps = max_steps
+        self._preparer = preparer  # of a VLM's images
         self._tokenizer = tokenizer
         self._policy: Policy | None = None
         self._settings = settings
@@ -91,9 +84,15 @@ class BlackBox(Agent):
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
         if self._gateway is None or self._policy is None:
-            max_image_bytes = 0 if self._sight is None else self._sight.max_image_bytes
+            max_image_bytes = 0 if self._preparer is None else self._preparer.max_image_bytes
             self._gateway = Gateway(self._settings.bind, self._settings.advertise_url, max_image_bytes)
-            self._policy = Policy(self._tokenizer, self._answers, self._sight)
+            self._policy = Policy(
+                self._tokenizer,
+                self._settings,
+                self._preparer,
+                max_length=self._max_length,
+                max_answers=self._max_steps,
+            )
         gateway, policy = self._gateway, self._policy
         session = Session(policy, sample, sampling, prompt)
         address = await gateway.open(session)
@@ -109,7 +108,7 @@ class BlackBox(Agent):
 
     def _client(self, address: Address, prompt: Prompt, key: SampleKey) -> Client:
         seed = episode_seed(key, self._settings.run_seed)
-        token = "" if self._sight is None else decode(self._tokenizer, [self._sight.image_token_id])
+        token = "" if self._preparer is None else decode(self._tokenizer, [self._preparer.image_token_id])
         content = content_of(prompt.text, token, len(prompt.images))
         return Client(address.base_url, address.token, address.root_url, seed, content=content)
 

@@ -15,7 +15,7 @@ the recorded tokens. `history` says what happens then:
 A conversation that continues no recorded answer, or in which the place of the answer cannot be found, is rendered as a
 whole, too. Whatever is chosen here, what was sampled is learned (`branches.py`): this file says what the policy reads.
 
-Images stand in messages as parts `{"type": "image", "shown": EpisodeImage}`, already prepared. In texts an image is one
+Images stand in messages as parts `{"type": "image", "prepared": EpisodeImage}`. In texts an image is one
 token of the model, which the template writes; in tokens it is all those that stand for it. So texts and tokens of
 contexts with different images may be equal: wherever they are compared, the images are compared, too.
 """
@@ -81,8 +81,8 @@ class Conversation:
     """The contexts and answers of one episode.
 
     chat_template: instead of the tokenizer's. when_rewritten: called when a template changes what was sampled.
-    max_characters: of a text; longer ones are refused before they are tokenised. None: no limit. sight: of a model that
-    sees images. prompt: what a text or tokens may begin with besides recorded answers, with the images that are in it.
+    max_characters: of a text; longer ones are refused before they are tokenised. None: no limit. preparer: of a VLM's
+    images. prompt: what a text or tokens may begin with besides recorded answers, with the images that are in it.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Conversation:
         history: History = "append",
         when_rewritten: Callable[[], object] = lambda: None,
         max_characters: int | None = None,
-        sight: ImagePreparer | None = None,
+        preparer: ImagePreparer | None = None,
         prompt: Prompt | None = None,
     ):
-        self._sight = sight
+        self._preparer = preparer
         self._max_characters = max_characters
         self._tokenizer = tokenizer
         self._chat_template = chat_template
@@ -137,7 +137,7 @@ class Conversation:
 
     def of_tokens(self, token_ids: Sequence[int]) -> Context:
         tokens = tuple(token_ids)
-        if self._sight is None:
+        if self._preparer is None:
             return Context(tokens, decode(self._tokenizer, tokens))
         fitting = [each for each in reversed(self._recorded) if tokens[: len(each.token_ids)] == each.token_ids]
         read = max(fitting, key=lambda recorded: len(recorded.token_ids), default=_NOTHING)
@@ -162,16 +162,18 @@ class Conversation:
 
     def _with_images(self, token_ids: tuple[int, ...], images: Sequence[EpisodeImage]) -> tuple[int, ...]:
         """Replace the token of each image by those that stand for it."""
-        if self._sight is None:
+        if self._preparer is None:
             return token_ids
-        num_places = sum(token_id == self._sight.image_token_id for token_id in token_ids)
-        if num_places != len(images) or (self._sight.placeholder_ids - {self._sight.image_token_id}) & set(token_ids):
-            tokens = ", ".join(sorted(decode(self._tokenizer, [token]) for token in self._sight.placeholder_ids))
+        num_places = sum(token_id == self._preparer.image_token_id for token_id in token_ids)
+        if num_places != len(images) or (self._preparer.placeholder_ids - {self._preparer.image_token_id}) & set(
+            token_ids
+        ):
+            tokens = ", ".join(sorted(decode(self._tokenizer, [token]) for token in self._preparer.placeholder_ids))
             raise ConversationError(
                 f"{len(images)} images, and {num_places} places for them: images are parts of messages, texts and"
                 f" tokens must be without {tokens}, and the chat template must write one place for each image"
             )
-        return tuple(self._sight.expand(token_ids, images)[0])
+        return tuple(self._preparer.expand(token_ids, images)[0])
 
     def _longest_by_text(self, text: str, images: Sequence[EpisodeImage] | None = None) -> _Recorded | None:
         """Return the longest recorded answer with whose context and text a text begins; the latest of several.
@@ -225,7 +227,7 @@ class Conversation:
         if not (self._chat_template or getattr(self._tokenizer, "chat_template", None)):
             raise ConversationError("the policy's tokenizer has no chat template: set data.chat_template")
         shown = [_for_template(message) for message in messages]
-        if self._sight is not None and not _takes_text(self._tokenizer, self._chat_template):
+        if self._preparer is not None and not _takes_text(self._tokenizer, self._chat_template):
             shown = [{**each, "content": _parts(each["content"])} for each in shown]
         try:
             return self._tokenizer.apply_chat_template(
@@ -260,7 +262,7 @@ class Conversation:
     ) -> None:
         """Remember an answer. message: as the program gets it and sends it back; None if it gets only text."""
         # A placeholder that the policy sampled has no image: nothing can be read after it.
-        is_end = self._sight is not None and not self._sight.placeholder_ids.isdisjoint(completion.token_ids)
+        is_end = self._preparer is not None and not self._preparer.placeholder_ids.isdisjoint(completion.token_ids)
         calls = _shown_calls(message)
         answer = Answer(context.token_ids, completion, is_learned, calls, context.images, is_end)
         self.answers.append(answer)
@@ -332,7 +334,7 @@ def _images_of(messages: Sequence[Message]) -> list[EpisodeImage]:
     """Return the images in messages, in order."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    return [part["shown"] for part in parts if isinstance(part.get("shown"), EpisodeImage)]
+    return [part["prepared"] for part in parts if isinstance(part.get("prepared"), EpisodeImage)]
 
 
 @lru_cache(maxsize=64)
@@ -369,7 +371,7 @@ def _digest_after(before: bytes, message: Message) -> bytes:
     rest = {name: value for name, value in message.items() if value is not None and name != "content"}
     content: Any = message.get("content")
     if _images_of([message]):
-        parts = [[part["shown"].path] if _is_image(part) else text_of_content([part]) for part in content]
+        parts = [[part["prepared"].path] if _is_image(part) else text_of_content([part]) for part in content]
         return _hashed([rest, parts], before)
     return _hashed([rest, text_of_content(content)], before)
 

@@ -47,7 +47,7 @@ class ImagePreparer:
     # One thread, so that equal images of several episodes are written once; its own, so that no other work waits.
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "images"), repr=False)
 
-    async def look(self, images: Sequence[Any], num_before: int) -> list[EpisodeImage]:
+    async def prepare_all(self, images: Sequence[Any], num_before: int) -> list[EpisodeImage]:
         """Prepare images, in a thread. num_before: how many the context has already."""
         if num_before + len(images) > self.max_images:
             raise AgentError(

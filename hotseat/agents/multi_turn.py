@@ -65,10 +65,10 @@ class MultiTurn(Agent):
         max_length: int,
         max_steps: int | None = None,
         run_seed: int = 0,
-        sight: ImagePreparer | None = None,
+        preparer: ImagePreparer | None = None,
     ):
         self._run_seed = run_seed
-        self._sight = sight  # of a model that sees images
+        self._preparer = preparer  # of a VLM's images
         self._make_turns: Callable[[], Turns] = partial(_EnvironmentTurns, env_factory)
         self._tokenizer = tokenizer
         self._max_length = max_length
@@ -103,7 +103,7 @@ class MultiTurn(Agent):
                 break
             asked = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
             try:
-                images = (transcript.images,) if self._sight is not None else ()
+                images = (transcript.images,) if self._preparer is not None else ()
                 completion = await sample(transcript.context, asked, len(results), *images)
             except OutOfTimeError:
                 if not results:
@@ -118,7 +118,7 @@ class MultiTurn(Agent):
             if result.is_done:
                 last_words = result.feedback
                 break
-            if self._sight is not None and completion.token_ids[-1] in self._sight.placeholder_ids:
+            if self._preparer is not None and completion.token_ids[-1] in self._preparer.placeholder_ids:
                 break  # no forward can read on after a placeholder without an image
             if result.context is not None:
                 transcript.start_again(result.context, await self._look(result.images, 0))
@@ -133,15 +133,15 @@ class MultiTurn(Agent):
         return _scored(episode, results)
 
     async def _look(self, images: Sequence[Any], num_before: int) -> list[EpisodeImage]:
-        if self._sight is None:
+        if self._preparer is None:
             if images:
                 raise AgentError("the environment showed images, and the run has none: set data.image_key")
             return []
-        return await self._sight.look(images, num_before)
+        return await self._preparer.prepare_all(images, num_before)
 
     def _begin(self, prompt: Prompt, observation: str | None, images: Sequence[EpisodeImage]) -> Transcript:
         """Return what the first turn is sampled from. images: those after the prompt's."""
-        transcript = Transcript(self._tokenizer, prompt, self._sight)
+        transcript = Transcript(self._tokenizer, prompt, self._preparer)
         if (observation is None or observation == prompt.text) and not images:
             return transcript
         observation = prompt.text if observation is None else observation

@@ -20,9 +20,9 @@ _TAIL = 8  # tokens before a piece that can change how it decodes: a leading spa
 class Transcript:
     """Collects the tokens that the engine sampled and those that the environment added, and makes them an episode."""
 
-    def __init__(self, tokenizer: Any, prompt: Prompt, sight: ImagePreparer | None = None):
+    def __init__(self, tokenizer: Any, prompt: Prompt, preparer: ImagePreparer | None = None):
         self._tokenizer = tokenizer
-        self._sight = sight  # of a model that sees images
+        self._preparer = preparer  # of a VLM's images
         self._segments = [Draft(list(prompt.token_ids), prompt.images)]
         self._turn_lengths: list[int] = []
         self._turns: list[TurnFacts] = []
@@ -65,10 +65,10 @@ class Transcript:
 
     def _add(self, draft: Draft, text: str, images: Sequence[EpisodeImage]) -> None:
         token_ids = self._encode(text)
-        if self._sight is None:
+        if self._preparer is None:
             draft.add(token_ids)
             return
-        token_ids, begins = self._sight.expand(token_ids, images)
+        token_ids, begins = self._preparer.expand(token_ids, images)
         for image, begin in zip(images, begins, strict=True):
             draft.add_image(image.path, begin)
         draft.add(token_ids)

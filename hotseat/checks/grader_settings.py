@@ -9,10 +9,9 @@ from hotseat.checks.plans import is_cluster_there
 from hotseat.checks.stage import Context
 from hotseat.config.presence import has_judge
 from hotseat.errors import Problem
-from hotseat.rewards.graders import grader_problem, package_problem
-from hotseat.rewards.reward_settings import graders_of, sandbox_of
+from hotseat.rewards.graders import grader_problem, graders_of, package_problem
 from hotseat.rewards.rubrics import pattern_problem, rubric_problem
-from hotseat.rewards.sandbox import Sandbox
+from hotseat.rewards.sandbox import Sandbox, SandboxSettings
 
 
 def graders(context: Context) -> Iterator[Problem]:
@@ -58,5 +57,5 @@ def sandbox(context: Context) -> Iterable[Problem]:
     graders = (*config.reward.graders, *config.eval.graders)
     if config.task == "rl" and not is_cluster_there(config) and any(grader.kind == "code" for grader in graders):
         context.show("running a program in the sandbox, to see that it works")
-        context.notes.append(Sandbox(sandbox_of(config)).probe())
+        context.notes.append(Sandbox(SandboxSettings.of_config(config.reward.sandbox)).probe())
     return ()

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
-from hotseat.data.lost import Lost, LostCount, LostRow, shown
+from hotseat.data.lost import Lost, LostRow, shown
 from hotseat.data.prompts import check_input_template, fill_in
 from hotseat.data.row_problems import BadValue, Problems, text_of
 from hotseat.data.rows import Row
@@ -34,7 +34,6 @@ class ExampleReport:
 
     num_rows: int
     num_examples: int
-    num_truncated: int  # cut at `max_length`, and kept
     num_dropped_no_answer: int  # dropped, because no token was left to learn
     num_learned_tokens: int
     lost: Lost
@@ -93,22 +92,20 @@ def make_examples(
             return whole_draft(template.render(messages, input_key), input_key)
         return chat_draft(template, messages, output_key or input_key, every_turn=multiturn)
 
-    examples, num_truncated, num_dropped, num_learned, count = [], 0, 0, 0, LostCount()
+    examples, num_dropped, num_learned, lost = [], 0, 0, Lost()
     for row, sequence in zip(rows, sequences_of(rows, draft_of, tokeniser), strict=True):
         num_tokens = int(sequence.mask.sum())
-        count.see(sequence.num_tokens)
+        lost.longest = max(lost.longest, sequence.num_tokens)
         if sequence.is_truncated:
-            count.add(partial(lost_row, row, draft_of, sequence), is_dropped=num_tokens == 0)
+            lost.add(partial(lost_row, row, draft_of, sequence), is_dropped=num_tokens == 0)
         if num_tokens == 0:
             num_dropped += 1
             continue
-        num_truncated += sequence.is_truncated
         num_learned += num_tokens
         examples.append(Example(sequence.token_ids, sequence.mask, row.where, sequence.images))
-    lost = count.total()
     if not examples:
         raise DataError(f"none of the {len(rows)} rows has an answer within data.max_length {max_length}{shown(lost)}")
-    return examples, ExampleReport(len(rows), len(examples), num_truncated, num_dropped, num_learned, lost)
+    return examples, ExampleReport(len(rows), len(examples), num_dropped, num_learned, lost)
 
 
 def lost_row(row: Row, draft_of: Callable[[Mapping[str, Any]], Draft], sequence: TokenSequence) -> LostRow:

@@ -30,40 +30,25 @@ class LostRow:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lost:
     """Rows that a limit drops or cuts, the first of them, and the number of tokens of the longest row."""
 
-    num_dropped: int
-    num_cut: int
-    longest: int
+    num_dropped: int = 0
+    num_cut: int = 0
+    longest: int = 0
     first: LostRow | None = None
 
     @property
     def count(self) -> int:
         return self.num_dropped + self.num_cut
 
-
-class LostCount:
-    """Counts lost rows one by one."""
-
-    def __init__(self) -> None:
-        self._num_dropped = self._num_cut = self._longest = 0
-        self._first: LostRow | None = None
-
-    def see(self, num_tokens: int) -> None:
-        """Note the length of a row, lost or not."""
-        self._longest = max(self._longest, num_tokens)
-
     def add(self, make_row: Callable[[], LostRow], *, is_dropped: bool) -> None:
         """Count a lost row. make_row: describes it; called only for the first one, which messages show."""
-        self._num_dropped += is_dropped
-        self._num_cut += not is_dropped
-        if self._first is None:
-            self._first = make_row()
-
-    def total(self) -> Lost:
-        return Lost(self._num_dropped, self._num_cut, self._longest, self._first)
+        self.num_dropped += is_dropped
+        self.num_cut += not is_dropped
+        if self.first is None:
+            self.first = make_row()
 
 
 def shown(lost: Lost) -> str:

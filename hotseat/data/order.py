@@ -16,7 +16,21 @@ from hotseat.errors import DataError
 from hotseat.words import label_text
 
 
-class PromptOrder:
+class _Order:
+    """The prompts that an order is of. digest: that of their contents, by `digest_of`; a resumed run needs the same."""
+
+    def __init__(self, num_prompts: int, seed: int, digest: str):
+        if num_prompts < 1:
+            raise DataError("there are no prompts to put in order")
+        self.num_prompts = num_prompts
+        self.seed = seed
+        self.digest = digest
+
+    def _saved(self, **position: Any) -> dict[str, Any]:
+        return {"num_prompts": self.num_prompts, "seed": self.seed, "digest": self.digest, **position}
+
+
+class PromptOrder(_Order):
     """Passes over the prompts, each in another order; the rest of a pass is used up before the next one begins.
 
     Pass e is a permutation made from (seed, e) by numpy's Philox stream, which numpy promises not to change, and a
@@ -24,12 +38,7 @@ class PromptOrder:
     """
 
     def __init__(self, num_prompts: int, seed: int, digest: str = ""):
-        """digest: that of the prompts' contents, by `digest_of`; a resumed run must have the same."""
-        if num_prompts < 1:
-            raise DataError("there are no prompts to put in order")
-        self.num_prompts = num_prompts
-        self.seed = seed
-        self.digest = digest
+        super().__init__(num_prompts, seed, digest)
         self._epoch = 0
         self._position = 0
         self._permutation = self._permute(0)
@@ -57,13 +66,7 @@ class PromptOrder:
 
     def state(self) -> dict[str, Any]:
         """Return the position in the order, for `at`."""
-        return {
-            "num_prompts": self.num_prompts,
-            "seed": self.seed,
-            "digest": self.digest,
-            "epoch": self._epoch,
-            "position": self._position,
-        }
+        return self._saved(epoch=self._epoch, position=self._position)
 
     def at(self, state: Mapping[str, Any]) -> PromptOrder:
         """Return the same order at a saved state. Raises DataError if that has other prompts or another seed."""
@@ -84,7 +87,7 @@ class PromptOrder:
 Sampler = Callable[[int, np.ndarray, np.ndarray, np.random.Generator], Sequence[int]]
 
 
-class SampledOrder:
+class SampledOrder(_Order):
     """Prompts that a user's function chooses, from the scores of earlier answers.
 
     The function's generator is made from the seed and the number of calls, so that a restored order chooses the same.
@@ -92,12 +95,8 @@ class SampledOrder:
     """
 
     def __init__(self, sampler: Sampler, num_prompts: int, seed: int, digest: str = ""):
-        if num_prompts < 1:
-            raise DataError("there are no prompts to choose from")
+        super().__init__(num_prompts, seed, digest)
         self._sampler = sampler
-        self.num_prompts = num_prompts
-        self.seed = seed
-        self.digest = digest
         self._num_calls = 0
         self._pass_rates = np.full(num_prompts, np.nan)
         self._num_draws = np.zeros(num_prompts, dtype=np.int64)
@@ -126,14 +125,8 @@ class SampledOrder:
 
     def state(self) -> dict[str, Any]:
         """Return what was chosen and scored so far, for `at`."""
-        return {
-            "num_prompts": self.num_prompts,
-            "seed": self.seed,
-            "digest": self.digest,
-            "num_calls": self._num_calls,
-            "pass_rates": [None if np.isnan(rate) else float(rate) for rate in self._pass_rates],
-            "num_draws": self._num_draws.tolist(),
-        }
+        pass_rates = [None if np.isnan(rate) else float(rate) for rate in self._pass_rates]
+        return self._saved(num_calls=self._num_calls, pass_rates=pass_rates, num_draws=self._num_draws.tolist())
 
     def at(self, state: Mapping[str, Any]) -> SampledOrder:
         """Return the same order at a saved state. Raises DataError if that has other prompts or another seed."""

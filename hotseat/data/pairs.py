@@ -12,7 +12,7 @@ import torch
 
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
 from hotseat.data.examples import Example, lost_row, sequences_of
-from hotseat.data.lost import Lost, LostCount, shown
+from hotseat.data.lost import Lost, shown
 from hotseat.data.prompts import check_input_template, fill_in
 from hotseat.data.row_problems import BadValue, kind_of, text_of, value_of
 from hotseat.data.rows import Row
@@ -43,7 +43,6 @@ class PairReport:
 
     num_rows: int
     num_pairs: int
-    num_truncated: int  # kept, with one answer or both cut at `max_length`
     num_dropped_no_answer: int  # the prompt leaves no room for an answer
     num_dropped_identical: int  # both answers are the same within `max_length`
     lost: Lost
@@ -56,7 +55,6 @@ def make_pairs(
     chosen_key: str = "chosen",
     rejected_key: str = "rejected",
     prompt_key: str | None = None,
-    margin_key: str = "margin",
     input_template: str | None = None,
     apply_chat_template: bool = False,
     chat_template: str | None = None,
@@ -70,7 +68,7 @@ def make_pairs(
     With `apply_chat_template` an answer is messages (or a string) that follow the messages (or string) under
     `prompt_key`; without `prompt_key` it is a whole conversation, of which the last message is the answer. Otherwise
     an answer is a string after the prompt, which is put into `input_template`, or by itself. A row may have a number
-    under `margin_key`.
+    under "margin".
 
     With `keep_end` a sequence that is cut at `max_length` ends with the end-of-sequence token like any other: a reward
     is read there.
@@ -112,35 +110,33 @@ def make_pairs(
 
     chosen = sequences_of(rows, lambda values: draft_of(values, chosen_key), tokeniser)
     rejected = sequences_of(rows, lambda values: draft_of(values, rejected_key), tokeniser)
-    pairs, num_truncated, num_no_answer, num_identical, count = [], 0, 0, 0, LostCount()
+    pairs, num_no_answer, num_identical, lost = [], 0, 0, Lost()
     for row, better, worse in zip(rows, chosen, rejected, strict=True):
         if is_preference and template is None and prompt_key is None:
             better, worse = _without_common(better, worse)
         is_pair = bool(better.mask.any() and worse.mask.any()) and not torch.equal(better.token_ids, worse.token_ids)
         longer, key = (better, chosen_key) if better.num_tokens >= worse.num_tokens else (worse, rejected_key)
-        count.see(longer.num_tokens)
+        lost.longest = max(lost.longest, longer.num_tokens)
         if better.is_truncated or worse.is_truncated:
-            count.add(partial(lost_row, row, partial(draft_of, key=key), longer), is_dropped=not is_pair)
+            lost.add(partial(lost_row, row, partial(draft_of, key=key), longer), is_dropped=not is_pair)
         if not better.mask.any() or not worse.mask.any():
             num_no_answer += 1
         elif torch.equal(better.token_ids, worse.token_ids):
             num_identical += 1
         else:
-            num_truncated += better.is_truncated or worse.is_truncated
             pairs.append(
                 Pair(
                     Example(better.token_ids, better.mask, row.where, better.images),
                     Example(worse.token_ids, worse.mask, row.where, worse.images),
-                    _margin(row, margin_key),
+                    _margin(row),
                 )
             )
-    lost = count.total()
     if not pairs:
         raise DataError(
             f"none of the {len(rows)} rows is a pair: {num_identical} have the same answer twice and {num_no_answer}"
             f" have none within data.max_length {max_length}{shown(lost)}"
         )
-    return pairs, PairReport(len(rows), len(pairs), num_truncated, num_no_answer, num_identical, lost)
+    return pairs, PairReport(len(rows), len(pairs), num_no_answer, num_identical, lost)
 
 
 _PROMPT_HINT = "set data.prompt_key to the column of the prompt, or put the prompt before both answers"
@@ -185,8 +181,8 @@ def _check_messages(values: Mapping[str, Any], chosen_key: str, rejected_key: st
             raise BadValue(f"{key}: no answer, only the messages with which both conversations begin")
         if messages[num_common]["role"] != "assistant":
             raise BadValue(
-                f"{key}[{num_common}]: by {messages[num_common]['role']}, but the two conversations part here, which"
-                " has to be at an answer of the assistant"
+                f"{key}[{num_common}]: by {messages[num_common]['role']}: chosen and rejected must diverge at an"
+                " assistant message"
             )
 
 
@@ -210,10 +206,10 @@ def _without_common(better: TokenSequence, worse: TokenSequence) -> tuple[TokenS
     return without(better), without(worse)
 
 
-def _margin(row: Row, key: str) -> float:
-    value = row.values.get(key)
+def _margin(row: Row) -> float:
+    value = row.values.get("margin")
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"{row.where}: {key}: {kind_of(value)} {value!r}, not a finite number")
+        raise DataError(f"{row.where}: margin: {kind_of(value)} {value!r}, not a finite number")
     return float(value)

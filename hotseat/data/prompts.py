@@ -10,21 +10,22 @@ from typing import Any
 
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
 from hotseat.data.images import RowImages
-from hotseat.data.lost import Lost, LostCount, LostRow, shown
+from hotseat.data.lost import Lost, LostRow, shown
 from hotseat.data.row_problems import BadValue, Problems, text_of, value_of
 from hotseat.data.rows import Row
 from hotseat.data.sequences import encode
 from hotseat.errors import DataError
 from hotseat.types import Prompt
 
+_SOURCE_KEY = "datasource"
+
 
 @dataclass(frozen=True)
 class PromptReport:
-    """Counts of rows that were kept and dropped."""
+    """Counts of rows that were kept, and those that were dropped as too long."""
 
     num_rows: int
     num_prompts: int
-    num_dropped_too_long: int
     max_length: int  # tokens of the longest prompt that was kept
     lost: Lost
 
@@ -35,7 +36,6 @@ def make_prompts(
     *,
     input_key: str = "input",
     label_key: str | None = None,
-    source_key: str = "datasource",
     input_template: str | None = None,
     apply_chat_template: bool = False,
     chat_template: str | None = None,
@@ -64,7 +64,7 @@ def make_prompts(
                 text = template.render(messages, input_key, for_generation=True)
             else:
                 text = fill_in(input_template, text_of(row.values, input_key))
-            source = row.values.get(source_key)
+            source = row.values.get(_SOURCE_KEY)
             if columns is not None and not _is_json(row.values[input_key]):
                 raise BadValue(f"{input_key}: holds more than JSON can, and the reward function is called by names")
             drafts.append((text, _label(row.values, label_key), "" if source is None else str(source)))
@@ -73,7 +73,7 @@ def make_prompts(
     problems.raise_if_any()
 
     prompts: list[Prompt] = []
-    count = LostCount()
+    lost = Lost()
     encoded = encode_in_chunks(tokenizer, [text for text, _, _ in drafts])
     for row, (text, label, source), ids in zip(rows, drafts, encoded, strict=True):
         seen: RowImages | None = None if image_key is None else row.values[image_key]
@@ -93,9 +93,9 @@ def make_prompts(
                 " line break",
             )
             continue
-        count.see(len(ids))
+        lost.longest = max(lost.longest, len(ids))
         if prompt_max_length is not None and len(ids) > prompt_max_length:
-            count.add(partial(LostRow, row.where, row.values, text, len(ids)), is_dropped=True)
+            lost.add(partial(LostRow, row.where, row.values, text, len(ids)), is_dropped=True)
         else:
             images = () if seen is None else seen.paths
             kept = None
@@ -103,14 +103,13 @@ def make_prompts(
                 kept = {**{name: row.values.get(name) for name in columns}, "prompt": row.values[input_key]}
             prompts.append(Prompt(len(prompts), text, tuple(ids), label, source, images, kept))
     problems.raise_if_any()
-    lost = count.total()
     if not prompts:
         source, fix = limit
         because = f", the limit by {source}" if source else ""
         why = f" with at most {prompt_max_length} tokens{because}: {fix}" if lost.count else ""
         raise DataError(f"none of the {len(rows)} rows is a prompt{why}{shown(lost)}")
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    return prompts, PromptReport(len(rows), len(prompts), lost.count, longest, lost)
+    return prompts, PromptReport(len(rows), len(prompts), longest, lost)
 
 
 def columns_of(rows: Sequence[Row], image_key: str | None = None) -> list[str]:

@@ -219,7 +219,7 @@ def _sft_data(config: Config, tokenizer: Any) -> SupervisedData:
     (examples, report), evaluation = _read(config, lambda rows: _examples(config, tokenizer, rows))
     notes = [
         f"{report.num_examples:,} examples, {report.num_learned_tokens:,} tokens to learn"
-        f" ({report.num_truncated:,} truncated, {report.num_dropped_no_answer:,} dropped without an answer)",
+        f" ({report.lost.num_cut:,} truncated, {report.num_dropped_no_answer:,} dropped without an answer)",
         *_lost(config, report, evaluation),
     ]
     return SupervisedData(SftObjective(), examples, [] if evaluation is None else evaluation[0], notes)
@@ -436,11 +436,11 @@ def _pairs(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
 
 def _described_pairs(what: str, report: PairReport) -> str:
     return (
-        f"{report.num_pairs:,} {what} ({report.num_truncated:,} truncated, {report.num_dropped_no_answer:,} dropped"
+        f"{report.num_pairs:,} {what} ({report.lost.num_cut:,} truncated, {report.num_dropped_no_answer:,} dropped"
         f" without an answer, {report.num_dropped_identical:,} dropped with the same answer twice)"
     )
 
 
 def _described(what: str, report: Any) -> str:
-    dropped = f", {report.num_dropped_too_long:,} dropped as too long" if report.num_dropped_too_long else ""
+    dropped = f", {report.lost.count:,} dropped as too long" if report.lost.count else ""
     return f"{report.num_prompts:,} {what}{dropped}"

@@ -8,20 +8,19 @@ import hashlib
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotseat.closing import Closing
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
 from hotseat.rewards.function_process import NotLoaded, Task, Tracebacks, Worker
-from hotseat.rewards.scorer import NamedArguments, named_samples
+from hotseat.rewards.scorer import SampleGroup, Scorer, named_samples
 from hotseat.user_functions import located
 from hotseat.words import label_text
 
@@ -29,11 +28,11 @@ from hotseat.words import label_text
 @dataclass(frozen=True)
 class _Job:
     message: dict[str, Any]
-    ids: tuple[str, ...]
+    ids: list[str]
     future: Future[list[Score | Failed]]
 
 
-class RewardFunction(Closing):
+class RewardFunction(Scorer):
     """Scores groups with `reward_func(queries, prompts, labels)` from a file, `num_workers` groups at a time.
 
     A function with a parameter `completions` is of TRL's form: it is called by names, with the columns of the row.
@@ -105,26 +104,16 @@ class RewardFunction(Closing):
                 raise UserError(f"{self.name}: cannot be used as a reward function: {error}") from None
             raise
 
-    def submit(
-        self,
-        queries: Sequence[str],
-        prompts: Sequence[str],
-        labels: Sequence[Any],
-        ids: Sequence[Any],
-        named: NamedArguments | None = None,
-    ) -> Future[list[Score | Failed]]:
-        """Score one group, all samples in one call; `ids` name the samples in messages."""
-        sizes = {len(queries), len(prompts), len(labels), len(ids)}
-        assert len(sizes) == 1, f"{len(queries)} queries, {len(prompts)} prompts, {len(labels)} labels, {len(ids)} ids"
-        if self._is_builtin:
-            labels = [label_text(label) for label in labels]
-        message: dict[str, Any] = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels)}
-        if named is not None:
-            message["named"] = vars(named)
+    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+        """Score one group, all samples in one call."""
+        labels = [label_text(label) for label in group.labels] if self._is_builtin else group.labels
+        message: dict[str, Any] = {"queries": group.queries, "prompts": group.prompts, "labels": labels}
+        if group.named is not None:
+            message["named"] = vars(group.named)
         if self._seed is not None:
-            text = f"{self._seed}/{'/'.join(map(str, ids))}"
+            text = f"{self._seed}/{'/'.join(group.ids)}"
             message["seed"] = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        job = _Job(message, tuple(map(str, ids)), Future())
+        job = _Job(message, group.ids, Future())
         with self._lock:
             if self._is_closed:
                 raise RunError(f"{self.name}: closed")

@@ -14,9 +14,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hotseat.closing import Closing
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
@@ -25,8 +24,11 @@ from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
 from hotseat.rewards.function_process import NotLoaded, Task, Tracebacks, Worker, WorkerProcess
 from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
-from hotseat.rewards.scorer import NamedArguments, Scorer, when_all_are_done
+from hotseat.rewards.scorer import SampleGroup, Scorer, when_all_are_done
 from hotseat.words import label_text
+
+if TYPE_CHECKING:
+    from hotseat.config.schema import GraderConfig
 
 _FILE = Path(__file__).with_name("text_graders.py")
 # Function in text_graders.py for each kind that compares text.
@@ -36,6 +38,7 @@ _START_TIMEOUT_S = 120.0
 _MAX_KILLS = 3
 
 Part = list[Score | Failed]  # what one grader gives to a group, sample by sample
+_Answers = list[tuple[str, str | None]]  # of a group, with their labels as text
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,11 @@ class Grader:
     pattern: str | None = None
     json_schema: Any = None
     partial: bool = False
+
+
+def graders_of(graders: Sequence[GraderConfig]) -> tuple[Grader, ...]:
+    """Return graders, of samples to learn from or of evaluations."""
+    return tuple(Grader(**{**dict(grader), "name": grader.name or grader.kind}) for grader in graders)
 
 
 def grader_problem(grader: Grader) -> str | None:
@@ -84,7 +92,7 @@ def _schema_problem(grader: Grader) -> str | None:
     return None
 
 
-class Graders(Closing):
+class Graders(Scorer):
     """Scores groups by several graders; the reward is the weighted sum of their verdicts, each of which is logged.
 
     A `function`, or servers, score beside them, with weight 1; and a model as `judge`, whose verdicts count as those of
@@ -114,7 +122,7 @@ class Graders(Closing):
         self._max_memory_bytes = max_memory_bytes
         self._is_closed = False
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[tuple[_Group, Future[list[Part]]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[_Answers, Future[list[Part]]] | None] = queue.SimpleQueue()
         self._sandbox: Sandbox | None = None
         self._pool: ThreadPoolExecutor | None = None
         for grader in graders:
@@ -136,31 +144,24 @@ class Graders(Closing):
             self.close()
             raise
 
-    def submit(
-        self,
-        queries: Sequence[str],
-        prompts: Sequence[str],
-        labels: Sequence[Any],
-        ids: Sequence[Any],
-        named: NamedArguments | None = None,
-    ) -> Future[list[Score | Failed]]:
-        """Score one group; `ids` name the samples in messages."""
-        answers = [answer_of(query, prompt) for query, prompt in zip(queries, prompts, strict=True)]
-        group = _Group(answers, [label_text(label) for label in labels], [str(each) for each in ids])
+    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+        answers = [answer_of(query, prompt) for query, prompt in zip(group.queries, group.prompts, strict=True)]
+        labels = [label_text(label) for label in group.labels]
         total: Future[list[Score | Failed]] = Future()
         texts: Future[list[Part]] = Future()
         with self._lock:
             if self._is_closed:
                 raise RunError("graders: closed")
-            self._jobs.put((group, texts))
+            self._jobs.put((list(zip(answers, labels, strict=True)), texts))
             codes = [
                 (grader, self._pool.submit(self._run_code, grader, answer, label))
                 for grader in self._codes
-                for answer, label in zip(answers, labels, strict=True)
+                for answer, label in zip(answers, group.labels, strict=True)
                 if self._pool is not None
             ]
-        own = None if self._function is None else self._function.submit(queries, prompts, labels, ids, named)
-        judged = None if self._judge is None else self._judge[1].submit(queries, prompts, labels, ids)
+        samples = (group.queries, group.prompts, group.labels, group.ids)
+        own = None if self._function is None else self._function.submit(*samples, group.named)
+        judged = None if self._judge is None else self._judge[1].submit(*samples)
         beside = [future for future in (own, judged) if future is not None]
         waits_for: list[Future[Any]] = [texts, *(future for _, future in codes), *beside]
 
@@ -219,9 +220,9 @@ class Graders(Closing):
                 judge.start()
             started.set_result(None)
             while (job := self._jobs.get()) is not None:
-                group, future = job
+                answers, future = job
                 try:
-                    future.set_result([judge.judge(group) for judge in judges])
+                    future.set_result([[judge.judge(answer, label) for answer, label in answers] for judge in judges])
                 except Closed:
                     future.set_exception(RunError("graders: closed before they scored all samples"))
                 except BaseException as error:
@@ -236,13 +237,6 @@ class Graders(Closing):
                     job = self._jobs.get_nowait()
                     if job is not None:
                         job[1].set_exception(RunError("graders: closed before they scored all samples"))
-
-
-@dataclass(frozen=True)
-class _Group:
-    answers: list[str]
-    labels: list[str | None]
-    ids: list[str]
 
 
 class _Judge(Worker):
@@ -269,10 +263,7 @@ class _Judge(Worker):
             raise UserError(f"grader {self._grader.name}: cannot be used: {answer['error']}")
         return process
 
-    def judge(self, group: _Group) -> Part:
-        return [self._judge_one(answer, label) for answer, label in zip(group.answers, group.labels, strict=True)]
-
-    def _judge_one(self, answer: str, label: str | None) -> Score | Failed:
+    def judge(self, answer: str, label: str | None) -> Score | Failed:
         message = {"queries": [answer], "prompts": [self._options], "labels": [label]}
         reason = ""
         for _ in range(_MAX_KILLS + 1):

@@ -19,14 +19,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-from hotseat.closing import Closing
 from hotseat.failed import Failed
 from hotseat.files import opened
 from hotseat.rewards.answers import BadAnswer, Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.posting import Poster, ServerKind, excerpt
 from hotseat.rewards.rubrics import TOKEN, Combine, JudgeSettings
-from hotseat.rewards.scorer import NamedArguments, when_all_are_done
+from hotseat.rewards.scorer import SampleGroup, Scorer, when_all_are_done
 from hotseat.words import label_text, quantity
 
 PLACES = ("prompt", "answer", "label")
@@ -72,7 +71,7 @@ class Endpoints(Poster):
         return self.post(_json(body), [name], _read)
 
 
-class Judge(Closing):
+class Judge(Scorer):
     """Scores samples by the votes of a judge. A score is 0 at the low end of the scale and 1 at the high end.
 
     A sample is `Failed` if its rubric needs a label that it lacks, if the model does not answer (see `Poster`), or if a
@@ -87,18 +86,10 @@ class Judge(Closing):
         self._lock = threading.Lock()
         self._asked: dict[str, Future[float | Failed]] = {}  # requests without an answer yet, by key
 
-    def submit(
-        self,
-        queries: Sequence[str],
-        prompts: Sequence[str],
-        labels: Sequence[Any],
-        ids: Sequence[Any],
-        named: NamedArguments | None = None,
-    ) -> Future[list[Score | Failed]]:
-        """Score one group; `ids` name the samples in messages."""
+    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         samples = [
-            self._votes(prompt, answer_of(query, prompt), label, str(name))
-            for query, prompt, label, name in zip(queries, prompts, labels, ids, strict=True)
+            self._votes(prompt, answer_of(query, prompt), label, name)
+            for query, prompt, label, name in zip(group.queries, group.prompts, group.labels, group.ids, strict=True)
         ]
         total: Future[list[Score | Failed]] = Future()
 

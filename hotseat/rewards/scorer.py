@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from hotseat.closing import Closing
 from hotseat.failed import Failed
 from hotseat.rewards.answers import Score
 
@@ -21,8 +23,22 @@ class NamedArguments:
     completion_ids: Sequence[Sequence[int]]
 
 
-class Scorer(Protocol):
-    """Scores groups beside other work. Every future ends, with a score or the reason of a failure per sample."""
+@dataclass(frozen=True)
+class SampleGroup:
+    """Samples of one prompt to score. ids: name them in messages."""
+
+    queries: list[str]  # prompts with answers
+    prompts: list[str]
+    labels: list[Any]
+    ids: list[str]
+    named: NamedArguments | None  # for functions that are called by names
+
+
+class Scorer(Closing):
+    """Scores groups beside other work. Every future ends, with a score or the reason of a failure per sample.
+
+    `close` ends the work: unfinished futures raise an error. A second call does nothing.
+    """
 
     def submit(
         self,
@@ -33,9 +49,13 @@ class Scorer(Protocol):
         named: NamedArguments | None = None,
     ) -> Future[list[Score | Failed]]:
         """Score one group; `ids` name the samples in messages. named: for functions that are called by names."""
+        sizes = {len(queries), len(prompts), len(labels), len(ids)}
+        assert len(sizes) == 1, f"{len(queries)} queries, {len(prompts)} prompts, {len(labels)} labels, {len(ids)} ids"
+        return self._submit(SampleGroup(list(queries), list(prompts), list(labels), [str(each) for each in ids], named))
 
-    def close(self) -> None:
-        """End the work. Unfinished futures raise an error. A second call does nothing."""
+    @abstractmethod
+    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+        """Score one group."""
 
 
 def named_samples(ids: Sequence[str], max_shown: int = 8) -> str:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from hotseat.failed import Failed
 from hotseat.rewards.addresses import TOKEN
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
 from hotseat.rewards.posting import Poster, ServerKind, excerpt
-from hotseat.rewards.scorer import NamedArguments
+from hotseat.rewards.scorer import SampleGroup, Scorer
 
 
-class RewardService(Poster):
+class RewardService(Poster, Scorer):
     """Scores groups by one HTTP server or several, `max_open` groups at a time, each in one request; see `Poster`.
 
     A request is a POST to the URL as given, with `query` (prompt and answer), `prompts` and `labels`, one entry per
@@ -25,19 +24,10 @@ class RewardService(Poster):
 
     kind = ServerKind("reward server", "reward.url", TOKEN)
 
-    def submit(
-        self,
-        queries: Sequence[str],
-        prompts: Sequence[str],
-        labels: Sequence[Any],
-        ids: Sequence[Any],
-        named: NamedArguments | None = None,
-    ) -> Future[list[Score | Failed]]:
-        """Score one group, all samples in one request; `ids` name the samples in messages."""
-        sizes = {len(queries), len(prompts), len(labels), len(ids)}
-        assert len(sizes) == 1, f"{len(queries)} queries, {len(prompts)} prompts, {len(labels)} labels, {len(ids)} ids"
-        body = json.dumps({"query": list(queries), "prompts": list(prompts), "labels": list(labels)}).encode()
-        names = [str(each) for each in ids]
+    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+        """Score one group, all samples in one request."""
+        body = json.dumps({"query": group.queries, "prompts": group.prompts, "labels": group.labels}).encode()
+        names = group.ids
         return self.post(body, names, lambda content, url: _read(content, url, names), lambda why: [why] * len(names))
 
 

@@ -29,7 +29,7 @@ def prepare(image):
     return EpisodeImage(f"/{image}.safetensors", (*ids_of("<"), PLACE, PLACE, *ids_of(">")))
 
 
-SIGHT = ImagePreparer(prepare, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
+PREPARER = ImagePreparer(prepare, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
 
 
 def agent_of(*steps):
@@ -40,7 +40,7 @@ def agent_of(*steps):
         def step(self, action):
             return next(self.left)
 
-    return MultiTurn(Shows, TOKENIZER, max_length=100, sight=SIGHT)
+    return MultiTurn(Shows, TOKENIZER, max_length=100, preparer=PREPARER)
 
 
 def test_images_stand_in_the_feedback_and_go_with_what_is_sampled_after_them():
@@ -58,7 +58,7 @@ def test_images_stand_in_the_feedback_and_go_with_what_is_sampled_after_them():
 def test_an_image_after_the_last_answer_is_not_learned_with_it():
     episode = play(agent_of(Step("@", images=["one"]), Step("@" * 97, images=["two"] * 97)), Script(["a", "b"]))
     assert isinstance(episode, Failed)  # more than two images
-    full = MultiTurn(lambda: _Once(), TOKENIZER, max_length=8, sight=SIGHT)
+    full = MultiTurn(lambda: _Once(), TOKENIZER, max_length=8, preparer=PREPARER)
     episode = play(full, Script(["abc"]))
     (segment,) = episode.segments
     assert segment.images == ()
@@ -128,9 +128,9 @@ def prepared(folder, name):
     return str(path)
 
 
-def load(tmp_path, text, sight=SIGHT):
+def load(tmp_path, text, preparer=PREPARER):
     (tmp_path / "agent.py").write_text(text)
-    return load_agent(tmp_path / "agent.py", TOKENIZER, max_length=100, sight=sight)
+    return load_agent(tmp_path / "agent.py", TOKENIZER, max_length=100, preparer=preparer)
 
 
 def play_with(agent, script, *images):
@@ -301,10 +301,10 @@ def test_other_work_does_not_wait_for_images():
         assert go_on.wait(WAIT_S)
         return prepare(image)
 
-    sight = ImagePreparer(waits, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
+    preparer = ImagePreparer(waits, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
 
     async def look():
-        looks = [asyncio.ensure_future(sight.look([str(at)], 0)) for at in range(64)]
+        looks = [asyncio.ensure_future(preparer.prepare_all([str(at)], 0)) for at in range(64)]
         await asyncio.sleep(0)
         await asyncio.to_thread(go_on.set)  # in a thread of those that all work shares
         return await asyncio.gather(*looks)

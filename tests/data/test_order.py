@@ -147,7 +147,7 @@ def test_choices_that_are_no_prompts_are_refused():
     ):
         with pytest.raises(DataError, match=message):
             SampledOrder(lambda *_, chosen=chosen: chosen, 3, 0).next(2)
-    with pytest.raises(DataError, match="no prompts to choose from"):
+    with pytest.raises(DataError, match="no prompts to put in order"):
         SampledOrder(most_difficult, 0, 0)
 
 

@@ -72,7 +72,7 @@ def test_an_answer_that_is_cut_has_no_end_to_learn():
         is_preference=True,
     )
     assert learned(pair.chosen, char_tokenizer()) == "q[abc]"
-    assert report.num_truncated == 1
+    assert report.lost.num_cut == 1
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_texts_without_a_prompt_are_refused(row, message):
         ({"chosen": [user("q"), assistant("a")], "rejected": [user("q")]}, "rejected: no answer, only the messages"),
         (
             {"chosen": [user("q"), user("r"), assistant("a")], "rejected": [user("q"), assistant("b")]},
-            "chosen[1]: by user, but the two conversations part here",
+            "chosen[1]: by user: chosen and rejected must diverge at an assistant message",
         ),
         (
             {"chosen": [user("q"), assistant("")], "rejected": [user("q"), assistant("b")]},

@@ -72,7 +72,7 @@ def test_prompts_over_the_limit_are_dropped_and_counted_and_those_at_it_are_kept
         as_rows([{"input": "abcd"}, {"input": "abcde"}, {"input": "abc"}]), char_tokenizer(), prompt_max_length=4
     )
     assert [(prompt.index, prompt.text) for prompt in prompts] == [(0, "abcd"), (1, "abc")]
-    assert (report.num_dropped_too_long, report.max_length) == (1, 4)
+    assert (report.lost.count, report.max_length) == (1, 4)
 
 
 def test_nothing_left_is_an_error():

@@ -18,7 +18,7 @@ from hotseat.loop.settings.judge_settings import judge_of
 from hotseat.rewards import Graders, RewardFunction, Sandbox, SandboxSettings, Score
 from hotseat.rewards.answers import read_answer
 from hotseat.rewards.function_worker import load, plain
-from hotseat.rewards.reward_settings import graders_of, sandbox_of
+from hotseat.rewards.graders import graders_of
 from hotseat.types import Failed
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,11 @@ def scored(function, answers: list[str], label: str | None) -> list[Score | Fail
 
 
 def rewards_of(config, answers: list[str], label: str | None) -> list[float]:
-    found = scored(Graders(graders_of(config.reward.graders), sandbox=sandbox_of(config)), answers, label)
+    found = scored(
+        Graders(graders_of(config.reward.graders), sandbox=SandboxSettings.of_config(config.reward.sandbox)),
+        answers,
+        label,
+    )
     return [each.reward for each in found]
 
 
@@ -74,7 +78,7 @@ def test_the_schema():
 def test_the_tests_of_code():
     label = LABEL
     assert rewards_of(CODE, [ADDS, "print(5)", "1 / 0"], label) == [1, 0.5, 0]
-    assert sandbox_of(CODE) == SandboxSettings()  # the page shows the defaults
+    assert SandboxSettings.of_config(CODE.reward.sandbox) == SandboxSettings()  # the page shows the defaults
 
 
 def test_the_other_runner(tmp_path, monkeypatch):

@@ -10,9 +10,9 @@ import pytest
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed
 from hotseat.rewards import Grader, Graders, RewardFunction, Score
-from hotseat.rewards import sandbox as sandbox_module
 from hotseat.rewards.graders import grader_problem, package_problem
 from hotseat.rewards.sandbox import SandboxSettings
+from hotseat.rewards.sandbox_watch import children_of
 
 pytestmark = pytest.mark.slow
 WIDE = 60.0  # seconds, against hangs
@@ -152,7 +152,7 @@ def test_a_function_is_added_with_its_logs(tmp_path):
 
 def children() -> list[int]:
     """Return the processes that this one started."""
-    return sandbox_module._children(os.getpid())
+    return children_of(os.getpid())
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

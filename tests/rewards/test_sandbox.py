@@ -20,11 +20,11 @@ import pytest
 
 from hotseat.errors import SandboxError, UserError
 from hotseat.failed import Failed
-from hotseat.rewards import Sandbox, SandboxSettings
-from hotseat.rewards import sandbox as sandbox_module
+from hotseat.rewards import Sandbox, SandboxSettings, sandbox_command, sandbox_run
 from hotseat.rewards.code import grade_code
 from hotseat.rewards.sandbox import Run, SandboxClosed
 from hotseat.rewards.sandbox_groups import MemoryGroup, MemoryGroups, find_parent
+from hotseat.rewards.sandbox_watch import Watch, below, wait_s
 from hotseat.rewards.seccomp import system_call_filter
 
 TIGHT = SandboxSettings(
@@ -113,7 +113,7 @@ def sandbox():
 
 def descendants() -> list[int]:
     """Return the processes below this one, except those of the test runner itself."""
-    return list(sandbox_module._below(os.getpid()))
+    return list(below(os.getpid()))
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_without_the_rights_of_root_a_user_namespace_does_the_same(monkeypatch):
     """Root without CAP_SYS_ADMIN, as in most containers; other users always run the sandbox in this way."""
     if os.geteuid() != 0 or not Path("/usr/bin/python3").exists():
         pytest.skip("needs root, and an interpreter that every user can read")
-    monkeypatch.setattr(sandbox_module, "_has_capability", lambda number: False)
+    monkeypatch.setattr(sandbox_command, "_has_capability", lambda number: False)
     unprivileged = Sandbox(dataclasses.replace(TIGHT, python="/usr/bin/python3"))
     try:
         unprivileged.probe()
@@ -350,7 +350,7 @@ def test_links_on_the_way_to_an_interpreter_stay_links(tmp_path):
     (tmp_path / "linked").symlink_to("real")
     (tmp_path / "elsewhere" / "python").symlink_to("../linked/bin/python")
     (tmp_path / "top").symlink_to(tmp_path / "elsewhere")
-    links, ends = sandbox_module._resolved([f"{tmp_path}/top/python", f"{tmp_path}/linked/lib64"])
+    links, ends = sandbox_command._resolved([f"{tmp_path}/top/python", f"{tmp_path}/linked/lib64"])
     assert links == {
         f"{tmp_path}/top": f"{tmp_path}/elsewhere",
         f"{tmp_path}/elsewhere/python": "../linked/bin/python",
@@ -359,7 +359,7 @@ def test_links_on_the_way_to_an_interpreter_stay_links(tmp_path):
     }
     assert ends == [f"{tmp_path}/real/bin/python3.11", f"{tmp_path}/real/lib64"]
     # A folder that is shown as a whole shows what is in it.
-    assert sandbox_module._resolved([f"{tmp_path}/linked/bin/python", f"{tmp_path}/real"]) == (
+    assert sandbox_command._resolved([f"{tmp_path}/linked/bin/python", f"{tmp_path}/real"]) == (
         {f"{tmp_path}/linked": "real"},
         [f"{tmp_path}/real"],
     )
@@ -371,7 +371,7 @@ def test_an_interpreter_needs_lib_and_lib64_of_its_base(tmp_path):
     answer = json.dumps([f"{tmp_path}/venv/bin/python", f"{tmp_path}/venv", f"{tmp_path}/base", []])
     (tmp_path / "shim").write_text(f"#!/bin/sh\necho '{answer}'\n")
     (tmp_path / "shim").chmod(0o755)
-    found = sandbox_module._interpreter(str(tmp_path / "shim"))
+    found = sandbox_command.find_interpreter(str(tmp_path / "shim"))
     assert found.command[0] == f"{tmp_path}/venv/bin/python"
     assert found.paths[1:] == (f"{tmp_path}/venv", f"{tmp_path}/base/lib", f"{tmp_path}/base/lib64")
 
@@ -387,14 +387,14 @@ def test_nothing_outlives_the_process_that_started_it(sandbox):
     """Scenario 51."""
     process = subprocess.Popen([sys.executable, "-c", RUNS_FOR_EVER])
     try:
-        while len(below := list(sandbox_module._below(process.pid))) < 4:  # bwrap twice, the code twice
+        while len(pids := list(below(process.pid))) < 4:  # bwrap twice, the code twice
             assert process.poll() is None
             time.sleep(0.01)
     finally:
         process.kill()
         process.wait()
     deadline_s = time.monotonic() + 60.0
-    while left := [pid for pid in below if is_running(pid)]:
+    while left := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline_s, left
         time.sleep(0.01)
 
@@ -475,7 +475,7 @@ def test_where_root_may_not_change_its_groups_the_error_says_what_to_do(sandbox)
     alone = ["unshare", "--user", "--map-root-user"]
     if shutil.which("unshare") is None or subprocess.run([*alone, "true"], stderr=subprocess.DEVNULL).returncode != 0:
         pytest.skip("this system allows no user namespaces")
-    command = [*alone, sys.executable, "-c", PROBES, str(Path(sandbox_module.__file__).parent)]
+    command = [*alone, sys.executable, "-c", PROBES, str(Path(sandbox_run.__file__).parent)]
     said = subprocess.run(command, capture_output=True, text=True).stderr
     assert "root may not change its user and groups here" in said
     assert "/etc/subuid" in said
@@ -684,7 +684,10 @@ class FakeProcesses:
 
 
 def test_pages_are_counted_only_if_the_kernels_counts_allow_memory_above_its_limit(tmp_path):
-    fake, watch = FakeProcesses(tmp_path), sandbox_module._Watch(TIGHT, str(tmp_path))  # 131,072 KiB
+    fake, watch = (
+        FakeProcesses(tmp_path),
+        Watch(TIGHT.max_memory_bytes, TIGHT.max_cpu_s, None, str(tmp_path)),
+    )  # 131,072 KiB
     fake.set(1, "2 3", 1 << 30)  # outside of what is looked at
     fake.set(2, kib=40_000)  # pages that cannot be counted are not asked for
     fake.set(3, "4", kib=40_000)
@@ -712,7 +715,6 @@ def test_pages_are_counted_only_if_the_kernels_counts_allow_memory_above_its_lim
 
 
 def test_looks_become_more_frequent_as_memory_nears_its_limit():
-    wait_s = sandbox_module._wait_s
     assert wait_s(1 << 30, 1, 0.0) == 0.02
     assert wait_s(64 << 20, 1, 0.0) == pytest.approx(1 / 128)  # at 8 GiB a second
     assert wait_s(8 << 20, 1, 0.0) == pytest.approx(1 / 1024)

@@ -1,13 +1,13 @@
 """Environments of other libraries, as they are, each family in one file.
 
-    families    their libraries, and how they are installed
-    agent       an agent whose episodes are played by processes in which the library runs; tasks as rows of data
-    worker      that process: Python's own library only, under the interpreter that `agent.python` names
+    families              their libraries, and how they are installed
+    environment_agent     an agent whose episodes are played by processes with the library; tasks as rows of data
+    environment_worker    that process: Python's own library only, under the interpreter that `agent.python` names
 
-A family's file has `load(name, arguments)`, which returns an object with two methods:
+A family's file has `NEEDS_NAME`, the error where no name is set, and a class `Tasks(name, arguments)`:
 
     prompt(number)          the text with which a task begins; the same number is always the same task
-    play(number, policy)    play it with the policy (`worker.Policy`) and return its reward, or a dict as `play` does
+    play(number, policy)    play it with the policy (a `Policy`); return its reward, or a dict as `play` does
 
 Both may block. It is loaded in the process of the environment alone, so it may import the library at its top.
 """

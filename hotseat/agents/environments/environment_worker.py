@@ -71,14 +71,31 @@ class Policy:
             return None
         raise RuntimeError(f"the policy answered with status {response.status}: {error.get('message')}")
 
-    def converse(self, messages: list[dict[str, str]], act: Callable[[str], str | None]) -> bool:
-        """Pass each answer to `act` and what that returns to the policy, until it returns None. False: cut before."""
-        while (answer := self.ask(messages)) is not None:
-            observation = act(answer)
-            if observation is None:
-                return True
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": observation}]
-        return False
+    def converse(
+        self, system: str | None, observation: str | None, act: Callable[[str], tuple[str | None, float | None]]
+    ) -> dict[str, Any]:
+        """Play an episode in turns, and return its result.
+
+        act: takes an answer, and returns the next observation (None at the end) and the reward, which is None for an
+        answer that is no action.
+        """
+        messages, rewards = opening(system), []
+        while observation is not None:
+            messages.append({"role": "user", "content": observation})
+            answer = self.ask(messages)
+            if answer is None:
+                break
+            messages.append({"role": "assistant", "content": answer})
+            observation, reward = act(answer)
+            rewards.append(reward)
+        valid = [reward for reward in rewards if reward is not None]
+        extra = {"num_actions": len(valid), "invalid_actions": len(rewards) - len(valid)}
+        return {"reward": sum(valid), "extra": extra}
+
+
+def opening(system: str | None) -> list[dict[str, str]]:
+    """Return the messages before the first observation."""
+    return [] if system is None else [{"role": "system", "content": system}]
 
 
 class _Worker:
@@ -87,7 +104,9 @@ class _Worker:
         module = _load(spec["file"])
         self._play: Callable[..., Any]
         if "arguments" in spec:
-            self._tasks = module.load(spec["name"], spec["arguments"])
+            if spec["name"] is None:
+                raise ValueError(module.NEEDS_NAME)
+            self._tasks = module.Tasks(spec["name"], spec["arguments"])
             self._play = self._play_task
         else:
             self._play = _play_function(module, spec["file"])

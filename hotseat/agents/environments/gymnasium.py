@@ -16,6 +16,8 @@ from typing import Any
 import gymnasium
 from gymnasium.spaces import Discrete, Text
 
+NEEDS_NAME = "gymnasium needs the name of an environment, as gymnasium.make takes it"
+
 
 class Tasks:
     def __init__(self, name: str, arguments: dict[str, Any]):
@@ -42,26 +44,18 @@ class Tasks:
 
     def play(self, number: int, policy: Any) -> dict[str, Any]:
         environment = self._make()
-        rewards: list[float] = []
-        num_invalid = 0
 
-        def act(answer: str) -> str | None:
-            nonlocal num_invalid
+        def act(answer: str) -> tuple[str | None, float | None]:
             action = _action(environment.action_space, answer)
             if action is None:
-                num_invalid += 1
-                return f"This is no action. Actions are {environment.action_space}"
+                return f"This is no action. Actions are {environment.action_space}", None
             observation, reward, is_terminated, is_truncated, _ = environment.step(action)
-            rewards.append(float(reward))
-            return None if is_terminated or is_truncated else str(observation)
+            return None if is_terminated or is_truncated else str(observation), float(reward)
 
         try:
-            messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-            observation, _ = environment.reset(seed=number)
-            policy.converse([*messages, {"role": "user", "content": str(observation)}], act)
+            return policy.converse(self._system, str(environment.reset(seed=number)[0]), act)
         finally:
             environment.close()
-        return {"reward": sum(rewards), "extra": {"num_actions": len(rewards), "invalid_actions": num_invalid}}
 
     def _make(self) -> Any:
         return gymnasium.make(self._name, **self._arguments)
@@ -73,9 +67,3 @@ def _action(space: Any, answer: str) -> Any:
         return answer if space.contains(answer) else None
     number = re.search(r"-?\d{1,9}", answer)
     return int(number[0]) if number is not None and space.contains(int(number[0])) else None
-
-
-def load(name: str | None, arguments: dict[str, Any]) -> Tasks:
-    if name is None:
-        raise ValueError("gymnasium needs the name of an environment, as gymnasium.make takes it")
-    return Tasks(name, arguments)

@@ -22,6 +22,8 @@ from openenv import GenericEnvClient
 
 _HIDDEN = ("done", "reward", "metadata")  # every observation has these beside its own
 
+NEEDS_NAME = "openenv needs the address of a server, or a Python file with an app"
+
 
 class Tasks:
     def __init__(self, name: str, arguments: dict[str, Any]):
@@ -39,27 +41,17 @@ class Tasks:
             return self._text(environment.reset(seed=number, **self._arguments["reset"]))
 
     def play(self, number: int, policy: Any) -> dict[str, Any]:
-        system = self._arguments["system"]
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        rewards: list[float] = []
-        num_invalid = 0
-
         with GenericEnvClient(base_url=self._url).sync() as environment:
 
-            def act(answer: str) -> str | None:
-                nonlocal num_invalid
+            def act(answer: str) -> tuple[str | None, float | None]:
                 action = self._action(answer)
                 if action is None:
-                    num_invalid += 1
-                    return "This is no JSON object."
+                    return "This is no JSON object.", None
                 result = environment.step(action)
-                rewards.append(float(result.reward or 0.0))
-                return None if result.done else self._text(result)
+                return None if result.done else self._text(result), float(result.reward or 0.0)
 
             result = environment.reset(seed=number, **self._arguments["reset"])
-            if not result.done:
-                policy.converse([*messages, {"role": "user", "content": self._text(result)}], act)
-        return {"reward": sum(rewards), "extra": {"num_actions": len(rewards), "invalid_actions": num_invalid}}
+            return policy.converse(self._arguments["system"], None if result.done else self._text(result), act)
 
     def _action(self, answer: str) -> dict[str, Any] | None:
         if self._arguments["action"] is not None:
@@ -98,9 +90,3 @@ def _serve(file: str) -> str:
             raise RuntimeError(f"the app of {file} could not be served")
         time.sleep(0.01)
     return f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-def load(name: str | None, arguments: dict[str, Any]) -> Tasks:
-    if name is None:
-        raise ValueError("openenv needs the address of a server, or a Python file with an app")
-    return Tasks(name, arguments)

@@ -6,11 +6,14 @@ text before each question. Numbers are the entries of the data set.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import reasoning_gym
 
 _ANSWER = ("<answer>", "</answer>")
+
+NEEDS_NAME = "reasoning_gym needs the name of a data set, such as chain_sum"
 
 
 class Tasks:
@@ -24,8 +27,8 @@ class Tasks:
 
     def play(self, number: int, policy: Any) -> dict[str, Any]:
         entry = self._entry(number)
-        messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-        answer = policy.ask([*messages, {"role": "user", "content": entry["question"]}]) or ""
+        opening = sys.modules["hotseat_worker"].opening(self._system)
+        answer = policy.ask([*opening, {"role": "user", "content": entry["question"]}]) or ""
         before, _, rest = answer.rpartition(_ANSWER[0])
         answer = rest.partition(_ANSWER[1])[0] if before or answer.startswith(_ANSWER[0]) else answer
         return {"reward": float(self._entries.score_answer(answer=answer.strip(), entry=entry))}
@@ -34,9 +37,3 @@ class Tasks:
         if number >= len(self._entries):
             raise ValueError(f"there is no task {number}: the data set has {len(self._entries)}, its argument `size`")
         return self._entries[number]
-
-
-def load(name: str | None, arguments: dict[str, Any]) -> Tasks:
-    if name is None:
-        raise ValueError("reasoning_gym needs the name of a data set, such as chain_sum")
-    return Tasks(name, arguments)

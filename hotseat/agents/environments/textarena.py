@@ -23,6 +23,8 @@ import textarena
 
 _LOCK = threading.Lock()  # games draw from the module `random` as they begin
 
+NEEDS_NAME = "textarena needs the name of a game, such as GuessTheNumber-v0"
+
 
 class Tasks:
     def __init__(self, name: str, arguments: dict[str, Any]):
@@ -86,7 +88,7 @@ class _Player:
     def __init__(self, policy: Any, system: str | None, *, is_learned: bool):
         self.is_learned = is_learned
         self._policy = policy
-        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = sys.modules["hotseat_worker"].opening(system)
         self._seen = ""
 
     def move(self, seen: str) -> str | None:
@@ -103,9 +105,3 @@ class _Player:
 def _function(name: str) -> Callable[[str], Any]:
     file, _, function = name.rpartition(":")
     return getattr(sys.modules["hotseat_worker"].module_of(file), function)
-
-
-def load(name: str | None, arguments: dict[str, Any]) -> Tasks:
-    if name is None:
-        raise ValueError("textarena needs the name of a game, such as GuessTheNumber-v0")
-    return Tasks(name, arguments)

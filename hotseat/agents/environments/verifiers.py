@@ -26,6 +26,8 @@ except ModuleNotFoundError:
 # The run's bounds of an episode, as the gateway names them. The library keeps the message of an error and not its code.
 _OVER = ("(agent.max_steps)", "(agent.timeout_s)", "(data.max_length)")
 
+NEEDS_NAME = "verifiers needs the name of an environment, or a file with load_environment"
+
 
 class Tasks:
     def __init__(self, name: str, arguments: dict[str, Any]):
@@ -56,9 +58,3 @@ class Tasks:
         if number >= len(self._rows):
             raise ValueError(f"there is no task {number}: the environment's data set has {len(self._rows)}")
         return self._rows[number]
-
-
-def load(name: str | None, arguments: dict[str, Any]) -> Tasks:
-    if name is None:
-        raise ValueError("verifiers needs the name of an environment, or a file with load_environment")
-    return Tasks(name, arguments)

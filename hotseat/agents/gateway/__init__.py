@@ -1,7 +1,7 @@
 """The gateway: programs that speak OpenAI's or Anthropic's protocol reach the policy, one token for each episode.
 
-server.py      HTTP: tokens, retries, clients that hang up, errors
-chat.py, responses.py, anthropic_messages.py      the protocols: a request in, a reply out
-settings.py    settings, importable without the rest
-session.py     one episode: contexts for the engine, stop strings, tool calls, what was recorded
+gateway_server.py      HTTP: tokens, retries, clients that hang up, errors
+chat_completions.py, responses.py, anthropic_messages.py      the protocols: a request in, a reply out
+program_settings.py    settings, importable without the rest
+program_session.py     one episode: contexts for the engine, stop strings, tool calls, what was recorded
 """

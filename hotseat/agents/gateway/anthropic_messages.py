@@ -10,9 +10,8 @@ from typing import Any
 
 from hotseat.agents.gateway import fields
 from hotseat.agents.gateway.asking import Asked, BadRequest, own_settings
-from hotseat.agents.gateway.growing import GrowingAnswer
 from hotseat.agents.gateway.program_session import Session
-from hotseat.agents.gateway.reply import Begin, Event, Reply, pieces, reply_to
+from hotseat.agents.gateway.reply import Begin, Event, GrowingAnswer, Reply, pieces, reply_to
 
 _KNOWN = (
     "model", "messages", "max_tokens", "system", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",

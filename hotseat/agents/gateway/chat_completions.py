@@ -14,9 +14,8 @@ from typing import Any
 
 from hotseat.agents.gateway import fields
 from hotseat.agents.gateway.asking import OWN_SETTINGS, Asked, BadRequest, ClientAnswer, own_settings
-from hotseat.agents.gateway.growing import GrowingAnswer
 from hotseat.agents.gateway.program_session import Session
-from hotseat.agents.gateway.reply import Begin, Event, Reply, reply_to
+from hotseat.agents.gateway.reply import Begin, Event, GrowingAnswer, Reply, reply_to
 
 # Understood, without an effect here: who asks, where it is kept, and a seed, since each request has one by its sample.
 _WITHOUT_EFFECT = (

@@ -55,7 +55,7 @@ def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[EpisodeI
         {
             **message,
             "content": [
-                {"type": "image", "shown": next(left)} if _is_image(part) else part for part in _listed(message)
+                {"type": "image", "prepared": next(left)} if _is_image(part) else part for part in _listed(message)
             ],
         }
         if any(map(_is_image, _listed(message)))

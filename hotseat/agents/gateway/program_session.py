@@ -16,9 +16,9 @@ from hotseat.agents.agent import AgentError, OutOfTimeError, SampleFunction
 from hotseat.agents.conversation import Context, Conversation, ConversationError
 from hotseat.agents.gateway import message_images
 from hotseat.agents.gateway.asking import CAN_BE_SAMPLED, Asked, BadRequest, ClientAnswer
-from hotseat.agents.gateway.growing import GrowingAnswer, certain
 from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
-from hotseat.agents.gateway.program_settings import SessionSettings
+from hotseat.agents.gateway.program_settings import ProgramSettings
+from hotseat.agents.gateway.reply import GrowingAnswer, certain
 from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.types import Completion, Prompt, Sampling, WhenSampled
@@ -35,13 +35,24 @@ class Policy:
     Rendering and tokenising long conversations takes milliseconds, which the event loop does not have: one thread does
     all of it (`work`), in the order of the calls. What it returns or raises goes to who waits; `close` ends it.
 
-    sight: of a model that sees images; None: the run has none.
+    preparer: of a VLM's images; None: the run has none.
     """
 
-    def __init__(self, tokenizer: Any, settings: SessionSettings, sight: ImagePreparer | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        settings: ProgramSettings,
+        preparer: ImagePreparer | None,
+        *,
+        max_length: int,
+        max_answers: int | None,
+    ):
         self.tokenizer = tokenizer
         self.settings = settings
-        self.sight = sight
+        self.preparer = preparer
+        self.max_length = max_length
+        self.max_answers = max_answers
+        self.chat_template = settings.chat_template or (None if preparer is None else preparer.chat_template)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
         self._logged: set[str] = set()
@@ -51,7 +62,7 @@ class Policy:
     def max_characters(self) -> int:
         """Return more characters than any text has that fits into a context: a bound on what is worth tokenising."""
         longest = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
-        return 4 * longest * self.settings.max_length + (1 << 16)
+        return 4 * longest * self.max_length + (1 << 16)
 
     @cached_property
     def parser(self) -> Parser | None:
@@ -97,11 +108,11 @@ class Session:
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.conversation = Conversation(
             policy.tokenizer,
-            chat_template=policy.settings.chat_template,
+            chat_template=policy.chat_template,
             history=policy.settings.history,
             when_rewritten=policy.log_rewritten,
             max_characters=policy.max_characters,
-            sight=policy.sight,
+            preparer=policy.preparer,
             prompt=prompt,
         )
         self._prompt_images = () if prompt is None else prompt.images
@@ -117,26 +128,26 @@ class Session:
 
         watch: called with the answers as soon as they are asked for, if somebody reads them while they are sampled.
         """
-        settings = self._policy.settings
+        policy = self._policy
         sampling, is_learned = self._sampling(asked.own)
         is_learned = is_learned and asked.is_learned
-        if asked.messages is not None and self._policy.sight is not None:
-            asked = replace(asked, messages=await self._seen(asked.messages, self._policy.sight))
+        if asked.messages is not None and self._policy.preparer is not None:
+            asked = replace(asked, messages=await self._with_images(asked.messages, self._policy.preparer))
         try:
             context = await self._policy.work(self._context, asked)
         except ConversationError as error:
             raise BadRequest(str(error), "prompt" if asked.messages is None else "messages") from error
-        room = settings.max_length - len(context.token_ids)
+        room = policy.max_length - len(context.token_ids)
         if room <= 0 or not context.token_ids:
             raise BadRequest(
                 f"the context has {len(context.token_ids)} tokens; it must have at least one and leave at least one of"
-                f" {settings.max_length} (data.max_length) for the answer",
+                f" {policy.max_length} (data.max_length) for the answer",
                 "prompt" if asked.messages is None else "messages",
                 code="context_length_exceeded",
             )
-        if settings.max_answers is not None and self._num_asked + asked.num_answers > settings.max_answers:
+        if policy.max_answers is not None and self._num_asked + asked.num_answers > policy.max_answers:
             raise BadRequest(
-                f"the episode has had {self._num_asked} of its {settings.max_answers} answers (agent.max_steps)",
+                f"the episode has had {self._num_asked} of its {policy.max_answers} answers (agent.max_steps)",
                 code="max_steps",
             )
         limit = min(sampling.max_new_tokens, room, asked.max_tokens or room)
@@ -230,14 +241,16 @@ class Session:
             )
         return replace(self.sampling, **changed), False
 
-    async def _seen(self, messages: Sequence[Mapping[str, Any]], sight: ImagePreparer) -> Sequence[Mapping[str, Any]]:
+    async def _with_images(
+        self, messages: Sequence[Mapping[str, Any]], preparer: ImagePreparer
+    ) -> Sequence[Mapping[str, Any]]:
         """Return messages with their images prepared."""
         urls = message_images.urls_of(messages)
         if not urls:
             return messages
-        if len(urls) > sight.max_images:
+        if len(urls) > preparer.max_images:
             raise BadRequest(
-                f"messages: {len(urls)} images, and data.max_images_per_prompt allows {sight.max_images}", "messages"
+                f"messages: {len(urls)} images, and data.max_images_per_prompt allows {preparer.max_images}", "messages"
             )
         for detail in message_images.details_of(messages):
             self._policy.log_once(
@@ -247,7 +260,7 @@ class Session:
         numbers = [message_images.number_of_prompt(url, len(self._prompt_images)) for url in urls]
         own = [url for url, number in zip(urls, numbers, strict=True) if number is None]
         try:
-            looked = iter(await sight.look(own, 0))
+            looked = iter(await preparer.prepare_all(own, 0))
         except AgentError as error:
             raise BadRequest(str(error), "messages") from None
         shown: list[EpisodeImage] = [
@@ -322,7 +335,7 @@ class Session:
         digest = hashlib.blake2b(context.digest + str(number).encode(), digest_size=8).digest()
         turn = int.from_bytes(digest, "little") >> 1
         more: dict[str, Any] = {} if when_sampled is None else {"when_sampled": when_sampled}
-        if self._policy.sight is not None:
+        if self._policy.preparer is not None:
             more["images"] = context.images
         try:
             return await self._sample(list(context.token_ids), sampling, turn, **more)

@@ -12,25 +12,11 @@ OwnSampling = Literal["override", "refuse", "untrained"]
 
 
 @dataclass(frozen=True)
-class SessionSettings:
-    """How the requests of a run's programs are answered.
-
-    max_length: tokens of a context and its answer together. max_answers: of an episode. sampling: what becomes of a
-    client's own temperature and the like. chat_template: instead of the tokenizer's. tool_parser: family of models
-    whose tool calls are parsed, as the package `renderers` names it.
-    """
-
-    max_length: int
-    max_answers: int | None = None
-    sampling: OwnSampling = "override"
-    history: History = "append"
-    chat_template: str | None = None
-    tool_parser: str | None = None
-
-
-@dataclass(frozen=True)
 class ProgramSettings:
     """Settings of programs. command: None if the program is a function. bind, advertise_url: of the gateway.
+
+    sampling: what becomes of a client's own temperature and the like. chat_template: instead of the tokenizer's.
+    tool_parser: family of models whose tool calls are parsed, as the package `renderers` names it.
 
     passed_on: names of variables of our environment that a command gets. containers: the command that removes the
     containers of an episode, such as podman. environment: what plays in processes of its own, instead of a command or a

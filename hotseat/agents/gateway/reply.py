@@ -1,16 +1,108 @@
-"""Replies to clients, whole or as server-sent events."""
+"""Answers while they are sampled, and replies to clients, whole or as server-sent events."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hotseat.agents.gateway.asking import Asked
-from hotseat.agents.gateway.growing import PIECE, GrowingAnswer
-from hotseat.agents.gateway.program_session import Session
+from hotseat.agents.gateway.asking import Asked, ClientAnswer
+
+if TYPE_CHECKING:
+    from hotseat.agents.gateway.program_session import Session
+
+PIECE = 64  # characters
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer shows a character of which it has some bytes only
+
+
+class GrowingAnswer:
+    """An answer of which any number of clients read the text as it grows. All methods are called in one event loop."""
+
+    def __init__(self, context: tuple[int, ...]):
+        self.context = context
+        self._text = ""
+        self._answer: ClientAnswer | None = None
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+
+    @classmethod
+    def complete(cls, answer: ClientAnswer) -> GrowingAnswer:
+        made = cls(answer.context)
+        made.finish(answer)
+        return made
+
+    @property
+    def is_complete(self) -> bool:
+        return self._answer is not None
+
+    @property
+    def answer(self) -> ClientAnswer:
+        """Return the answer, which is complete."""
+        assert self._answer is not None, "an answer that is not complete"
+        return self._answer
+
+    def show(self, text: str) -> None:
+        """Let clients read a text with which the answer begins, if that is more than before."""
+        if self._answer is None and self._error is None and len(text) > len(self._text) and text.startswith(self._text):
+            self._text = text
+            self._wake()
+
+    def agrees_with(self, answer: ClientAnswer) -> bool:
+        """Tell whether an answer begins with what clients may have read."""
+        return answer.text.startswith(self._text)
+
+    def finish(self, answer: ClientAnswer) -> None:
+        """End the answer with all of it."""
+        assert self.agrees_with(answer), "another answer than that of which clients have read a part"
+        self._answer = answer
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        if self._answer is None and self._error is None:
+            self._error = error
+            self._wake()
+
+    async def begun(self) -> None:
+        """Wait until there is something to read, or raise why there will not be."""
+        while not self._text and self._answer is None:
+            await self._more()
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """Yield the text as it grows, in pieces."""
+        at = 0
+        while True:
+            text = self._text if self._answer is None else self._answer.text
+            for start in range(at, len(text), PIECE):
+                yield text[start : start + PIECE]
+            at = len(text)
+            if self._answer is not None and at == len(self._answer.text):
+                return
+            if len(self._text) <= at and self._answer is None:
+                await self._more()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _more(self) -> None:
+        if self._error is not None:
+            raise self._error
+        await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def certain(text: str, stops: Sequence[str]) -> str:
+    """Return the part of the text of an answer's first tokens that stays whatever tokens follow.
+
+    Left out is its end, which may be part of a character, or of a stop string that will be cut off.
+    """
+    text = text.rstrip(_UNFINISHED)
+    held = max((len(stop) for stop in stops), default=1) - 1
+    return text[: max(0, len(text) - held)]
 
 
 @dataclass(frozen=True)

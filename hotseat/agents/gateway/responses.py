@@ -11,9 +11,8 @@ from typing import Any
 from hotseat.agents.gateway import fields
 from hotseat.agents.gateway.asking import OWN_SETTINGS, Asked, BadRequest, own_settings
 from hotseat.agents.gateway.chat_completions import usage
-from hotseat.agents.gateway.growing import GrowingAnswer
 from hotseat.agents.gateway.program_session import Session
-from hotseat.agents.gateway.reply import Begin, Event, Reply, pieces, reply_to
+from hotseat.agents.gateway.reply import Begin, Event, GrowingAnswer, Reply, pieces, reply_to
 
 _KNOWN = (
     *OWN_SETTINGS, "input", "instructions", "max_output_tokens", "tools", "stream", "model", "user", "metadata",

@@ -33,7 +33,7 @@ from hotseat.loop.rl.sample_records import ChosenSample, written
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_factory import make_engine
 from hotseat.loop.workers.group_facts import EVALUATION, Job
-from hotseat.loop.workers.image_preparation import make_sight
+from hotseat.loop.workers.image_preparation import make_image_preparer
 from hotseat.loop.workers.records import record_of
 from hotseat.loop.workers.scorers import make_scorer
 from hotseat.observe import LiveView
@@ -110,9 +110,9 @@ class Answerer:
             max_length=self._host.max_length,
             max_steps=self._host.max_turns,
             programs=self._host.programs,
-            sight=None
+            preparer=None
             if self._host.images is None
-            else make_sight(self._host.images, self._host.tokenizer, prepared.tokenizer),
+            else make_image_preparer(self._host.images, self._host.tokenizer, prepared.tokenizer),
         )
         self._reward = make_scorer(self._host)
         try:

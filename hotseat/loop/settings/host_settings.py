@@ -25,7 +25,8 @@ from hotseat.planning.config_plan import episodes_per_engine
 from hotseat.registry.engines import engine_entry
 from hotseat.registry.estimators import estimator_entry
 from hotseat.rewards.addresses import bearer_token
-from hotseat.rewards.reward_settings import graders_of, sandbox_of
+from hotseat.rewards.graders import graders_of
+from hotseat.rewards.sandbox import SandboxSettings
 from hotseat.user_functions import absolute
 
 # Seconds of an attempt to score a group, and further attempts. Those of servers are OpenRLHF's.
@@ -74,7 +75,7 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         graders=graders_of(config.reward.graders),
         eval_graders=graders_of(config.eval.graders),
         judge=judge_of(config, run_dir),
-        sandbox=sandbox_of(config),
+        sandbox=SandboxSettings.of_config(config.reward.sandbox),
         simulation=simulation_settings(config) if has_simulator(config) else None,
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,

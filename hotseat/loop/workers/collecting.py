@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from hotseat.agents import AgentHost
-from hotseat.agents.host import EpisodeFuture
+from hotseat.agents.episode_jobs import EpisodeFuture
 from hotseat.errors import RunError
 from hotseat.loop.workers.group_facts import Job
 from hotseat.rewards import Score, Scorer

@@ -24,7 +24,7 @@ class HostImages:
     largest: str | None = None  # the image of the most tokens that the engine was started for; None: any will do
 
 
-def make_sight(settings: HostImages, model: str, tokenizer: Any) -> ImagePreparer:
+def make_image_preparer(settings: HostImages, model: str, tokenizer: Any) -> ImagePreparer:
     """Make what prepares images as those of the data were prepared."""
     from transformers import AutoConfig
 

@@ -28,7 +28,7 @@ from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring, subm
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests, engines_of_host
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.group_facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
-from hotseat.loop.workers.image_preparation import HostImages, make_sight
+from hotseat.loop.workers.image_preparation import HostImages, make_image_preparer
 from hotseat.loop.workers.judge_engines import JudgeEngines
 from hotseat.loop.workers.records import SampleRecord, record_of
 from hotseat.loop.workers.scorers import make_eval_scorer, make_scorer
@@ -97,7 +97,9 @@ class RolloutHost:
             max_length=settings.max_length,
             max_steps=settings.max_turns,
             programs=settings.programs,
-            sight=None if settings.images is None else make_sight(settings.images, settings.tokenizer, tokenizer),
+            preparer=None
+            if settings.images is None
+            else make_image_preparer(settings.images, settings.tokenizer, tokenizer),
         )
         self._settings = settings
         self._agents: AgentHost | None = None

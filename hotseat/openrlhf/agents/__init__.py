@@ -37,16 +37,27 @@ class OpenrlhfForm:
         return stand_in()
 
     def make(
-        self, file: AgentFile, name: str, tokenizer: Any, *, run_seed: int, sight: ImagePreparer | None, **limits: Any
+        self,
+        file: AgentFile,
+        name: str,
+        tokenizer: Any,
+        *,
+        run_seed: int,
+        preparer: ImagePreparer | None,
+        **limits: Any,
     ) -> Agent:
         """Make the agent that is called `name` in the file."""
         value = getattr(file.module, name)
         if name == "AgentExecutor":
-            return ExecutorAgent(value, tokenizer, sight=sight, **limits)
+            return ExecutorAgent(value, tokenizer, preparer=preparer, **limits)
         if name == "AgentInstance":
-            return MultiTurn.of_turns(lambda: InstanceTurns(value), tokenizer, run_seed=run_seed, sight=sight, **limits)
+            return MultiTurn.of_turns(
+                lambda: InstanceTurns(value), tokenizer, run_seed=run_seed, preparer=preparer, **limits
+            )
         load = file.loader_for_episodes()
-        return MultiTurn.of_turns(lambda: FunctionTurns(load), tokenizer, run_seed=run_seed, sight=sight, **limits)
+        return MultiTurn.of_turns(
+            lambda: FunctionTurns(load), tokenizer, run_seed=run_seed, preparer=preparer, **limits
+        )
 
 
 FORM = OpenrlhfForm()

@@ -53,11 +53,11 @@ class OpenEpisodes:
     """The open episodes of an executor, for its calls from a server, which do not say whose they are.
 
     Such a call is sampled as if it were of an open episode that it may be of. Whoever returns its tokens as actions
-    learns from it: equal tokens are as good as each other. sight: of a model that sees images.
+    learns from it: equal tokens are as good as each other. preparer: of a VLM's images.
     """
 
-    def __init__(self, sight: ImagePreparer | None = None) -> None:
-        self.sight = sight
+    def __init__(self, preparer: ImagePreparer | None = None) -> None:
+        self.preparer = preparer
         self._open: list[ExecutorEpisode] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self.calls: deque[EngineCall] = deque(maxlen=_MAX_UNCLAIMED)
@@ -82,7 +82,7 @@ class OpenEpisodes:
         """Prepare the images of a call. Without any, they are those of the prompt, if it is known."""
         if multi_modal_data is None:
             return () if prompt is None else tuple(map(EpisodeImage.of_file, prompt.images))
-        if self.sight is None:
+        if self.preparer is None:
             raise AgentError("generate with multi_modal_data, and the run has no images: set data.image_key")
         if not isinstance(multi_modal_data, Mapping):
             raise UserError(
@@ -96,7 +96,9 @@ class OpenEpisodes:
         known = [isinstance(image, str) and image in prepared for image in images]
         num_known = sum(known)
         looked = iter(
-            await self.sight.look([i for i, is_known in zip(images, known, strict=True) if not is_known], num_known)
+            await self.preparer.prepare_all(
+                [i for i, is_known in zip(images, known, strict=True) if not is_known], num_known
+            )
         )
         return tuple(
             EpisodeImage.of_file(image) if is_known else next(looked)
@@ -105,9 +107,9 @@ class OpenEpisodes:
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[EpisodeImage]) -> tuple[int, ...]:
         """Return tokens with all that stand for each image, of which they may have one or all."""
-        if self.sight is None:
+        if self.preparer is None:
             return tuple(token_ids)
-        return tuple(self.sight.expand(self.sight.collapse(token_ids, images), images)[0])
+        return tuple(self.preparer.expand(self.preparer.collapse(token_ids, images), images)[0])
 
     async def generate(self, token_ids: list[int], params: Any, images: tuple[EpisodeImage, ...]) -> Any:
         """Sample for a call from any thread, in the event loop of the episodes."""
@@ -183,7 +185,7 @@ class ExecutorEpisode:
             ids = self.open_episodes.expanded(ids, tuple(map(EpisodeImage.of_file, prompt.images)))
             prompt = replace(prompt, text=text, token_ids=ids)
         make_turns = _OneTurn if agent_instance_cls is None else lambda: InstanceTurns(agent_instance_cls)
-        agent = MultiTurn.of_turns(make_turns, self.tokenizer, sight=self.open_episodes.sight, **self.limits)
+        agent = MultiTurn.of_turns(make_turns, self.tokenizer, preparer=self.open_episodes.preparer, **self.limits)
         played = await agent.run(prompt, self.key, read_back(params, self.sampling), self._sample)
         scored = played if isinstance(played, ScoredEpisode) else None
         episode = played.episode if isinstance(played, ScoredEpisode) else played
@@ -255,11 +257,11 @@ class ExecutorEpisode:
 
     def _query(self, tokens: list[int], images: Sequence[EpisodeImage]) -> str:
         """Return tokens as text, with one token for each image."""
-        sight = self.open_episodes.sight
+        preparer = self.open_episodes.preparer
         prompt: Sequence[int] = self.prompt.token_ids
-        if sight is not None:
-            tokens = sight.collapse(tokens, images)
-            prompt = sight.collapse(prompt, tuple(map(EpisodeImage.of_file, self.prompt.images)))
+        if preparer is not None:
+            tokens = preparer.collapse(tokens, images)
+            prompt = preparer.collapse(prompt, tuple(map(EpisodeImage.of_file, self.prompt.images)))
         if tokens[: len(prompt)] != list(prompt):
             return decode(self.tokenizer, tokens)
         return self.prompt.text + decode_after(self.tokenizer, prompt, tokens[len(prompt) :])
@@ -275,7 +277,7 @@ class ExecutorEpisode:
         images = last[0].images
         calls = [(*self._call(tokens, begin, stop, images), begin, stop) for begin, stop in ranges[:-1]]
         calls.append((*last, *ranges[-1]))
-        if self.open_episodes.sight is not None:
+        if self.open_episodes.preparer is not None:
             if any(call.images != images[: len(call.images)] for call, *_ in calls):
                 raise AgentError("AgentExecutor.execute returned actions that were sampled after different images")
             tokens = [*calls[-1][0].context, *tokens[ranges[-1][0] : end]]
@@ -308,7 +310,7 @@ class ExecutorEpisode:
         after others, too, also in another episode.
         """
         fitting = [call for call in (*self.calls, *self.open_episodes.calls) if self._fits(call, tokens, begin, end)]
-        if self.open_episodes.sight is not None:
+        if self.open_episodes.preparer is not None:
             fitting.sort(key=lambda call: any(one != other for one, other in zip(call.images, images, strict=False)))
         for call in fitting:
             if call.user is None:
@@ -324,11 +326,11 @@ class ExecutorEpisode:
 
     def _fits(self, call: EngineCall, tokens: list[int], begin: int, end: int) -> bool:
         """Tell whether an action and what precedes it are those of a call, whichever way images are written."""
-        if self.open_episodes.sight is not None:
-            sight, context = self.open_episodes.sight, call.context
-            return call.completion.token_ids == tuple(tokens[begin:end]) and sight.collapse(
+        if self.open_episodes.preparer is not None:
+            preparer, context = self.open_episodes.preparer, call.context
+            return call.completion.token_ids == tuple(tokens[begin:end]) and preparer.collapse(
                 tokens[:begin], call.images
-            ) == sight.collapse(context, call.images)
+            ) == preparer.collapse(context, call.images)
         return len(call.context) == begin and (*call.context, *call.completion.token_ids) == tuple(tokens[:end])
 
     async def _sample(
@@ -346,7 +348,7 @@ class ExecutorEpisode:
 
     async def _ask(self, token_ids: list[int], sampling: Sampling, images: tuple[EpisodeImage, ...]) -> Completion:
         self.num_asked += 1
-        seen = () if self.open_episodes.sight is None else (tuple(image.path for image in images),)
+        seen = () if self.open_episodes.preparer is None else (tuple(image.path for image in images),)
         return await self.sample(token_ids, sampling, self.num_asked - 1, *seen)
 
 

@@ -20,7 +20,7 @@ class ExecutorAgent(Agent):
     Every completion is recorded as it passes, so that log-probs and weight versions are the engine's own. The tokens
     that the executor declares to be actions must be among the recorded ones.
 
-    sight: of a model that sees images. Executors then get a processor in place of the tokenizer, as in OpenRLHF.
+    preparer: of a VLM's images. Executors then get a processor in place of the tokenizer, as in OpenRLHF.
     """
 
     makes_checked_episodes = True
@@ -32,13 +32,13 @@ class ExecutorAgent(Agent):
         *,
         max_length: int,
         max_steps: int | None = None,
-        sight: ImagePreparer | None = None,
+        preparer: ImagePreparer | None = None,
     ):
         self._tokenizer = tokenizer
         self._offered = tokenizer
-        if sight is not None and sight.processor is not None:
-            self._offered = _ProcessorOfText(sight.processor, tokenizer)
-        self._open_episodes = OpenEpisodes(sight)
+        if preparer is not None and preparer.processor is not None:
+            self._offered = _ProcessorOfText(preparer.processor, tokenizer)
+        self._open_episodes = OpenEpisodes(preparer)
         self._limits = {"max_length": max_length, "max_steps": max_steps}
         offered = {
             "max_steps": max_steps or sys.maxsize,

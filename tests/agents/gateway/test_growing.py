@@ -16,7 +16,7 @@ from gateway_cases import KEY, SAMPLING, WAIT_S, Outcome, learned
 
 from hotseat.agents import AgentHost, OpenRequests, ProgramSettings
 from hotseat.agents.black_box import PlayFunction
-from hotseat.agents.gateway.growing import certain
+from hotseat.agents.gateway.reply import certain
 from hotseat.types import Completion, Episode, Failed, Prompt, Request, ScoredEpisode, WhenSampled
 
 QUESTION = [{"role": "user", "content": "bad?"}]

@@ -40,7 +40,7 @@ def prepare(url: str) -> EpisodeImage:
     return EpisodeImage(f"/{name}.safetensors", (IMAGE, IMAGE))
 
 
-SIGHT = ImagePreparer(prepare, IMAGE, frozenset({IMAGE, VIDEO}), max_images=3)
+PREPARER = ImagePreparer(prepare, IMAGE, frozenset({IMAGE, VIDEO}), max_images=3)
 
 
 def url_of(name: str) -> str:
@@ -48,7 +48,7 @@ def url_of(name: str) -> str:
 
 
 def shown(name: str) -> dict:
-    return {"type": "image", "shown": prepare(url_of(name))}
+    return {"type": "image", "prepared": prepare(url_of(name))}
 
 
 def asking(*names: str, text: str = "what?") -> dict:
@@ -61,7 +61,7 @@ def answered(text: str) -> Completion:
 
 
 def test_contexts_continue_recorded_answers_only_with_the_same_images():
-    conversation = Conversation(TOKENIZER, sight=SIGHT)
+    conversation = Conversation(TOKENIZER, preparer=PREPARER)
     first = conversation.of_messages([asking("a")])
     assert TOKENIZER.decode(first.token_ids).count(PAD) == 2
     assert first.text.count(PAD) == 1
@@ -96,7 +96,7 @@ def test_images_after_the_last_learned_answer_are_left_out():
 
 
 def test_nothing_continues_a_placeholder_that_the_policy_sampled():
-    conversation = Conversation(TOKENIZER, sight=SIGHT)
+    conversation = Conversation(TOKENIZER, preparer=PREPARER)
     context = conversation.of_messages([asking("a")])
     ids = (*ids_of("red"), IMAGE)
     said = {"role": "assistant", "content": "red"}
@@ -112,7 +112,7 @@ def test_nothing_continues_a_placeholder_that_the_policy_sampled():
 def test_texts_and_tokens_have_the_images_of_the_prompt():
     ids = (*ids_of("see <|vision_start|>"), IMAGE, IMAGE, *ids_of("<|vision_end|>"))
     prompt = Prompt(0, f"see <|vision_start|>{PAD}<|vision_end|>", ids, None, images=("/own.safetensors",))
-    conversation = Conversation(TOKENIZER, sight=SIGHT, prompt=prompt)
+    conversation = Conversation(TOKENIZER, preparer=PREPARER, prompt=prompt)
     for context in (conversation.of_text(prompt.text + " now"), conversation.of_tokens(ids + ids_of(" now"))):
         assert context.token_ids == ids + ids_of(" now")
         assert context.images == ("/own.safetensors",)
@@ -130,7 +130,7 @@ def test_a_template_of_parts_alone_gets_parts():
         "{% for m in messages %}{{ m.role + ':' }}{% for p in m.content %}{% if p.type == 'image' %}<|image_pad|>"
         "{% elif p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{{ '\n' }}{% endfor %}"
     )
-    conversation = Conversation(TOKENIZER, chat_template=parts, sight=SIGHT)
+    conversation = Conversation(TOKENIZER, chat_template=parts, preparer=PREPARER)
     messages = [asking("a"), {"role": "assistant", "content": "red"}, {"role": "user", "content": "why?"}]
     assert conversation.of_messages(messages).text == f"user:{PAD}what?\nassistant:red\nuser:why?\n"
 
@@ -153,9 +153,9 @@ def prompt(tmp_path_factory):
     return Prompt(3, f"{PAD}how many?", (IMAGE, IMAGE, *ids_of("how many?")), "7", images=(own,))
 
 
-def play(function, prompt, sight=SIGHT):
+def play(function, prompt, preparer=PREPARER):
     engine = Qwen()
-    agent = PlayFunction(function, TOKENIZER, ProgramSettings(), max_length=600, sight=sight)
+    agent = PlayFunction(function, TOKENIZER, ProgramSettings(), max_length=600, preparer=preparer)
     with AgentHost(agent, engine, run_seed=5, timeout_s=WAIT_S) as host:
         return engine, host.submit(prompt, KEY, SAMPLING).result(WAIT_S)
 
@@ -241,7 +241,7 @@ def test_what_is_refused_costs_the_program_a_request_and_not_the_episode(prompt)
 def test_a_request_has_room_for_an_image_of_the_largest_size(prompt, monkeypatch):
     monkeypatch.setattr("hotseat.agents.gateway.gateway_server._MAX_BODY_BYTES", 1 << 20)
     monkeypatch.setattr("hotseat.agents.gateway.gateway_server._MAX_OPEN_BYTES", 2 << 20)
-    sight = replace(SIGHT, prepare=lambda url: prepare(url_of(str(len(url)))), max_image_bytes=3 << 20)
+    preparer = replace(PREPARER, prepare=lambda url: prepare(url_of(str(len(url)))), max_image_bytes=3 << 20)
 
     async def program(prompt, client):
         async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0) as policy:
@@ -260,7 +260,7 @@ def test_a_request_has_room_for_an_image_of_the_largest_size(prompt, monkeypatch
             assert "the body has more than 5 MiB" in str(caught.value)  # one, and four for three in base64
         return 1.0
 
-    _, outcome = play(program, prompt, sight)
+    _, outcome = play(program, prompt, preparer)
     assert isinstance(outcome, ScoredEpisode), outcome
 
 
@@ -295,7 +295,7 @@ def test_a_command_shows_the_images_of_its_prompt(prompt, tmp_path):
     (tmp_path / "program.py").write_text(COMMAND)
     engine = Qwen()
     programs = ProgramSettings(command=(sys.executable, str(tmp_path / "program.py")))
-    agent = load_agent(None, TOKENIZER, max_length=600, programs=programs, sight=SIGHT)
+    agent = load_agent(None, TOKENIZER, max_length=600, programs=programs, preparer=PREPARER)
     with AgentHost(agent, engine, run_seed=5, timeout_s=WAIT_S) as host:
         outcome = host.submit(prompt, KEY, SAMPLING).result(WAIT_S)
     assert isinstance(outcome, ScoredEpisode), outcome

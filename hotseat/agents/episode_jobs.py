@@ -1,0 +1,97 @@
+"""The episodes that a host has taken and not finished, each of which gets exactly one outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from hotseat.agents.deadlines import ToolClock
+from hotseat.errors import RunError, WorkerError
+from hotseat.types import Completion, Episode, Failed, Prompt, SampleKey, Sampling, ScoredEpisode
+
+Outcome = Episode | ScoredEpisode | Failed
+
+
+class EpisodeFuture(Future[Outcome]):
+    """The outcome of an episode. `started_s`: when the episode began, by the monotonic clock; None before that."""
+
+    started_s: float | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    prompt: Prompt
+    key: SampleKey
+    sampling: Sampling
+    future: EpisodeFuture = field(default_factory=EpisodeFuture)
+    submitted: float = field(default_factory=time.monotonic)
+    started: float = math.inf
+    task: asyncio.Task[None] | None = None
+    deadline: asyncio.TimerHandle | None = None  # calls what is next if the episode does not end by itself
+    in_flight: set[str] = field(default_factory=set)
+    turns: set[int] = field(default_factory=set)
+    completions: dict[tuple[tuple[int, ...], tuple[int, ...]], Completion] = field(default_factory=dict)
+    engine_error: BaseException | None = None  # what the engine raised instead of returning a completion
+    tool_clock: ToolClock | None = None  # runs while nothing is in flight
+    is_out_of_time: bool = False  # the episode's time ended while the policy was asked
+
+
+class EpisodeJobs:
+    """The jobs without an outcome. Methods may be called in any thread. name: of the agent, for messages."""
+
+    def __init__(self, name: str):
+        self.is_broken = False
+        self.closed: str | None = None  # the reason why no job is taken any more
+        self._name = name
+        self._open: set[Job] = set()
+        self._lock = threading.Lock()
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        with self._lock:
+            if self.closed is not None:
+                raise WorkerError(self.closed) if self.is_broken else RunError(self.closed)
+            self._open.update(jobs)
+
+    def discard(self, job: Job) -> None:
+        with self._lock:
+            self._open.discard(job)
+
+    def open(self) -> list[Job]:
+        with self._lock:
+            return list(self._open)
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed = self.closed or "the agent host is closed"
+
+    def stop_broken(self, reason: str) -> None:
+        """Take no more jobs, since the host cannot run them."""
+        with self._lock:
+            self.is_broken = True
+            self.closed = reason
+
+    def fail(self, job: Job, reason: str) -> None:
+        self.finish(job, Failed(f"{self._name}: sample {job.key}: {reason}"))
+
+    def finish(self, job: Job, outcome: Outcome | BaseException) -> None:
+        with self._lock:
+            if job not in self._open:  # another thread has finished it
+                return
+            self._open.discard(job)
+        # Outside of the lock: a callback of the future may submit the next episode in this thread.
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            if isinstance(outcome, BaseException):
+                job.future.set_exception(outcome)
+            else:
+                job.future.set_result(outcome)
+
+    def finish_all(self, kind: type[RunError]) -> None:
+        for job in self.open():
+            self.finish(job, kind(f"{self._name}: sample {job.key}: {self.closed}"))
