@@ -25,8 +25,8 @@ from hotseat.algorithms.shaping import clip_rewards
 from hotseat.algorithms.time_steps import steps_of_tokens, sum_per_step
 from hotseat.algorithms.token_masks import floating, sampled_only
 from hotseat.errors import RewardError, UserError
+from hotseat.extensions import load
 from hotseat.registry.estimators import USER_ESTIMATOR, EstimatorEntry, estimator_entry, estimators_that
-from hotseat.registry.lookup import load
 from hotseat.types import TokenLayout
 
 # ---------------------------------------------------------------------------------------------- baselines per episode

@@ -22,7 +22,7 @@ def optional_packages(context: Context) -> Iterator[Problem]:
     for tracker, section in trackers:
         if section.enabled and not tracker.is_installed():
             yield Problem(f"log.{tracker.kind}.enabled", tracker.hint)
-    if config.task == "rl":
+    if config.has_rollouts:
         kind = engine_kind(config.rollout.engine)
         problem = kind.problem()
         if problem is not None:

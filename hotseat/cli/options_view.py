@@ -88,15 +88,15 @@ def _as_yaml(value: Any) -> str:
 
 def _meaning(info: Any) -> str:
     """Describe a field, and each of the names that it takes."""
+    if typing.get_origin(info.annotation) is dict:
+        return str(info.description)
     names = (f"{name}: {entry.summary}" for table in tables_of(info) for name, entry in table.items())
     return " ".join([info.description, *names])
 
 
 def _takes(info: Any) -> str:
     """Describe the values of a field in words."""
-    names = [name for table in tables_of(info) for name in table]
-    others = [] if any(isinstance(mark, NameIn) for mark in info.metadata) else [_words(info.annotation)]
-    return " | ".join([*names, *others])
+    return next((" | ".join(mark.table) for mark in info.metadata if isinstance(mark, NameIn)), _words(info.annotation))
 
 
 def _words(annotation: Any) -> str:
@@ -107,7 +107,7 @@ def _words(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " | ".join(dict.fromkeys(_words(member) for member in members if member is not type(None)))
     if origin is typing.Annotated:
-        return _words(members[0])
+        return next((" | ".join(mark.table) for mark in members if isinstance(mark, NameIn)), _words(members[0]))
     if origin is list or origin is tuple:
         return "list"
     if origin is dict or (isinstance(annotation, type) and hasattr(annotation, "model_fields")):

@@ -28,7 +28,7 @@ def run_profile(
 ) -> int:
     """Make a short run at each size, and write what was measured so far after each of them."""
     config = load(path, overrides)
-    if config.task != "rl":
+    if not config.has_rollouts:
         raise UserError(f"task is {config.task}: `hotseat profile` measures the phases of task rl")
     refuse_fixed_roles(config)
     from hotseat.loop.start import start

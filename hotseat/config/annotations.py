@@ -5,22 +5,32 @@ The conditions under which it has an effect, which stand there too, are in `cond
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, get_args
 
-TaskName = Literal["rl", "sft", "rm", "dpo"]
+from hotseat.registry.tasks import TASKS, TaskEntry
 
 
 @dataclass(frozen=True)
 class Tasks:
     """The tasks in which an option, or a section without its exceptions, has an effect."""
 
-    names: tuple[TaskName, ...]
+    holds: Callable[[TaskEntry], bool]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, entry in TASKS.items() if self.holds(entry))
 
 
-RL, SFT, RM, DPO, ALL = Tasks(("rl",)), Tasks(("sft",)), Tasks(("rm",)), Tasks(("dpo",)), Tasks(get_args(TaskName))
-RL_OR_SFT, RL_OR_DPO, PAIRS = Tasks(("rl", "sft")), Tasks(("rl", "dpo")), Tasks(("rm", "dpo"))
+ALL = Tasks(lambda task: True)
+RL = Tasks(lambda task: task.has_rollouts)
+SFT = Tasks(lambda task: task.rows == "examples")
+PAIRS = Tasks(lambda task: task.rows == "pairs")
+RM = Tasks(lambda task: task.has_scalar_head)
+DPO = Tasks(lambda task: task.compares_answers)
+RL_OR_SFT = Tasks(lambda task: task.rows != "pairs")
+RL_OR_DPO = Tasks(lambda task: task.has_rollouts or task.compares_answers)
 
 
 class MayChange(Enum):

@@ -10,9 +10,14 @@ from typing import Annotated, Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from hotseat.registry.backends import BACKENDS
+from hotseat.registry.corrections import CORRECTIONS
+from hotseat.registry.engines import ENGINES
 from hotseat.registry.estimators import ESTIMATORS
 from hotseat.registry.policy_losses import POLICY_LOSSES
 from hotseat.registry.preference_losses import PREFERENCE_LOSSES
+from hotseat.registry.roles import ROLES
+from hotseat.registry.tasks import TASKS
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,22 +38,34 @@ class NameIn:
 EstimatorName = Annotated[str, NameIn(ESTIMATORS)]
 PolicyLossName = Annotated[str, NameIn(POLICY_LOSSES)]
 PreferenceLossName = Annotated[str, NameIn(PREFERENCE_LOSSES)]
+CorrectionName = Annotated[str, NameIn(CORRECTIONS)]
+EngineName = Annotated[str, NameIn(ENGINES)]
+BackendName = Annotated[str, NameIn(BACKENDS)]
+RoleName = Annotated[str, NameIn(ROLES)]
+TaskName = Annotated[str, NameIn(TASKS)]
 
 
 def tables_of(field: Any) -> list[Mapping[str, Any]]:
     """List the tables whose names a field takes."""
+    return [each.table for each in _leaves((field.annotation, *field.metadata)) if isinstance(each, NameIn)]
 
-    return list(_tables_in((field.annotation, *field.metadata)))
+
+def words_of(field: Any) -> list[str]:
+    """List the words that a field takes, or what is in its values: names in tables, and literals."""
+    words: list[str] = []
+    for each in _leaves((field.annotation, *field.metadata)):
+        if isinstance(each, NameIn):
+            words.extend(each.table)
+        elif typing.get_origin(each) is typing.Literal:
+            words.extend(map(str, typing.get_args(each)))
+    return words
 
 
-def _tables_in(parts: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
+def _leaves(parts: Iterable[Any]) -> Iterator[Any]:
+    """Yield literals, and whatever else in these annotations contains no other."""
     for part in parts:
-        if isinstance(part, NameIn):
-            yield part.table
+        members = typing.get_args(part)
+        if not members or typing.get_origin(part) is typing.Literal:
+            yield part
         else:
-            yield from _tables_in(typing.get_args(part))
-
-
-def names_of(field: Any) -> list[str]:
-    """List the names that a field takes from tables; empty where it takes none."""
-    return [name for table in tables_of(field) for name in table]
+            yield from _leaves(members)

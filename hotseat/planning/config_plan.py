@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -235,7 +235,7 @@ def more_engines(config: Config, made: Plan) -> list[str]:
     fast from 135M parameters on an H200, and two 1.24 times as fast from 1.5B.
     """
     rollout, engine = config.rollout, engine_of(config)
-    if config.task != "rl" or not engine.is_busy_per_sequence or rollout.tensor_parallel_size > 1:
+    if not config.has_rollouts or not engine.is_busy_per_sequence or rollout.tensor_parallel_size > 1:
         return []
     devices = [device for process in made.role("rollout").processes for device in process.devices]
     shape, _ = _shape(config, "actor")
@@ -401,7 +401,7 @@ def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
     if config.flow is not None:
         phases = [phase.model_dump(exclude_defaults=True) for phase in config.flow]
         return parse_flow(phases, roles, overlap, components)
-    return default_flow(_usual_task(config, roles), roles, overlap, components)
+    return default_flow(config.task, roles, overlap, components)
 
 
 def flow_problem(config: Config) -> str | None:
@@ -411,14 +411,10 @@ def flow_problem(config: Config) -> str | None:
     roles = roles_of(config)
     try:
         with _own_names(config):
-            check_runs(make_flow(config, roles), _usual_task(config, roles), roles, tuple(config.components))
+            check_runs(make_flow(config, roles), config.task, roles, tuple(config.components))
     except PlacementError as error:
         return str(error).removeprefix("flow: ")
     return None
-
-
-def _usual_task(config: Config, roles: Collection[str]) -> str:
-    return "embodied" if config.task == "rl" and "env" in roles else config.task
 
 
 def role_specs(config: Config) -> list[RoleSpec]:
@@ -450,7 +446,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
     offload: bool | None = _section(config, role).enable_offload
     if kind == "simulator" and config.overlap.staleness > 0:
         offload = False  # episodes stay open
-    if config.task == "dpo":
+    if config.task_entry.compares_answers:
         # A reference that scores once is gone when training begins.
         offload = None if role == "actor" else True if config.algorithm.dpo.precompute else offload
     shape, assumed = _shape(config, role)
@@ -492,7 +488,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         return replace(
             spec,
             tensor_parallel=config.train.tensor_parallel_size,
-            can_offload=_TRAINED if config.task == "rl" else frozenset(),  # the actor stays while a reference scores
+            can_offload=_TRAINED if config.has_rollouts else frozenset(),  # the actor stays while a reference scores
             memory=_train_memory(config, role),
         )
     score_tokens, score_batch = _score_batch(config)
@@ -507,7 +503,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             is_sharded=not _backend(config).has_zero_options or config.train.deepspeed.zero_stage == 3,
             packing=config.train.packing,
             sequence_parallel=config.train.sequence_parallel_size,
-            is_guest=config.task == "dpo",
+            is_guest=config.task_entry.compares_answers,
             num_waiting=_num_waiting(config) if role == "reference" else 0,
             image_share=_image_share(config),
         ),
@@ -526,7 +522,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
     has_master = train.fp32_master and compute < 4
     max_tokens, micro_batch = _train_batch(config)
     score_tokens, score_batch = _score_batch(config)
-    pair = 2 if config.task in ("rm", "dpo") else 1
+    pair = config.task_entry.sequences_per_row
     return TrainMemory(
         max_tokens=max_tokens,
         micro_batch=micro_batch,
@@ -547,10 +543,10 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         is_whole=backend.has_zero_options and train.deepspeed.deepcompile,
         is_compiled=train.compile is not False and not train.liger_kernel and train.tensor_parallel_size == 1,
         packing=train.packing,
-        sends_weights=config.task == "rl" and role == "actor",
+        sends_weights=config.has_rollouts and role == "actor",
         adapter_rank=train.lora.rank,
         batch_tokens=train.batch_size * pair * config.data.max_length,
-        group_tokens=config.data.max_length * (config.rollout.samples_per_prompt if config.task == "rl" else pair),
+        group_tokens=config.data.max_length * (config.rollout.samples_per_prompt if config.has_rollouts else pair),
         has_average=train.ema.enabled and role == "actor",
         image_share=_image_share(config),
         has_frozen_encoder=train.freeze_visual_encoder,
@@ -566,7 +562,7 @@ def _image_share(config: Config) -> float:
     if not has_images(config):
         return 0.0
     num_images = 1 if data.image_key is None else data.max_images_per_prompt  # a simulator shows one at a time
-    only_prompts = config.task == "rl" and data.image_key is not None and not has_agent(config)
+    only_prompts = config.has_rollouts and data.image_key is not None and not has_agent(config)
     tokens = min(prompt_max_length(config), data.max_length) if only_prompts else data.max_length
     shape, _ = _shape(config, "actor")
     if shape is not None and shape.vision is not None:
@@ -592,7 +588,7 @@ def _tokens_per_image(config: Config, vision: VisionShape) -> int | None:
 
 def _train_batch(config: Config) -> tuple[int, int]:
     """Return (tokens of a sequence, sequences) of a micro-batch of an update."""
-    pair = 2 if config.task in ("rm", "dpo") else 1
+    pair = config.task_entry.sequences_per_row
     return _batch(config, config.train, pair)
 
 
@@ -611,7 +607,7 @@ def _batch(config: Config, section: TrainConfig | RolloutConfig, pair: int) -> t
 
 def _score_batch(config: Config) -> tuple[int, int]:
     """Return (tokens of a sequence, sequences) of a micro-batch of scoring; outside rl, of an update."""
-    if config.task != "rl":
+    if not config.has_rollouts:
         return _train_batch(config)
     return _batch(config, config.rollout, 1)
 
@@ -719,7 +715,7 @@ def _num_waiting(config: Config) -> int:
 
 def _with_head(config: Config, role: str, shape: ModelShape) -> ModelShape:
     """Return the shape with a scalar head for value models, which have no output vocabulary."""
-    return shape.with_scalar_head() if role in ("critic", "reward") or config.task == "rm" else shape
+    return shape.with_scalar_head() if role in ("critic", "reward") or config.task_entry.has_scalar_head else shape
 
 
 def _local_config(name: str) -> Mapping[str, object] | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+
+from hotseat.registry.lookup import entry_of
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,7 @@ class EngineEntry:
 
     name: str  # of `rollout.engine` and `reward.judge.engine.kind`
     title: str  # in messages
+    summary: str  # for the docs
     kind: str  # "module:attribute" of its `rollout.kinds.EngineKind`
     options: frozenset[str] = frozenset()  # that not every engine has, by their names in `rollout`
     instead: Mapping[str, str] = field(default_factory=dict)  # what it does instead of having an option
@@ -42,6 +44,7 @@ ENGINES: dict[str, EngineEntry] = {
         EngineEntry(
             "transformers",
             "transformers",
+            "A model of transformers, in slots that are decoded together.",
             "hotseat.rollout.transformers_engine:TransformersKind",
             options=frozenset({"num_slots"}),
             num_kept_prompts=8,
@@ -50,6 +53,7 @@ ENGINES: dict[str, EngineEntry] = {
         EngineEntry(
             "vllm",
             "vLLM",
+            "vLLM's scheduler and kernels.",
             "hotseat.rollout.vllm_kind:VllmKind",
             options=frozenset(
                 {
@@ -76,15 +80,10 @@ ENGINES: dict[str, EngineEntry] = {
     )
 }
 
-if TYPE_CHECKING:
-    EngineName = str
-else:
-    EngineName = Literal[tuple(ENGINES)]
-
 
 def engine_entry(name: str) -> EngineEntry:
     """Return the entry of an engine."""
-    return ENGINES[name]
+    return entry_of(ENGINES, name, "engine")
 
 
 def with_option(option: str) -> list[EngineEntry]:

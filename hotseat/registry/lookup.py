@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hotseat.errors import UserError
 
@@ -19,9 +18,3 @@ def entry_of(table: Mapping[str, T], name: str, what: str) -> T:
     close = difflib.get_close_matches(name, table, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise UserError(f"no {what} {name!r}: choose one of {', '.join(table)}{hint}")
-
-
-def load(path: str) -> Any:
-    """Import what `module:attribute` names."""
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)

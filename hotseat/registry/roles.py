@@ -21,7 +21,6 @@ class Part(StrEnum):
     SIMULATOR = "simulator"
 
 
-RoleName = Literal["actor", "critic", "reference", "reward", "judge", "rollout", "env", "inference"]
 RoleKind = Literal["model", "engine", "simulator", "component"]  # model: behind a training backend
 
 _FORWARD = frozenset({Part.WEIGHTS})

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hotseat.config.annotations import RL
 from hotseat.config.conflicts.conflict_list import Problems, conflict
 from hotseat.config.presence import has_simulator
-from hotseat.config.resolved import STEPS, ratio_step, shortest_kl_horizon, uses_k1_loss
+from hotseat.config.resolved import STEPS, correction_kind, ratio_step, shortest_kl_horizon, uses_k1_loss
 from hotseat.config.schema import AlgorithmConfig, Config
+from hotseat.registry.corrections import correction_entry, corrections_that
 from hotseat.registry.estimators import estimator_entry, estimators_that
 from hotseat.registry.policy_losses import DEFAULT_POLICY_LOSS, losses_that, policy_loss_entry
 
@@ -70,20 +71,21 @@ def rejection_of_every_answer(config: Config) -> Problems:
 
 @conflict(RL)
 def correction_of_another_loss(config: Config) -> Problems:
-    loss, kind = config.algorithm.policy_loss, config.algorithm.correction.kind
+    loss, entry = config.algorithm.policy_loss, correction_entry(correction_kind(config))
     has_episode_ratio = policy_loss_entry(loss).has_episode_ratio
-    if has_episode_ratio and kind in ("tis", "icepop", "seq-mask-tis"):
+    if has_episode_ratio and entry.weighs_tokens:
         yield (
             "algorithm.correction.kind",
-            f"{kind} weighs tokens, and algorithm.policy_loss {loss} has one ratio per sequence: set rollout-ratio,"
-            f" which takes that ratio to the engine's probabilities, or seq-tis, or policy_loss {DEFAULT_POLICY_LOSS}",
+            f"{entry.name} weighs tokens, and algorithm.policy_loss {loss} has one ratio per sequence: set"
+            f" {' or '.join(corrections_that('replaces_ratio'))}, which takes that ratio to the engine's probabilities,"
+            f" {' or '.join(corrections_that('is_per_episode'))}, or policy_loss {DEFAULT_POLICY_LOSS}",
         )
-    elif not has_episode_ratio and kind == "rollout-ratio":
+    elif not has_episode_ratio and entry.replaces_ratio:
         others = " and ".join(losses_that("has_episode_ratio"))
         yield (
             "algorithm.correction.kind",
-            f"rollout-ratio is the correction of algorithm.policy_loss {others}, and it is {loss}: set tis, icepop or"
-            " seq-mask-tis",
+            f"{entry.name} is the correction of algorithm.policy_loss {others}, and it is {loss}: set"
+            f" {' or '.join(corrections_that('weighs_tokens'))}",
         )
 
 
