@@ -16,7 +16,7 @@ from hotseat.config.annotations import ALL
 from hotseat.config.load import fields_of
 from hotseat.config.names import NameIn, tables_of
 from hotseat.config.schema import Config, conditions_of, tasks_of
-from hotseat.config.unsupported import UNBUILT
+from hotseat.config.unsupported import UNSUPPORTED
 from hotseat.errors import UserError
 
 INDENT = " " * 4
@@ -65,20 +65,10 @@ def options(section: str) -> list[dict[str, Any]]:
             "meaning": _meaning(info),
             "tasks": list(tasks_of(key)),
             "if": list(dict.fromkeys(condition.words_at(at) for at, condition in conditions_of(key))),
-            "unsupported": _not_built(key),
+            "unsupported": UNSUPPORTED.get(key),
         }
         for key, info in rows
     ]
-
-
-def _not_built(key: str) -> str | None:
-    """Return the unbuilt feature without which a key, or some of its values, cannot be used."""
-    for unbuilt in UNBUILT:
-        if unbuilt.owns(key):
-            return unbuilt.what
-        if key == unbuilt.key and unbuilt.values:
-            return f"{unbuilt.what} ({', '.join(map(str, unbuilt.values))})"
-    return None
 
 
 def _as_yaml(value: Any) -> str:

@@ -52,7 +52,7 @@ from hotseat.placement.plan import (
     shares_devices,
 )
 from hotseat.placement.residency import HandOver, Holding, Move
-from hotseat.placement.role_names import Part, section_of
+from hotseat.placement.role_names import Part
 from hotseat.placement.selection import (
     CpuProcesses,
     DeviceBlocks,
@@ -125,7 +125,6 @@ __all__ = [
     "parse_placement",
     "parse_selection",
     "plan",
-    "section_of",
     "shares_devices",
     "token_activation_bytes",
     "useful_cache_gib",

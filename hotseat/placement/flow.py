@@ -13,8 +13,8 @@ from typing import Literal, get_args
 
 from hotseat.errors import PlacementError
 from hotseat.extensions import load
-from hotseat.placement.role_names import Part, check_role, did_you_mean, parts_of
-from hotseat.registry.roles import ROLES
+from hotseat.placement.role_names import Part, check_role, did_you_mean
+from hotseat.registry.roles import ROLES, role_entry
 from hotseat.registry.tasks import TASKS
 
 Order = Literal["together", "in_turn"]
@@ -272,7 +272,7 @@ def _run_works(run: object, where: str, components: Sequence[str]) -> list[RoleW
 
 def _usual_parts(role: str) -> tuple[Part, ...]:
     """Return the parts that a role needs for work without training."""
-    return tuple(p for p in Part if p in parts_of(role) and p not in (Part.GRADIENTS, Part.OPTIMIZER))
+    return tuple(p for p in Part if p in role_entry(role).parts and p not in (Part.GRADIENTS, Part.OPTIMIZER))
 
 
 def _part(name: object, where: str) -> Part:
@@ -405,8 +405,8 @@ def _check_together(phases: Sequence[Phase]) -> None:
 
 def _check_work(work: RoleWork, where: str, roles: Collection[str]) -> None:
     for part in work.parts:
-        if part not in parts_of(work.role):
-            can = ", ".join(p for p in Part if p in parts_of(work.role))
+        if part not in role_entry(work.role).parts:
+            can = ", ".join(p for p in Part if p in role_entry(work.role).parts)
             raise PlacementError(f"{where}: {work.role} has no {part}: it can have {can}")
     if work.role not in roles:
         raise PlacementError(

@@ -41,7 +41,7 @@ from hotseat.placement.residency import (
     working_terms,
     works_here,
 )
-from hotseat.placement.role_names import Part, check_role, parts_of, section_of
+from hotseat.placement.role_names import Part, check_role
 from hotseat.placement.selection import Elsewhere, InPools, RankSelection, Selection, parse_selection
 from hotseat.placement.shapes import ModelShape
 from hotseat.registry.roles import role_entry
@@ -253,7 +253,7 @@ def _checked(roles: Sequence[RoleSpec]) -> dict[str, RoleSpec]:
 
 
 def _check_offload(spec: RoleSpec) -> None:
-    if spec.offload == "always" and not spec.can_offload & parts_of(spec.name):
+    if spec.offload == "always" and not spec.can_offload & role_entry(spec.name).parts:
         raise PlacementError(
             f"{spec.name}: enable_offload is true, but its backend can offload nothing: leave enable_offload unset"
         )
@@ -398,11 +398,11 @@ def _group(
 
 def _stuck(stuck: Stuck, step: str, devices: str, capacity: float, shares: Mapping[str, float]) -> str:
     why = (
-        f"{section_of(stuck.role)}.enable_offload is false: unset it, or set it to true"
+        f"{role_entry(stuck.role).section}.enable_offload is false: unset it, or set it to true"
         if stuck.mode == "never"
         else "its backend cannot offload that: use one that can"
     )
-    others = "".join(f", or set {section_of(role)}.memory_share to {share:g}" for role, share in shares.items())
+    others = "".join(f", or set {role_entry(role).section}.memory_share to {share:g}" for role, share in shares.items())
     return (
         f"{stuck.role}: its {stuck.part} ({stuck.gib:.1f} GiB) must leave {devices} in step {step}, which needs"
         f" {stuck.needed_gib:.1f} of {capacity:.1f} GiB and finds {stuck.free_gib:.1f} free, but {why}{others}, or give"
@@ -430,7 +430,8 @@ def _check_shares(settings: Mapping[str, Settings], steps: Sequence[PhaseStep], 
                 for role, claim in claims.items()
             )
             fix = (
-                f"set {section_of(largest)}.memory_share to at most {int((rest / count + _ROUNDING) * 100) / 100:g}"
+                f"set {role_entry(largest).section}.memory_share to at most"
+                f" {int((rest / count + _ROUNDING) * 100) / 100:g}"
                 if rest / count >= 0.01
                 else "lower several of them"
             )

@@ -49,7 +49,6 @@ from hotseat.placement import (
     parse_node_ranks,
     parse_placement,
     plan,
-    section_of,
     token_activation_bytes,
     useful_cache_gib,
 )
@@ -262,10 +261,10 @@ def without_effect_on_cpus(config: Config) -> list[str]:
             continue
         section = _section(config, role)
         if section.enable_offload:
-            key = f"{section_of(role)}.enable_offload"
+            key = f"{role_entry(role).section}.enable_offload"
             notes.append(f"{key}: no effect here: on a CPU {engine.title} cannot offload its weights and its cache")
         if section.memory_share is not None:
-            key = f"{section_of(role)}.memory_share"
+            key = f"{role_entry(role).section}.memory_share"
             notes.append(f"{key}: no effect here: on a CPU {engine.title}'s cache has the size that its sequences need")
     return notes
 

@@ -141,7 +141,7 @@ def unnamed_keys(
     for key, info in fields_of(Config):
         config, problems = find(with_key(values, key, other_value(key, info)))
         is_refused = any(key == problem.key or key in problem.message for problem in problems)
-        is_noted = key in [feature for feature, _ in unsupported(config, [key])]
+        is_noted = key in [feature for feature, _ in unsupported(config)]
         if not is_refused and not is_noted and key not in used | LOADING:
             unnamed.append(key)
     return unnamed
