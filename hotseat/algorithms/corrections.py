@@ -37,7 +37,8 @@ from hotseat.algorithms.time_steps import sum_on_tokens
 from hotseat.algorithms.token_masks import mean_per_episode, sampled_only, sum_per_episode
 from hotseat.errors import UserError
 from hotseat.extensions import load
-from hotseat.registry.corrections import correction_entry, corrections_that
+from hotseat.registry.corrections import CORRECTIONS, correction_entry
+from hotseat.registry.lookup import names_that
 from hotseat.types import TokenLayout
 
 Rejection = Literal["k1", "k2", "k3"]
@@ -76,7 +77,9 @@ def correction_weights(
         )
     entry, mask = correction_entry(kind), layout.mask
     if entry.function is None:
-        raise UserError(f"correction {kind} has no weights: use one of {', '.join(corrections_that('function'))}")
+        raise UserError(
+            f"correction {kind} has no weights: use one of {', '.join(names_that(CORRECTIONS, 'function'))}"
+        )
     log_ratio = sampled_only(old_log_probs, mask) - sampled_only(rollout_log_probs, mask)
     if entry.is_per_episode:
         ratio = torch.where(mask, _exp(sum_per_episode(log_ratio, layout))[layout.token_episode], 1.0)

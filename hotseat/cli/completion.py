@@ -87,8 +87,8 @@ def script(shell: str) -> str:
 
 def keys() -> dict[str, tuple[str, ...]]:
     """Return the keys of the config tree with the words that each accepts; none for numbers and free text."""
+    from hotseat.config.annotations import words_of
     from hotseat.config.load import fields_of
-    from hotseat.config.names import words_of
     from hotseat.config.schema import Config
 
     def words(info: Any) -> tuple[str, ...]:

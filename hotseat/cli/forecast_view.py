@@ -23,7 +23,8 @@ from hotseat.loop.rl.forecast import (
     without_queueing,
 )
 from hotseat.placement import EngineMemory, ForwardMemory, ModelShape, Plan, TrainMemory, shares_devices
-from hotseat.planning.config_plan import make_plan, role_specs
+from hotseat.planning.config_plan import make_plan
+from hotseat.planning.role_specs import role_specs
 
 
 def check_recorded(config: Config, run_dir: Path) -> Config:

@@ -12,9 +12,8 @@ import types
 import typing
 from typing import Any
 
-from hotseat.config.annotations import ALL
+from hotseat.config.annotations import ALL, NameIn, tables_of
 from hotseat.config.load import fields_of
-from hotseat.config.names import NameIn, tables_of
 from hotseat.config.schema import Config, conditions_of, tasks_of
 from hotseat.config.unsupported import UNSUPPORTED
 from hotseat.errors import UserError

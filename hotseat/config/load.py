@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hotseat.config import conflicts
+from hotseat.config.annotations import words_of
 from hotseat.config.component_names import as_written, with_roles
-from hotseat.config.names import words_of
 from hotseat.config.schema import FORMS, Config, EvaluationConfig, FunctionPath
 from hotseat.config.yaml_lines import Document, KeyPath, dotted, dump, parse_value, read_yaml
 from hotseat.errors import ConfigError, Problem

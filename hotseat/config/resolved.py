@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 from hotseat.config.presence import has_agent, has_simulator
 from hotseat.registry.corrections import NO_CORRECTION, OFF_POLICY_CORRECTION, OFF_POLICY_EPISODE_CORRECTION
 from hotseat.registry.estimators import estimator_entry
-from hotseat.registry.policy_losses import Aggregation, losses_that, policy_loss_entry
+from hotseat.registry.lookup import names_that
+from hotseat.registry.policy_losses import POLICY_LOSSES, Aggregation, policy_loss_entry
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
@@ -165,7 +166,7 @@ def resolved_notes(config: Config) -> list[str]:
         notes.append(f"algorithm.aggregation is {used}; {whose}'s own is {own}, which is used if it is unset")
     if algorithm.aggregation is None and loss.aggregation not in (None, used):
         of_loss = f"; {loss.name}'s paper has {loss.aggregation}" if loss.source else ""
-        others = " and ".join(losses_that("has_episode_ratio"))
+        others = " and ".join(names_that(POLICY_LOSSES, "has_episode_ratio"))
         notes.append(
             f"algorithm.aggregation is unset and {used}, which is that of algorithm.estimator {algorithm.estimator}"
             f" with any policy_loss but {others}{of_loss}: set algorithm.aggregation to choose another"

@@ -16,16 +16,25 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hotseat.config import conditions as when
-from hotseat.config.annotations import ALL, DPO, PAIRS, RL, RL_OR_DPO, RL_OR_SFT, RM, SFT, MayChange, Tasks
-from hotseat.config.names import (
+from hotseat.config.annotations import (
+    ALL,
+    DPO,
+    PAIRS,
+    RL,
+    RL_OR_DPO,
+    RL_OR_SFT,
+    RM,
+    SFT,
     BackendName,
     CorrectionName,
     EngineName,
     EstimatorName,
+    MayChange,
     PolicyLossName,
     PreferenceLossName,
     RoleName,
     TaskName,
+    Tasks,
 )
 from hotseat.registry.backends import DEFAULT_BACKEND, backend_entry
 from hotseat.registry.engines import DEFAULT_ENGINE

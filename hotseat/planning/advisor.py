@@ -22,16 +22,12 @@ from hotseat.config.yaml_lines import dump, nested
 from hotseat.errors import BatchError, UserError
 from hotseat.placement import GroupStep, Layout, Plan, RoleSpec, estimate
 from hotseat.planning.budgets import with_least_budgets, with_whole_steps
-from hotseat.planning.config_plan import (
-    make_plan,
-    num_data_parallel,
-    on_all_devices,
-    plan_as_is,
-    role_specs,
-)
+from hotseat.planning.config_plan import make_plan, num_data_parallel, on_all_devices, plan_as_is
+from hotseat.planning.role_specs import role_specs
 from hotseat.planning.search import Choice, Roles, Settings, Value, cheapest
 from hotseat.registry.backends import BACKENDS, backend_entry
-from hotseat.registry.engines import with_option
+from hotseat.registry.engines import ENGINES
+from hotseat.registry.lookup import names_with
 
 MAX_SINGLES = 3  # single settings to recommend, the cheapest first
 MAX_DEVICES = 512  # of the larger inventories that are tried
@@ -144,7 +140,7 @@ def _single_knobs(choice: Choice) -> list[list[Settings]]:
 
 def _sharding_engines(config: Config) -> list[str]:
     """List the engines that can shard a model; none if the config has one of them already."""
-    names = [entry.name for entry in with_option("tensor_parallel_size")]
+    names = names_with(ENGINES, "tensor_parallel_size")
     return names if config.has_rollouts and config.rollout.engine not in names else []
 
 

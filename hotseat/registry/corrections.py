@@ -69,8 +69,3 @@ CORRECTIONS: dict[str, CorrectionEntry] = {
 def correction_entry(name: str) -> CorrectionEntry:
     """Return the entry of a kind of correction."""
     return entry_of(CORRECTIONS, name, "correction")
-
-
-def corrections_that(fact: str) -> list[str]:
-    """List the kinds of which a fact is true."""
-    return [name for name, entry in CORRECTIONS.items() if getattr(entry, fact)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hotseat.registry.lookup import entry_of
+from hotseat.registry.lookup import entry_of, names_with
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class EngineEntry:
         """Word why an option has no effect on this engine, behind `rollout.engine is`."""
         if option in self.instead:
             return f"{self.name}, which {self.instead[option]}"
-        return f"{self.name}; this is for {' or '.join(each.name for each in with_option(option))}"
+        return f"{self.name}; this is for {' or '.join(names_with(ENGINES, option))}"
 
 
 DEFAULT_ENGINE = "transformers"
@@ -84,8 +84,3 @@ ENGINES: dict[str, EngineEntry] = {
 def engine_entry(name: str) -> EngineEntry:
     """Return the entry of an engine."""
     return entry_of(ENGINES, name, "engine")
-
-
-def with_option(option: str) -> list[EngineEntry]:
-    """List the engines that have an option."""
-    return [entry for entry in ENGINES.values() if option in entry.options]

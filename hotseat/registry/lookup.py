@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hotseat.errors import UserError
 
@@ -18,3 +18,13 @@ def entry_of(table: Mapping[str, T], name: str, what: str) -> T:
     close = difflib.get_close_matches(name, table, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise UserError(f"no {what} {name!r}: choose one of {', '.join(table)}{hint}")
+
+
+def names_that(table: Mapping[str, Any], fact: str) -> list[str]:
+    """List the names of the entries of which a fact is true."""
+    return [name for name, entry in table.items() if getattr(entry, fact)]
+
+
+def names_with(table: Mapping[str, Any], option: str) -> list[str]:
+    """List the names of the entries that have an option."""
+    return [name for name, entry in table.items() if option in entry.options]

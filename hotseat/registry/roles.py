@@ -53,14 +53,14 @@ _PARTS: dict[RoleKind, frozenset[Part]] = {
     "simulator": frozenset({Part.SIMULATOR}),
     "component": frozenset({Part.WEIGHTS}),  # whatever it keeps on its devices
 }
-_TRAINED = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
+TRAINED_PARTS = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
 
 
 def _role(
     name: str, kind: RoleKind, turn: int, present_if: str, work: str, *, trained: bool = False, **more: Any
 ) -> RoleEntry:
     """Make an entry with the parts of its kind, and the section of its name."""
-    parts = _TRAINED if trained else _PARTS[kind]
+    parts = TRAINED_PARTS if trained else _PARTS[kind]
     return RoleEntry(name, kind, turn, present_if, work, **{"parts": parts, "section": name, **more})
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import get_args
 
 from hotseat import algorithms
-from hotseat.registry.corrections import corrections_that
+from hotseat.registry.corrections import CORRECTIONS
 from hotseat.registry.estimators import ESTIMATORS
+from hotseat.registry.lookup import names_that
 from hotseat.registry.policy_losses import POLICY_LOSSES
 
 HERE = Path(__file__).parent
@@ -100,7 +101,7 @@ def test_every_variant_is_in_the_row_of_its_function():
         ("loss_weights", algorithms.Aggregation),
     ):
         assert set(get_args(variants)) <= set(_code(text[function]))
-    assert set(corrections_that("function")) <= set(_code(text["correction_weights"]))
+    assert set(names_that(CORRECTIONS, "function")) <= set(_code(text["correction_weights"]))
 
 
 def test_every_public_name_exists_and_every_function_says_what_it_does():

@@ -19,8 +19,8 @@ from pydantic import BaseModel
 
 from hotseat.config import Config, loads
 from hotseat.config import conditions as when
+from hotseat.config.annotations import tables_of
 from hotseat.config.load import check, fields_of, validate
-from hotseat.config.names import tables_of
 from hotseat.config.schema import conditions_of, tasks_of
 from hotseat.config.unsupported import unsupported
 from hotseat.config.yaml_lines import Document, read_yaml

@@ -9,8 +9,8 @@ from loop_cases import make_task, rl_yaml
 
 import hotseat
 from hotseat.config import loads
+from hotseat.config.annotations import tables_of
 from hotseat.config.conflicts import no_effect
-from hotseat.config.names import tables_of
 from hotseat.config.schema import JudgeEngineConfig, RolloutConfig, Section, TrainConfig
 from hotseat.extensions import load
 from hotseat.loop.start import start

@@ -7,9 +7,10 @@ from hotseat.config.conflicts.conflict_list import Problems, conflict
 from hotseat.config.presence import has_simulator
 from hotseat.config.resolved import STEPS, correction_kind, ratio_step, shortest_kl_horizon, uses_k1_loss
 from hotseat.config.schema import AlgorithmConfig, Config
-from hotseat.registry.corrections import correction_entry, corrections_that
-from hotseat.registry.estimators import estimator_entry, estimators_that
-from hotseat.registry.policy_losses import DEFAULT_POLICY_LOSS, losses_that, policy_loss_entry
+from hotseat.registry.corrections import CORRECTIONS, correction_entry
+from hotseat.registry.estimators import ESTIMATORS, estimator_entry
+from hotseat.registry.lookup import names_that
+from hotseat.registry.policy_losses import DEFAULT_POLICY_LOSS, POLICY_LOSSES, policy_loss_entry
 
 
 @conflict(RL)
@@ -77,15 +78,16 @@ def correction_of_another_loss(config: Config) -> Problems:
         yield (
             "algorithm.correction.kind",
             f"{entry.name} weighs tokens, and algorithm.policy_loss {loss} has one ratio per sequence: set"
-            f" {' or '.join(corrections_that('replaces_ratio'))}, which takes that ratio to the engine's probabilities,"
-            f" {' or '.join(corrections_that('is_per_episode'))}, or policy_loss {DEFAULT_POLICY_LOSS}",
+            f" {' or '.join(names_that(CORRECTIONS, 'replaces_ratio'))}, which takes that ratio to the engine's"
+            " probabilities,"
+            f" {' or '.join(names_that(CORRECTIONS, 'is_per_episode'))}, or policy_loss {DEFAULT_POLICY_LOSS}",
         )
     elif not has_episode_ratio and entry.replaces_ratio:
-        others = " and ".join(losses_that("has_episode_ratio"))
+        others = " and ".join(names_that(POLICY_LOSSES, "has_episode_ratio"))
         yield (
             "algorithm.correction.kind",
             f"{entry.name} is the correction of algorithm.policy_loss {others}, and it is {loss}: set"
-            f" {' or '.join(corrections_that('weighs_tokens'))}",
+            f" {' or '.join(names_that(CORRECTIONS, 'weighs_tokens'))}",
         )
 
 
@@ -96,7 +98,8 @@ def turns_without_groups(config: Config) -> Problems:
         yield (
             "algorithm.turn_credit",
             f"own needs an estimator that compares groups and does not discount, and algorithm.estimator is"
-            f" {algorithm.estimator}: set {', '.join(estimators_that('credits_own_turns'))}, or turn_credit to to_go",
+            f" {algorithm.estimator}: set {', '.join(names_that(ESTIMATORS, 'credits_own_turns'))}, or turn_credit to"
+            " to_go",
         )
 
 
@@ -136,7 +139,7 @@ def actions_without_simulator(config: Config) -> Problems:
 @conflict(RL)
 def steps_of_a_loss_with_other_ratios(config: Config) -> Problems:
     algorithm, ratio = config.algorithm, ratio_step(config)
-    loss, others = policy_loss_entry(algorithm.policy_loss), " or ".join(losses_that("has_steps"))
+    loss, others = policy_loss_entry(algorithm.policy_loss), " or ".join(names_that(POLICY_LOSSES, "has_steps"))
     if loss.has_episode_ratio:
         for key, step in _steps(algorithm).items():
             if step is not None and (step != "token" or key == "algorithm.ratio_step"):
