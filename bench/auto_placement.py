@@ -33,7 +33,8 @@ from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS
 from hotseat.placement import Plan, shares_devices
 from hotseat.planning.candidates import Candidate, Refused, candidates
-from hotseat.planning.config_plan import engine_slots, make_plan, num_data_parallel
+from hotseat.planning.config_plan import make_plan, num_data_parallel
+from hotseat.planning.role_specs import engine_slots
 
 T = TypeVar("T")
 

@@ -99,6 +99,7 @@ ROWS_OF = {
         ("batch_inference", "lora_combiner", "run_command", "serve_rm", "flags_table"),
         ("help", "translate"),
         ("derive",),
+        ("draft",),
         ("argv",),
         ("flags",),
         ("@agents",),

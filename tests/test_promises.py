@@ -15,9 +15,8 @@ from hotseat.config.changes import may_change
 from hotseat.config.conflicts import missing
 from hotseat.config.load import valid_keys
 from hotseat.config.schema import Config
-from hotseat.config.unsupported import UNBUILT
+from hotseat.config.unsupported import UNSUPPORTED
 from hotseat.openrlhf.flags import COMMANDS
-from hotseat.openrlhf.flags_table import feature_of
 
 ROOT = Path(__file__).parent.parent
 PLANS = ROOT / "examples" / "plans"
@@ -29,7 +28,7 @@ NOT_THERE = re.compile(r"not (built|run|part)|no effect|\| not yet \|")
 
 def test_the_readme_lists_everything_that_is_not_built():
     [row] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| not yet |")]
-    assert not [each.what for each in UNBUILT if each.what not in row]
+    assert not [what for what in UNSUPPORTED.values() if what not in row]
 
 
 def test_openrlhfs_page_lists_every_flag_that_is_not_built():
@@ -37,26 +36,25 @@ def test_openrlhfs_page_lists_every_flag_that_is_not_built():
     [listed] = [part for part in page.split("\n\n") if part.startswith("Not built yet")]
     for flags in COMMANDS.values():
         for flag in flags:
-            if any(feature_of(key) for key in flag.sets):
+            if any(key in UNSUPPORTED for key in flag.sets):
                 assert flag.name in listed, flag.name
 
 
 def test_options_mark_everything_that_is_not_built():
     marked = {option["key"] for option in options("") if option["unsupported"]}
-    assert marked >= {key for key in valid_keys() if feature_of(key)}
-    assert marked >= {"train.load_in_4bit"}
+    assert marked == set(UNSUPPORTED)
 
 
 def test_no_error_recommends_what_is_not_built():
     said = " ".join(message for _, message in missing(Config()))
     assert "reward.function" in said
-    assert not [each.key for each in UNBUILT if "." in each.key and each.key in said]
+    assert not [key for key in UNSUPPORTED if "." in key and key in said]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_mention_unbuilt_options_only_to_say_so(page):
     for part in re.split(r"\n\n|\n(?=[|-])", page.read_text()):
-        named = [key for key in re.findall(r"`([a-z_]+\.[a-z_.0-9]+)(?::[^`]*)?`", part) if feature_of(key)]
+        named = [key for key in re.findall(r"`([a-z_]+\.[a-z_.0-9]+)(?::[^`]*)?`", part) if key in UNSUPPORTED]
         assert not named or NOT_THERE.search(part) or part.startswith("| `--"), part
 
 

@@ -30,7 +30,6 @@ from hotseat.algorithms.aggregation import (
     weighted_sum,
 )
 from hotseat.algorithms.corrections import (
-    Correction,
     CorrectionWeights,
     Rejection,
     WeightTotals,
@@ -61,7 +60,6 @@ __all__ = [
     "AdaptiveKl",
     "Advantages",
     "Aggregation",
-    "Correction",
     "CorrectionWeights",
     "FixedKl",
     "KlEstimator",

@@ -25,8 +25,9 @@ from hotseat.algorithms.shaping import clip_rewards
 from hotseat.algorithms.time_steps import steps_of_tokens, sum_per_step
 from hotseat.algorithms.token_masks import floating, sampled_only
 from hotseat.errors import RewardError, UserError
-from hotseat.registry.estimators import USER_ESTIMATOR, EstimatorEntry, estimator_entry, estimators_that
-from hotseat.registry.lookup import load
+from hotseat.extensions import load
+from hotseat.registry.estimators import ESTIMATORS, USER_ESTIMATOR, EstimatorEntry, estimator_entry
+from hotseat.registry.lookup import names_that
 from hotseat.types import TokenLayout
 
 # ---------------------------------------------------------------------------------------------- baselines per episode
@@ -527,7 +528,7 @@ def compute_advantages(
         shown = estimator if isinstance(estimator, str) else "of your own"
         raise UserError(
             f"estimator {shown!r} cannot credit turns with their own rewards alone: use"
-            f" {', '.join(estimators_that('credits_own_turns'))}, or turn_credit to_go"
+            f" {', '.join(names_that(ESTIMATORS, 'credits_own_turns'))}, or turn_credit to_go"
         )
     if function is not None and groups is None:
         raise UserError(f"estimator {estimator!r} compares an episode with its group: pass groups")
@@ -636,10 +637,10 @@ def _facts(estimator: str | Callable[..., Tensor], gamma: float, lam: float) -> 
         return USER_ESTIMATOR
     facts = estimator_entry(estimator)
     if gamma != 1 and not facts.discounts:
-        others = " or ".join(estimators_that("discounts"))
+        others = " or ".join(names_that(ESTIMATORS, "discounts"))
         raise UserError(f"gamma {gamma} has no effect with estimator {estimator!r}: set it to 1, or use {others}")
     if lam != 1 and not facts.needs_critic:
-        others = " or ".join(estimators_that("needs_critic"))
+        others = " or ".join(names_that(ESTIMATORS, "needs_critic"))
         raise UserError(f"lambda {lam} has no effect with estimator {estimator!r}: set it to 1, or use {others}")
     return facts
 

@@ -36,12 +36,12 @@ from torch import Tensor
 from hotseat.algorithms.time_steps import sum_on_tokens
 from hotseat.algorithms.token_masks import mean_per_episode, sampled_only, sum_per_episode
 from hotseat.errors import UserError
+from hotseat.extensions import load
+from hotseat.registry.corrections import CORRECTIONS, correction_entry
+from hotseat.registry.lookup import names_that
 from hotseat.types import TokenLayout
 
-Correction = Literal["tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop"]
 Rejection = Literal["k1", "k2", "k3"]
-
-_ONE_PER_EPISODE = ("seq-tis", "seq-icepop")
 
 _MAX_LOG_RATIO = 20.0
 
@@ -60,7 +60,7 @@ def correction_weights(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,
     layout: TokenLayout,
-    kind: Correction,
+    kind: str,
     *,
     low: float,
     high: float,
@@ -75,26 +75,40 @@ def correction_weights(
             f"the truncation thresholds are [{low}, {high}]: they bound a ratio of probabilities, so they must be"
             " 0 <= low < high"
         )
-    mask = layout.mask
+    entry, mask = correction_entry(kind), layout.mask
+    if entry.function is None:
+        raise UserError(
+            f"correction {kind} has no weights: use one of {', '.join(names_that(CORRECTIONS, 'function'))}"
+        )
     log_ratio = sampled_only(old_log_probs, mask) - sampled_only(rollout_log_probs, mask)
-    of_step = log_ratio if starts is None else sum_on_tokens(log_ratio, starts, mask)
-    ratio = of_step.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-    if kind == "tis":
-        weights = ratio.clamp(low, high)
-    elif kind == "icepop":
-        weights = torch.where((ratio < low) | (ratio > high), 0.0, ratio)
-    elif kind == "seq-mask-tis":
-        episode_ratio = mean_per_episode(log_ratio, layout).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-        outside = (episode_ratio < low) | (episode_ratio > high)
-        weights = torch.where(outside[layout.token_episode], 0.0, ratio.clamp(low, high))
-    elif kind in _ONE_PER_EPISODE:
-        product = sum_per_episode(log_ratio, layout).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-        outside = (product < low) | (product > high)
-        bounded = product.clamp(low, high) if kind == "seq-tis" else torch.where(outside, 0.0, product)
-        weights, ratio = bounded[layout.token_episode], torch.where(mask, product[layout.token_episode], 1.0)
+    if entry.is_per_episode:
+        ratio = torch.where(mask, _exp(sum_per_episode(log_ratio, layout))[layout.token_episode], 1.0)
     else:
-        raise UserError(f"correction {kind!r} is not known: use one of {', '.join(get_args(Correction))}")
+        ratio = _exp(log_ratio if starts is None else sum_on_tokens(log_ratio, starts, mask))
+    options = {"low": low, "high": high}
+    if entry.takes_episode_mean:
+        options["episode_mean"] = _exp(mean_per_episode(log_ratio, layout))[layout.token_episode]
+    weights = load(entry.function)(ratio, **options)
     return CorrectionWeights(torch.where(mask, weights, 0.0), ratio, mask & (weights != ratio))
+
+
+def clamped(ratio: Tensor, *, low: float, high: float) -> Tensor:
+    """Return the ratios within their bounds. [num_tokens] in and out, as of the other bounds."""
+    return ratio.clamp(low, high)
+
+
+def dropped(ratio: Tensor, *, low: float, high: float) -> Tensor:
+    """Return the ratios, 0 instead of those out of bounds."""
+    return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
+
+
+def clamped_in_kept_episodes(ratio: Tensor, *, low: float, high: float, episode_mean: Tensor) -> Tensor:
+    """Return the ratios within their bounds, 0 in episodes whose geometric mean is out of bounds."""
+    return torch.where((episode_mean < low) | (episode_mean > high), 0.0, ratio.clamp(low, high))
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
 @torch.no_grad()
@@ -157,13 +171,13 @@ class WeightTotals:
 
 
 @torch.no_grad()
-def weight_totals(weights: Tensor, layout: TokenLayout, kind: Correction) -> WeightTotals:
+def weight_totals(weights: Tensor, layout: TokenLayout, kind: str) -> WeightTotals:
     """Add up correction weights of one rank's part of a step: of tokens, or of episodes if each has only one weight.
 
     Self-normalised importance sampling: w / mean(w), after the bounds, as in verl.
     """
     values = weights.to(torch.float64)
-    if kind in _ONE_PER_EPISODE:
+    if correction_entry(kind).is_per_episode:
         of_episodes = mean_per_episode(values, layout)
         return WeightTotals(float(of_episodes.sum()), int((layout.sampled_per_episode > 0).sum()))
     return WeightTotals(float(values.sum()), int(layout.mask.sum()))

@@ -72,7 +72,7 @@ class AgentTrial:
 def agent_trial(config: Config) -> Iterator[AgentTrial | None]:
     """Try the agent's file of a config inside the context; None if there is none, or another interpreter runs it."""
     path = config.agent.path
-    if config.task != "rl" or path is None or config.agent.python is not None:
+    if not config.has_rollouts or path is None or config.agent.python is not None:
         yield None
         return
     # Ray's workers, in which the agent will run, can import from the folder that the command is given in.

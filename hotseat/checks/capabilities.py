@@ -1,4 +1,4 @@
-"""Checks of devices: what backends and engines can do on them."""
+"""Checks of packages and devices: what backends, engines and trackers can do here."""
 
 from __future__ import annotations
 
@@ -6,13 +6,40 @@ from collections.abc import Iterable, Iterator
 
 from hotseat.checks.cpu import engine_dtype_problem
 from hotseat.checks.plans import is_cluster_there
-from hotseat.checks.stage import DeviceContext, TrainingContext
+from hotseat.checks.stage import Context, DeviceContext, TrainingContext
 from hotseat.config.precision import dtype_of
-from hotseat.config.presence import has_critic
+from hotseat.config.presence import has_critic, has_judge_engine
 from hotseat.errors import Problem
 from hotseat.machine import has_gpu
 from hotseat.registry.backends import backend_entry
 from hotseat.registry.engines import engine_entry
+
+
+def optional_packages(context: Context) -> Iterator[Problem]:
+    """Find extras that the config needs and this machine lacks, and arguments that the engine does not take."""
+    from hotseat.observe.tracker_sink import MLFLOW, TRACKIO, WANDB
+    from hotseat.rollout.kinds import engine_kind
+    from hotseat.train import liger
+
+    config = context.config
+    if config.train.liger_kernel and not liger.is_installed():
+        yield Problem("train.liger_kernel", liger.HINT)
+    trackers = ((WANDB, config.log.wandb), (MLFLOW, config.log.mlflow), (TRACKIO, config.log.trackio))
+    for tracker, section in trackers:
+        if section.enabled and not tracker.is_installed():
+            yield Problem(f"log.{tracker.kind}.enabled", tracker.hint)
+    if config.has_rollouts:
+        kind = engine_kind(config.rollout.engine)
+        problem = kind.problem()
+        if problem is not None:
+            yield Problem("rollout.engine", problem)
+        elif config.rollout.engine_args:
+            for name, reason in kind.refused_arguments(config.rollout.engine_args):
+                yield Problem(f"rollout.engine_args.{name}", reason)
+    if has_judge_engine(config):
+        problem = engine_kind(config.reward.judge.engine.kind).problem()
+        if problem is not None:
+            yield Problem("reward.judge.engine.kind", problem)
 
 
 def backends(context: TrainingContext) -> Iterable[Problem]:

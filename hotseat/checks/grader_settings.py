@@ -17,7 +17,7 @@ from hotseat.rewards.sandbox import Sandbox, SandboxSettings
 def graders(context: Context) -> Iterator[Problem]:
     """Find graders that cannot work: by a pattern, a schema, or a package that is missing here."""
     config = context.config
-    if config.task != "rl":
+    if not config.has_rollouts:
         return
     for key, made in (
         ("reward.graders", graders_of(config.reward.graders)),
@@ -55,7 +55,7 @@ def sandbox(context: Context) -> Iterable[Problem]:
     """
     config = context.config
     graders = (*config.reward.graders, *config.eval.graders)
-    if config.task == "rl" and not is_cluster_there(config) and any(grader.kind == "code" for grader in graders):
+    if config.has_rollouts and not is_cluster_there(config) and any(grader.kind == "code" for grader in graders):
         context.show("running a program in the sandbox, to see that it works")
         context.notes.append(Sandbox(SandboxSettings.of_config(config.reward.sandbox)).probe())
     return ()

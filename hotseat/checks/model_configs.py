@@ -27,7 +27,7 @@ def models(context: Context) -> Iterator[Problem]:
     """Find models that cannot do what the run needs, as far as their configs show."""
     config = context.config
     assert config.actor.model is not None
-    is_value = config.task == "rm"
+    is_value = config.task_entry.has_scalar_head
     aux_loss = config.algorithm.aux_loss_coef
     yield from _model(config, "actor.model", config.actor.model, is_value=is_value, is_trained=True, aux_loss=aux_loss)
     if has_critic(config):
@@ -77,7 +77,7 @@ def _model(
         check_length(model_config, config.data.max_length)
         if (problem := length_problem(config, key, model, model_config.to_dict())) is not None:
             raise UserError(f"data.max_length: {problem}")
-        if key == "actor.model" and config.task == "rl":
+        if key == "actor.model" and config.has_rollouts:
             rollout = config.rollout
             _check_engine(rollout.engine, config.data.max_length, model_config, rollout.tensor_parallel_size)
             if rollout.quantization is not None:

@@ -62,7 +62,7 @@ def unsupported_features(context: Context) -> Iterator[Problem]:
 def user_files(context: Context) -> Iterator[Problem]:
     """Find the user's files that are missing, or do not define what they should."""
     config = context.config
-    if config.task != "rl":
+    if not config.has_rollouts:
         return
     for key, path, find_problem in (
         ("reward.function", config.reward.function, reward_problem),
@@ -220,8 +220,7 @@ def columns(context: Context) -> Iterator[Problem]:
     if row is None:
         return
     data = config.data
-    named = {"rl": ("input_key", "label_key"), "sft": ("input_key", "output_key")}
-    for name in named.get(config.task, ("prompt_key", "chosen_key", "rejected_key")):
+    for name in config.task_entry.columns:
         column = getattr(data, name)
         if column is not None and column not in row:
             close = difflib.get_close_matches(column, row, n=1)

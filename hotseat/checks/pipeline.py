@@ -13,7 +13,6 @@ from hotseat.checks import (
     hub,
     model_configs,
     named_files,
-    packages,
     plans,
     reward_columns,
     reward_servers,
@@ -54,7 +53,7 @@ RUN_DIRECTORY: Stage[Context] = (run_directory.is_free,)
 HUB: Stage[Context] = (hub.models_and_data,)
 # The user's code runs for the first time, and servers are connected to.
 USER_CODE: Stage[Context] = (reward_servers.servers, reward_trial.reward_functions, grader_settings.sandbox)
-PACKAGES: Stage[Context] = (packages.optional_packages,)
+PACKAGES: Stage[Context] = (capabilities.optional_packages,)
 # Without a cluster: for the devices of this machine, or those that the config names.
 PLACEMENT: Stage[PlanContext] = (
     plans.ranks_in_one_process,

@@ -40,7 +40,7 @@ def reference_of_preferences(context: PlanContext) -> Iterable[Problem]:
     """Find a reference of preferences elsewhere than the actor: each rank scores what it learns from."""
     plan = context.plan
     places = {role.name: [process.devices for process in role.processes] for role in plan.roles}
-    if context.config.task == "dpo" and "reference" in places and places["reference"] != places["actor"]:
+    if context.config.task_entry.compares_answers and "reference" in places and places["reference"] != places["actor"]:
         raise PlacementError(
             f"cluster.component_placement: reference on {plan.role('reference').on}, actor on {plan.role('actor').on}:"
             " in task dpo each rank of the actor holds the reference's part beside its own; leave reference out of the"
@@ -91,7 +91,7 @@ def transport(context: PlanContext) -> Iterable[Problem]:
     """Find a weight transport that this machine's devices cannot use. An existing cluster is checked later."""
     from hotseat.weights import check_transport
 
-    if context.config.task == "rl" and not is_cluster_there(context.config):
+    if context.config.has_rollouts and not is_cluster_there(context.config):
         check_transport(context.config.rollout.weight_transport, is_cuda=has_gpu())
     return ()
 

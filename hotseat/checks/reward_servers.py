@@ -22,7 +22,7 @@ def servers(context: Context) -> Iterator[Problem]:
     Nothing is sent: OpenRLHF's servers have no route but the one that scores.
     """
     config = context.config
-    if config.task != "rl":
+    if not config.has_rollouts:
         return
     if config.reward.url is not None:
         bearer_token()  # raises for one that cannot be sent

@@ -47,7 +47,7 @@ def reward_functions(context: Context) -> Iterator[Problem]:
     """Try the reward functions of a config, to find broken ones. What may be right is noted."""
     config, notes = context.config, context.notes
     limit_s = config.reward.trial_timeout_s
-    if config.task != "rl" or limit_s == 0:
+    if not config.has_rollouts or limit_s == 0:
         return
     max_gib = config.reward.max_memory_gib
     for key, path, data, num_samples in _reward_files(config):

@@ -22,7 +22,7 @@ STALENESS = (0, 1, 2)
 
 def print_auto(config: Config, inventory: str | None, path: Path, console: Console) -> None:
     """Print the best placements of a config, and how its own compares."""
-    if config.task != "rl":
+    if not config.has_rollouts:
         raise UserError(f"--auto places actor and rollout of task rl; the task of this config is {config.task}")
     profile = Profile.read(path)
     staleness = sorted({*STALENESS, config.overlap.staleness})

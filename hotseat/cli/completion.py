@@ -6,9 +6,7 @@ The script contains all words, so that completing does not start Python.
 from __future__ import annotations
 
 import argparse
-import types
 import typing
-from collections.abc import Iterator
 from typing import Any
 
 SHELLS = ("bash", "zsh", "fish")
@@ -89,11 +87,19 @@ def script(shell: str) -> str:
 
 def keys() -> dict[str, tuple[str, ...]]:
     """Return the keys of the config tree with the words that each accepts; none for numbers and free text."""
+    from hotseat.config.annotations import words_of
     from hotseat.config.load import fields_of
-    from hotseat.config.names import names_of
     from hotseat.config.schema import Config
 
-    return {key: (*names_of(info), *_words(info.annotation)) for key, info in fields_of(Config)}
+    def words(info: Any) -> tuple[str, ...]:
+        if typing.get_origin(info.annotation) in (dict, list):
+            return ()
+        return (
+            *words_of(info),
+            *(("true", "false") if bool in (info.annotation, *typing.get_args(info.annotation)) else ()),
+        )
+
+    return {key: words(info) for key, info in fields_of(Config)}
 
 
 def _source(name: str) -> Any:
@@ -124,14 +130,3 @@ def _preambles() -> dict[str, str]:
         "zsh": _ZSH.format(keys=words, values=values),
         "fish": _FISH.format(keys=words, assignments=assignments),
     }
-
-
-def _words(annotation: Any) -> Iterator[str]:
-    origin = typing.get_origin(annotation)
-    if origin is typing.Literal:
-        yield from map(str, typing.get_args(annotation))
-    elif origin in (typing.Union, types.UnionType):
-        for member in typing.get_args(annotation):
-            yield from _words(member)
-    elif annotation is bool:
-        yield from ("true", "false")

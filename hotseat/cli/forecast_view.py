@@ -23,12 +23,13 @@ from hotseat.loop.rl.forecast import (
     without_queueing,
 )
 from hotseat.placement import EngineMemory, ForwardMemory, ModelShape, Plan, TrainMemory, shares_devices
-from hotseat.planning.config_plan import make_plan, role_specs
+from hotseat.planning.config_plan import make_plan
+from hotseat.planning.role_specs import role_specs
 
 
 def check_recorded(config: Config, run_dir: Path) -> Config:
     """Return the config of a run whose costs hold for this one, too: that of an RL run with the same models."""
-    if config.task != "rl":
+    if not config.has_rollouts:
         raise UserError(f"--from predicts what staleness gains in task rl; the task of this config is {config.task}")
     recorded = _recorded_config(run_dir)
     here, there = _models(config), _models(recorded)
@@ -60,7 +61,7 @@ def _recorded_config(run_dir: Path) -> Config:
     if not path.is_file():
         raise UserError(f"--from {run_dir}: there is no {path}; name the directory of a run")
     recorded = loads_saved(path.read_text())
-    if recorded.task != "rl":
+    if not recorded.has_rollouts:
         raise UserError(f"--from {run_dir}: that run's task is {recorded.task}; name the directory of an RL run")
     return recorded
 

@@ -92,7 +92,9 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     if command == "resume":
         resume.epilog = f"{resume.epilog}\n{_what_may_change()}\n\n{help_texts.EXIT_CODES}"
 
-    replay = _command(commands, "replay", _replay, "train a recorded run again from its kept groups, without engines")
+    replay = _command(
+        commands, "replay", "cli.replay:run_replay", "train a recorded run again from its kept groups, without engines"
+    )
     replay.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run that had log.keep_rollouts=true")
     offline_arguments.add_overrides(replay, "settings that are to differ from the run's")
 
@@ -172,7 +174,9 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         help="instead, print the five placements of an RL run that are fastest by what `hotseat profile` measured",
     )
 
-    profile = _command(commands, "profile", _profile, "measure the phases of an RL run at a few sizes, in short runs")
+    profile = _command(
+        commands, "profile", "cli.profile:run_profile", "measure the phases of an RL run at a few sizes, in short runs"
+    )
     _add_config_arguments(profile)
     profile.add_argument("-o", "--output", metavar="FILE", default="profile.json", help="default: %(default)s")
     profile.add_argument("--sizes", metavar="FACTORS", help="batches to measure, as multiples of the config's: 0.5,1,2")
@@ -295,12 +299,6 @@ def _resume(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _replay(arguments: argparse.Namespace) -> int:
-    from hotseat.cli.replay import run_replay
-
-    return run_replay(Path(arguments.run_dir), arguments.overrides)
-
-
 def _ledger(arguments: argparse.Namespace) -> int:
     from hotseat.cli.ledger_view import show_ledger
 
@@ -365,14 +363,6 @@ def _plan(arguments: argparse.Namespace) -> int:
 
             print_forecast(chosen.config, made, recorded, Path(arguments.recorded), make_console())
     return REFUSED if made.verdict == "does_not_fit" else OK
-
-
-def _profile(arguments: argparse.Namespace) -> int:
-    from hotseat.cli.profile import numbers, run_profile, whole_numbers
-
-    factors = None if arguments.sizes is None else numbers(arguments.sizes)
-    sizes = None if arguments.tensor_parallel is None else whole_numbers(arguments.tensor_parallel)
-    return run_profile(arguments.config, arguments.overrides, Path(arguments.output), factors, sizes)
 
 
 def _explain(arguments: argparse.Namespace) -> int:

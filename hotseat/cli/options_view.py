@@ -12,11 +12,10 @@ import types
 import typing
 from typing import Any
 
-from hotseat.config.annotations import ALL
+from hotseat.config.annotations import ALL, NameIn, tables_of
 from hotseat.config.load import fields_of
-from hotseat.config.names import NameIn, tables_of
 from hotseat.config.schema import Config, conditions_of, tasks_of
-from hotseat.config.unsupported import UNBUILT
+from hotseat.config.unsupported import UNSUPPORTED
 from hotseat.errors import UserError
 
 INDENT = " " * 4
@@ -65,20 +64,10 @@ def options(section: str) -> list[dict[str, Any]]:
             "meaning": _meaning(info),
             "tasks": list(tasks_of(key)),
             "if": list(dict.fromkeys(condition.words_at(at) for at, condition in conditions_of(key))),
-            "unsupported": _not_built(key),
+            "unsupported": UNSUPPORTED.get(key),
         }
         for key, info in rows
     ]
-
-
-def _not_built(key: str) -> str | None:
-    """Return the unbuilt feature without which a key, or some of its values, cannot be used."""
-    for unbuilt in UNBUILT:
-        if unbuilt.owns(key):
-            return unbuilt.what
-        if key == unbuilt.key and unbuilt.values:
-            return f"{unbuilt.what} ({', '.join(map(str, unbuilt.values))})"
-    return None
 
 
 def _as_yaml(value: Any) -> str:
@@ -88,15 +77,15 @@ def _as_yaml(value: Any) -> str:
 
 def _meaning(info: Any) -> str:
     """Describe a field, and each of the names that it takes."""
+    if typing.get_origin(info.annotation) is dict:
+        return str(info.description)
     names = (f"{name}: {entry.summary}" for table in tables_of(info) for name, entry in table.items())
     return " ".join([info.description, *names])
 
 
 def _takes(info: Any) -> str:
     """Describe the values of a field in words."""
-    names = [name for table in tables_of(info) for name in table]
-    others = [] if any(isinstance(mark, NameIn) for mark in info.metadata) else [_words(info.annotation)]
-    return " | ".join([*names, *others])
+    return next((" | ".join(mark.table) for mark in info.metadata if isinstance(mark, NameIn)), _words(info.annotation))
 
 
 def _words(annotation: Any) -> str:
@@ -107,7 +96,7 @@ def _words(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " | ".join(dict.fromkeys(_words(member) for member in members if member is not type(None)))
     if origin is typing.Annotated:
-        return _words(members[0])
+        return next((" | ".join(mark.table) for mark in members if isinstance(mark, NameIn)), _words(members[0]))
     if origin is list or origin is tuple:
         return "list"
     if origin is dict or (isinstance(annotation, type) and hasattr(annotation, "model_fields")):

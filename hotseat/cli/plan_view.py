@@ -28,12 +28,12 @@ from hotseat.placement import (
     Route,
     format_ranges,
     format_ranks,
-    section_of,
 )
 from hotseat.placement.inventory import ranges
 from hotseat.placement.memory import FITS_BELOW, UNSHARDED_GRADIENTS, total
 from hotseat.planning.advisor import MAX_SEARCHED, Advice
 from hotseat.planning.budgets import ChosenBudgets, describe
+from hotseat.registry.roles import role_entry
 
 _LETTERS = {
     Part.WEIGHTS: "w",
@@ -169,10 +169,8 @@ def _verdict(plan: Plan, console: Console) -> None:
         cached = [holding.role for holding in step.holdings if holding.part == Part.KV_CACHE and holding.is_resident]
         engine = next((role for role in map(plan.role, cached) if role.share is not None), None)
         if step.verdict == "tight" and engine is not None:
-            share_text = (
-                f"An engine fills its share ({section_of(engine.name)}.memory_share {engine.share:g}) with KV cache"
-            )
-            console.print(Text(f"{share_text}; a smaller share leaves more room"))
+            own = f"{role_entry(engine.name).section}.memory_share {engine.share:g}"
+            console.print(Text(f"An engine fills its share ({own}) with KV cache; a smaller share leaves more room"))
     if plan.verdict == "tight":
         console.print(
             Text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import platform
 import tempfile
@@ -23,12 +24,13 @@ MAX_FACTOR = 4  # a larger batch than this many steps is not measured
 RUN_NAME = "measured"
 
 
-def run_profile(
-    path: str, overrides: Sequence[str], output: Path, factors: Sequence[float] | None, sizes: Sequence[int] | None
-) -> int:
+def run_profile(arguments: argparse.Namespace) -> int:
     """Make a short run at each size, and write what was measured so far after each of them."""
-    config = load(path, overrides)
-    if config.task != "rl":
+    factors = None if arguments.sizes is None else numbers(arguments.sizes)
+    sizes = None if arguments.tensor_parallel is None else whole_numbers(arguments.tensor_parallel)
+    path, output = arguments.config, Path(arguments.output)
+    config = load(path, arguments.overrides)
+    if not config.has_rollouts:
         raise UserError(f"task is {config.task}: `hotseat profile` measures the phases of task rl")
     refuse_fixed_roles(config)
     from hotseat.loop.start import start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import filecmp
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,10 @@ from hotseat.errors import UserError
 from hotseat.loop.state.saving import MODEL
 
 
-def run_replay(run_dir: Path, overrides: Sequence[str]) -> int:
+def run_replay(arguments: argparse.Namespace) -> int:
     """Replay a run; print whether its weights are those of the recorded run, if that has ended. Return an exit code."""
-    config = replay_config(run_dir, overrides)
+    run_dir = Path(arguments.run_dir)
+    config = replay_config(run_dir, arguments.overrides)
     from hotseat.loop.rl.replay_stream import Recording
     from hotseat.loop.run import start
 

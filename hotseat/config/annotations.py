@@ -1,26 +1,48 @@
-"""What stands beside the type of an option in the schema: its tasks, and whether it may change when a run resumes.
+"""Annotations of the options of the schema: names in tables as values, tasks, and changes when a run resumes.
 
 The conditions under which it has an effect, which stand there too, are in `conditions.py`.
 """
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, get_args
+from typing import Annotated, Any
 
-TaskName = Literal["rl", "sft", "rm", "dpo"]
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from hotseat.registry.backends import BACKENDS
+from hotseat.registry.corrections import CORRECTIONS
+from hotseat.registry.engines import ENGINES
+from hotseat.registry.estimators import ESTIMATORS
+from hotseat.registry.policy_losses import POLICY_LOSSES
+from hotseat.registry.preference_losses import PREFERENCE_LOSSES
+from hotseat.registry.roles import ROLES
+from hotseat.registry.tasks import TASKS, TaskEntry
 
 
 @dataclass(frozen=True)
 class Tasks:
     """The tasks in which an option, or a section without its exceptions, has an effect."""
 
-    names: tuple[TaskName, ...]
+    holds: Callable[[TaskEntry], bool]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, entry in TASKS.items() if self.holds(entry))
 
 
-RL, SFT, RM, DPO, ALL = Tasks(("rl",)), Tasks(("sft",)), Tasks(("rm",)), Tasks(("dpo",)), Tasks(get_args(TaskName))
-RL_OR_SFT, RL_OR_DPO, PAIRS = Tasks(("rl", "sft")), Tasks(("rl", "dpo")), Tasks(("rm", "dpo"))
+ALL = Tasks(lambda task: True)
+RL = Tasks(lambda task: task.has_rollouts)
+SFT = Tasks(lambda task: task.rows == "examples")
+PAIRS = Tasks(lambda task: task.rows == "pairs")
+RM = Tasks(lambda task: task.has_scalar_head)
+DPO = Tasks(lambda task: task.compares_answers)
+RL_OR_SFT = Tasks(lambda task: task.rows != "pairs")
+RL_OR_DPO = Tasks(lambda task: task.has_rollouts or task.compares_answers)
 
 
 class MayChange(Enum):
@@ -43,3 +65,54 @@ class MayChange(Enum):
     MICRO_BATCHES = "micro-batches"
     RECOMPUTATION = "recomputation"
     LIMITS = "limits and warnings"
+
+
+@dataclass(frozen=True, eq=False)
+class NameIn:
+    """Marks a field whose values are the names in a table, as they are when a config is read."""
+
+    table: Mapping[str, Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def _check(self, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.table:
+            raise PydanticCustomError("literal_error", "not a name in the table")
+        return value
+
+
+EstimatorName = Annotated[str, NameIn(ESTIMATORS)]
+PolicyLossName = Annotated[str, NameIn(POLICY_LOSSES)]
+PreferenceLossName = Annotated[str, NameIn(PREFERENCE_LOSSES)]
+CorrectionName = Annotated[str, NameIn(CORRECTIONS)]
+EngineName = Annotated[str, NameIn(ENGINES)]
+BackendName = Annotated[str, NameIn(BACKENDS)]
+RoleName = Annotated[str, NameIn(ROLES)]
+TaskName = Annotated[str, NameIn(TASKS)]
+
+
+def tables_of(field: Any) -> list[Mapping[str, Any]]:
+    """List the tables whose names a field takes."""
+    return [each.table for each in _leaves((field.annotation, *field.metadata)) if isinstance(each, NameIn)]
+
+
+def words_of(field: Any) -> list[str]:
+    """List the words that a field takes, or what is in its values: names in tables, and literals."""
+    words: list[str] = []
+    for each in _leaves((field.annotation, *field.metadata)):
+        if isinstance(each, NameIn):
+            words.extend(each.table)
+        elif typing.get_origin(each) is typing.Literal:
+            words.extend(map(str, typing.get_args(each)))
+    return words
+
+
+def _leaves(parts: Iterable[Any]) -> Iterator[Any]:
+    """Yield literals, and whatever else in these annotations contains no other."""
+    for part in parts:
+        members = typing.get_args(part)
+        if not members or typing.get_origin(part) is typing.Literal:
+            yield part
+        else:
+            yield from _leaves(members)

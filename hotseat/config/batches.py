@@ -92,7 +92,7 @@ def batch_algebra(config: Config, num_ranks: int, num_rows: int | None = None) -
     `num_ranks` is the data-parallel size of the actor. `num_rows` counts the data set; unset takes `data.max_samples`,
     which bounds it.
     """
-    train, rollout, is_rl = config.train, config.rollout, config.task == "rl"
+    train, rollout, is_rl = config.train, config.rollout, config.has_rollouts
     group = rollout.samples_per_prompt if is_rl else 1
     prompts = rollout.batch_size if is_rl else train.batch_size
     samples = prompts * group
@@ -131,7 +131,7 @@ def batch_algebra(config: Config, num_ranks: int, num_rows: int | None = None) -
         optimizer_steps_per_step=optimizer_steps,
         train_micro_batches=train_micro_batches,
         score_micro_batches=score_micro_batches,
-        tokens_per_step=samples * config.data.max_length * (2 if config.task in ("rm", "dpo") else 1),
+        tokens_per_step=samples * config.data.max_length * config.task_entry.sequences_per_row,
         num_rows=total_rows,
         is_bound=num_rows is None,
         num_steps=num_steps,
@@ -167,7 +167,7 @@ def left_over_note(algebra: BatchAlgebra, config: Config) -> str | None:
     """Say how many rows at the end of the last pass are not learned from, and what would use them; None: no row."""
     if not algebra.num_dropped_rows or algebra.num_rows is None:
         return None
-    is_rl, rows = config.task == "rl", algebra.num_rows
+    is_rl, rows = config.has_rollouts, algebra.num_rows
     what, key = ("prompt", "rollout.batch_size") if is_rl else ("row", "train.batch_size")
     passes = config.train.num_episodes if is_rl else config.train.max_epochs
     unless = ", unless they replace filtered ones" if is_rl and config.algorithm.filtering.enabled else ""
@@ -181,7 +181,7 @@ def left_over_note(algebra: BatchAlgebra, config: Config) -> str | None:
 def explain(algebra: BatchAlgebra, config: Config) -> list[tuple[str, str, str]]:
     """Return rows of (name, number, derivation) of every count, to be printed."""
     train, rollout, data = config.train, config.rollout, config.data
-    is_rl = config.task == "rl"
+    is_rl = config.has_rollouts
     rows: list[tuple[str, str, str]] = []
     group = rollout.samples_per_prompt
     if is_rl:
@@ -201,7 +201,7 @@ def explain(algebra: BatchAlgebra, config: Config) -> list[tuple[str, str, str]]
     if is_rl:
         count, whole = algebra.score_micro_batches, algebra.samples_per_step
         rows.append(_micro_row("log-prob micro-batches per rank", count, whole, rollout, algebra))
-    sequences = "sequences" if config.task in ("rl", "sft") else "pairs"
+    sequences = "pairs" if config.task_entry.rows == "pairs" else "sequences"
     each = f"{data.max_length:,}" if sequences == "sequences" else f"2 x {data.max_length:,}"
     rows.append(
         (

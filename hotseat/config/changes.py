@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotseat.config.annotations import MayChange, TaskName
+from hotseat.config.annotations import MayChange
 from hotseat.config.conflicts import no_effect
 from hotseat.config.hiding import without_secrets
 from hotseat.config.load import nearest_key, valid_keys
@@ -41,9 +41,10 @@ class Change:
         return f"{self.key}: {before} when the checkpoint was written, now {after}"
 
 
-def may_change(task: TaskName | None = None) -> list[tuple[str, tuple[str, ...]]]:
-    """Return (subject, keys) of what may change without `allow_changes`, for one task or for all of them."""
-    subjects = [subject for subject in MayChange if task != "rl" or subject is not MayChange.PASSES]
+def may_change(config: Config | None = None) -> list[tuple[str, tuple[str, ...]]]:
+    """Return (subject, keys) of what may change without `allow_changes`, for one config or for all of them."""
+    is_rl = config is not None and config.has_rollouts
+    subjects = [subject for subject in MayChange if not is_rl or subject is not MayChange.PASSES]
     return [(subject.value, changeable_keys(subject)) for subject in subjects]
 
 
@@ -54,7 +55,7 @@ def changes_between(saved: str, config: Config) -> list[Change]:
     then, now = _flat(before.model_dump(mode="json")), _flat(resumed.model_dump(mode="json"))
     allowed = config.checkpoint.allow_changes
     _check_keys(allowed)
-    free = [key for _, keys in may_change(config.task) for key in keys]
+    free = [key for _, keys in may_change(config) for key in keys]
     different = [key for key in dict.fromkeys((*now, *then)) if then.get(key) != now.get(key)]
     idle = {key for key, _ in no_effect(resumed, different)}
     accepted: list[Change] = []

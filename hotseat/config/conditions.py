@@ -33,10 +33,12 @@ from hotseat.config.presence import (
 )
 from hotseat.config.resolved import correction_kind, divides_by_deviation, uses_k1_loss
 from hotseat.registry.backends import BACKENDS, backend_entry
-from hotseat.registry.engines import engine_entry, with_option
-from hotseat.registry.estimators import estimator_entry, estimators_that
-from hotseat.registry.policy_losses import losses_that, policy_loss_entry
-from hotseat.registry.preference_losses import PREFERENCE_LOSSES, losses_with, preference_loss_entry
+from hotseat.registry.corrections import CORRECTIONS, NO_CORRECTION, correction_entry
+from hotseat.registry.engines import ENGINES, engine_entry
+from hotseat.registry.estimators import ESTIMATORS, estimator_entry
+from hotseat.registry.lookup import names_that, names_with
+from hotseat.registry.policy_losses import POLICY_LOSSES, policy_loss_entry
+from hotseat.registry.preference_losses import PREFERENCE_LOSSES, preference_loss_entry
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
@@ -109,7 +111,9 @@ def _names(option: str, holds: Callable[[str], bool], names: list[str]) -> Besid
 
 def _has_option(option: str) -> Beside:
     """Return the condition that the loss of preferences has an option."""
-    return _names("loss", lambda name: option in preference_loss_entry(name).options, losses_with(option))
+    return _names(
+        "loss", lambda name: option in preference_loss_entry(name).options, names_with(PREFERENCE_LOSSES, option)
+    )
 
 
 def _is_set(name: str, so: str = "") -> Beside:
@@ -129,7 +133,7 @@ def engine_has(option: str, name: str = "engine") -> Beside:
     return Beside(
         name,
         lambda engine: option in engine_entry(engine).options,
-        f"is {' or '.join(entry.name for entry in with_option(option))}",
+        f"is {' or '.join(names_with(ENGINES, option))}",
         lambda engine: f"{{key}} is {engine_entry(engine).without(option)}",
     )
 
@@ -141,8 +145,8 @@ def _without_simulator(because: str) -> Condition:
 ENABLED = _is("enabled", True)
 
 # Models and roles
-_WITH_CRITIC = " or ".join(estimators_that("needs_critic"))
-_DISCOUNTING = estimators_that("discounts")
+_WITH_CRITIC = " or ".join(names_that(ESTIMATORS, "needs_critic"))
+_DISCOUNTING = names_that(ESTIMATORS, "discounts")
 CRITIC = Condition(
     f"algorithm.estimator is {_WITH_CRITIC}",
     has_critic,
@@ -150,12 +154,12 @@ CRITIC = Condition(
 )
 REFERENCE = Condition(
     "in rl algorithm.kl.coef or algorithm.distill_coef is above 0",
-    lambda c: c.task != "rl" or has_reference(c),
+    lambda c: not c.has_rollouts or has_reference(c),
     "algorithm.kl.coef is 0, so there is no reference model",
 )
 COMPARED = Condition(
     f"in dpo algorithm.dpo.loss is {' or '.join(n for n, entry in PREFERENCE_LOSSES.items() if entry.has_reference)}",
-    lambda c: c.task != "dpo" or compares_with_reference(c),
+    lambda c: not c.task_entry.compares_answers or compares_with_reference(c),
     lambda c: f"algorithm.dpo.loss {c.algorithm.dpo.loss} has no reference",
 )
 OTHER_REFERENCE = Condition(
@@ -276,7 +280,7 @@ PATH, IMAGE_KEY = _is_set("path"), _is_set("image_key")
 NO_CHAT_TEMPLATE = _is("apply_chat_template", False, because="{key} renders the prompt instead")
 CHAT_TEMPLATE = Condition(
     "data.apply_chat_template is true, or an agent plays",
-    lambda c: c.data.apply_chat_template or (c.task == "rl" and has_agent(c)),
+    lambda c: c.data.apply_chat_template or (c.has_rollouts and has_agent(c)),
     "data.apply_chat_template is false",
 )
 IMAGES = Condition(
@@ -310,21 +314,23 @@ DEVIATION = Condition(
         else f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation"
     ),
 )
-DUAL_CLIP = _names("policy_loss", lambda name: policy_loss_entry(name).has_dual_clip, losses_that("has_dual_clip"))
+DUAL_CLIP = _names(
+    "policy_loss", lambda name: policy_loss_entry(name).has_dual_clip, names_that(POLICY_LOSSES, "has_dual_clip")
+)
 CORRECTION = Condition(
-    "algorithm.correction.kind is not none",
-    lambda c: correction_kind(c) != "none",
-    "algorithm.correction.kind is none",
+    f"algorithm.correction.kind is not {NO_CORRECTION}",
+    lambda c: correction_kind(c) != NO_CORRECTION,
+    f"algorithm.correction.kind is {NO_CORRECTION}",
 )
 CORRECTION_BOUNDS = Condition(
-    "algorithm.correction.kind is not rollout-ratio",
-    lambda c: correction_kind(c) != "rollout-ratio",
-    "algorithm.correction.kind is rollout-ratio, which algorithm.clip_low and clip_high bound",
+    f"algorithm.correction.kind is not {' or '.join(names_that(CORRECTIONS, 'replaces_ratio'))}",
+    lambda c: not correction_entry(correction_kind(c)).replaces_ratio,
+    lambda c: f"algorithm.correction.kind is {correction_kind(c)}, which algorithm.clip_low and clip_high bound",
 )
 CORRECTION_WEIGHTS = Condition(
     CORRECTION_BOUNDS.words,
     CORRECTION_BOUNDS.holds,
-    "algorithm.correction.kind is rollout-ratio, which has no weights",
+    lambda c: f"algorithm.correction.kind is {correction_kind(c)}, which has no weights",
 )
 REJECTION = _is_set("reject", ", so no answer is dropped")
 K1_REJECTION = _is("reject", "k1", because="{key} is not k1; the other divergences have no lower bound")

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hotseat.config import conflicts
+from hotseat.config.annotations import words_of
 from hotseat.config.component_names import as_written, with_roles
-from hotseat.config.names import names_of
 from hotseat.config.schema import FORMS, Config, EvaluationConfig, FunctionPath
 from hotseat.config.yaml_lines import Document, KeyPath, dotted, dump, parse_value, read_yaml
 from hotseat.errors import ConfigError, Problem
@@ -321,20 +321,10 @@ def _takes_function(path: KeyPath) -> bool:
 def _literals_at(path: KeyPath) -> list[str]:
     """Return the words that the field at a path accepts, or the entries of the mapping around it."""
     section: type[BaseModel] | None = Config
-    annotation: Any = None
     words: list[str] = []
     for part in path:
         if section is not None and part in section.model_fields:
             field = section.model_fields[str(part)]
-            annotation, words = field.annotation, names_of(field)
-            section = next(_sections_in(annotation), None)
-
-    def collect(annotation: Any) -> None:
-        if typing.get_origin(annotation) is typing.Literal:
-            words.extend(str(value) for value in typing.get_args(annotation))
-        else:
-            for member in typing.get_args(annotation):
-                collect(member)
-
-    collect(annotation)
+            words = words_of(field)
+            section = next(_sections_in(field.annotation), None)
     return words

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hotseat.registry.estimators import estimator_entry
 from hotseat.registry.preference_losses import preference_loss_entry
-from hotseat.registry.roles import RoleName, role_entry
+from hotseat.registry.roles import role_entry
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
@@ -23,19 +23,19 @@ def needs_siblings(config: Config) -> bool:
 
 
 def has_critic(config: Config) -> bool:
-    return config.task == "rl" and estimator_entry(config.algorithm.estimator).needs_critic
+    return config.has_rollouts and estimator_entry(config.algorithm.estimator).needs_critic
 
 
 def has_reference(config: Config) -> bool:
     """Return whether the run loads a reference model."""
-    if config.task == "dpo":
+    if config.task_entry.compares_answers:
         return compares_with_reference(config) and not is_base_reference(config)
-    return config.task == "rl" and (config.algorithm.kl.coef > 0 or config.algorithm.distill_coef > 0)
+    return config.has_rollouts and (config.algorithm.kl.coef > 0 or config.algorithm.distill_coef > 0)
 
 
 def compares_with_reference(config: Config) -> bool:
     """Return whether the loss of preferences takes log-probs of a reference."""
-    return config.task == "dpo" and preference_loss_entry(config.algorithm.dpo.loss).has_reference
+    return config.task_entry.compares_answers and preference_loss_entry(config.algorithm.dpo.loss).has_reference
 
 
 def is_base_reference(config: Config) -> bool:
@@ -69,12 +69,12 @@ def task_numbers(path: str | None) -> tuple[int, int] | None:
 
 def has_simulator(config: Config) -> bool:
     """Tell whether the policy acts in a simulator."""
-    return config.task == "rl" and config.env.path is not None
+    return config.has_rollouts and config.env.path is not None
 
 
 def has_env(config: Config) -> bool:
     """Tell whether the run has the role env: a simulator is named, or the placement names the role."""
-    return config.task == "rl" and (is_placed(config, "env") or has_simulator(config))
+    return config.has_rollouts and (is_placed(config, "env") or has_simulator(config))
 
 
 def has_images(config: Config) -> bool:
@@ -89,8 +89,8 @@ def has_evaluation(config: Config) -> bool:
 
 def has_reward_model(config: Config) -> bool:
     """Return whether the run has a reward model: named, or placed while the config names no other source of rewards."""
-    if config.task != "rl" or config.reward.model is not None:
-        return config.task == "rl"
+    if not config.has_rollouts or config.reward.model is not None:
+        return config.has_rollouts
     reward = config.reward
     has_other_source = (
         reward.function is not None
@@ -114,7 +114,7 @@ def has_code_grader(config: Config) -> bool:
 
 def has_judge(config: Config) -> bool:
     """Return whether a model judges answers."""
-    return config.task == "rl" and config.reward.judge.rubric is not None
+    return config.has_rollouts and config.reward.judge.rubric is not None
 
 
 def has_judge_engine(config: Config) -> bool:
@@ -129,7 +129,7 @@ def has_accuracy(config: Config) -> bool:
 
 def has_inference(config: Config) -> bool:
     """Return whether a copy of the policy computes old log-probs on its own devices: if the placement names it."""
-    return config.task == "rl" and is_placed(config, "inference")
+    return config.has_rollouts and is_placed(config, "inference")
 
 
 def placed_roles(config: Config) -> set[str]:
@@ -150,13 +150,13 @@ def is_on_actor(config: Config, role: str) -> bool:
 
 
 # When the run has a process of each role.
-_PRESENT: dict[RoleName, Callable[[Config], bool]] = {
+_PRESENT: dict[str, Callable[[Config], bool]] = {
     "actor": lambda config: True,
     "critic": has_critic,
     "reference": has_reference,
     "reward": has_reward_model,
     "judge": has_judge_engine,
-    "rollout": lambda config: config.task == "rl",
+    "rollout": lambda config: config.has_rollouts,
     "env": has_env,
     "inference": has_inference,
 }
@@ -168,6 +168,6 @@ def roles_of(config: Config) -> tuple[str, ...]:
     Outside of RL the actor is the first: a reference scores what it learns from.
     """
     present: list[str] = [name for name, is_present in _PRESENT.items() if is_present(config)]
-    if config.task != "rl":
+    if not config.has_rollouts:
         return tuple(present)
     return tuple(sorted([*present, *config.components], key=lambda name: role_entry(name).turn))

@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, get_args
 
 from hotseat.config.presence import has_agent, has_simulator
+from hotseat.registry.corrections import NO_CORRECTION, OFF_POLICY_CORRECTION, OFF_POLICY_EPISODE_CORRECTION
 from hotseat.registry.estimators import estimator_entry
-from hotseat.registry.policy_losses import Aggregation, losses_that, policy_loss_entry
+from hotseat.registry.lookup import names_that
+from hotseat.registry.policy_losses import POLICY_LOSSES, Aggregation, policy_loss_entry
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
 
 KlEstimator = Literal["k1", "k2", "k3"]
-CorrectionKind = Literal["none", "tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "rollout-ratio"]
 Step = Literal["token", "action", "chunk"]
 STEPS: tuple[Step, ...] = get_args(Step)  # the shortest first
 
@@ -79,13 +80,14 @@ def samples_in_8_bits(config: Config) -> bool:
     return config.rollout.quantization is not None or config.rollout.kv_cache_dtype is not None
 
 
-def correction_kind(config: Config) -> CorrectionKind:
+def correction_kind(config: Config) -> str:
     """Return the off-policy correction of a run: the one that is set, or one that fits the origin of its samples."""
     if config.algorithm.correction.kind is not None:
         return config.algorithm.correction.kind
     if config.overlap.staleness == 0 and not samples_in_8_bits(config):
-        return "none"
-    return "rollout-ratio" if policy_loss_entry(config.algorithm.policy_loss).has_episode_ratio else "tis"
+        return NO_CORRECTION
+    has_episode_ratio = policy_loss_entry(config.algorithm.policy_loss).has_episode_ratio
+    return OFF_POLICY_EPISODE_CORRECTION if has_episode_ratio else OFF_POLICY_CORRECTION
 
 
 def uses_k1_loss(config: Config) -> bool:
@@ -98,7 +100,7 @@ def prompt_max_length(config: Config) -> int:
     """Return the most tokens that a prompt may have."""
     if config.data.prompt_max_length is not None:
         return config.data.prompt_max_length
-    if config.rollout.max_new_tokens is not None and config.task == "rl":
+    if config.rollout.max_new_tokens is not None and config.has_rollouts:
         return config.data.max_length - config.rollout.max_new_tokens
     return config.data.max_length // 2
 
@@ -108,7 +110,7 @@ def prompt_limit(config: Config) -> tuple[str, str]:
     length, data = prompt_max_length(config), config.data
     if data.prompt_max_length is not None:
         return f"data.prompt_max_length {length}", "raise data.prompt_max_length and data.max_length"
-    if config.rollout.max_new_tokens is not None and config.task == "rl":
+    if config.rollout.max_new_tokens is not None and config.has_rollouts:
         sampled = config.rollout.max_new_tokens
         return (
             f"{length} (data.max_length {data.max_length} - rollout.max_new_tokens {sampled})",
@@ -154,7 +156,7 @@ def shortest_kl_horizon(config: Config) -> float:
 
 def resolved_notes(config: Config) -> list[str]:
     """Return the notes of a run's start about settings that differ from what the algorithm's name stands for."""
-    if config.task != "rl":
+    if not config.has_rollouts:
         return []
     algorithm, notes = config.algorithm, []
     loss, estimator = policy_loss_entry(algorithm.policy_loss), estimator_entry(algorithm.estimator)
@@ -164,7 +166,7 @@ def resolved_notes(config: Config) -> list[str]:
         notes.append(f"algorithm.aggregation is {used}; {whose}'s own is {own}, which is used if it is unset")
     if algorithm.aggregation is None and loss.aggregation not in (None, used):
         of_loss = f"; {loss.name}'s paper has {loss.aggregation}" if loss.source else ""
-        others = " and ".join(losses_that("has_episode_ratio"))
+        others = " and ".join(names_that(POLICY_LOSSES, "has_episode_ratio"))
         notes.append(
             f"algorithm.aggregation is unset and {used}, which is that of algorithm.estimator {algorithm.estimator}"
             f" with any policy_loss but {others}{of_loss}: set algorithm.aggregation to choose another"
@@ -180,12 +182,12 @@ def resolved_notes(config: Config) -> list[str]:
             " it adds noise and does not keep the policy near the reference; set k2 or k3 (--kl_estimator), or put it"
             " into the reward"
         )
-    if config.overlap.staleness > 0 and correction_kind(config) == "none":
+    if config.overlap.staleness > 0 and correction_kind(config) == NO_CORRECTION:
         notes.append(
             f"warning: overlap.staleness is {config.overlap.staleness} and algorithm.correction.kind is none: samples"
             " of older weights are learned from as if they were of the current policy; leave it unset to correct that"
         )
-    elif samples_in_8_bits(config) and correction_kind(config) == "none":
+    elif samples_in_8_bits(config) and correction_kind(config) == NO_CORRECTION:
         notes.append(
             "warning: engines sample in 8 bits and algorithm.correction.kind is none: samples are learned from as if"
             " they were of the trainer's policy; leave it unset to correct that"

@@ -13,6 +13,7 @@ from typing import Any
 from hotseat.config.load import loads, to_yaml
 from hotseat.config.schema import Config
 from hotseat.config.yaml_lines import dump, read_yaml
+from hotseat.registry.tasks import DEFAULT_TASK, task_entry
 
 MARK = "# hotseat config, format 3\n"
 SECOND = "# hotseat config, format 2\n"
@@ -42,7 +43,7 @@ def _with_second_defaults(text: str) -> str:
 
 def _with_first_defaults(text: str) -> str:
     values: dict[str, Any] = read_yaml(text).values
-    is_rl = values.get("task", "rl") == "rl"
+    is_rl = task_entry(values.get("task", DEFAULT_TASK)).has_rollouts
     for name, size in (("train", 4), ("rollout", 16))[: 2 if is_rl else 1]:
         section = _section(values, name)
         if not section.keys() & {"max_tokens_per_device", "chosen_tokens_per_device"}:

@@ -16,14 +16,32 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hotseat.config import conditions as when
-from hotseat.config.annotations import ALL, DPO, PAIRS, RL, RL_OR_DPO, RL_OR_SFT, RM, SFT, MayChange, TaskName, Tasks
-from hotseat.config.names import EstimatorName, PolicyLossName, PreferenceLossName
-from hotseat.registry.backends import DEFAULT_BACKEND, BackendName, backend_entry
-from hotseat.registry.engines import DEFAULT_ENGINE, EngineName
+from hotseat.config.annotations import (
+    ALL,
+    DPO,
+    PAIRS,
+    RL,
+    RL_OR_DPO,
+    RL_OR_SFT,
+    RM,
+    SFT,
+    BackendName,
+    CorrectionName,
+    EngineName,
+    EstimatorName,
+    MayChange,
+    PolicyLossName,
+    PreferenceLossName,
+    RoleName,
+    TaskName,
+    Tasks,
+)
+from hotseat.registry.backends import DEFAULT_BACKEND, backend_entry
+from hotseat.registry.engines import DEFAULT_ENGINE
 from hotseat.registry.estimators import DEFAULT_ESTIMATOR
 from hotseat.registry.policy_losses import DEFAULT_POLICY_LOSS
 from hotseat.registry.preference_losses import DEFAULT_PREFERENCE_LOSS
-from hotseat.registry.roles import RoleName
+from hotseat.registry.tasks import DEFAULT_TASK, TaskEntry, task_entry
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -598,7 +616,7 @@ class KlConfig(Section):
 
 
 class CorrectionConfig(Section):
-    kind: Literal["none", "tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "rollout-ratio"] | None = None
+    kind: CorrectionName | None = None
     """Correction of the gap between engine and trainer; unset is none; if stale or 8-bit, tis or rollout-ratio."""
     low: Annotated[Amount, when.CORRECTION, when.CORRECTION_BOUNDS] = 0.5
     """Lower bound of the ratio."""
@@ -941,8 +959,8 @@ class LogConfig(Section):
 class Config(Section):
     """A whole run."""
 
-    task: TaskName = "rl"
-    """What to train: a policy by RL, or a model by SFT, on pairs (rm) or on preferences (dpo)."""
+    task: TaskName = DEFAULT_TASK
+    """What to train, and how."""
     name: Annotated[str | None, MayChange.LOGGING] = None
     """Name of the run; unset is the task and the first number that is free, such as `rl-1`."""
     run_dir: Annotated[str, MayChange.LOGGING] = "runs"
@@ -992,6 +1010,14 @@ class Config(Section):
     log: Annotated[LogConfig, MayChange.LOGGING] = LogConfig()
     """Metrics and samples to record."""
 
+    @property
+    def task_entry(self) -> TaskEntry:
+        return task_entry(self.task)
+
+    @property
+    def has_rollouts(self) -> bool:
+        return self.task_entry.has_rollouts
+
 
 @functools.cache
 def annotations_of(key: str) -> tuple[tuple[str, Any], ...]:
@@ -1008,7 +1034,7 @@ def annotations_of(key: str) -> tuple[tuple[str, Any], ...]:
     return tuple(found)
 
 
-def tasks_of(key: str) -> tuple[TaskName, ...]:
+def tasks_of(key: str) -> tuple[str, ...]:
     """Return the tasks in which the option at a dotted key has an effect."""
     return next((each.names for _, each in reversed(annotations_of(key)) if isinstance(each, Tasks)), ALL.names)
 

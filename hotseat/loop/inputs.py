@@ -22,6 +22,7 @@ from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, columns_of, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
 from hotseat.errors import TooFewDevicesError, UserError
+from hotseat.extensions import load
 from hotseat.loop.settings.host_settings import environment_settings, image_limits, simulation_settings
 from hotseat.loop.settings.training_options import critic_options, train_options
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
@@ -211,11 +212,12 @@ class SupervisedData:
 
 def supervised(config: Config, tokenizer: Any) -> SupervisedData:
     """Read the data of a supervised task, and make its objective."""
-    makers = {"sft": _sft_data, "rm": _reward_model_data, "dpo": _preference_data}
-    return makers[config.task](config, tokenizer)
+    made: SupervisedData = load(config.task_entry.data)(config, tokenizer)
+    return made
 
 
-def _sft_data(config: Config, tokenizer: Any) -> SupervisedData:
+def sft_data(config: Config, tokenizer: Any) -> SupervisedData:
+    """Read examples, and make the objective of their tokens. The other tasks have functions of this form, too."""
     (examples, report), evaluation = _read(config, lambda rows: _examples(config, tokenizer, rows))
     notes = [
         f"{report.num_examples:,} examples, {report.num_learned_tokens:,} tokens to learn"
@@ -225,7 +227,7 @@ def _sft_data(config: Config, tokenizer: Any) -> SupervisedData:
     return SupervisedData(SftObjective(), examples, [] if evaluation is None else evaluation[0], notes)
 
 
-def _reward_model_data(config: Config, tokenizer: Any) -> SupervisedData:
+def reward_model_data(config: Config, tokenizer: Any) -> SupervisedData:
     (pairs, report), evaluation = _read(config, lambda rows: _pairs(config, tokenizer, rows))
     lost = _lost(config, report, evaluation)
     section = config.algorithm.reward_modelling
@@ -243,7 +245,7 @@ def _reward_model_data(config: Config, tokenizer: Any) -> SupervisedData:
     return SupervisedData(objective, pairs, evaluation[0], counts + notes)
 
 
-def _preference_data(config: Config, tokenizer: Any) -> SupervisedData:
+def preference_data(config: Config, tokenizer: Any) -> SupervisedData:
     (pairs, report), evaluation = _read(config, lambda rows: _pairs(config, tokenizer, rows))
     section = config.algorithm.dpo
     objective = PreferenceObjective(
@@ -327,7 +329,7 @@ def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
     """Return warnings about rows that are too long, to learn from and to evaluate on. Raises if too many are."""
     limit = f"data.max_length {config.data.max_length}"
     fix = "raise data.max_length"
-    if config.task == "rl":
+    if config.has_rollouts:
         limit, fix = prompt_limit(config)
     notes = []
     for source, each in (("data.path", report), ("eval.path", None if evaluation is None else evaluation[1])):
@@ -384,7 +386,7 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row], *input_keys: s
     prepared = prepare_rows(rows, store, data.image_key, *input_keys, is_chat=data.apply_chat_template)
     if not store.num_images:
         raise UserError(f"data.image_key {data.image_key!r}: no row has an image: correct it, or leave it unset")
-    if config.task == "rl" and engine_entry(config.rollout.engine).is_sized_by_images:
+    if config.has_rollouts and engine_entry(config.rollout.engine).is_sized_by_images:
         # What an environment shows later may be larger than all images of the data.
         others = has_agent(config)
         store.write_largest(largest_image(config), data.max_length, with_others=others)
@@ -428,8 +430,8 @@ def _pairs(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         chat_template=_chat_template(config, tokenizer),
         max_length=data.max_length,
         # A reward is read at the end token. What is learned token by token must not end where it was cut.
-        keep_end=config.task == "rm",
-        is_preference=config.task == "dpo",
+        keep_end=config.task_entry.has_scalar_head,
+        is_preference=config.task_entry.compares_answers,
         image_key=data.image_key,
     )
 

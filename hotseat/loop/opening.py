@@ -145,7 +145,7 @@ def cluster_context(
 def record_plan(journal: Journal, context: ClusterContext, notes: Sequence[str] = ()) -> None:
     """Record the placement of each role, and notes on the plan."""
     roles = ", ".join(f"{role.name} on {role.on}" for role in context.plan.roles)
-    if context.config.task == "rl":
+    if context.config.has_rollouts:
         journal.say(f"{context.plan.label}: {roles}")
     for note in [*notes, *plan_notes(context.config, context.cluster, context.plan)]:
         journal.say(note)
@@ -302,7 +302,7 @@ def _is_finished(config: Config, checkpoint: Checkpoint, num_steps: int, run_dir
     if checkpoint.step > num_steps:
         raise UserError(
             f"{checkpoint.path} is of step {checkpoint.step}, and this run would end after {num_steps}: set"
-            f" {'train.num_episodes' if config.task == 'rl' else 'train.max_epochs'} higher, or use the model of that"
+            f" {'train.num_episodes' if config.has_rollouts else 'train.max_epochs'} higher, or use the model of that"
             " checkpoint"
         )
     origin = Origin(run_dir.name, num_steps, digest_of_checkpoint(checkpoint.path))

@@ -57,7 +57,7 @@ def start(
         _quieten_transformers()
         view.stage("reading tokenizer and data")
         faults.reach("inputs")
-        if config.task == "rl":
+        if config.has_rollouts:
             return _start_rl(config, view, notes, template, recording)
         if launched:
             from hotseat.loop.supervised.launched import run_launched
@@ -169,7 +169,7 @@ def _loading(config: Config, plan: Plan) -> str:
     counts = {role.name: len(role.processes) for role in plan.roles}
     named = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counts.items())
     entry = engine_entry(config.rollout.engine)
-    engine = f", {entry.title} compiles" if config.task == "rl" and entry.compiles else ""
+    engine = f", {entry.title} compiles" if config.has_rollouts and entry.compiles else ""
     return f"starting processes, which load {Path(config.actor.model or '').name}{engine}: {named}"
 
 

@@ -72,7 +72,7 @@ def without_collector() -> Iterator[None]:
 def worker_modules(config: Config) -> list[str]:
     """List what the workers of a run import, in the order in which a template loads it."""
     modules = ["torch", "transformers", "hotseat.loop.workers.model_workers"]
-    if config.task == "rl":
+    if config.has_rollouts:
         modules += ["hotseat.loop.workers.rollout_host", "hotseat.loop.workers.value_models"]
     else:
         modules.append("hotseat.loop.supervised.supervised_worker")

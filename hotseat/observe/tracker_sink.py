@@ -240,15 +240,9 @@ def renaming(config: Config) -> Callable[[int, Mapping[str, Any]], Mapping[str, 
     if not config.log.openrlhf_names:
         return lambda step, values: values
     algorithm = config.algorithm
-    terms = {
-        "rl": (
-            algorithm.kl.coef if algorithm.kl.as_loss else 0.0,
-            algorithm.entropy_coef or 0.0,
-            algorithm.aux_loss_coef,
-            algorithm.distill_coef,
-        ),
-        "dpo": (algorithm.dpo.nll_coef, algorithm.aux_loss_coef),
-    }.get(config.task, (algorithm.aux_loss_coef,))
+    kl = algorithm.kl.coef if algorithm.kl.as_loss else 0.0
+    # Those of other tasks are unset.
+    terms = (kl, algorithm.entropy_coef, algorithm.distill_coef, algorithm.dpo.nll_coef, algorithm.aux_loss_coef)
     is_plain = not any(terms)
     with_names = extensions.load(extensions.METRIC_NAMES)
     return lambda step, values: with_names(config.task, step, values, is_plain_loss=is_plain)

@@ -21,7 +21,7 @@ SAME: Any = object()  # marks a newer default that equals the older one
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag: it sets config fields, has no effect (and says why), or stands for a feature that is not built."""
+    """One flag: it sets config fields, or has no effect (and says why)."""
 
     name: str
     dotted: str | None = None
@@ -34,7 +34,6 @@ class Flag:
     convert: Callable[[Any], Any] | None = None  # applied to a value that is copied
     choices: Mapping[str, Any] | None = None  # word -> value
     because: str | None = None  # why it never has an effect
-    unsupported: str | None = None  # a feature that has no field yet
     read_by: str | None = None  # file:name of the code that reads a flag that sets no field
     aliases: tuple[str, ...] = ()
     is_secret: bool = False

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hotseat.cli.options_view import options
-from hotseat.config.unsupported import UNBUILT
+from hotseat.config.unsupported import UNSUPPORTED
 from hotseat.openrlhf.flags import COMMANDS, TASKS, Flag
 from hotseat.openrlhf.help import MEANINGS
+from hotseat.words import with_table
 
 BEGIN, END = "<!-- table of flags: begin -->", "<!-- table of flags: end -->"
 HEADER = "| flag | newer spelling | for | config field | what it does |\n| --- | --- | --- | --- | --- |"
@@ -29,13 +30,6 @@ def render_table() -> str:
     return "\n".join([HEADER, *lines])
 
 
-def with_table(document: str, table: str) -> str:
-    """Return a document with the table between its two marks replaced."""
-    before, _, rest = document.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
-
-
 def _row(flag: Flag, meanings: Mapping[str, str]) -> tuple[str, str, str, str]:
     names = " ".join(f"`{name}`" for name in (flag.name, *flag.aliases))
     return (
@@ -47,32 +41,19 @@ def _row(flag: Flag, meanings: Mapping[str, str]) -> tuple[str, str, str, str]:
 
 
 def _effect(flag: Flag, meanings: Mapping[str, str]) -> str:
-    """Describe what a flag does: the meaning of the first field that it sets, and its features that are not built."""
+    """Describe what a flag does: the meaning of the first field that it sets."""
     if flag.because:
         return f"no effect: {flag.because}"
-    if flag.unsupported:
-        return f"not built yet: {flag.unsupported}"
     if not flag.sets:
         return "set by `deepspeed` and `torchrun` for each process"
-    built = [key for key in flag.sets if feature_of(key) is None]
-    lacking = [
-        each for each in UNBUILT if any(each.owns(key) or (each.values and key == each.key) for key in flag.sets)
-    ]
-    word = "refused" if all(each.is_refused for each in lacking) else "not built yet"
-    note = f"{word}: {', '.join(dict.fromkeys(each.what for each in lacking))}" if lacking else ""
-    if not built:
-        return note
-    return f"{MEANINGS.get(flag.name, meanings[built[0]])} {note[:1].upper()}{note[1:]}".strip().replace("|", "\\|")
-
-
-def feature_of(key: str) -> str | None:
-    """Return the unbuilt feature that a field belongs to, if it belongs to nothing else."""
-    return next((each.what for each in UNBUILT if each.owns(key)), None)
+    if flag.sets[0] in UNSUPPORTED:
+        return f"refused: {UNSUPPORTED[flag.sets[0]]}"
+    return MEANINGS.get(flag.name, meanings[flag.sets[0]]).replace("|", "\\|")
 
 
 def main(argv: Sequence[str]) -> None:
     path = Path(argv[0])
-    path.write_text(with_table(path.read_text(), render_table()))
+    path.write_text(with_table(path.read_text(), render_table(), BEGIN, END))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from hotseat.config.unsupported import UNBUILT
-from hotseat.openrlhf.flags import COMMANDS, MANY, SAME, TASKS, UNBOUNDED, Flag
+from hotseat.config.unsupported import UNSUPPORTED
+from hotseat.openrlhf.flags import COMMANDS, MANY, SAME, UNBOUNDED, Flag
 
 WIDTH = 100
 EXAMPLES: Mapping[str, str] = {
@@ -85,6 +85,12 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
+_INTRODUCTION = (
+    "OpenRLHF's command line on Hotseat. Each flag below has its newer spelling, if there is one, and OpenRLHF's"
+    " default; then the config fields that it sets (`hotseat options FIELD` describes one) and what it does. Exit"
+    " codes: 0 done, 1 failed while running, 2 refused before anything ran, 130 stopped by Ctrl-C or SIGTERM."
+)
+
 
 def render_help(command: str) -> str:
     """Render an example and every flag with its spellings, its default, the config field it sets and its meaning."""
@@ -92,7 +98,7 @@ def render_help(command: str) -> str:
 
     meanings = {option["key"]: option for option in options("")}
     lines = [f"usage: python -m hotseat.cli.{command} [FLAG [VALUE ...]] ...", "", *EXAMPLES[command].splitlines(), ""]
-    lines += _wrapped(_introduction(command), "")
+    lines += _wrapped(_INTRODUCTION, "")
     lines += ["", "  --print_config", "      Print the equivalent YAML config and exit.", "  --help, -h"]
     lines.append("      Show this text and exit.")
     groups: dict[str, list[Flag]] = {name: [] for name in (*GROUPS, NOT_BUILT, NO_EFFECT)}
@@ -104,29 +110,16 @@ def render_help(command: str) -> str:
     return "\n".join(lines)
 
 
-def _introduction(command: str) -> str:
-    task = TASKS[command]
-    lacking = next((each.what for each in UNBUILT if each.key == "task" and task in each.values), None)
-    not_yet = f"Not built yet: {lacking}. This command only prints its config, with --print_config. " if lacking else ""
-    return (
-        f"{not_yet}OpenRLHF's command line on Hotseat. Each flag below has its newer spelling, if there is one, and"
-        " OpenRLHF's default; then the config fields that it sets (`hotseat options FIELD` describes one) and what it"
-        " does. Exit codes: 0 done, 1 failed while running, 2 refused before anything ran, 130 stopped by Ctrl-C or"
-        " SIGTERM."
-    )
-
-
 def group_of(flag: Flag) -> str:
     """Return the group in which `--help` lists a flag."""
     if flag.because:
         return NO_EFFECT
-    built = [key for key in flag.sets if not any(each.owns(key) for each in UNBUILT)]
-    if flag.unsupported or (flag.sets and not built):
-        return NOT_BUILT
     if not flag.sets:  # flags that launchers set
         return "Training"
+    if flag.sets[0] in UNSUPPORTED:
+        return NOT_BUILT
     prefixes = {prefix: name for name, each in GROUPS.items() for prefix in each}
-    first = built[0].split(".")
+    first = flag.sets[0].split(".")
     return next(prefixes[key] for n in range(len(first), 0, -1) if (key := ".".join(first[:n])) in prefixes)
 
 
@@ -157,14 +150,12 @@ def _effect(flag: Flag, meanings: Mapping[str, Mapping[str, Any]]) -> str:
     """Describe what a flag does, in a sentence."""
     if flag.because:
         return f"no effect: {flag.because}"
-    if flag.unsupported:
-        return f"not built yet: {flag.unsupported}"
     if not flag.sets:
         return "set by deepspeed and torchrun for each process"
     first = meanings.get(flag.sets[0])
     meaning = f": {MEANINGS.get(flag.name) or (first['meaning'] if first else '')}"
-    lacking = f" Not part of this version: {first['unsupported']}." if first and first["unsupported"] else ""
-    return f"{', '.join(flag.sets)}{meaning}{lacking}"
+    lacking = UNSUPPORTED.get(flag.sets[0])
+    return f"{', '.join(flag.sets)}{meaning}" + (f" Not part of this version: {lacking}." if lacking else "")
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
-
-Task = Literal["rl", "sft", "rm", "dpo"]
+from typing import Any
 
 _PAIRS = {
     "accuracy": "train/acc",
@@ -21,7 +19,7 @@ _PAIRS = {
     "aux_loss": "train/aux_loss",
     "eval/accuracy": "eval/acc_mean",
 }
-NAMES: Mapping[Task, Mapping[str, str]] = {
+NAMES: Mapping[str, Mapping[str, str]] = {
     "rl": {
         "loss": "train/policy_loss",
         "kl": "train/kl",
@@ -46,7 +44,7 @@ NAMES: Mapping[Task, Mapping[str, str]] = {
 _SOURCE = re.compile(r"eval/(.+)/reward")
 
 
-def with_openrlhf_names(task: Task, step: int, values: Mapping[str, Any], *, is_plain_loss: bool) -> dict[str, Any]:
+def with_openrlhf_names(task: str, step: int, values: Mapping[str, Any], *, is_plain_loss: bool) -> dict[str, Any]:
     """Return the metrics of a step under our names and OpenRLHF's.
 
     is_plain_loss: the loss has no further terms, such as KL or entropy, which OpenRLHF leaves out of the number.

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hotseat.config import Config, conflicts, to_yaml
 from hotseat.config.load import valid_keys, validate
-from hotseat.config.unsupported import unsupported, value_at
+from hotseat.config.unsupported import unsupported
 from hotseat.config.yaml_lines import Document, nested
 from hotseat.errors import ConfigError, Problem
 from hotseat.openrlhf.argv import CommandLine, FlagArgument, parse
-from hotseat.openrlhf.derive import DERIVED, ConfigDraft
+from hotseat.openrlhf.derive import DERIVED
+from hotseat.openrlhf.draft import ConfigDraft
 from hotseat.openrlhf.flags import TASKS, Flag
 
 
@@ -41,7 +42,6 @@ def translate(command: str, argv: Sequence[str], env: Mapping[str, str]) -> Tran
     draft = ConfigDraft(line, TASKS[command], env)
     _fill(draft)
     config, dropped = _effective(draft)
-    keys = [key for key in draft.fields if key not in dropped]
     words = _Words(line)
     problems = draft.problems + [
         Problem(words.flag_of(key), words.in_flags(message)) for key, message in conflicts.conflicts(config)
@@ -52,7 +52,7 @@ def translate(command: str, argv: Sequence[str], env: Mapping[str, str]) -> Tran
         config=config,
         yaml=to_yaml(config),
         no_effect=_no_effect(draft, dropped, words),
-        unsupported=_not_built(draft, config, keys, words),
+        unsupported=[(words.flag_of(key), words.in_flags(what)) for key, what in unsupported(config)],
         missing=[
             *((words.flag_of(key), words.in_flags(message)) for key, message in conflicts.missing(config)),
             *draft.missing,
@@ -125,25 +125,6 @@ def _dropped_because(argument: FlagArgument, draft: ConfigDraft, dropped: Mappin
     """Return why a flag has no effect, if none of the fields that it sets has one."""
     keys = [key for key in argument.flag.sets if key in draft.fields]
     return dropped[keys[0]] if keys and all(key in dropped for key in keys) else None
-
-
-def _not_built(draft: ConfigDraft, config: Config, keys: Iterable[str], words: _Words) -> list[tuple[str, str]]:
-    """List unbuilt features with the flag that needs each, whether it is written or has that value by default."""
-    line = draft.line
-    features = {
-        argument.spelling: argument.flag.unsupported
-        for argument in line.arguments.values()
-        if argument.flag.unsupported
-    }
-    for key, what in unsupported(config, keys):
-        if key == "task":
-            features.setdefault(line.command, what)
-            continue
-        name = words.flag_of(key)
-        is_given = any(argument.spelling == name for argument in line.arguments.values())
-        name = name if is_given else f"{name} ({value_at(config, key)} by default)"
-        features.setdefault(name, words.in_flags(what))
-    return list(features.items())
 
 
 class _Words:

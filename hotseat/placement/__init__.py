@@ -8,13 +8,9 @@ plan(inventory, roles, default_flow("rl", ["actor", "rollout"]))
 from hotseat.placement.flow import (
     Flow,
     Overlap,
-    Phase,
     PhaseStep,
-    RoleWork,
-    check_flow,
     check_runs,
     default_flow,
-    make_steps,
     parse_flow,
 )
 from hotseat.placement.inventory import (
@@ -27,7 +23,7 @@ from hotseat.placement.inventory import (
     format_ranks,
     parse_node_ranks,
 )
-from hotseat.placement.locate import Located, PlannedProcess, RoleRequest, locate
+from hotseat.placement.locate import Located, RoleRequest, locate
 from hotseat.placement.memory import (
     GIB,
     ComponentMemory,
@@ -40,50 +36,28 @@ from hotseat.placement.memory import (
     token_activation_bytes,
     useful_cache_gib,
 )
-from hotseat.placement.plan import (
-    DeviceGroup,
-    GroupStep,
-    Plan,
-    PlannedRole,
-    RoleSpec,
-    Route,
-    label_of,
-    plan,
-    shares_devices,
-)
+from hotseat.placement.plan import label_of, plan, shares_devices
+from hotseat.placement.plan_types import DeviceGroup, GroupStep, Plan, PlannedRole, RoleSpec, Route
 from hotseat.placement.residency import HandOver, Holding, Move
-from hotseat.placement.role_names import Part, section_of
+from hotseat.placement.role_names import Part
 from hotseat.placement.selection import (
-    CpuProcesses,
-    DeviceBlocks,
-    Elsewhere,
-    InPools,
-    NumberRange,
-    RankSegment,
-    RankSelection,
-    SameAs,
     parse_placement,
     parse_selection,
 )
-from hotseat.placement.shapes import KNOWN_SHAPES, ModelShape, VisionShape, from_hf_config, known_shape
+from hotseat.placement.shapes import ModelShape, VisionShape, from_hf_config, known_shape
 
 __all__ = [
     "GIB",
-    "KNOWN_SHAPES",
     "UNKNOWN_KIND",
     "ComponentMemory",
-    "CpuProcesses",
-    "DeviceBlocks",
     "DeviceGroup",
     "DeviceKind",
-    "Elsewhere",
     "EngineMemory",
     "Flow",
     "ForwardMemory",
     "GroupStep",
     "HandOver",
     "Holding",
-    "InPools",
     "Inventory",
     "Layout",
     "Located",
@@ -91,25 +65,17 @@ __all__ = [
     "Move",
     "Node",
     "NodePool",
-    "NumberRange",
     "Overlap",
     "Part",
-    "Phase",
     "PhaseStep",
     "Plan",
-    "PlannedProcess",
     "PlannedRole",
-    "RankSegment",
-    "RankSelection",
     "RoleRequest",
     "RoleSpec",
-    "RoleWork",
     "Route",
-    "SameAs",
     "SimulatorMemory",
     "TrainMemory",
     "VisionShape",
-    "check_flow",
     "check_runs",
     "default_flow",
     "estimate",
@@ -119,13 +85,11 @@ __all__ = [
     "known_shape",
     "label_of",
     "locate",
-    "make_steps",
     "parse_flow",
     "parse_node_ranks",
     "parse_placement",
     "parse_selection",
     "plan",
-    "section_of",
     "shares_devices",
     "token_activation_bytes",
     "useful_cache_gib",

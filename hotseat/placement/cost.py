@@ -9,8 +9,6 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["Curve", "Reading"]
-
 
 @dataclass(frozen=True)
 class Reading:

@@ -12,12 +12,13 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from hotseat.errors import PlacementError
-from hotseat.placement.role_names import Part, check_role, did_you_mean, parts_of
-from hotseat.registry.roles import ROLES
+from hotseat.extensions import load
+from hotseat.placement.role_names import Part, check_role, did_you_mean
+from hotseat.registry.roles import ROLES, role_entry
+from hotseat.registry.tasks import TASKS
 
 Order = Literal["together", "in_turn"]
 Kind = Literal["rollout", "prepare", "update", "sync"]
-Task = Literal["rl", "embodied", "sft", "rm", "dpo"]
 
 _TRAINS = (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 
@@ -141,11 +142,10 @@ def default_flow(
     """
     for role in roles:
         check_role(role, components)
-    makers = {"rl": _rl, "embodied": _embodied, "sft": _sft, "rm": _rm, "dpo": _dpo}
-    if task not in makers:
-        hint = did_you_mean(task, tuple(makers))
-        raise PlacementError(f"unknown task {task!r}: {hint}the tasks are {', '.join(makers)}")
-    needed, phases = makers[task](frozenset(roles), components)
+    if task not in TASKS:
+        hint = did_you_mean(task, tuple(TASKS))
+        raise PlacementError(f"unknown task {task!r}: {hint}the tasks are {', '.join(TASKS)}")
+    needed, phases = load(TASKS[task].flow)(frozenset(roles), components)
     for role in needed:
         if role not in roles:
             raise PlacementError(f"task {task} needs the role {role}, which is not placed: give it a selection")
@@ -186,7 +186,8 @@ def _judge(roles: frozenset[str]) -> tuple[RoleWork, ...]:
     return (RoleWork("judge", (Part.WEIGHTS, Part.KV_CACHE)),) if "judge" in roles else ()
 
 
-def _rl(roles: frozenset[str], components: Sequence[str]) -> _Made:
+def rl_phases(roles: frozenset[str], components: Sequence[str]) -> _Made:
+    """Return the roles that RL needs, and its phases. The other tasks have functions of this form, too."""
     scorer = "inference" if "inference" in roles else "actor"
     scores = _judge(roles) + _forward(roles, "reward", *components, "reference", "critic", scorer)
     return ("actor", "rollout"), (
@@ -197,20 +198,16 @@ def _rl(roles: frozenset[str], components: Sequence[str]) -> _Made:
     )
 
 
-def _embodied(roles: frozenset[str], components: Sequence[str]) -> _Made:
-    return ("actor", "rollout", "env"), _rl(roles, components)[1]
-
-
-def _sft(roles: frozenset[str], _: Sequence[str]) -> _Made:
+def sft_phases(roles: frozenset[str], _: Sequence[str]) -> _Made:
     return ("actor",), (Phase("update", _train(roles, "actor")),)
 
 
-def _rm(roles: frozenset[str], _: Sequence[str]) -> _Made:
+def rm_phases(roles: frozenset[str], _: Sequence[str]) -> _Made:
     trained = "actor" if "actor" in roles and "reward" not in roles else "reward"
     return (trained,), (Phase("update", _train(roles, trained)),)
 
 
-def _dpo(roles: frozenset[str], _: Sequence[str]) -> _Made:
+def dpo_phases(roles: frozenset[str], _: Sequence[str]) -> _Made:
     return ("actor",), (Phase("prepare", _forward(roles, "reference")), Phase("update", _train(roles, "actor")))
 
 
@@ -275,7 +272,7 @@ def _run_works(run: object, where: str, components: Sequence[str]) -> list[RoleW
 
 def _usual_parts(role: str) -> tuple[Part, ...]:
     """Return the parts that a role needs for work without training."""
-    return tuple(p for p in Part if p in parts_of(role) and p not in (Part.GRADIENTS, Part.OPTIMIZER))
+    return tuple(p for p in Part if p in role_entry(role).parts and p not in (Part.GRADIENTS, Part.OPTIMIZER))
 
 
 def _part(name: object, where: str) -> Part:
@@ -408,8 +405,8 @@ def _check_together(phases: Sequence[Phase]) -> None:
 
 def _check_work(work: RoleWork, where: str, roles: Collection[str]) -> None:
     for part in work.parts:
-        if part not in parts_of(work.role):
-            can = ", ".join(p for p in Part if p in parts_of(work.role))
+        if part not in role_entry(work.role).parts:
+            can = ", ".join(p for p in Part if p in role_entry(work.role).parts)
             raise PlacementError(f"{where}: {work.role} has no {part}: it can have {can}")
     if work.role not in roles:
         raise PlacementError(

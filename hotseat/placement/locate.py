@@ -16,7 +16,6 @@ from hotseat.placement.inventory import (
     Node,
     format_ranks,
 )
-from hotseat.placement.role_names import section_of
 from hotseat.placement.selection import (
     CpuProcesses,
     DeviceBlocks,
@@ -27,6 +26,7 @@ from hotseat.placement.selection import (
     Selection,
     check_divides,
 )
+from hotseat.registry.roles import role_entry
 from hotseat.words import quantity
 
 Where = Literal["devices", "cpu", "elsewhere"]
@@ -389,8 +389,9 @@ def _check_said(request: RoleRequest, spots: _Spots, counts: Sequence[int]) -> N
         if width != request.engine_size:
             raise PlacementError(
                 f"{request.role}: {request.selection} gives an engine {width} device{'s' * (width > 1)}, tensor"
-                f" parallel size is {request.engine_size}: set {section_of(request.role)}.tensor_parallel_size to"
-                f" {width} or write the ranks without processes"
+                f" parallel size is {request.engine_size}: set"
+                f" {role_entry(request.role).section}.tensor_parallel_size to {width} or write the ranks without"
+                " processes"
             )
 
 
@@ -407,7 +408,7 @@ def _engine_layout(request: RoleRequest, spots: _Spots, size: int, target: str) 
             owner = target if target != role else role
             raise PlacementError(
                 f"{role}: {what} {_devices(len(piece))} cannot be cut into engines of tensor parallel size {size}: set"
-                f" {section_of(role)}.tensor_parallel_size to {_divisor_at_most(len(piece), size)}, or"
+                f" {role_entry(role).section}.tensor_parallel_size to {_divisor_at_most(len(piece), size)}, or"
                 f" cluster.component_placement.{owner} to {'blocks' if is_blocks else 'a number of devices'} that"
                 f" {size} divides"
             )
@@ -416,19 +417,16 @@ def _engine_layout(request: RoleRequest, spots: _Spots, size: int, target: str) 
 
 def _engines_do_not_match(request: RoleRequest, size: int, num_devices: int, target: str) -> str:
     role, num_engines = request.role, request.num_procs or 0
+    section = role_entry(role).section
     owner = target if target != role else "its selection"
     why = "with colocated roles they must be equal" if target != role else "they must be equal"
     fixes = []
     if num_devices % size == 0:
-        fixes.append(f"set {section_of(role)}.num_engines to {num_devices // size}")
+        fixes.append(f"set {section}.num_engines to {num_devices // size}")
     if num_devices % num_engines == 0:
-        fixes.append(
-            f"{'' if fixes else 'set '}{section_of(role)}.tensor_parallel_size to {num_devices // num_engines}"
-        )
+        fixes.append(f"{'' if fixes else 'set '}{section}.tensor_parallel_size to {num_devices // num_engines}")
     if not fixes:
-        fixes.append(
-            f"set {section_of(role)}.num_engines to {num_devices} and {section_of(role)}.tensor_parallel_size to 1"
-        )
+        fixes.append(f"set {section}.num_engines to {num_devices} and {section}.tensor_parallel_size to 1")
     return (
         f"{role}: {quantity(num_engines, 'engine')} x tp {size} {'needs' if num_engines == 1 else 'need'}"
         f" {quantity(num_engines * size, 'device')}, {owner} has {num_devices}:"
@@ -454,7 +452,7 @@ def _one_node(inventory: Inventory, request: RoleRequest, rank: int, devices: tu
         raise PlacementError(
             f"{request.role}: engine {rank} of tensor parallel size {request.engine_size} would span nodes"
             f" {format_ranks(nodes)} (devices {format_ranks(devices)}): an engine stays on one node;"
-            f" set {section_of(request.role)}.tensor_parallel_size to {fits}, or choose ranks so that"
+            f" set {role_entry(request.role).section}.tensor_parallel_size to {fits}, or choose ranks so that"
             f" {request.engine_size} in a row are on one"
         )
     raise PlacementError(

@@ -6,31 +6,38 @@ devices (same kind, same roles), never per device.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 from hotseat.errors import PlacementError
 from hotseat.placement.advice import Settings, can_start, smaller_shares
 from hotseat.placement.flow import Flow, PhaseStep, check_flow, make_steps, shared_devices
 from hotseat.placement.inventory import Inventory, format_ranges, format_ranks, ranges
-from hotseat.placement.locate import Located, PlannedProcess, RoleRequest, Where, locate
+from hotseat.placement.locate import Located, RoleRequest, locate
 from hotseat.placement.memory import (
     FITS_BELOW,
-    EngineMemory,
     ForwardMemory,
     Layout,
-    Memory,
     Term,
     TrainMemory,
     estimate,
     process_on_host,
     total,
 )
+from hotseat.placement.plan_types import (
+    DeviceGroup,
+    GroupStep,
+    HostGroup,
+    Label,
+    Plan,
+    PlannedRole,
+    RoleSpec,
+    Route,
+    Verdict,
+)
+from hotseat.placement.plan_warnings import plan_warnings
 from hotseat.placement.residency import (
-    HandOver,
     Holding,
     Mode,
     Stuck,
@@ -41,143 +48,11 @@ from hotseat.placement.residency import (
     working_terms,
     works_here,
 )
-from hotseat.placement.role_names import Part, check_role, parts_of, section_of
-from hotseat.placement.selection import Elsewhere, InPools, RankSelection, Selection, parse_selection
-from hotseat.placement.shapes import ModelShape
+from hotseat.placement.role_names import Part, check_role
+from hotseat.placement.selection import Elsewhere, Selection, parse_selection
 from hotseat.registry.roles import role_entry
 
-Offloading = Literal["always", "never"]
-Verdict = Literal["fits", "tight", "does_not_fit", "unknown"]
-RouteKind = Literal["same_device", "same_node", "other_node"]
-Label = Literal["colocated", "disaggregated", "hybrid"]
-
 _ROUNDING = 1e-9  # GiB; tolerance for sums of the same numbers in another order
-
-
-@dataclass(frozen=True, slots=True)
-class RoleSpec:
-    """A role as input of the planner.
-
-    `on` is a selection, or the text of one for `parse_selection`. `num_procs` counts engines for an engine, otherwise
-    processes. `share` is the fraction of a device's memory that each process claims. `offload` None means as needed;
-    "always" applies to all of `can_offload`, the parts that the backend can offload.
-    """
-
-    name: str
-    on: Selection | str | int | Mapping[str, object]
-    tensor_parallel: int = 1
-    num_procs: int | None = None
-    share: float | None = None
-    offload: Offloading | None = None
-    can_offload: frozenset[Part] = frozenset()
-    memory: Memory | None = None
-    model: ModelShape | None = None
-    model_assumed: str | None = None  # the public model whose shape was taken from the name alone
-    is_component: bool = False  # a class of the user's own, under any name
-
-    @property
-    def is_engine(self) -> bool:
-        """One process uses several devices, instead of one process per device."""
-        return role_entry(self.name).kind == "engine" or isinstance(self.memory, EngineMemory)
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRole:
-    """A role with its assigned processes. `on` is its selection as text."""
-
-    name: str
-    on: str
-    where: Where
-    processes: tuple[PlannedProcess, ...]
-    tensor_parallel: int = 1
-    share: float | None = None
-    is_engine: bool = False
-    model_assumed: str | None = None
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """Devices of the role, each once, in process order."""
-        return tuple(dict.fromkeys(device for process in self.processes for device in process.devices))
-
-
-@dataclass(frozen=True, slots=True)
-class GroupStep:
-    """A group of devices in one step. `used_gib` counts the known memory; verdict unknown: some memory is not known."""
-
-    step: str
-    roles: tuple[str, ...]  # at work in this step
-    holdings: tuple[Holding, ...]
-    terms: tuple[Term, ...]
-    used_gib: float
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceGroup:
-    """Devices of the same kind with the same roles: ranges of global ids, both ends included."""
-
-    devices: tuple[tuple[int, int], ...]
-    kind: str
-    memory_gib: float | None
-    roles: tuple[str, ...]
-    steps: tuple[GroupStep, ...]
-    hand_overs: tuple[HandOver, ...]
-
-    def __contains__(self, device: int) -> bool:
-        return any(first <= device <= last for first, last in self.devices)
-
-
-@dataclass(frozen=True, slots=True)
-class HostGroup:
-    """Nodes whose host memory holds the same: ranges of node ranks, both ends included."""
-
-    nodes: tuple[tuple[int, int], ...]
-    memory_gib: float | None
-    terms: tuple[Term, ...]
-    used_gib: float
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Route of the actor's weights to one engine, and the actor ranks that they come from."""
-
-    role: str
-    rank: int
-    kind: RouteKind
-    sources: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The planner's result for an inventory, roles and a flow."""
-
-    inventory: Inventory
-    flow: Flow
-    roles: tuple[PlannedRole, ...]
-    steps: tuple[PhaseStep, ...]
-    groups: tuple[DeviceGroup, ...]
-    hosts: tuple[HostGroup, ...]
-    routes: tuple[Route, ...]
-    label: Label
-    verdict: Verdict
-    warnings: tuple[str, ...]
-
-    def role(self, name: str) -> PlannedRole:
-        for role in self.roles:
-            if role.name == name:
-                return role
-        raise PlacementError(f"{name} is not placed: placed are {', '.join(role.name for role in self.roles)}")
-
-    def group_of(self, device: int) -> DeviceGroup | None:
-        """Return the group that a device belongs to; None: no role uses it."""
-        return next((group for group in self.groups if device in group), None)
-
-    def to_json(self) -> str:
-        def facts(value: Any) -> dict[str, Any]:
-            return {each.name: getattr(value, each.name) for each in fields(value) if each.init}
-
-        return json.dumps(self, default=facts, separators=(",", ":"), allow_nan=False)
 
 
 def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
@@ -228,7 +103,7 @@ def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
         routes=_routes(flow, located),
         label=label_of(located),
         verdict=_overall(groups, hosts),
-        warnings=tuple(_warnings(inventory, specs, selections, located, groups)),
+        warnings=tuple(plan_warnings(inventory, specs, selections, located, groups)),
     )
 
 
@@ -253,7 +128,7 @@ def _checked(roles: Sequence[RoleSpec]) -> dict[str, RoleSpec]:
 
 
 def _check_offload(spec: RoleSpec) -> None:
-    if spec.offload == "always" and not spec.can_offload & parts_of(spec.name):
+    if spec.offload == "always" and not spec.can_offload & role_entry(spec.name).parts:
         raise PlacementError(
             f"{spec.name}: enable_offload is true, but its backend can offload nothing: leave enable_offload unset"
         )
@@ -398,11 +273,11 @@ def _group(
 
 def _stuck(stuck: Stuck, step: str, devices: str, capacity: float, shares: Mapping[str, float]) -> str:
     why = (
-        f"{section_of(stuck.role)}.enable_offload is false: unset it, or set it to true"
+        f"{role_entry(stuck.role).section}.enable_offload is false: unset it, or set it to true"
         if stuck.mode == "never"
         else "its backend cannot offload that: use one that can"
     )
-    others = "".join(f", or set {section_of(role)}.memory_share to {share:g}" for role, share in shares.items())
+    others = "".join(f", or set {role_entry(role).section}.memory_share to {share:g}" for role, share in shares.items())
     return (
         f"{stuck.role}: its {stuck.part} ({stuck.gib:.1f} GiB) must leave {devices} in step {step}, which needs"
         f" {stuck.needed_gib:.1f} of {capacity:.1f} GiB and finds {stuck.free_gib:.1f} free, but {why}{others}, or give"
@@ -430,7 +305,8 @@ def _check_shares(settings: Mapping[str, Settings], steps: Sequence[PhaseStep], 
                 for role, claim in claims.items()
             )
             fix = (
-                f"set {section_of(largest)}.memory_share to at most {int((rest / count + _ROUNDING) * 100) / 100:g}"
+                f"set {role_entry(largest).section}.memory_share to at most"
+                f" {int((rest / count + _ROUNDING) * 100) / 100:g}"
                 if rest / count >= 0.01
                 else "lower several of them"
             )
@@ -592,99 +468,3 @@ def _overall(groups: Sequence[DeviceGroup], hosts: Sequence[HostGroup]) -> Verdi
     verdicts |= {host.verdict for host in hosts if host.memory_gib is not None}
     order: tuple[Verdict, ...] = ("does_not_fit", "unknown", "tight", "fits")
     return next((verdict for verdict in order if verdict in verdicts), "unknown")
-
-
-def _warnings(
-    inventory: Inventory,
-    specs: Mapping[str, RoleSpec],
-    selections: Mapping[str, Selection],
-    located: Mapping[str, Located],
-    groups: Sequence[DeviceGroup],
-) -> list[str]:
-    warnings = _assumed_shapes(specs)
-    for name, spec in specs.items():
-        place = located[name]
-        written = selections[name]
-        selection = written.selection if isinstance(written, InPools) else written
-        if (
-            isinstance(selection, RankSelection)
-            and selection.from_int
-            and (rank := selection.segments[0].ranks) is not None
-        ):
-            if rank.first >= 60:
-                minutes, seconds = divmod(rank.first, 60)
-                warnings.append(
-                    f"{name}: placed on rank {rank.first}; if {minutes}:{seconds} was meant, quote it,"
-                    f" because YAML 1.1 reads it as {rank.first}"
-                )
-        widths = {len(process.devices) for process in place.processes}
-        has_one = not spec.is_engine and role_entry(name).kind == "model"
-        if has_one and max(widths, default=0) > 1:
-            warnings.append(
-                f"{name}: its processes have {max(widths)} devices each, and a trainer process uses only the first:"
-                f" leave the process ranks out to have one process per device"
-            )
-        kinds = {str(inventory.nodes[process.node].device_kind) for process in place.processes if process.devices}
-        if len(kinds) > 1:
-            warnings.append(f"{name}: spread over devices of different kinds ({', '.join(sorted(kinds))})")
-        alone = place.devices and all(
-            set(located[other].devices).isdisjoint(place.devices) for other in specs if other != name
-        )
-        if spec.offload == "always" and not _is_ever_away(name, groups):
-            warnings.append(f"{name}: enable_offload: true has no effect: no part of it is ever idle on a device")
-        elif spec.offload == "always" and alone:
-            warnings.append(
-                f"{name}: always offloaded (enable_offload: true) although no other role uses its devices: it moves for"
-                " nothing"
-            )
-        if spec.share is not None and place.where != "devices":
-            warnings.append(f"{name}: a memory share has no effect on a role without devices")
-    warnings += _unknown_memory(specs, groups)
-    used = {device for place in located.values() for device in place.devices}
-    if any(place.where == "devices" for place in located.values()) and len(used) < inventory.num_devices:
-        unused = [device for device in range(inventory.num_devices) if device not in used]
-        warnings.append(f"{len(unused)} of {inventory.num_devices} devices are used by no role: {format_ranks(unused)}")
-    return warnings
-
-
-def _assumed_shapes(specs: Mapping[str, RoleSpec]) -> list[str]:
-    """Warn once about all roles whose model's shape was taken from the same public model."""
-    roles: dict[str, list[str]] = {}
-    for name, spec in specs.items():
-        if spec.model_assumed:
-            roles.setdefault(spec.model_assumed, []).append(name)
-    return [
-        f"{', '.join(names)}: the model's shape is assumed to be that of {model}, from its name: its config.json is not"
-        " at hand"
-        for model, names in roles.items()
-    ]
-
-
-def _is_ever_away(role: str, groups: Sequence[DeviceGroup]) -> bool:
-    holdings = (holding for group in groups for step in group.steps for holding in step.holdings)
-    return any(holding.role == role and not holding.is_resident for holding in holdings)
-
-
-def _unknown_memory(specs: Mapping[str, RoleSpec], groups: Sequence[DeviceGroup]) -> list[str]:
-    """Warn once about all devices that cannot be checked for the same reason."""
-    reasons: dict[str, list[tuple[int, int]]] = {}
-    for group in groups:
-        if group.memory_gib is None:
-            why = "the memory of the devices is not known (give the inventory a device kind, for instance 1x8xH100-80G)"
-        else:
-            unknown = [name for name in group.roles if _is_unknown(specs[name])]
-            if not unknown:
-                continue
-            why = f"the model or the settings of {', '.join(unknown)} are not known"
-        reasons.setdefault(why, []).extend(group.devices)
-    return [
-        f"memory is not checked on devices {format_ranges(sorted(devices))}, where only parts that are always offloaded"
-        f" move: {why}"
-        for why, devices in reasons.items()
-    ]
-
-
-def _is_unknown(spec: RoleSpec) -> bool:
-    if isinstance(spec.memory, TrainMemory | ForwardMemory | EngineMemory):
-        return spec.model is None
-    return spec.memory is None and not (role_entry(spec.name).kind == "simulator" and spec.share is not None)

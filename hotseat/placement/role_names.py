@@ -1,23 +1,13 @@
-"""What the planner asks about roles by their names, and the nearest valid name for a wrong one."""
+"""Names of roles, and the nearest valid name for a wrong one."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from hotseat.errors import PlacementError
-from hotseat.registry.roles import ROLES, Part, role_entry
+from hotseat.registry.roles import ROLES, Part
 
-__all__ = ["Part", "check_role", "did_you_mean", "nearest", "parts_of", "section_of"]
-
-
-def section_of(role: str) -> str:
-    """Return the name of the section that holds a role's options, for messages."""
-    return role_entry(role).section
-
-
-def parts_of(role: str) -> frozenset[Part]:
-    """Return the parts that a role can keep on a device; other names are those of components of one's own."""
-    return role_entry(role).parts
+__all__ = ["Part", "check_role", "did_you_mean", "nearest"]
 
 
 def nearest(word: str, choices: tuple[str, ...]) -> str | None:

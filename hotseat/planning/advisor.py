@@ -22,16 +22,12 @@ from hotseat.config.yaml_lines import dump, nested
 from hotseat.errors import BatchError, UserError
 from hotseat.placement import GroupStep, Layout, Plan, RoleSpec, estimate
 from hotseat.planning.budgets import with_least_budgets, with_whole_steps
-from hotseat.planning.config_plan import (
-    make_plan,
-    num_data_parallel,
-    on_all_devices,
-    plan_as_is,
-    role_specs,
-)
+from hotseat.planning.config_plan import make_plan, num_data_parallel, on_all_devices, plan_as_is
+from hotseat.planning.role_specs import role_specs
 from hotseat.planning.search import Choice, Roles, Settings, Value, cheapest
 from hotseat.registry.backends import BACKENDS, backend_entry
-from hotseat.registry.engines import with_option
+from hotseat.registry.engines import ENGINES
+from hotseat.registry.lookup import names_with
 
 MAX_SINGLES = 3  # single settings to recommend, the cheapest first
 MAX_DEVICES = 512  # of the larger inventories that are tried
@@ -144,8 +140,8 @@ def _single_knobs(choice: Choice) -> list[list[Settings]]:
 
 def _sharding_engines(config: Config) -> list[str]:
     """List the engines that can shard a model; none if the config has one of them already."""
-    names = [entry.name for entry in with_option("tensor_parallel_size")]
-    return names if config.task == "rl" and config.rollout.engine not in names else []
+    names = names_with(ENGINES, "tensor_parallel_size")
+    return names if config.has_rollouts and config.rollout.engine not in names else []
 
 
 class _Trials:
@@ -231,7 +227,7 @@ class _Engines:
     """Memory shares of the engines of a config that have one, on the devices that a plan gives them."""
 
     def __init__(self, config: Config, plan: Plan | None):
-        specs = {spec.name: spec for spec in role_specs(config)} if config.task == "rl" else {}
+        specs = {spec.name: spec for spec in role_specs(config)} if config.has_rollouts else {}
         self._specs = {role: specs[role] for role in _ENGINES if role in specs and specs[role].share is not None}
         self._devices_gib = {role: _devices_gib(role, plan) for role in self._specs}
         self._plan = plan
@@ -324,7 +320,7 @@ def _simplest(
 
 def _reliefs(config: Config, engines: _Engines) -> Iterator[Sequence[Settings]]:
     """Yield settings that take less memory and cost little, each with its values in the order to try them."""
-    train, is_rl = config.train, config.task == "rl"
+    train, is_rl = config.train, config.has_rollouts
     for role in ("actor", "critic", "reference", "reward", "rollout"):
         if getattr(config, role).enable_offload is False:
             yield [{f"{role}.enable_offload": None}]

@@ -56,7 +56,7 @@ def with_budget(config: Config, use: Use, tokens: int) -> Config:
 
 def uses(config: Config) -> tuple[Use, ...]:
     """List the uses (updates, scoring) whose token budget the run chooses itself."""
-    names: tuple[Use, ...] = ("train", "rollout") if config.task == "rl" else ("train",)
+    names: tuple[Use, ...] = ("train", "rollout") if config.has_rollouts else ("train",)
     return tuple(use for use in names if is_auto(getattr(config, use)))
 
 
@@ -103,7 +103,7 @@ def with_whole_steps(config: Config, num_ranks: int) -> Config:
 
 def least_tokens(config: Config) -> int:
     """Count the tokens on one device of a micro-batch with one sequence, or pair, as long as the config allows."""
-    pair = 2 if config.task in ("rm", "dpo") else 1
+    pair = config.task_entry.sequences_per_row
     return -(-config.data.max_length * pair // config.train.sequence_parallel_size)
 
 
@@ -172,7 +172,7 @@ def choose(
 
 def _most(config: Config, use: Use, num_ranks: int, least: int) -> int:
     """Return the most tokens of a rank in an optimizer step, or in scoring a rollout, at most `MAX_TOKENS`."""
-    is_rl = config.task == "rl"
+    is_rl = config.has_rollouts
     group = config.rollout.samples_per_prompt if is_rl else 1
     samples = config.rollout.batch_size * group if use == "rollout" else config.train.batch_size
     share = samples if num_ranks == 1 else -(-samples // num_ranks) + group  # whole groups, so not quite even

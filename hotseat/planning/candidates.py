@@ -19,8 +19,6 @@ from hotseat.planning.config_plan import machines_of, make_plan, num_data_parall
 from hotseat.planning.search import Settings
 from hotseat.words import quantity
 
-__all__ = ["Candidate", "Refused", "candidates"]
-
 _ELSEWHERE = ("none",)
 STAGES = (1, 2, 4)  # of simulators
 

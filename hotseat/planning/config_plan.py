@@ -2,72 +2,63 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from hotseat.config import Config, roles_of
-from hotseat.config.batches import num_checkpointed, token_budget, tokens_per_micro_batch
-from hotseat.config.precision import dtype_of, with_dtype
-from hotseat.config.presence import has_agent, has_images, has_judge_engine, has_simulator
-from hotseat.config.resolved import judge_length, overlap_queue, prompt_max_length
-from hotseat.config.schema import NodePoolConfig, RolloutConfig, TrainConfig
+from hotseat.config.precision import with_dtype
+from hotseat.config.presence import has_simulator
+from hotseat.config.resolved import overlap_queue
+from hotseat.config.schema import NodePoolConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.machine import has_gpu
 from hotseat.placement import (
     GIB,
     UNKNOWN_KIND,
-    ComponentMemory,
     DeviceKind,
     EngineMemory,
     Flow,
-    ForwardMemory,
     Inventory,
     Layout,
-    ModelShape,
     Node,
     NodePool,
     Overlap,
     Part,
     Plan,
     RoleSpec,
-    SimulatorMemory,
     TrainMemory,
-    VisionShape,
     check_runs,
     default_flow,
     estimate,
-    from_hf_config,
-    known_shape,
     parse_flow,
     parse_node_ranks,
-    parse_placement,
     plan,
-    section_of,
     token_activation_bytes,
     useful_cache_gib,
 )
 from hotseat.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen
-from hotseat.planning.simulator_memory import kept_gib
-from hotseat.registry.backends import BackendEntry, backend_entry
-from hotseat.registry.engines import EngineEntry, engine_entry
-from hotseat.registry.roles import role_entry
+from hotseat.planning.role_specs import (
+    backend_of,
+    engine_of,
+    engine_slots,
+    not_described,
+    own_names,
+    role_specs,
+    section_of_role,
+    shape_of_role,
+    simulator_memory,
+)
+from hotseat.registry.roles import TRAINED_PARTS, role_entry
 from hotseat.words import quantity
 
 DEVICES_PER_NODE = 8  # of the nodes assumed where neither config nor command line names an inventory
 MAX_ASSUMED_NODES = 4096
-_QWEN_VALUES = 6  # numbers of a pixel in a patch: three colours, twice, since a still image is a film of two
 UNMEASURED_GIB = 4.0  # of a process of the role env, for the size of micro-batches, until a run has measured it
 
 _WITHOUT_DEVICES = frozenset({"babyai", "gym"})  # families whose simulators compute on the host
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_TRAINED = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
 
 
 def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_devices_logical: bool = False) -> Plan:
@@ -98,7 +89,7 @@ def with_budgets(
     def plan_with(made: Config) -> Plan:
         return plan_as_is(made, inventory)
 
-    if has_simulator(config) and _simulator_memory(config) is None:
+    if has_simulator(config) and simulator_memory(config) is None:
         # A constant would be far too small for most policies; what turns out not to fit is cut smaller in the run.
         gib = 0.0 if config.env.path in _WITHOUT_DEVICES else UNMEASURED_GIB
         env = config.env.model_copy(update={"memory_gib": gib})
@@ -150,7 +141,7 @@ def plan_as_is(config: Config, inventory: str | Inventory | None = None, *, are_
     specs = role_specs(_with_dtype(config, inventory, are_devices_logical))
     roles = [_without_accelerator(config, spec) if are_devices_logical else spec for spec in specs]
     machines = machines_of(config, inventory)
-    with _own_names(config):
+    with own_names(config):
         flow = make_flow(config, tuple(spec.name for spec in roles))
         if machines is not None:
             made = plan(_with_pools(machines, config), roles, flow)
@@ -159,19 +150,6 @@ def plan_as_is(config: Config, inventory: str | Inventory | None = None, *, are_
             made = _on_assumed_nodes(config, roles, flow)
     no_effect = without_effect_on_cpus(config) if are_devices_logical else []
     return replace(made, warnings=(*made.warnings, *not_described(config), *_not_priced(config), *no_effect))
-
-
-@contextmanager
-def _own_names(config: Config) -> Iterator[None]:
-    """Add the names that the config has for roles to a `PlacementError` that mentions these roles."""
-    try:
-        yield
-    except PlacementError as error:
-        words = set(re.findall(r"\w+", str(error)))
-        own = [f"{role} is {name}" for name, role in config.cluster.component_names.items() if role in words]
-        if not own:
-            raise
-        raise type(error)(f"{error} (by cluster.component_names, {' and '.join(own)})") from None
 
 
 def _with_scoring_together(config: Config, made: Plan) -> Plan:
@@ -192,7 +170,7 @@ def _with_scoring_together(config: Config, made: Plan) -> Plan:
 def _check_second_copies(config: Config, made: Plan) -> None:
     """Raise unless ZeRO++'s groups with a second copy of the weights divide the ranks of every model."""
     zero = config.train.deepspeed
-    size = zero.zpg if _backend(config).has_zero_options and zero.zero_stage == 3 else 1
+    size = zero.zpg if backend_of(config).has_zero_options and zero.zero_stage == 3 else 1
     for role in made.roles:
         num_ranks = len(role.processes)
         if role_entry(role.name).kind == "model" and num_ranks % size:
@@ -235,10 +213,10 @@ def more_engines(config: Config, made: Plan) -> list[str]:
     fast from 135M parameters on an H200, and two 1.24 times as fast from 1.5B.
     """
     rollout, engine = config.rollout, engine_of(config)
-    if config.task != "rl" or not engine.is_busy_per_sequence or rollout.tensor_parallel_size > 1:
+    if not config.has_rollouts or not engine.is_busy_per_sequence or rollout.tensor_parallel_size > 1:
         return []
     devices = [device for process in made.role("rollout").processes for device in process.devices]
-    shape, _ = _shape(config, "actor")
+    shape, _ = shape_of_role(config, "actor")
     if len(devices) != 1 or shape is None or rollout.batch_size * rollout.samples_per_prompt < 128:
         return []
     count = 3 if shape.num_parameters < 5e8 else 2 if shape.num_parameters < 3e9 else 1
@@ -260,12 +238,12 @@ def without_effect_on_cpus(config: Config) -> list[str]:
         engine = engine_of(config, role)
         if engine.offloads_on_cpu:
             continue
-        section = _section(config, role)
+        section = section_of_role(config, role)
         if section.enable_offload:
-            key = f"{section_of(role)}.enable_offload"
+            key = f"{role_entry(role).section}.enable_offload"
             notes.append(f"{key}: no effect here: on a CPU {engine.title} cannot offload its weights and its cache")
         if section.memory_share is not None:
-            key = f"{section_of(role)}.memory_share"
+            key = f"{role_entry(role).section}.memory_share"
             notes.append(f"{key}: no effect here: on a CPU {engine.title}'s cache has the size that its sequences need")
     return notes
 
@@ -275,25 +253,6 @@ def _without_accelerator(config: Config, spec: RoleSpec) -> RoleSpec:
     if role_entry(spec.name).kind == "engine" and not engine_of(config, spec.name).offloads_on_cpu:
         return replace(spec, can_offload=frozenset(), offload=None)
     return spec
-
-
-def not_described(config: Config) -> list[str]:
-    """List local models whose memory cannot be computed from their config, with why."""
-    notes = []
-    models = {f"{name}.model": getattr(config, name) for name in ("actor", "critic", "reference", "reward")}
-    named = {key: (section.model, getattr(section, "shape", None)) for key, section in models.items()}
-    if has_judge_engine(config):
-        named["reward.judge.model"] = (config.reward.judge.model, config.reward.judge.engine.shape)
-    named |= {f"reference.teachers.{name}": (model, None) for name, model in config.reference.teachers.items()}
-    for key, (model, shape) in named.items():
-        local = None if model is None else _local_config(model)
-        if local is None or shape is not None:
-            continue
-        try:
-            from_hf_config(local)
-        except PlacementError as error:
-            notes.append(f"{key}: its memory is not checked: {error}")
-    return notes
 
 
 def _not_priced(config: Config) -> list[str]:
@@ -332,7 +291,7 @@ def host_needs(config: Config, made: Plan) -> dict[str, float]:
             () if memory is None else (*memory.host, *chain(*memory.parts.values()), *memory.working.get("train", ()))
         )
         # FSDP's gradients are no part: they exist only during an update, when all the rest is there as well.
-        held = [term for term in terms if term.part in _TRAINED or term.name.partition(",")[0] == "gradients"]
+        held = [term for term in terms if term.part in TRAINED_PARTS or term.name.partition(",")[0] == "gradients"]
         needs[role.name] = num_processes * sum(term.gib for term in held)
     return needs
 
@@ -340,28 +299,6 @@ def host_needs(config: Config, made: Plan) -> dict[str, float]:
 def num_data_parallel(config: Config, made: Plan) -> int:
     """Return the number of data-parallel ranks. The planner has checked that ranks divide into replicas."""
     return len(made.role("actor").processes) // config.train.num_model_parallel
-
-
-def engine_of(config: Config, role: str = "rollout") -> EngineEntry:
-    """Return the entry of a role's engines."""
-    return engine_entry(config.rollout.engine if role == "rollout" else config.reward.judge.engine.kind)
-
-
-def engine_slots(config: Config, role: str = "rollout") -> int:
-    """Return how many sequences one engine decodes at a time."""
-    section = config.rollout if role == "rollout" else config.reward.judge.engine
-    return engine_of(config, role).num_slots or section.num_slots
-
-
-def _backend(config: Config) -> BackendEntry:
-    return backend_entry(config.train.backend)
-
-
-def _simulator_memory(config: Config) -> SimulatorMemory | None:
-    configured, measured = config.env.memory_gib, kept_gib(config)
-    if configured is not None:
-        return SimulatorMemory(configured)
-    return None if measured is None else SimulatorMemory(measured, source="measured by an earlier run")
 
 
 def stage_slots(config: Config, plan: Plan) -> int:
@@ -401,7 +338,7 @@ def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
     if config.flow is not None:
         phases = [phase.model_dump(exclude_defaults=True) for phase in config.flow]
         return parse_flow(phases, roles, overlap, components)
-    return default_flow(_usual_task(config, roles), roles, overlap, components)
+    return default_flow(config.task, roles, overlap, components)
 
 
 def flow_problem(config: Config) -> str | None:
@@ -410,223 +347,11 @@ def flow_problem(config: Config) -> str | None:
         return None
     roles = roles_of(config)
     try:
-        with _own_names(config):
-            check_runs(make_flow(config, roles), _usual_task(config, roles), roles, tuple(config.components))
+        with own_names(config):
+            check_runs(make_flow(config, roles), config.task, roles, tuple(config.components))
     except PlacementError as error:
         return str(error).removeprefix("flow: ")
     return None
-
-
-def _usual_task(config: Config, roles: Collection[str]) -> str:
-    return "embodied" if config.task == "rl" and "env" in roles else config.task
-
-
-def role_specs(config: Config) -> list[RoleSpec]:
-    """Return every role of the run in the form that the planner takes. A role without a placement goes to the actor's.
-
-    Where `train.dtype` is unset, memory is that of a run on GPUs.
-    """
-    priced = with_dtype(config, has_gpus=True)
-    placed = {
-        names: value if isinstance(value, str | int) else value.model_dump()
-        for names, value in config.cluster.component_placement.items()
-    }
-    present = roles_of(config)
-    with _own_names(config):
-        selections: dict[str, Any] = dict(parse_placement(placed, tuple(config.components)))
-        for role in selections:
-            if role not in present:
-                raise PlacementError(
-                    f"cluster.component_placement: {role} is placed, but this run has no {role}: remove it"
-                )
-    selections.setdefault("actor", "0")
-    # Packed selections take devices in this order: the actor first, then as the config lists them.
-    order = ["actor", *(role for role in (*selections, *present) if role != "actor")]
-    return [_spec(priced, role, selections.get(role, "@actor")) for role in dict.fromkeys(order)]
-
-
-def _spec(config: Config, role: str, on: Any) -> RoleSpec:
-    kind = role_entry(role).kind
-    offload: bool | None = _section(config, role).enable_offload
-    if kind == "simulator" and config.overlap.staleness > 0:
-        offload = False  # episodes stay open
-    if config.task == "dpo":
-        # A reference that scores once is gone when training begins.
-        offload = None if role == "actor" else True if config.algorithm.dpo.precompute else offload
-    shape, assumed = _shape(config, role)
-    spec = RoleSpec(
-        name=role,
-        on=on,
-        offload=None if offload is None else "always" if offload else "never",
-        model=shape,
-        model_assumed=assumed,
-    )
-    if kind == "component":
-        memory = ComponentMemory(config.components[role].memory_gib)
-        return replace(spec, can_offload=frozenset({Part.WEIGHTS}), memory=memory, is_component=True)
-    if kind == "engine":
-        rollout, judge = config.rollout, config.reward.judge.engine
-        section = rollout if role == "rollout" else judge
-        engine = engine_of(config, role)
-        return replace(
-            spec,
-            tensor_parallel=section.tensor_parallel_size,
-            num_procs=rollout.num_engines if role == "rollout" else judge.num_engines,
-            share=None if engine.memory_share is None else section.memory_share or engine.memory_share,
-            can_offload=frozenset({Part.WEIGHTS, Part.KV_CACHE}),
-            memory=EngineMemory(
-                max_tokens=config.data.max_length if role == "rollout" else judge_length(config),
-                slots=engine_slots(config, role),
-                encodes_by_prompt=engine.encodes_by_prompt,
-                weight_bytes=_BYTES[dtype_of(config)],
-                kv_bytes=1 if role == "rollout" and rollout.kv_cache_dtype else _BYTES[dtype_of(config)],
-                kept_prompts=engine.num_kept_prompts,
-                layer_bytes=1 if role == "rollout" and rollout.quantization else None,
-                cuda_graphs="enforce_eager" in engine.options and not section.enforce_eager,
-                image_share=_image_share(config) if role == "rollout" else 0.0,
-            ),
-        )
-    if kind == "simulator":
-        return replace(spec, can_offload=frozenset({Part.SIMULATOR}), memory=_simulator_memory(config))
-    if role in ("actor", "critic"):
-        return replace(
-            spec,
-            tensor_parallel=config.train.tensor_parallel_size,
-            can_offload=_TRAINED if config.task == "rl" else frozenset(),  # the actor stays while a reference scores
-            memory=_train_memory(config, role),
-        )
-    score_tokens, score_batch = _score_batch(config)
-    return replace(
-        spec,
-        tensor_parallel=config.train.tensor_parallel_size,
-        can_offload=frozenset({Part.WEIGHTS}),
-        memory=ForwardMemory(
-            max_tokens=score_tokens,
-            micro_batch=score_batch,
-            weight_bytes=_BYTES[dtype_of(config)],
-            is_sharded=not _backend(config).has_zero_options or config.train.deepspeed.zero_stage == 3,
-            packing=config.train.packing,
-            sequence_parallel=config.train.sequence_parallel_size,
-            is_guest=config.task == "dpo",
-            num_waiting=_num_waiting(config) if role == "reference" else 0,
-            image_share=_image_share(config),
-        ),
-    )
-
-
-def _section(config: Config, role: str) -> Any:
-    """Return the section of the config that holds a role's options."""
-    return config.components.get(role) or reduce(getattr, role_entry(role).section.split("."), config)
-
-
-def _train_memory(config: Config, role: str) -> TrainMemory:
-    train = config.train
-    compute = _BYTES[dtype_of(config)]
-    backend = _backend(config)
-    has_master = train.fp32_master and compute < 4
-    max_tokens, micro_batch = _train_batch(config)
-    score_tokens, score_batch = _score_batch(config)
-    pair = 2 if config.task in ("rm", "dpo") else 1
-    return TrainMemory(
-        max_tokens=max_tokens,
-        micro_batch=micro_batch,
-        # In units of `max_tokens`, rounded up: a token budget counts as one long sequence.
-        forward_micro_batch=-(-score_tokens * score_batch // max_tokens),
-        backend=train.backend,
-        zero_stage=train.deepspeed.zero_stage if backend.has_zero_options else 3,
-        sequence_parallel=train.sequence_parallel_size,
-        weight_bytes=4 if has_master and not backend.has_masters_apart else compute,
-        compute_bytes=compute,
-        gradient_bytes=_gradient_bytes(config, compute, has_master),
-        master_bytes=_master_bytes(config, compute, has_master),
-        moment_bytes=4 if train.fp32_master or compute == 4 else compute,
-        has_muon=(config.critic if role == "critic" else config.actor).optimizer.kind == "muon",
-        optimizer_offload=train.deepspeed.adam_offload,
-        gradient_checkpointing=train.gradient_checkpointing,
-        checkpointed_layers=num_checkpointed(config),
-        is_whole=backend.has_zero_options and train.deepspeed.deepcompile,
-        is_compiled=train.compile is not False and not train.liger_kernel and train.tensor_parallel_size == 1,
-        packing=train.packing,
-        sends_weights=config.task == "rl" and role == "actor",
-        adapter_rank=train.lora.rank,
-        batch_tokens=train.batch_size * pair * config.data.max_length,
-        group_tokens=config.data.max_length * (config.rollout.samples_per_prompt if config.task == "rl" else pair),
-        has_average=train.ema.enabled and role == "actor",
-        image_share=_image_share(config),
-        has_frozen_encoder=train.freeze_visual_encoder,
-    )
-
-
-def _image_share(config: Config) -> float:
-    """Return the largest share of a sequence's tokens that may stand for images.
-
-    In RL only prompts have some, unless an environment shows more.
-    """
-    data = config.data
-    if not has_images(config):
-        return 0.0
-    num_images = 1 if data.image_key is None else data.max_images_per_prompt  # a simulator shows one at a time
-    only_prompts = config.task == "rl" and data.image_key is not None and not has_agent(config)
-    tokens = min(prompt_max_length(config), data.max_length) if only_prompts else data.max_length
-    shape, _ = _shape(config, "actor")
-    if shape is not None and shape.vision is not None:
-        per_image = shape.vision.tokens_per_image or _tokens_per_image(config, shape.vision)
-        if per_image is not None:
-            tokens = min(tokens, num_images * per_image)
-    return tokens / data.max_length
-
-
-def _tokens_per_image(config: Config, vision: VisionShape) -> int | None:
-    """Return the most tokens that stand for one image, where the processor of a local model bounds its pixels."""
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        path = Path(str(config.actor.model)) / name
-        written = json.loads(path.read_text()) if path.is_file() else {}
-        settings = written.get("image_processor", written)
-        max_pixels = settings.get("max_pixels") or (settings.get("size") or {}).get("longest_edge")
-        is_qwen = str(settings.get("image_processor_type", "")).startswith("Qwen2VL")  # others bound edges
-        if is_qwen and isinstance(max_pixels, int):
-            pixels_of_patch = vision.patch_values // _QWEN_VALUES
-            return -(-min(max_pixels, config.data.max_image_pixels) // (pixels_of_patch * vision.patches_per_token))
-    return None
-
-
-def _train_batch(config: Config) -> tuple[int, int]:
-    """Return (tokens of a sequence, sequences) of a micro-batch of an update."""
-    pair = 2 if config.task in ("rm", "dpo") else 1
-    return _batch(config, config.train, pair)
-
-
-def _batch(config: Config, section: TrainConfig | RolloutConfig, pair: int) -> tuple[int, int]:
-    """Return (tokens of a sequence, sequences) of a section's micro-batch.
-
-    A token budget counts as one sequence of that length if sequences are packed, else as several padded ones.
-    """
-    length = config.data.max_length
-    budget = tokens_per_micro_batch(config, token_budget(section))
-    if budget is not None:
-        return (budget, 1) if config.train.packing else (length, -(-budget // length))
-    # Where no budget is chosen yet, count the smallest micro-batch.
-    return length, pair * (1 if section.micro_batch_size == "auto" else section.micro_batch_size)
-
-
-def _score_batch(config: Config) -> tuple[int, int]:
-    """Return (tokens of a sequence, sequences) of a micro-batch of scoring; outside rl, of an update."""
-    if config.task != "rl":
-        return _train_batch(config)
-    return _batch(config, config.rollout, 1)
-
-
-def _master_bytes(config: Config, compute: int, has_master: bool) -> int:
-    """Return bytes per weight of the copy that the optimizer steps: sharded, it has one even in their dtype."""
-    if not _backend(config).has_masters_apart:
-        return 0
-    return 4 if has_master else compute if config.train.deepspeed.zero_stage > 0 else 0
-
-
-def _gradient_bytes(config: Config, compute: int, has_master: bool) -> int:
-    if _backend(config).has_masters_apart:
-        return _BYTES[config.train.deepspeed.grad_accum_dtype or dtype_of(config)]
-    return 4 if has_master else compute
 
 
 @dataclass(frozen=True)
@@ -656,83 +381,6 @@ def cache_limit(config: Config, made: Plan, role: str = "rollout") -> CacheLimit
 def is_anything_offloaded(made: Plan) -> bool:
     """Tell whether any part of a role leaves its device between two steps."""
     return any(hand_over.leaves for group in made.groups for hand_over in group.hand_overs)
-
-
-def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
-    """Return a role's model shape, and the public model that it is assumed to be where only its name is known."""
-    if role == "reference" and config.reference.teachers:
-        return _largest_teacher(config)
-    actor = (config.actor.model, config.actor.shape)
-    reward = (config.reward.model, config.reward.shape)
-    critic = (config.critic.model, config.critic.shape)
-    sources = {
-        "critic": (critic, reward, actor),
-        "reward": (reward, actor),
-        "reference": ((config.reference.model, None), actor),
-        "judge": ((config.reward.judge.model, config.reward.judge.engine.shape),),
-        "env": (),
-        **dict.fromkeys(config.components, ()),
-    }.get(role, (actor,))
-    for name, written in sources:
-        if written is not None:
-            return _with_head(config, role, from_hf_config(written)), None
-        if name is None:
-            continue
-        is_local = _local_config(name) is not None
-        shape, assumed = _shape_of(name)
-        if shape is not None:
-            return _with_head(config, role, shape), assumed
-        if is_local:  # `not_described` lists it
-            return None, None
-    return None, None
-
-
-def _shape_of(name: str) -> tuple[ModelShape | None, str | None]:
-    """Return the shape of a model, and the public model that it is assumed to be where only its name is known."""
-    local = _local_config(name)
-    if local is not None:
-        try:
-            return from_hf_config(local), None
-        except PlacementError:
-            return None, None
-    assumed = known_shape(name)
-    return (None, None) if assumed is None else (assumed.shape, assumed.model)
-
-
-def _teachers(config: Config) -> list[tuple[ModelShape, str | None]]:
-    """Return shape and assumed model of every teacher; none if one is unknown."""
-    shapes = [_shape_of(name) for name in config.reference.teachers.values()]
-    known = [(shape, assumed) for shape, assumed in shapes if shape is not None]
-    return known if len(known) == len(shapes) else []
-
-
-def _largest_teacher(config: Config) -> tuple[ModelShape | None, str | None]:
-    """Return the teacher that takes most of a device, on which there is one at a time."""
-    return max(_teachers(config), key=lambda teacher: teacher[0].num_parameters, default=(None, None))
-
-
-def _num_waiting(config: Config) -> int:
-    """Count the parameters of teachers that are in host memory while the smallest is on the device."""
-    sizes = [shape.num_parameters for shape, _ in _teachers(config)]
-    return sum(sizes) - min(sizes, default=0)
-
-
-def _with_head(config: Config, role: str, shape: ModelShape) -> ModelShape:
-    """Return the shape with a scalar head for value models, which have no output vocabulary."""
-    return shape.with_scalar_head() if role in ("critic", "reward") or config.task == "rm" else shape
-
-
-def _local_config(name: str) -> Mapping[str, object] | None:
-    path = Path(name) / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        model_config = json.loads(path.read_text())
-    except ValueError as error:
-        raise PlacementError(f"{path} is not JSON: {error}") from None
-    if not isinstance(model_config, dict):
-        raise PlacementError(f"{path} does not hold a model config")
-    return model_config
 
 
 def _with_pools(inventory: Inventory, config: Config) -> Inventory:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+
+from hotseat.registry.lookup import entry_of
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,7 @@ class BackendEntry:
 
     name: str  # of `train.backend`
     title: str  # in messages
+    summary: str  # for the docs
     backend: str  # "module:attribute" of its class, see `train.backend.Backend`
     package: str | None = None  # that it needs besides torch
     hint: str = ""  # how to get it
@@ -32,6 +34,7 @@ BACKENDS: dict[str, BackendEntry] = {
         BackendEntry(
             "fsdp",
             "FSDP2",
+            "torch's fully sharded data parallelism.",
             "hotseat.train.fsdp:FSDPBackend",
             shards_by_layer=True,
             copies_weights=True,
@@ -39,6 +42,7 @@ BACKENDS: dict[str, BackendEntry] = {
         BackendEntry(
             "deepspeed",
             "DeepSpeed",
+            "DeepSpeed's ZeRO.",
             "hotseat.train.zero:ZeroBackend",
             package="deepspeed",
             hint="install it with `pip install hotseat[deepspeed]`, or set train.backend to fsdp",
@@ -51,12 +55,7 @@ BACKENDS: dict[str, BackendEntry] = {
     )
 }
 
-if TYPE_CHECKING:
-    BackendName = str
-else:
-    BackendName = Literal[tuple(BACKENDS)]
-
 
 def backend_entry(name: str) -> BackendEntry:
     """Return the entry of a training backend."""
-    return BACKENDS[name]
+    return entry_of(BACKENDS, name, "training backend")

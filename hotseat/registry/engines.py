@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+
+from hotseat.registry.lookup import entry_of, names_with
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,7 @@ class EngineEntry:
 
     name: str  # of `rollout.engine` and `reward.judge.engine.kind`
     title: str  # in messages
+    summary: str  # for the docs
     kind: str  # "module:attribute" of its `rollout.kinds.EngineKind`
     options: frozenset[str] = frozenset()  # that not every engine has, by their names in `rollout`
     instead: Mapping[str, str] = field(default_factory=dict)  # what it does instead of having an option
@@ -31,7 +33,7 @@ class EngineEntry:
         """Word why an option has no effect on this engine, behind `rollout.engine is`."""
         if option in self.instead:
             return f"{self.name}, which {self.instead[option]}"
-        return f"{self.name}; this is for {' or '.join(each.name for each in with_option(option))}"
+        return f"{self.name}; this is for {' or '.join(names_with(ENGINES, option))}"
 
 
 DEFAULT_ENGINE = "transformers"
@@ -42,6 +44,7 @@ ENGINES: dict[str, EngineEntry] = {
         EngineEntry(
             "transformers",
             "transformers",
+            "A model of transformers, in slots that are decoded together.",
             "hotseat.rollout.transformers_engine:TransformersKind",
             options=frozenset({"num_slots"}),
             num_kept_prompts=8,
@@ -50,6 +53,7 @@ ENGINES: dict[str, EngineEntry] = {
         EngineEntry(
             "vllm",
             "vLLM",
+            "vLLM's scheduler and kernels.",
             "hotseat.rollout.vllm_kind:VllmKind",
             options=frozenset(
                 {
@@ -76,17 +80,7 @@ ENGINES: dict[str, EngineEntry] = {
     )
 }
 
-if TYPE_CHECKING:
-    EngineName = str
-else:
-    EngineName = Literal[tuple(ENGINES)]
-
 
 def engine_entry(name: str) -> EngineEntry:
     """Return the entry of an engine."""
-    return ENGINES[name]
-
-
-def with_option(option: str) -> list[EngineEntry]:
-    """List the engines that have an option."""
-    return [entry for entry in ENGINES.values() if option in entry.options]
+    return entry_of(ENGINES, name, "engine")

@@ -7,6 +7,7 @@ from typing import Literal
 
 from hotseat.registry.lookup import entry_of
 from hotseat.registry.policy_losses import Aggregation
+from hotseat.user_functions import is_own
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,4 @@ USER_ESTIMATOR = EstimatorEntry("FILE.py:FUNCTION", "Your own.", "", "", compare
 
 def estimator_entry(name: str) -> EstimatorEntry:
     """Return the entry of an estimator, built-in or a user's."""
-    return USER_ESTIMATOR if ".py:" in name else entry_of(ESTIMATORS, name, "advantage estimator")
-
-
-def estimators_that(fact: str) -> list[str]:
-    """List the estimators of which a fact is true."""
-    return [name for name, entry in ESTIMATORS.items() if getattr(entry, fact)]
+    return USER_ESTIMATOR if is_own(name) else entry_of(ESTIMATORS, name, "advantage estimator")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -21,7 +20,11 @@ def entry_of(table: Mapping[str, T], name: str, what: str) -> T:
     raise UserError(f"no {what} {name!r}: choose one of {', '.join(table)}{hint}")
 
 
-def load(path: str) -> Any:
-    """Import what `module:attribute` names."""
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+def names_that(table: Mapping[str, Any], fact: str) -> list[str]:
+    """List the names of the entries of which a fact is true."""
+    return [name for name, entry in table.items() if getattr(entry, fact)]
+
+
+def names_with(table: Mapping[str, Any], option: str) -> list[str]:
+    """List the names of the entries that have an option."""
+    return [name for name, entry in table.items() if option in entry.options]

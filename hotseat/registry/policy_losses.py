@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hotseat.registry.lookup import entry_of
+from hotseat.user_functions import is_own
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
@@ -84,9 +85,4 @@ USER_POLICY_LOSS = PolicyLossEntry(
 
 def policy_loss_entry(name: str) -> PolicyLossEntry:
     """Return the entry of a policy loss, built-in or a user's."""
-    return USER_POLICY_LOSS if ".py:" in name else entry_of(POLICY_LOSSES, name, "policy loss")
-
-
-def losses_that(fact: str) -> list[str]:
-    """List the policy losses of which a fact is true."""
-    return [name for name, entry in POLICY_LOSSES.items() if getattr(entry, fact)]
+    return USER_POLICY_LOSS if is_own(name) else entry_of(POLICY_LOSSES, name, "policy loss")

@@ -62,8 +62,3 @@ PREFERENCE_LOSSES: dict[str, PreferenceLossEntry] = {
 def preference_loss_entry(name: str) -> PreferenceLossEntry:
     """Return the entry of a loss of preferences."""
     return entry_of(PREFERENCE_LOSSES, name, "loss of preferences")
-
-
-def losses_with(option: str) -> list[str]:
-    """List the losses of preferences that have an option."""
-    return [name for name, entry in PREFERENCE_LOSSES.items() if option in entry.options]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 
 class Part(StrEnum):
@@ -21,137 +21,115 @@ class Part(StrEnum):
     SIMULATOR = "simulator"
 
 
-RoleName = Literal["actor", "critic", "reference", "reward", "judge", "rollout", "env", "inference"]
 RoleKind = Literal["model", "engine", "simulator", "component"]  # model: behind a training backend
 
-_FORWARD = frozenset({Part.WEIGHTS})
-_TRAINED = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
-_ENGINE = frozenset({Part.WEIGHTS, Part.KV_CACHE})
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RoleEntry:
     """Facts about a role.
 
-    parts: that it can keep on a device. turn: its place in the order of work in a step. section: of the config, with
-    its options. present_if, work: for docs. is_independent: its processes work independently of each other, and one
+    turn: its place in the order of work in a step. present_if, work: for docs. parts: that it can keep on a device.
+    section: of the config, with its options. is_independent: its processes work independently of each other, and one
     process can hold several. answers_pings: its processes do so while they work. gets_weights: those of the actor, in
     every sync. makes_groups: it works on samples before they are learned from, so a replay has no such role.
     """
 
     name: str
     kind: RoleKind
-    parts: frozenset[Part]
     turn: int
-    section: str
     present_if: str
     work: str
+    parts: frozenset[Part]
+    section: str
     is_independent: bool = False
     answers_pings: bool = False
     gets_weights: bool = False
     makes_groups: bool = False
 
 
+_PARTS: dict[RoleKind, frozenset[Part]] = {
+    "model": frozenset({Part.WEIGHTS}),
+    "engine": frozenset({Part.WEIGHTS, Part.KV_CACHE}),
+    "simulator": frozenset({Part.SIMULATOR}),
+    "component": frozenset({Part.WEIGHTS}),  # whatever it keeps on its devices
+}
+TRAINED_PARTS = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
+
+
+def _role(
+    name: str, kind: RoleKind, turn: int, present_if: str, work: str, *, trained: bool = False, **more: Any
+) -> RoleEntry:
+    """Make an entry with the parts of its kind, and the section of its name."""
+    parts = TRAINED_PARTS if trained else _PARTS[kind]
+    return RoleEntry(name, kind, turn, present_if, work, **{"parts": parts, "section": name, **more})
+
+
+_SERVES = {"is_independent": True, "answers_pings": True}
 _ENTRIES = (
-    RoleEntry(
-        name="actor",
-        kind="model",
-        parts=_TRAINED,
-        turn=8,
-        section="actor",
-        present_if="always",
-        work="computes old log-probs and advantages; learns; sends its weights",
+    _role(
+        "actor", "model", 8, "always", "computes old log-probs and advantages; learns; sends its weights", trained=True
     ),
-    RoleEntry(
-        name="critic",
-        kind="model",
-        parts=_TRAINED,
-        turn=7,
-        section="critic",
-        present_if="estimator `gae`",
-        work="computes values; then learns from the returns, before the actor does",
+    _role(
+        "critic",
+        "model",
+        7,
+        "estimator `gae`",
+        "computes values; then learns from the returns, before the actor does",
+        trained=True,
     ),
-    RoleEntry(
-        name="reference",
-        kind="model",
-        parts=_FORWARD,
-        turn=5,
-        section="reference",
-        present_if="`algorithm.kl.coef` or `algorithm.distill_coef` above 0",
-        work="computes log-probs",
+    _role(
+        "reference",
+        "model",
+        5,
+        "`algorithm.kl.coef` or `algorithm.distill_coef` above 0",
+        "computes log-probs",
     ),
-    RoleEntry(
-        name="reward",
-        kind="model",
-        parts=_TRAINED,  # it can be trained: task rm
-        turn=2,
-        section="reward",
-        present_if="`reward.model`",
-        work="scores episodes at the end of their last segment, before groups are filtered",
+    _role(
+        "reward",
+        "model",
+        2,
+        "`reward.model`",
+        "scores episodes at the end of their last segment, before groups are filtered",
+        trained=True,  # in task rm
         makes_groups=True,
     ),
-    RoleEntry(
-        name="judge",
-        kind="engine",
-        parts=_ENGINE,
-        turn=3,
+    _role(
+        "judge",
+        "engine",
+        3,
+        "`reward.judge.rubric` without `reward.judge.url`",
+        "writes verdicts on answers, which hosts add to rewards before groups are filtered; keeps its own weights",
         section="reward.judge.engine",
-        present_if="`reward.judge.rubric` without `reward.judge.url`",
-        work=(
-            "writes verdicts on answers, which hosts add to rewards before groups are filtered; keeps its own weights"
-        ),
-        is_independent=True,
-        answers_pings=True,
         makes_groups=True,
+        **_SERVES,
     ),
-    RoleEntry(
-        name="rollout",
-        kind="engine",
-        parts=_ENGINE,
-        turn=0,
-        section="rollout",
-        present_if="always",
-        work="samples",
-        is_independent=True,
-        answers_pings=True,
-        gets_weights=True,
-        makes_groups=True,
+    _role("rollout", "engine", 0, "always", "samples", gets_weights=True, makes_groups=True, **_SERVES),
+    _role(
+        "env",
+        "simulator",
+        1,
+        "`env.path`",
+        "simulates what the policy acts in, while the policy's engines sample",
+        **_SERVES,
     ),
-    RoleEntry(
-        name="env",
-        kind="simulator",
-        parts=frozenset({Part.SIMULATOR}),
-        turn=1,
-        section="env",
-        present_if="`env.path`",
-        work="simulates what the policy acts in, while the policy's engines sample",
-        is_independent=True,
-        answers_pings=True,
-    ),
-    RoleEntry(
-        name="inference",
-        kind="model",
-        parts=_FORWARD,
-        turn=6,
-        section="inference",
-        present_if="the placement names it",
-        work=("computes old log-probs on devices of its own; gets the actor's weights in every sync, as engines do"),
+    _role(
+        "inference",
+        "model",
+        6,
+        "the placement names it",
+        "computes old log-probs on devices of its own; gets the actor's weights in every sync, as engines do",
         gets_weights=True,
     ),
 )
 ROLES: dict[str, RoleEntry] = {entry.name: entry for entry in _ENTRIES}  # in the order in which messages list them
 
-_COMPONENT = RoleEntry(
-    name="a custom name",
-    kind="component",
-    parts=_FORWARD,  # whatever it keeps on its devices
-    turn=4,
-    section="components",
-    present_if="`components`",
-    work=(
-        "a user's class sees scored groups (`loop/workers/component.py`) and may score or drop them"
-        " (`loop/rl/components.py`), before groups are filtered"
-    ),
+_COMPONENT = _role(
+    "a custom name",
+    "component",
+    4,
+    "`components`",
+    "a user's class sees scored groups (`loop/workers/component.py`) and may score or drop them"
+    " (`loop/rl/components.py`), before groups are filtered",
     is_independent=True,
     makes_groups=True,
 )

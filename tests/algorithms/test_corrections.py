@@ -128,9 +128,11 @@ def test_corrections_that_cannot_work_are_refused():
         with pytest.raises(UserError, match=rf"thresholds are \[{low}, {high}\]: .* 0 <= low < high"):
             correction_weights(torch.zeros(1), torch.zeros(1), layout, "tis", low=low, high=high)
     with pytest.raises(
-        UserError, match=r"correction 'mask' is not known: use one of tis, icepop, seq-mask-tis, seq-tis"
+        UserError, match=r"no correction 'mask': choose one of none, tis, icepop, seq-mask-tis, seq-tis"
     ):
         correction_weights(torch.zeros(1), torch.zeros(1), layout, "mask", **BOUNDS)
+    with pytest.raises(UserError, match="correction rollout-ratio has no weights: use one of tis, icepop"):
+        correction_weights(torch.zeros(1), torch.zeros(1), layout, "rollout-ratio", **BOUNDS)
 
 
 @pytest.mark.parametrize(

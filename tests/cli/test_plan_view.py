@@ -61,7 +61,7 @@ def everything() -> list[Plan]:
                 RoleSpec("env", "0-1:0-3", memory=SimulatorMemory(4.0)),
                 rollout("2-3", model="SmolLM2-135M", memory=engine, tensor_parallel=2),
             ],
-            task="embodied",
+            task="rl",
         ),
         make_plan(
             "512x8xH100-80G", [actor("256x8"), scorer("reference", "0-1023"), rollout("512x2", tensor_parallel=2)]

@@ -19,8 +19,8 @@ from pydantic import BaseModel
 
 from hotseat.config import Config, loads
 from hotseat.config import conditions as when
+from hotseat.config.annotations import tables_of
 from hotseat.config.load import check, fields_of, validate
-from hotseat.config.names import names_of
 from hotseat.config.schema import conditions_of, tasks_of
 from hotseat.config.unsupported import unsupported
 from hotseat.config.yaml_lines import Document, read_yaml
@@ -92,7 +92,8 @@ class Watch:
 
 def other_value(key: str, info: Any) -> Any:
     """Return a value that a field accepts and that is not its default."""
-    possible = [VALUES[key]] if key in VALUES else names_of(info) or candidates(info.annotation, info.default)
+    names = [name for table in tables_of(info) for name in table]
+    possible = [VALUES[key]] if key in VALUES else names or candidates(info.annotation, info.default)
     return next(value for value in possible if value != info.default)
 
 
@@ -140,7 +141,7 @@ def unnamed_keys(
     for key, info in fields_of(Config):
         config, problems = find(with_key(values, key, other_value(key, info)))
         is_refused = any(key == problem.key or key in problem.message for problem in problems)
-        is_noted = key in [feature for feature, _ in unsupported(config, [key])]
+        is_noted = key in [feature for feature, _ in unsupported(config)]
         if not is_refused and not is_noted and key not in used | LOADING:
             unnamed.append(key)
     return unnamed

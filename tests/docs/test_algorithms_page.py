@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import get_args
 
 from hotseat import algorithms
+from hotseat.registry.corrections import CORRECTIONS
 from hotseat.registry.estimators import ESTIMATORS
+from hotseat.registry.lookup import names_that
 from hotseat.registry.policy_losses import POLICY_LOSSES
 
 TESTS = Path(__file__).parents[1]
@@ -95,11 +97,11 @@ def test_every_variant_is_in_the_row_of_its_function():
     text = {name: row[1] for row in _rows() for name in _code(row[0])}
     for function, variants in (
         ("estimate_kl", algorithms.KlEstimator),
-        ("correction_weights", algorithms.Correction),
         ("rejection_weights", algorithms.Rejection),
         ("loss_weights", algorithms.Aggregation),
     ):
         assert set(get_args(variants)) <= set(_code(text[function]))
+    assert set(names_that(CORRECTIONS, "function")) <= set(_code(text["correction_weights"]))
 
 
 def test_every_public_name_exists_and_every_function_says_what_it_does():

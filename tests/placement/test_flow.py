@@ -1,17 +1,7 @@
 from placement_cases import refused
 
-from hotseat.placement import (
-    Flow,
-    Overlap,
-    Part,
-    Phase,
-    RoleWork,
-    check_flow,
-    check_runs,
-    default_flow,
-    make_steps,
-    parse_flow,
-)
+from hotseat.placement import Flow, Overlap, Part, check_runs, default_flow, parse_flow
+from hotseat.placement.flow import Phase, RoleWork, check_flow, make_steps
 
 W, G, O, K, S = Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.KV_CACHE, Part.SIMULATOR  # noqa: E741
 PPO = ("actor", "critic", "reference", "reward", "rollout")
@@ -49,14 +39,14 @@ def test_a_separate_inference_role_scores_instead_of_the_actor_and_gets_the_weig
 
 
 def test_the_usual_embodied_flow_has_simulators_beside_the_engines():
-    flow = default_flow("embodied", ("actor", "rollout", "env"))
+    flow = default_flow("rl", ("actor", "rollout", "env"))
     assert [(phase.name, phase.roles) for phase in flow.phases] == [
         ("rollout", ("env", "rollout")),
         ("prepare", ("actor",)),
         ("update", ("actor",)),
         ("sync", ("actor", "rollout")),
     ]
-    flow = default_flow("embodied", ("actor", "critic", "rollout", "env", "inference"))
+    flow = default_flow("rl", ("actor", "critic", "rollout", "env", "inference"))
     assert [phase.roles for phase in flow.phases][1:3] == [("critic", "inference"), ("critic", "actor")]
 
 
@@ -71,7 +61,7 @@ def test_supervised_flows():
 
 
 def test_default_flow_refuses_what_it_cannot_use():
-    with refused("unknown task 'rlhf'", "did you mean 'rl'?", "rl, embodied, sft, rm, dpo"):
+    with refused("unknown task 'rlhf'", "did you mean 'rl'?", "rl, sft, rm, dpo"):
         default_flow("rlhf", PPO)
     with refused("task rl needs the role rollout"):
         default_flow("rl", ("actor",))
@@ -299,4 +289,4 @@ def test_simulators_and_engines_work_at_the_same_time():
         roles = ("actor", "env", "rollout")
         flow = parse_flow([*phases, score, learn, PUSH], roles)
         with refused("env and rollout work at the same time: write one phase, with order together"):
-            check_runs(flow, "embodied", roles)
+            check_runs(flow, "rl", roles)

@@ -2,7 +2,8 @@ import pytest
 from placement_cases import refused
 
 from hotseat.errors import PlacementError, TooFewDevicesError
-from hotseat.placement import Inventory, NodePool, PlannedProcess, RoleRequest, locate, parse_selection
+from hotseat.placement import Inventory, NodePool, RoleRequest, locate, parse_selection
+from hotseat.placement.locate import PlannedProcess
 
 
 def place(inventory, engine_size=None, num_procs=None, **placement):

@@ -199,7 +199,7 @@ def embodied(offload="always"):
 
 
 def test_hybrid_placement_with_simulators_beside_engines():
-    found = make_plan("1x8xA100-80G", embodied(), task="embodied")
+    found = make_plan("1x8xA100-80G", embodied(), task="rl")
     assert (found.label, found.verdict) == ("hybrid", "fits")
     assert [(group.devices, group.roles) for group in found.groups] == [
         (((0, 3),), ("actor", "env")),
@@ -221,13 +221,13 @@ def test_hybrid_placement_with_simulators_beside_engines():
 
 
 def test_the_same_placement_moves_nothing_where_all_fits():
-    found = make_plan("1x8xH200", embodied(offload=None), task="embodied")
+    found = make_plan("1x8xH200", embodied(offload=None), task="rl")
     assert not any(hand_over.leaves for group in found.groups for hand_over in group.hand_overs)
 
 
 def test_pipeline_with_inference_on_all_devices():
     roles = bare(env="0-1", rollout="2-3", inference="0-3", actor="0-3")
-    found = make_plan("1x4", roles, task="embodied")
+    found = make_plan("1x4", roles, task="rl")
     assert [(step.name, step.roles) for step in found.steps] == [
         ("rollout", ("env", "rollout")),
         ("prepare", ("inference",)),
@@ -381,7 +381,7 @@ def test_overlap_of_phases_that_share_a_device_is_refused():
     with refused("overlap (queue 0, staleness 2)", "rollout and reference share device 7"):
         make_plan("1x8", bare(actor="0-3", reference="7", rollout="4-7"), overlap=Overlap(staleness=2))
     with refused("env and actor share device 3: leave overlap out, or give env devices of its own"):
-        make_plan("1x8", bare(actor="0-3", env="3", rollout="4-7"), task="embodied", overlap=Overlap(1))
+        make_plan("1x8", bare(actor="0-3", env="3", rollout="4-7"), task="rl", overlap=Overlap(1))
     with refused("has no effect", "no rollout beside training"):
         make_plan("1x8", bare(actor="all"), task="sft", overlap=Overlap(1))
     assert make_plan("1x8", bare(actor="0-3", rollout="4-7"), overlap=Overlap(1, 1)).flow.overlap.is_on
@@ -509,7 +509,7 @@ def test_devices_with_more_processes_are_a_class_of_their_own():
         RoleSpec("env", "0:0-3,1", memory=SimulatorMemory(2.0)),
         rollout("2-3", model="SmolLM2-135M"),
     ]
-    found = make_plan("1x4xH200", roles, task="embodied")
+    found = make_plan("1x4xH200", roles, task="rl")
     assert [group.devices for group in found.groups] == [((0, 0),), ((1, 1),), ((2, 3),)]
     simulators = [sum(t.gib for t in group.steps[0].terms if t.name == "simulator") for group in found.groups]
     assert simulators == [8.0, 2.0, 0]
@@ -518,7 +518,7 @@ def test_devices_with_more_processes_are_a_class_of_their_own():
 def test_json_has_the_whole_plan():
     for found in (
         make_plan("1x8xA100-80G", hybrid_engine()),
-        make_plan("1x8xA100-80G", embodied(), task="embodied"),
+        make_plan("1x8xA100-80G", embodied(), task="rl"),
         make_plan("a=2x4,sim=1xcpu", bare(actor="a/all", rollout="@actor", reward="sim/cpu*2", reference="none")),
         make_plan("1x2x8G", [actor(model="Llama-2-70B")], task="sft"),
     ):

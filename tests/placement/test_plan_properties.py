@@ -82,8 +82,8 @@ def roles(draw, name, low, high):
 def arguments(draw):
     nodes, size = draw(st.integers(1, 3)), draw(st.sampled_from([2, 4, 8]))
     kind = draw(st.sampled_from(["", "x24G", "xA100-80G", "xA100-80G", "xH200", "xH200"]))
-    task = draw(st.sampled_from(["rl", "embodied"]))
-    names = ["actor", "rollout"] + (["env"] if task == "embodied" else [])
+    task = "rl"
+    names = ["actor", "rollout", *draw(st.sampled_from([[], ["env"]]))]
     names += [name for name in ("critic", "reference", "reward", "inference") if draw(st.integers(0, 2)) == 0]
     overlap = draw(st.sampled_from([Overlap(), Overlap(), Overlap(1, 1)]))
     half = nodes * size // 2

@@ -3,7 +3,8 @@ from hypothesis import strategies as st
 from placement_cases import refused
 
 from hotseat.errors import PlacementError
-from hotseat.placement import (
+from hotseat.placement import parse_placement, parse_selection
+from hotseat.placement.selection import (
     CpuProcesses,
     DeviceBlocks,
     Elsewhere,
@@ -12,8 +13,6 @@ from hotseat.placement import (
     RankSegment,
     RankSelection,
     SameAs,
-    parse_placement,
-    parse_selection,
 )
 
 

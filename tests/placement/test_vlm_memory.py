@@ -7,7 +7,7 @@ from hotseat.config import loads
 from hotseat.errors import PlacementError
 from hotseat.placement import GIB, EngineMemory, ForwardMemory, Layout, Part, TrainMemory, estimate, from_hf_config
 from hotseat.placement.shapes import KNOWN_SHAPES, known_shape
-from hotseat.planning.config_plan import role_specs
+from hotseat.planning.role_specs import role_specs
 
 ALONE = Layout(num_procs=1, device_gib=141.0)
 SHAPE = KNOWN_SHAPES["Qwen2.5-VL-3B"]

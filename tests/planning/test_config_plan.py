@@ -16,8 +16,8 @@ from hotseat.planning.config_plan import (
     more_engines,
     num_data_parallel,
     plan_on,
-    role_specs,
 )
+from hotseat.planning.role_specs import role_specs
 
 LLAMA = {
     "hidden_size": 64,

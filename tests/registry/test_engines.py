@@ -2,13 +2,14 @@
 
 import ast
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from loop_cases import make_task, rl_yaml
 
 import hotseat
-from hotseat.config import Config, loads
+from hotseat.config import loads
+from hotseat.config.annotations import tables_of
 from hotseat.config.conflicts import no_effect
 from hotseat.config.schema import JudgeEngineConfig, RolloutConfig, Section, TrainConfig
 from hotseat.extensions import load
@@ -32,7 +33,7 @@ class DummyKind(TransformersKind):
         return super().make(settings, process)
 
 
-DUMMY = EngineEntry("dummy", "Dummy", f"{__name__}:DummyKind", options=frozenset({"num_slots"}))
+DUMMY = EngineEntry("dummy", "Dummy", "Another.", f"{__name__}:DummyKind", options=frozenset({"num_slots"}))
 
 
 @pytest.fixture
@@ -41,25 +42,20 @@ def dummy(monkeypatch):
     MADE.clear()
 
 
-def with_engine(config: Config, name: str) -> Config:
-    """Return a config with an engine that was added after the schema was made."""
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": name})})
-
-
 def test_an_engine_is_its_file_and_an_entry(tmp_path, dummy):
     """A run with it samples and trains what the engine below it would."""
     make_task(tmp_path)
-    rollout = "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4, num_slots: 8}"
+    rollout = "{{engine: {}, batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4, num_slots: 8}}"
     weights = []
     for engine in ("dummy", "transformers"):
-        start(with_engine(loads(rl_yaml(tmp_path, name=engine, rollout=rollout)), engine))
+        start(loads(rl_yaml(tmp_path, name=engine, rollout=rollout.format(engine))))
         weights.append((tmp_path / "runs" / engine / "model" / "model.safetensors").read_bytes())
     assert [settings.engine for settings in MADE] == ["dummy"]
     assert weights[0] == weights[1]
 
 
 def test_an_added_engine_is_checked_by_its_entry(dummy):
-    config = with_engine(loads("{}"), "dummy")
+    config = loads("rollout: {engine: dummy}")
     reason = "rollout.engine is dummy; this is for vllm"
     keys = ("rollout.prefix_caching", "rollout.num_slots")
     assert no_effect(config, keys) == [("rollout.prefix_caching", reason)]
@@ -70,7 +66,7 @@ def test_an_added_engine_is_checked_by_its_entry(dummy):
     [(RolloutConfig, "engine", ENGINES), (JudgeEngineConfig, "kind", ENGINES), (TrainConfig, "backend", BACKENDS)],
 )
 def test_the_schema_takes_the_names_of_the_table(section: type[Section], option: str, table: dict[str, Any]):
-    assert get_args(section.model_fields[option].annotation) == tuple(table)
+    assert tables_of(section.model_fields[option]) == [table]
 
 
 def test_entries_are_under_their_names_and_what_they_point_to_exists():

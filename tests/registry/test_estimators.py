@@ -8,26 +8,30 @@ import torch
 from loop_cases import make_task, rl_yaml, same, weights
 
 import hotseat
-from hotseat.algorithms import PreferenceLoss, compute_advantages, group_mean_centred, ppo_loss
+from hotseat.algorithms import PreferenceLoss, compute_advantages, correction_weights, group_mean_centred, ppo_loss
 from hotseat.cli.completion import keys
 from hotseat.cli.options_view import options
 from hotseat.config import loads
-from hotseat.config.conflicts import missing
+from hotseat.config.conflicts import conflicts, missing
 from hotseat.config.presence import compares_with_reference
 from hotseat.errors import ConfigError, UserError
+from hotseat.extensions import load
+from hotseat.loop.settings.learning_settings import policy_settings
 from hotseat.loop.start import start
 from hotseat.loop.workers.preferences import Answers, PreferenceSettings, preference_loss
 from hotseat.observe import read_lines
+from hotseat.planning.config_plan import make_plan
+from hotseat.registry.corrections import CORRECTIONS, CorrectionEntry
 from hotseat.registry.estimators import ESTIMATORS, EstimatorEntry, estimator_entry
-from hotseat.registry.lookup import load
 from hotseat.registry.policy_losses import POLICY_LOSSES, PolicyLossEntry, policy_loss_entry
 from hotseat.registry.preference_losses import PREFERENCE_LOSSES, PreferenceLossEntry, preference_loss_entry
+from hotseat.registry.tasks import TASKS, TaskEntry
 from hotseat.types import TokenLayout
 
 PACKAGE = Path(hotseat.__file__).parent
-TABLES = (ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES)
+TABLES = (ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, CORRECTIONS)
 
-# The estimators and the loss of the test: these functions and their entries are all that it takes.
+# The estimators, the losses and the correction of the test: these functions and their entries are all that it takes.
 
 
 def half(rewards, groups):
@@ -46,16 +50,22 @@ def hinge(chosen, rejected, *, beta, gamma):
     return PreferenceLoss((gamma - beta * (chosen - rejected)).relu(), beta * chosen, beta * rejected)
 
 
+def only_low(ratio, *, low, high):
+    return ratio.clamp(min=low)
+
+
 ADDED = (
     EstimatorEntry("half", "Half of dr_grpo's.", "(r − mean) / 2", "none", compare=f"{__name__}:half"),
     EstimatorEntry("per_length", "By length.", "r / n", "", compare=f"{__name__}:per_length", compares_episodes=True),
 )
 LOSS = PolicyLossEntry("twice", "PPO's, twice.", "2 · ppo", "none", f"{__name__}:half_loss", has_dual_clip=True)
 HINGE = PreferenceLossEntry("hinge", "Hinge.", f"{__name__}:hinge", options=frozenset({"gamma"}))
+LOW = CorrectionEntry("low", "Bounded below.", f"{__name__}:only_low")
 
 
 @pytest.fixture
 def added(monkeypatch):
+    monkeypatch.setitem(CORRECTIONS, "low", LOW)
     for entry in ADDED:
         monkeypatch.setitem(ESTIMATORS, entry.name, entry)
     monkeypatch.setitem(POLICY_LOSSES, "twice", LOSS)
@@ -112,6 +122,30 @@ def test_a_loss_of_preferences_is_a_function_and_an_entry(added):
     assert result.loss.tolist() == [1.5, 0]
 
 
+def test_a_correction_is_a_function_and_an_entry(added):
+    config = loads("algorithm: {correction: {kind: low, low: 0.5, high: 2.0}}")
+    assert conflicts(config) == []
+    assert policy_settings(config, 1, 0.0).objective.correction == "low"
+    with pytest.raises(ConfigError, match="low weighs tokens, and algorithm.policy_loss gspo has one ratio per sequ"):
+        loads("algorithm: {policy_loss: gspo, correction: {kind: low}}")
+    with pytest.raises(ConfigError, match="'lo', must be one of none, tis, .*, rollout-ratio, low; did you mean low"):
+        loads("algorithm: {correction: {kind: lo}}")
+    layout = TokenLayout(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]), torch.tensor([0]), 1)
+    corrected = correction_weights(torch.tensor([4.0, 0.25]).log(), torch.zeros(2), layout, "low", low=0.5, high=2.0)
+    assert corrected.weights.tolist() == pytest.approx([4.0, 0.5])
+    assert corrected.changed.tolist() == [False, True]
+
+
+def test_a_task_is_its_functions_and_an_entry(monkeypatch):
+    """A config with it is checked by its facts, and planned by its flow."""
+    clone = TaskEntry("clone", "As sft.", "examples", ("input_key",), "hotseat.placement.flow:sft_phases", "none:none")
+    monkeypatch.setitem(TASKS, "clone", clone)
+    config = loads("{task: clone, actor: {model: any}, data: {path: rows, multiturn: true}}")
+    assert [phase.name for phase in make_plan(config, "1x1xH200").flow.phases] == ["update"]
+    with pytest.raises(ConfigError, match="task is clone; this is for rm or dpo"):
+        loads("{task: clone, data: {chosen_key: best}}")
+
+
 def test_a_name_that_no_table_has_is_an_error_with_the_nearest_one():
     with pytest.raises(UserError, match=r"no advantage estimator 'rlo': choose one of gae, .*; did you mean rloo\?"):
         estimator_entry("rlo")
@@ -122,19 +156,26 @@ def test_a_name_that_no_table_has_is_an_error_with_the_nearest_one():
 
 
 def test_entries_are_under_their_names_and_what_they_point_to_exists():
-    assert all(name == entry.name for table in TABLES for name, entry in table.items())
+    assert all(name == entry.name for table in (*TABLES, TASKS) for name, entry in table.items())
     estimators, losses = ESTIMATORS.values(), (*POLICY_LOSSES.values(), *PREFERENCE_LOSSES.values())
     paths = [path for entry in estimators for path in (entry.compare, entry.returns) if path is not None]
-    assert all(callable(load(path)) for path in (*paths, *(entry.function for entry in losses)))
+    paths += [path for task in TASKS.values() for path in (task.flow, task.data) if path]
+    corrections = [entry.function for entry in CORRECTIONS.values() if entry.function is not None]
+    assert all(callable(load(path)) for path in (*paths, *corrections, *(entry.function for entry in losses)))
 
 
 # Where they may be named: where others' names are translated, and in what a command is about.
 HOMES = ("registry/", "openrlhf/", "rlinf/")
-OTHERWISE = {"cli/new.py": {"ppo"}}
+OTHERWISE = {
+    "cli/new.py": {"ppo", *TASKS},  # kinds of new configs
+    "cli/demo.py": {"sft"},
+    "processes/supervisor.py": {"rm"},  # a container engine's command
+}
 
 
-def test_no_other_file_names_an_estimator_or_a_loss():
-    names, found = {name for table in TABLES for name in table} - {"dpo"}, {}  # which is a task, too
+def test_no_other_file_names_an_estimator_a_loss_a_correction_or_a_task():
+    # "none" has other meanings, too.
+    names, found = {name for table in (*TABLES, TASKS) for name in table} - {"none"}, {}
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(PACKAGE).as_posix()
         if not file.startswith(HOMES):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from hotseat.config.annotations import RL
 from hotseat.config.conflicts.conflict_list import Problems, conflict
 from hotseat.config.presence import has_simulator
-from hotseat.config.resolved import STEPS, ratio_step, shortest_kl_horizon, uses_k1_loss
+from hotseat.config.resolved import STEPS, correction_kind, ratio_step, shortest_kl_horizon, uses_k1_loss
 from hotseat.config.schema import AlgorithmConfig, Config
-from hotseat.registry.estimators import estimator_entry, estimators_that
-from hotseat.registry.policy_losses import DEFAULT_POLICY_LOSS, losses_that, policy_loss_entry
+from hotseat.registry.corrections import CORRECTIONS, correction_entry
+from hotseat.registry.estimators import ESTIMATORS, estimator_entry
+from hotseat.registry.lookup import names_that
+from hotseat.registry.policy_losses import DEFAULT_POLICY_LOSS, POLICY_LOSSES, policy_loss_entry
 
 
 @conflict(RL)
@@ -70,20 +72,22 @@ def rejection_of_every_answer(config: Config) -> Problems:
 
 @conflict(RL)
 def correction_of_another_loss(config: Config) -> Problems:
-    loss, kind = config.algorithm.policy_loss, config.algorithm.correction.kind
+    loss, entry = config.algorithm.policy_loss, correction_entry(correction_kind(config))
     has_episode_ratio = policy_loss_entry(loss).has_episode_ratio
-    if has_episode_ratio and kind in ("tis", "icepop", "seq-mask-tis"):
+    if has_episode_ratio and entry.weighs_tokens:
         yield (
             "algorithm.correction.kind",
-            f"{kind} weighs tokens, and algorithm.policy_loss {loss} has one ratio per sequence: set rollout-ratio,"
-            f" which takes that ratio to the engine's probabilities, or seq-tis, or policy_loss {DEFAULT_POLICY_LOSS}",
+            f"{entry.name} weighs tokens, and algorithm.policy_loss {loss} has one ratio per sequence: set"
+            f" {' or '.join(names_that(CORRECTIONS, 'replaces_ratio'))}, which takes that ratio to the engine's"
+            " probabilities,"
+            f" {' or '.join(names_that(CORRECTIONS, 'is_per_episode'))}, or policy_loss {DEFAULT_POLICY_LOSS}",
         )
-    elif not has_episode_ratio and kind == "rollout-ratio":
-        others = " and ".join(losses_that("has_episode_ratio"))
+    elif not has_episode_ratio and entry.replaces_ratio:
+        others = " and ".join(names_that(POLICY_LOSSES, "has_episode_ratio"))
         yield (
             "algorithm.correction.kind",
-            f"rollout-ratio is the correction of algorithm.policy_loss {others}, and it is {loss}: set tis, icepop or"
-            " seq-mask-tis",
+            f"{entry.name} is the correction of algorithm.policy_loss {others}, and it is {loss}: set"
+            f" {' or '.join(names_that(CORRECTIONS, 'weighs_tokens'))}",
         )
 
 
@@ -94,7 +98,8 @@ def turns_without_groups(config: Config) -> Problems:
         yield (
             "algorithm.turn_credit",
             f"own needs an estimator that compares groups and does not discount, and algorithm.estimator is"
-            f" {algorithm.estimator}: set {', '.join(estimators_that('credits_own_turns'))}, or turn_credit to to_go",
+            f" {algorithm.estimator}: set {', '.join(names_that(ESTIMATORS, 'credits_own_turns'))}, or turn_credit to"
+            " to_go",
         )
 
 
@@ -134,7 +139,7 @@ def actions_without_simulator(config: Config) -> Problems:
 @conflict(RL)
 def steps_of_a_loss_with_other_ratios(config: Config) -> Problems:
     algorithm, ratio = config.algorithm, ratio_step(config)
-    loss, others = policy_loss_entry(algorithm.policy_loss), " or ".join(losses_that("has_steps"))
+    loss, others = policy_loss_entry(algorithm.policy_loss), " or ".join(names_that(POLICY_LOSSES, "has_steps"))
     if loss.has_episode_ratio:
         for key, step in _steps(algorithm).items():
             if step is not None and (step != "token" or key == "algorithm.ratio_step"):

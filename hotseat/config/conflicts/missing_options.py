@@ -11,13 +11,13 @@ from hotseat.registry.estimators import estimator_entry
 def missing(config: Config) -> list[tuple[str, str]]:
     """Return (key, message) of required options that are not set."""
     problems = [*_models_and_data(config)]
-    return problems if config.task != "rl" else [*problems, *_of_rl(config)]
+    return problems if not config.has_rollouts else [*problems, *_of_rl(config)]
 
 
 def _models_and_data(config: Config) -> Problems:
     if config.actor.model is None:
         yield "actor.model", "not set: give a checkpoint directory or a hub name"
-    if config.task == "rl" and is_placed(config, "env") and not has_simulator(config):
+    if config.has_rollouts and is_placed(config, "env") and not has_simulator(config):
         yield "env.path", "not set, but env is placed: name a simulator, babyai, gym, mujoco_warp or a Python file"
     if config.data.path is None and not has_simulator(config):
         yield "data.path", "not set: give a file, a saved data set or a hub name"

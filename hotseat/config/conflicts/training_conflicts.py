@@ -22,10 +22,10 @@ def fp16_without_masters(config: Config) -> Problems:
 
 @conflict()
 def budgets_below_a_sequence(config: Config) -> Problems:
-    parallel, is_pair = config.train.sequence_parallel_size, config.task in ("rm", "dpo")
+    parallel, is_pair = config.train.sequence_parallel_size, config.task_entry.rows == "pairs"
     what, least = ("pair", 2 * config.data.max_length) if is_pair else ("sequence", config.data.max_length)
     budgets = {"train": config.train.max_tokens_per_device}
-    if config.task == "rl":
+    if config.has_rollouts:
         budgets["rollout"] = config.rollout.max_tokens_per_device
     for section, budget in budgets.items():
         if budget is not None and budget * parallel < least:

@@ -52,7 +52,12 @@ def offline_config(
     """
     _check_overrides(command, overrides)
     values = {} if file is None else _picked(command, load(file).model_dump(mode="json", exclude_defaults=True))
-    settings = {"task": "rl", "actor.model": model, "data.path": data, "cluster.runtime": "local", **(flags or {})}
+    settings = {
+        "actor.model": model,
+        "data.path": data,
+        "cluster.runtime": "local",
+        **(flags or {}),
+    }
     settings["algorithm.estimator"] = _ESTIMATOR
     if command == "eval":
         settings["eval.path"] = data
@@ -73,7 +78,7 @@ def offline_config(
 def play_config(file: str, model: str | None, overrides: Sequence[str] = ()) -> Config:
     """Make the config of `hotseat play` from that of a run. model: another one than the run's."""
     run = load(file)
-    if run.task != "rl":
+    if not run.has_rollouts:
         raise UserError(f"{file}: task {run.task} has no episodes to play; this is for rl")
     if run.data.path is None or (model or run.actor.model) is None:
         raise UserError(f"{file}: actor.model and data.path must be set")

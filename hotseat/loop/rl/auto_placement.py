@@ -31,7 +31,8 @@ from hotseat.observe import METRICS, PREDICTION, read_lines
 from hotseat.placement import Plan, shares_devices
 from hotseat.placement.cost import Curve, Reading
 from hotseat.planning.candidates import Candidate
-from hotseat.planning.config_plan import engine_slots, num_data_parallel
+from hotseat.planning.config_plan import num_data_parallel
+from hotseat.planning.role_specs import engine_slots
 
 __all__ = ["Measurement", "Prediction", "Profile", "measurement_of", "predict", "ranked", "record_prediction"]
 

@@ -18,7 +18,8 @@ from hotseat.loop.rl.pace_simulator import GroupCost, step_times
 from hotseat.loop.rl.pacer import Order, Pace
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, read_lines
-from hotseat.planning.config_plan import engine_slots, episodes_per_engine
+from hotseat.planning.config_plan import episodes_per_engine
+from hotseat.planning.role_specs import engine_slots
 
 STALENESS = (0, 1, 2, 4)
 NUM_WARM_UP = 4  # simulated steps that do not count

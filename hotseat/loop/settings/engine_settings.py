@@ -10,7 +10,8 @@ from hotseat.config.precision import dtype_of
 from hotseat.config.resolved import judge_length, max_new_tokens
 from hotseat.errors import UserError
 from hotseat.loop.settings.training_options import lora_options
-from hotseat.planning.config_plan import CacheLimit, engine_of, engine_slots
+from hotseat.planning.config_plan import CacheLimit
+from hotseat.planning.role_specs import engine_of, engine_slots
 from hotseat.rollout.kinds import EngineOptions, EngineSettings, ImageOptions, engine_kind
 from hotseat.types import Sampling
 

@@ -8,7 +8,7 @@ from hotseat.config import Config
 from hotseat.config.presence import has_judge
 from hotseat.config.resolved import judge_length
 from hotseat.config.urls import as_list
-from hotseat.planning.config_plan import engine_slots
+from hotseat.planning.role_specs import engine_slots
 from hotseat.rewards.addresses import bearer_token
 from hotseat.rewards.rubrics import TOKEN, JudgeEngine, JudgeSettings
 

@@ -14,6 +14,7 @@ from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.model_workers import PolicySettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
+from hotseat.registry.corrections import correction_entry
 from hotseat.user_functions import absolute
 from hotseat.weights import TransportPlan, choose_transports
 
@@ -24,7 +25,7 @@ def policy_settings(
     """Return how the actor learns from a rollout. version: of the weights that learn, to measure the lag of tokens."""
     version = version if config.overlap.staleness > 0 else None
     algorithm, correction, reward = config.algorithm, config.algorithm.correction, config.reward
-    kind = correction_kind(config)
+    weighing = correction_entry(correction_kind(config))
     kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
     return PolicySettings(
         objective=PolicyObjective(
@@ -32,7 +33,7 @@ def policy_settings(
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             dual_clip=algorithm.dual_clip,
-            correction=None if kind == "none" or kind == "rollout-ratio" else kind,
+            correction=None if weighing.function is None else weighing.name,
             correction_low=correction.low,
             correction_high=correction.high,
             rejection=correction.reject,
@@ -41,7 +42,7 @@ def policy_settings(
             kl_estimator=kl_estimator(config),
             kl_coefficient=kl_coefficient if algorithm.kl.as_loss else 0.0,
             entropy_coefficient=algorithm.entropy_coef,
-            ratio_to="rollout" if kind == "rollout-ratio" else "old",
+            ratio_to="rollout" if weighing.replaces_ratio else "old",
             max_lag=0 if version is None else config.overlap.staleness,
         ),
         advantages=AdvantageSettings(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms import (
-    Correction,
     CorrectionWeights,
     KlEstimator,
     PolicyLoss,
@@ -27,7 +26,7 @@ from hotseat.algorithms import (
 )
 from hotseat.algorithms.policy_loss import call_policy_loss
 from hotseat.algorithms.quantiles import count_sizes
-from hotseat.registry.lookup import load
+from hotseat.extensions import load
 from hotseat.registry.policy_losses import policy_loss_entry
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch
@@ -67,7 +66,7 @@ class PolicyObjective:
     clip_low: float
     clip_high: float
     dual_clip: float | None
-    correction: Correction | None
+    correction: str | None
     correction_low: float
     correction_high: float
     kl_estimator: KlEstimator
@@ -169,7 +168,7 @@ class PolicyObjective:
         weights = self._corrections(batch.fields[OLD_LOG_PROBS], batch, self.correction).weights
         return weight_totals(weights, batch.layout, self.correction)
 
-    def _corrections(self, old: Tensor, batch: MicroBatch, kind: Correction) -> CorrectionWeights:
+    def _corrections(self, old: Tensor, batch: MicroBatch, kind: str) -> CorrectionWeights:
         rollout, starts = batch.fields[ROLLOUT_LOG_PROBS], _ratio_starts(batch)
         bounds = {"low": self.correction_low, "high": self.correction_high}
         return correction_weights(old, rollout, batch.layout, kind, starts=starts, **bounds)

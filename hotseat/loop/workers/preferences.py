@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hotseat.algorithms import PreferenceLoss, answer_nll, episode_log_probs
 from hotseat.data import Pair
+from hotseat.extensions import load
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.objectives import batch_of_pairs, cut_pairs
-from hotseat.registry.lookup import load
 from hotseat.registry.preference_losses import DEFAULT_PREFERENCE_LOSS, preference_loss_entry
 from hotseat.train.backend import Backend, Head, Outputs, UpdateReport
 from hotseat.types import MicroBatch, TokenLayout

@@ -34,13 +34,13 @@ from hotseat.observe.report.reading import (
 )
 from hotseat.observe.report.samples import read_samples
 from hotseat.observe.report.timeline_view import read_timeline
+from hotseat.registry.tasks import DEFAULT_TASK
 
 MAX_BYTES = 4_800_000  # of the whole file
 SUMMARY_BYTES = 4_000  # of a run, for readers without scripts
 MAX_RUNS = 24
 MAX_CHANGES = 200  # settings that were changed when a run was resumed
 EVALUATED = "answers.jsonl"  # in the folder of an evaluation: its answers
-DEFAULT_TASK = "rl"  # of a config without a task: it contains only what differs from the defaults
 POINT_LIMITS = (1_500, 1_000, 600, 400, 200, 100, 50, 20, 8)
 EVENT_LIMITS = (400, 200, 100, 50, 10)
 COLUMN_LIMITS = (160, 80, 40, 20)

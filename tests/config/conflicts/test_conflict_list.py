@@ -235,7 +235,7 @@ def test_every_condition_is_used():
         ),
         (
             "algorithm: {correction: {kind: rollout-ratio}}",
-            "rollout-ratio is the correction of algorithm.policy_loss gspo, and it is ppo: set tis, icepop or",
+            "rollout-ratio is the correction of algorithm.policy_loss gspo, and it is ppo: set tis or icepop or",
         ),
         ("algorithm: {policy_loss: cispo, correction: {kind: rollout-ratio}}", "gspo, and it is cispo: set tis"),
         (
