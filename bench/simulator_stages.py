@@ -28,8 +28,7 @@ from hotseat.cluster import Cluster
 from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.simulator_turns import RolloutShape, TurnCosts, predicted_rollout, turn_costs
-from hotseat.loop.workers.engine_factory import make_engine
-from hotseat.loop.workers.engine_worker import EngineWorker
+from hotseat.loop.workers.engine_worker import EngineWorker, make_engine
 from hotseat.loop.workers.group_facts import GroupFacts, Job
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.simulation import Player, SimulationSettings, simulation_prompts

@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from hotseat import faults
 from hotseat.cluster import Pending, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
 from hotseat.errors import PlacementError, RunError
-from hotseat.loop.devices.held_memory import MeasuresMemory
+from hotseat.loop.devices.held_memory import Movable
 from hotseat.observe import Timeline
 from hotseat.placement import GIB, Holding, Part, PhaseStep, Plan
 from hotseat.registry.roles import role_entry
@@ -58,19 +58,6 @@ class _Batch:
     dropping: set[Process] = field(default_factory=set)
     moved: dict[Process, Moved] = field(default_factory=dict)
     seconds: float = 0.0
-
-
-class Movable(MeasuresMemory, Protocol):
-    """Calls that `DeviceScheduler` makes to a process of a role with devices."""
-
-    def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
-        """Take parts off the device; without `keep_weights` no copy of the weights is kept."""
-
-    def onload(self, parts: Sequence[Any]) -> Moved:
-        """Put parts back on the device."""
-
-    def release_cache(self) -> None:
-        """Return unused allocator cache to the device."""
 
 
 class DeviceScheduler:

@@ -11,7 +11,7 @@ from typing import Any
 from hotseat.data import load_rows, make_examples
 from hotseat.data.rows import Row
 from hotseat.errors import UserError
-from hotseat.loop.offline.answer_selection import Selection
+from hotseat.loop.offline.group_file import Selection
 from hotseat.loop.serving.served_model import ModelOptions, RewardModel
 from hotseat.observe import LiveView
 from hotseat.words import quantity

@@ -142,7 +142,11 @@ class RolloutHosts:
         if not dealt:
             return []
         answers = self.workers.on(*dealt).scatter(RolloutHost.sample_records, list(dealt.values()))
-        records = {record.key: record for answer in answers for record in answer}
+        records = {
+            key: record
+            for mine, answer in zip(dealt.values(), answers, strict=True)
+            for key, record in zip(mine, answer, strict=True)
+        }
         return [records[key] for key in samples]
 
     def forget(self, keys: Sequence[GroupKey]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hotseat.cluster import WorkerGroup
-from hotseat.loop.devices.held_memory import DeviceWatch, memory_by_role
-from hotseat.loop.devices.scheduler import DeviceScheduler, Movable
+from hotseat.loop.devices.held_memory import DeviceWatch, Movable, memory_by_role
+from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.rl.report_metrics import hand_over_metrics
 from hotseat.machine import has_gpu
 from hotseat.placement import Plan

@@ -19,6 +19,7 @@ from hotseat.errors import RunError
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.stream import Stream
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.state.run_dir import SPOOL
 from hotseat.loop.workers.group_facts import GroupFacts, GroupKey, Job
@@ -40,7 +41,7 @@ class RolloutRequest:
     sampling: Sampling
 
 
-class OverlappedStream:
+class OverlappedStream(Stream):
     """Supplies batches of groups that were sampled while earlier batches were trained.
 
     in_flight: what a push does with open requests. `wait` lets them finish first; `keep` and `recompute` let them go on

@@ -10,6 +10,7 @@ from typing import Protocol
 from hotseat import faults
 from hotseat.algorithms.adapters import WeightForm
 from hotseat.cluster import Calling, WorkerGroup
+from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
 from hotseat.weights import BroadcastData, BroadcastGroup, Bucket, Transport, TransportPlan, check_digests, merge
 
@@ -29,27 +30,6 @@ class PushReport:
     ranks: tuple[int, ...] | None = None  # of the engines that it went to; None: all
 
 
-class SendsWeights(Protocol):
-    """Calls that a push makes to a rank of the actor. All ranks gather weights; the first can broadcast."""
-
-    def begin_push(
-        self, version: int, receivers: BroadcastGroup | None = None, form: WeightForm = "merged"
-    ) -> int | None:
-        """Gather the first bucket: return its bytes, or None if there is none."""
-
-    def pack_next(self) -> int | None:
-        """Gather the next bucket: return its bytes, or None if there is none."""
-
-    def packed(self, transport: Transport) -> Bucket:
-        """Return the gathered bucket, for engines on this transport."""
-
-    def broadcast(self) -> None:
-        """Send the gathered bucket to all engines on that transport."""
-
-    def finish_push(self, canary: Canary | None) -> WeightCheck:
-        """Return the proof of what was sent."""
-
-
 class TakesWeights(Protocol):
     """Calls that a push makes to an engine or a rank of the inference role."""
 
@@ -64,7 +44,7 @@ class TakesWeights(Protocol):
 
 
 def push_weights(
-    actor: WorkerGroup[SendsWeights],
+    actor: WorkerGroup[ActorWorker],
     engines: WorkerGroup[TakesWeights],
     version: int,
     canary: Canary | None,
@@ -86,15 +66,15 @@ def push_weights(
     chosen: Calling[TakesWeights] = engines
     if ranks is not None:
         chosen, transports = engines.on(*ranks), transports.only(ranks)
-    packing = actor.start(SendsWeights.begin_push, version, receivers, form)
+    packing = actor.start(ActorWorker.begin_push, version, receivers, form)
     chosen.call(TakesWeights.begin_load, version)
     packed_bytes = packing.result()[0]
     num_buckets = num_bytes = 0
     while packed_bytes is not None:
         num_bytes += packed_bytes
         taking = chosen.start_scatter(TakesWeights.take_bucket, _hand_out(actor, transports))
-        sending = actor.on(0).start(SendsWeights.broadcast) if receivers is not None else None
-        packing = actor.start(SendsWeights.pack_next)
+        sending = actor.on(0).start(ActorWorker.broadcast) if receivers is not None else None
+        packing = actor.start(ActorWorker.pack_next)
         taking.result()  # First: the death of an engine shows here at once, but in `sending` only after its timeout.
         if sending is not None:
             sending.result()
@@ -103,7 +83,7 @@ def push_weights(
             faults.reach("push.during")
         num_buckets += 1
     transferred_s = time.monotonic()
-    proving = actor.start(SendsWeights.finish_push, canary)
+    proving = actor.start(ActorWorker.finish_push, canary)
     proofs = chosen.call(TakesWeights.finish_load, version, canary)
     sent = proving.result()[0]
     for rank, proof in zip(engines.ranks if ranks is None else ranks, proofs, strict=True):
@@ -124,16 +104,16 @@ def push_weights(
     )
 
 
-def _hand_out(actor: WorkerGroup[SendsWeights], transports: TransportPlan) -> list[Bucket]:
+def _hand_out(actor: WorkerGroup[ActorWorker], transports: TransportPlan) -> list[Bucket]:
     """Return the packed bucket for each engine, by its transport. Bytes in host memory stay out of this process."""
     buckets: dict[Transport, Bucket] = {}
     if "host" in transports.engines:
-        [bucket] = actor.on(0).call_and_keep(SendsWeights.packed, "host")
+        [bucket] = actor.on(0).call_and_keep(ActorWorker.packed, "host")
         buckets["host"] = bucket.as_argument()
     if "ipc" in transports.engines:
-        buckets["ipc"] = merge(actor.on(*transports.sources).call(SendsWeights.packed, "ipc"))
+        buckets["ipc"] = merge(actor.on(*transports.sources).call(ActorWorker.packed, "ipc"))
     if "broadcast" in transports.engines:
-        [buckets["broadcast"]] = actor.on(0).call(SendsWeights.packed, "broadcast")
+        [buckets["broadcast"]] = actor.on(0).call(ActorWorker.packed, "broadcast")
     return [
         _as_rank(buckets[transport], rank) if transport == "broadcast" else buckets[transport]
         for transport, rank in zip(transports.engines, transports.first_ranks, strict=True)

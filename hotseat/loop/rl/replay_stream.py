@@ -7,23 +7,19 @@ the weights are those of the recorded run to the last bit if the trainer's ranks
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from hotseat.cluster import Holder, Pending, WorkerGroup
-from hotseat.cluster.group import Arguments
 from hotseat.errors import RunError, UserError
 from hotseat.loop.rl.arrivals import RecordedBatch, recorded_batches
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.hosts import RolloutHosts
+from hotseat.loop.rl.stream import Stream
 from hotseat.loop.state.run_dir import ARRIVALS, ROLLOUTS
 from hotseat.loop.workers.group_facts import GroupFacts, GroupKey
 from hotseat.loop.workers.spool import Spool
 
 T = TypeVar("T")
-W_co = TypeVar("W_co", covariant=True)
 
 
 class Recording:
@@ -64,7 +60,7 @@ class Recording:
         return finished.facts()
 
 
-class ReplayStream:
+class ReplayStream(Stream):
     """Supplies the batches of a recording. Nothing is sampled or evaluated."""
 
     def __init__(self, recording: Recording, hosts: RolloutHosts):
@@ -83,58 +79,6 @@ class ReplayStream:
         """Let hosts drop a batch from memory; the recording keeps it."""
         self._hosts.forget([facts.key for facts in batch.groups])
 
-    def crossing(self) -> AbstractContextManager[None]:
-        """Wait for nothing: no request is open."""
-        return nullcontext()
-
-    def evaluate(self) -> dict[str, float]:
-        """Return nothing: there is no engine."""
-        return {}
-
-    def metrics(self) -> dict[str, float]:
-        """Return nothing: a replay waits for nobody."""
-        return {}
-
-    def state(self) -> None:
-        """Return None: a replay makes no checkpoints."""
-
-    def save(self, folder: Path) -> None:
-        """Save nothing: a replay makes no checkpoints."""
-
     def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
         """Refuse: a replay begins at the first step."""
         raise RunError(f"a replay cannot be resumed from {folder}: start it again")
-
-
-class NoWorkers(WorkerGroup[W_co]):
-    """A role without processes: every call returns at once, with no results."""
-
-    timeout_s = 1.0
-
-    def __init__(self, name: str):
-        self.name = name
-
-    @property
-    def ranks(self) -> range:
-        return range(0)
-
-    def alive(self) -> list[bool]:
-        return []
-
-    def holders(self) -> tuple[Holder, ...]:
-        return ()
-
-    def restart(self, rank: int, *, timeout_s: float | None = None) -> NoReturn:
-        raise RunError(f"{self.name} has no rank {rank}")
-
-    def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
-        self.is_closed = True
-
-    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: bool = False) -> Pending[Any]:
-        return Pending(self, method, {}, timeout_s)
-
-    def open(self, rank: int, method: str, future: Future[Any]) -> Any:
-        return future.result()
-
-    def describe(self, rank: int) -> str:
-        return "does not exist"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hotseat.loop import settings
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected, rollout_metrics
 from hotseat.loop.rl.components import Components
@@ -13,6 +12,7 @@ from hotseat.loop.rl.recovery import Recovery
 from hotseat.loop.rl.report_metrics import critic_metrics, engine_gap_statistics, policy_metrics, push_metrics
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.update import Updates
+from hotseat.loop.settings.learning_settings import is_filtered
 
 
 class StepMetrics:
@@ -67,7 +67,7 @@ class StepMetrics:
         They have to be of the weights that are trained, of the whole distribution, and without dropout.
         """
         config = self._settings.config
-        if config.overlap.staleness > 0 or settings.is_filtered(config):
+        if config.overlap.staleness > 0 or is_filtered(config):
             return False
         drops = config.train.lora.rank > 0 and config.train.lora.dropout > 0
         return not drops or self._settings.policy.needs_old_log_probs

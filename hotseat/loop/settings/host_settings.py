@@ -9,23 +9,24 @@ from hotseat.agents.environments.families import EnvironmentSettings, settings_o
 from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_text
 from hotseat.config.image_paths import image_folder
-from hotseat.config.presence import has_agent, has_critic, has_reward_model, has_simulator
+from hotseat.config.presence import has_agent, has_critic, has_judge, has_reward_model, has_simulator
+from hotseat.config.resolved import judge_length
 from hotseat.config.urls import as_list
 from hotseat.data.images import ImageLimits
 from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.loop.settings.engine_settings import image_options
-from hotseat.loop.settings.judge_settings import judge_of
 from hotseat.loop.state.run_dir import EPISODE_IMAGES, NOTES, ROLLOUTS, SPOOL
 from hotseat.loop.workers.component import ComponentSettings
 from hotseat.loop.workers.image_preparation import HostImages
 from hotseat.loop.workers.rollout_host import HostSettings
 from hotseat.loop.workers.simulation import SimulationSettings
 from hotseat.placement import Plan
-from hotseat.planning.config_plan import episodes_per_engine
+from hotseat.planning.config_plan import engine_slots, episodes_per_engine
 from hotseat.registry.engines import engine_entry
 from hotseat.registry.estimators import estimator_entry
 from hotseat.rewards.addresses import bearer_token
 from hotseat.rewards.reward_settings import graders_of, sandbox_of
+from hotseat.rewards.rubrics import TOKEN, JudgeEngine, JudgeSettings
 from hotseat.user_functions import absolute
 
 # Seconds of an attempt to score a group, and further attempts. Those of servers are OpenRLHF's.
@@ -170,4 +171,38 @@ def environment_settings(config: Config) -> EnvironmentSettings | None:
         file=agent.path,
         python=agent.python,
         num_processes=agent.environment.num_processes,
+    )
+
+
+VERDICTS = "judge.jsonl"
+
+
+def judge_of(config: Config, run_dir: Path | None) -> JudgeSettings | None:
+    """Return the settings of the run's judge; None without one. run_dir: for the file of verdicts."""
+    judge = config.reward.judge
+    if not has_judge(config):
+        return None
+    assert judge.rubric is not None
+    assert judge.model is not None
+    usual = 0.0 if judge.votes == 1 else 1.0
+    return JudgeSettings(
+        urls=tuple(as_list(judge.url)),
+        model=judge.model,
+        rubric=Path(judge.rubric).expanduser().read_text(encoding="utf-8"),
+        name=judge.name,
+        weight=judge.weight,
+        pattern=judge.pattern,
+        scale=judge.scale,
+        choices={word.lower(): verdict for word, verdict in (judge.choices or {}).items()},
+        votes=judge.votes,
+        combine=judge.combine,
+        temperature=usual if judge.temperature is None else judge.temperature,
+        max_tokens=judge.max_tokens,
+        request=judge.request,
+        timeout_s=judge.timeout_s,
+        retries=judge.retries,
+        max_open=judge.max_open_requests,
+        token=bearer_token(name=TOKEN) if judge.url is not None else None,
+        engine=JudgeEngine(judge_length(config), engine_slots(config, "judge")) if judge.url is None else None,
+        cache=None if run_dir is None else str(run_dir.absolute() / VERDICTS),
     )

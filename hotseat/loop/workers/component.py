@@ -21,8 +21,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hotseat.errors import RunError
-from hotseat.loop.devices.held_memory import Held, held_here, release_cache_here
+from hotseat.loop.devices.held_memory import HoldsMemory, release_cache_here
 from hotseat.loop.workers.experience import Share, groups_of
 from hotseat.types import GroupChange, Moved, PromptGroup
 from hotseat.user_functions import described, load_component
@@ -39,7 +41,7 @@ class ComponentSettings:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-class ComponentWorker:
+class ComponentWorker(HoldsMemory):
     """One process of a component."""
 
     def __init__(self, settings: ComponentSettings):
@@ -120,14 +122,6 @@ class ComponentWorker:
         method = getattr(self._component, name, None)
         return _measured(lambda: None if method is None else self._carry_out(name, method))
 
-    def held(self) -> Held:
-        """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
-        return held_here()
-
-    def release_cache(self) -> None:
-        """Return unused allocator cache to the device."""
-        release_cache_here()
-
     def close(self) -> None:
         close = getattr(self._component, "close", None)
         if callable(close):
@@ -148,6 +142,4 @@ def _measured(move: Callable[[], object]) -> Moved:
 
 
 def _allocated_bytes() -> int:
-    import torch
-
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

@@ -21,9 +21,8 @@ from hotseat.algorithms import Aggregation, Moments, StepTotals, WeightTotals
 from hotseat.algorithms.adapters import WeightForm, merge_apart
 from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, RunError
-from hotseat.loop.devices.held_memory import Held, held_here, release_cache_here
+from hotseat.loop.devices.held_memory import HoldsMemory, device_of_process, release_cache_here
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher, too_large
-from hotseat.loop.workers.engine_factory import device_of_process
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
     Share,
@@ -96,7 +95,7 @@ class PolicySettings:
     version: int | None = None  # of the weights that learn, to measure how old samples are; None: they are not
 
 
-class BackendWorker:
+class BackendWorker(HoldsMemory):
     """One rank of a model behind a training backend, which can be saved."""
 
     def __init__(
@@ -117,10 +116,6 @@ class BackendWorker:
             )
         self._cutter = MicroBatcher(self._backend)
         self._sequence_parallel_size = options.sequence_parallel_size
-
-    def held(self) -> Held:
-        """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
-        return held_here()
 
     def device_type(self) -> str:
         """Return `cuda` or `cpu`."""
@@ -231,10 +226,6 @@ class ModelWorker(BackendWorker):
         """Write the model, or its moving average, as a Hugging Face checkpoint. Collective."""
         with self._backend.averaged() if is_averaged else nullcontext():
             self._backend.export(Path(directory))
-
-    def release_cache(self) -> None:
-        """Return unused allocator cache to the device."""
-        release_cache_here()
 
     def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._backend.offload(parts)

@@ -23,7 +23,7 @@ from torch import Tensor
 from hotseat.cluster.activity import activity
 from hotseat.data import Pair, digest_of
 from hotseat.errors import UserError
-from hotseat.loop.workers.engine_factory import device_of_process
+from hotseat.loop.devices.held_memory import device_of_process
 from hotseat.loop.workers.preferences import ScoredPair
 from hotseat.placement.role_names import Part
 from hotseat.train.backend import Backend, TrainOptions

@@ -487,7 +487,8 @@ class RolloutHost:
             records.append(record_of(sample, group.prompt, self._tokenizer))
             if self._player is not None and len(records) <= self._player.num_films:
                 assert isinstance(group.prompt.label, str)
-                records[-1] = replace(records[-1], film=self._player.film(group.prompt.label, sample.episode))
+                if (film := self._player.film(group.prompt.label, sample.episode)) is not None:
+                    records[-1]["film"] = film
         return records
 
     def close(self) -> None:
