@@ -170,7 +170,6 @@ def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Promp
 
 
 def _simulated(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
-    """Return the tasks and seeds of a simulator as prompts."""
     env, settings = config.env, simulation_settings(config)
     if env.images:
         _image_store(config, tokenizer).write_filler(filler_image(config))

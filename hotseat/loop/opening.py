@@ -330,7 +330,6 @@ def _journal(
     view: LiveView,
     checkpoint: Checkpoint | None,
 ) -> Journal:
-    """Make the journal of a run, and record in it the notes of its inputs."""
     from hotseat.observe import Journal
 
     num_steps = inputs.algebra.num_steps or 0
@@ -368,7 +367,6 @@ def _report(run_dir: Path, journal: Any) -> None:
 
 
 def _starting(config: Config) -> str:
-    """Describe the stage in which a cluster is started or connected to."""
     if config.cluster.runtime == "local":
         return "preparing to run in this process"
     return f"attaching to Ray at {os.environ['RAY_ADDRESS']}" if os.environ.get("RAY_ADDRESS") else "starting Ray"

@@ -154,7 +154,6 @@ def _start_supervised(config: Config, view: LiveView, template: Template | None)
 
 
 def _loading(config: Config, plan: Plan) -> str:
-    """Describe the stage in which every role loads its model."""
     counts = {role.name: len(role.processes) for role in plan.roles}
     named = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counts.items())
     entry = engine_entry(config.rollout.engine)

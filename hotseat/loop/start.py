@@ -82,7 +82,6 @@ def worker_modules(config: Config) -> list[str]:
 
 
 def _family(model: str | None) -> str | None:
-    """Return the model type that the config of a local checkpoint states."""
     try:
         family = json.loads((Path(model or "") / "config.json").read_text()).get("model_type")
     except (OSError, ValueError, AttributeError):

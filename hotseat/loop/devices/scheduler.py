@@ -201,7 +201,6 @@ class DeviceScheduler:
         return leaving
 
     def _coming(self, step: PhaseStep) -> dict[Process, list[Part]]:
-        """Return the parts that a step needs and that are off their devices now."""
         coming = {}
         for (role, rank), offloaded in self._offloaded.items():
             parts = offloaded - self._planned_off(step, role, rank).keys() if role in self._groups else set()
@@ -332,7 +331,6 @@ class DeviceScheduler:
                 self._without_weights.add(key[0])
 
     def _count(self, batch: _Batch) -> None:
-        """Add what was moved to what `spent` and `moves` tell."""
         facts = {
             f"{batch.how}_s": batch.seconds,
             "gib": sum(each.num_bytes for each in batch.moved.values()) / GIB,
@@ -395,7 +393,6 @@ class DeviceScheduler:
                 batch.moved[key] = replace(batch.moved[key], num_bytes=freed or batch.moved[key].num_bytes)
 
     def _not_freed(self, batch: _Batch, device: int, freed: int, came: int, allowed: int) -> str:
-        """Return the message that processes freed less than they report."""
         keys = [key for key in batch.moved if device in self._processes[key].devices]
         who = "; ".join(
             f"{role} rank {rank} offloaded its {' and '.join(map(str, batch.parts[role, rank]))}" for role, rank in keys
@@ -409,7 +406,6 @@ class DeviceScheduler:
         )
 
     def _devices(self, *batches: _Batch) -> list[int]:
-        """Return the devices of the processes whose parts move."""
         return sorted({device for batch in batches for key in batch.parts for device in self._processes[key].devices})
 
     def _shares(self, batch: _Batch, device: int) -> list[int]:
@@ -429,7 +425,6 @@ class DeviceScheduler:
         return total
 
     def _draw_lease(self, lease: Lease) -> None:
-        """Draw into the timeline who held each device until now."""
         if self._timeline is None:
             return
         for device in lease.devices:

@@ -82,7 +82,6 @@ class Watcher(Protocol):
 
 
 def _watched(engine: Engine, watcher: Watcher, request: Request) -> Future[Completion]:
-    """Submit a request that a watcher sees."""
     watcher.asked(request)
     future = engine.submit(request)
 
@@ -242,7 +241,6 @@ def _pace(group: dict[str, Any]) -> str:
 def _group(
     group: OpenGroup, scores: Sequence[Score | Failed] | None, prepared: Prepared, is_evaluation: bool
 ) -> dict[str, Any]:
-    """Make the line of a group."""
     prompt, tokenizer = group.job.prompt, prepared.tokenizer
     remaining = iter(scores or ())
     rows: list[dict[str, Any]] = []

@@ -61,13 +61,11 @@ class GroupFile:
         self._places[group["index"]] = place
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        """Yield all groups in the order of their prompts."""
         for index in sorted(self._places):
             self._file.seek(self._places[index])
             yield json.loads(self._file.readline())
 
     def remove(self) -> None:
-        """Remove the file, once its output is written."""
         self.path.unlink()
 
     def __enter__(self) -> Self:

@@ -121,7 +121,6 @@ def _line(row: Row, options: ScoreOptions, reward: float) -> dict[str, Any]:
 
 
 def _has_scale(model: str) -> bool:
-    """Tell whether a model's config.json has the mean and the deviation of its scores."""
     try:
         stored = json.loads((Path(model) / "config.json").read_text())
     except (OSError, ValueError):

@@ -141,7 +141,6 @@ def _keep_simulator_memory(config: Config, journal: Journal, device: int, num_by
 
 
 def _connect(basis: _Basis) -> RlRun:
-    """Make the phases, each with those that it uses."""
     config, plan, groups, meter, journal = basis.config, basis.context.plan, basis.groups, basis.meter, basis.journal
     warn = partial(journal.say, kind="warning")
     state = RlState.initial(config, basis.inputs.prompts)
@@ -187,7 +186,6 @@ def _connect(basis: _Basis) -> RlRun:
 
 
 def _recovery(basis: _Basis, pusher: Pusher, restarts: Counter[str]) -> Recovery:
-    """Make what replaces dead processes of every role that says how."""
     groups, plan = basis.groups, basis.context.plan
     on_devices = groups.on_devices(plan)
     roles = [

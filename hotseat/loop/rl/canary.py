@@ -92,7 +92,6 @@ class CanarySettings:
 
     @classmethod
     def of(cls, config: Config, on_gpu: bool, is_merged: bool = True) -> CanarySettings:
-        """Return the settings that a config asks for."""
         canary = config.rollout.canary
         return cls(
             num_tokens=canary.num_tokens,
@@ -146,7 +145,6 @@ class CanaryState:
 
     @classmethod
     def parse(cls, state: Mapping[str, Any]) -> CanaryState:
-        """Read a state from the JSON of its `asdict`."""
         canary, first = state["canary"], state["first"]
         sequences = tuple(tuple(sequence) for sequence in canary["sequences"])
         images = tuple(tuple(map(image_from_json, each)) for each in canary.get("images", ()))

@@ -111,7 +111,6 @@ class Collector:
         return groups
 
     def forget(self, groups: Sequence[GroupFacts]) -> None:
-        """Let the hosts drop these groups."""
         self._hosts.forget([facts.key for facts in groups])
 
 
@@ -161,7 +160,6 @@ def success_rates(groups: Sequence[GroupFacts]) -> list[float]:
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float]:
-    """Return the metrics of a step's rollout."""
     groups = collected.groups
     rewards = [reward for facts in groups for reward in facts.rewards]
     lengths = [length for facts in groups for length in facts.num_sampled]

@@ -83,7 +83,6 @@ class Components:
 
 
 def _taken(decisions: Decisions, prefix: str) -> dict[str, float]:
-    """Return metrics of these decisions, and forget them."""
     metrics = {}
     for name, changes in decisions.items():
         seen = changes.values()

@@ -166,7 +166,6 @@ class _Starting:
             group.call(EngineWorker.onload, parts)
 
     def _launch_role(self, record: RoleRecord) -> None:
-        """Start the processes of a role without waiting for them."""
         started_s = time.monotonic()
         worker, arguments = record.worker(self._launch)
         options = record.options(self._launch)

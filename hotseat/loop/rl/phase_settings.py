@@ -26,18 +26,15 @@ class PhaseSettings:
 
     @property
     def policy(self) -> PolicySettings:
-        """Return how the actor makes experience and learns from it."""
         optimizer_steps = self.algebra.optimizer_steps_per_step
         return policy_settings(self.config, optimizer_steps, self._state.kl.coefficient, self._state.version)
 
     @property
     def critic(self) -> CriticSettings:
-        """Return how the critic computes values and learns from returns."""
         return critic_settings(self.config)
 
     @property
     def reward(self) -> RewardSettings:
-        """Return how a reward model scores."""
         return reward_settings(self.config)
 
     def lower_budget(self, use: Use, tokens: int, why: str) -> None:

@@ -41,7 +41,6 @@ class Recording:
             raise UserError(f"{run_dir} cannot be replayed: the groups of its first step are not in {self.folder}")
 
     def batch(self, step: int) -> Collected:
-        """Read the batch of a step."""
         recorded = self._batches[step]
         return Collected(
             tuple(self._facts(key) for key in recorded.groups),
@@ -68,7 +67,6 @@ class ReplayStream(Stream):
         self._hosts = hosts
 
     def take(self, step: int) -> Collected:
-        """Read the groups of the next step."""
         return self._recording.batch(step)
 
     def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:

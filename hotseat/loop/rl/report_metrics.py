@@ -18,18 +18,11 @@ def policy_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
     """Return the metrics of the actor's optimizer steps; none where it made none."""
     if not reports:
         return {}
-    metrics = {
-        "loss": sum(report.loss for report in reports) / len(reports),
-        "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
-        "learning_rate": reports[-1].learning_rate,
-        # The means below are over these tokens: samples whose loss has no gradient are left out.
-        "learned_tokens": float(sum(report.num_sampled for report in reports)),
-        "skipped_updates": float(reports[-1].num_skipped),
-    }
+    metrics = _update_metrics(reports, "")
+    # The means below are over these tokens: samples whose loss has no gradient are left out.
+    metrics["learned_tokens"] = float(sum(report.num_sampled for report in reports))
     means = {name: mean(reports, name) for name in _PER_TOKEN}
     metrics |= {name: value for name, value in means.items() if value is not None}
-    if "aux_loss" in reports[0].metrics:
-        metrics["aux_loss"] = sum(report.metrics["aux_loss"] for report in reports) / len(reports)
     return metrics | _gap_spread(reports) | _gaps_by_lag(reports)
 
 
@@ -40,14 +33,8 @@ def critic_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
     """
     if not reports:
         return {}
-    metrics = {
-        "value_loss": sum(report.loss for report in reports) / len(reports),
-        "critic_grad_norm": sum(report.grad_norm for report in reports) / len(reports),
-        "critic_learning_rate": reports[-1].learning_rate,
-        "critic_skipped_updates": float(reports[-1].num_skipped),
-    }
-    if "aux_loss" in reports[0].metrics:
-        metrics["critic_aux_loss"] = sum(report.metrics["aux_loss"] for report in reports) / len(reports)
+    metrics = _update_metrics(reports, "critic_")
+    metrics["value_loss"] = metrics.pop("critic_loss")
     names = ("value", "value_clipped", "return", "return_squares", "value_error", "value_error_squares")
     means = {name: mean(reports, name) or 0.0 for name in names}
     metrics |= {name: means[name] for name in ("value", "value_clipped", "return")}
@@ -56,6 +43,19 @@ def critic_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
         unexplained = means["value_error_squares"] - means["value_error"] ** 2
         metrics["explained_variance"] = 1 - unexplained / variance
     return metrics
+
+
+def _update_metrics(reports: Sequence[UpdateReport], prefix: str) -> dict[str, float]:
+    """Return the metrics of the optimizer steps of any role, their names with a prefix."""
+    metrics = {
+        "loss": sum(report.loss for report in reports) / len(reports),
+        "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
+        "learning_rate": reports[-1].learning_rate,
+        "skipped_updates": float(reports[-1].num_skipped),
+    }
+    if "aux_loss" in reports[0].metrics:
+        metrics["aux_loss"] = sum(report.metrics["aux_loss"] for report in reports) / len(reports)
+    return {f"{prefix}{name}": value for name, value in metrics.items()}
 
 
 def push_metrics(pushed: PushReport) -> dict[str, float]:
@@ -98,7 +98,6 @@ def engine_gap_statistics(reports: Sequence[UpdateReport]) -> GapStatistics | No
 
 
 def _gap_spread(reports: Sequence[UpdateReport]) -> dict[str, float]:
-    """Return statistics of the first update's engine gaps, and the largest gap."""
     gaps = engine_gap_statistics(reports)
     if gaps is None:
         return {}

@@ -114,7 +114,6 @@ class RoleRecord:
     replacement: Replacement | None = None
 
     def is_in(self, launch: LaunchContext) -> bool:
-        """Tell whether a run has this role."""
         if self.is_present is not None:
             return self.is_present(launch.config)
         is_left_out = launch.is_replay and role_entry(self.name).makes_groups

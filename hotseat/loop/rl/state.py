@@ -25,7 +25,6 @@ class RlState:
 
     @classmethod
     def initial(cls, config: Config, prompts: Sequence[Prompt]) -> RlState:
-        """Make the state that a run begins with."""
         kl, sampler = config.algorithm.kl, config.data.sampler
         facts = len(prompts), config.seed, digest_of(prompts)
         return cls(
@@ -34,7 +33,6 @@ class RlState:
         )
 
     def next_prompts(self, count: int) -> list[tuple[int, int]]:
-        """Take the next prompts in order."""
         return self.order.next(count)
 
     def save(self) -> dict[str, Any]:

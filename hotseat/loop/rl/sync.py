@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hotseat import faults
 from hotseat.algorithms.adapters import WeightForm
@@ -34,48 +34,39 @@ class Routes:
         return transport.broadcast_group(generation, self.sender_host, min(TIMEOUT_S, self.timeout_s))
 
 
+@dataclass(eq=False)
 class Pusher:
     """Pushes weights to the engines and the inference role, each after the other side has proved what it holds.
 
-    restarts: how many processes were replaced, by their noun; replaced engines have to connect anew.
+    restarts: how many processes were replaced, by their noun; replaced engines have to connect anew. bases_sent: the
+    restarts of engines when all of them last got the weights below adapters.
     """
 
-    def __init__(
-        self,
-        groups: Groups,
-        routes: Routes,
-        state: RlState,
-        guard: CanaryGuard,
-        meter: PhaseMeter,
-        scheduler: DeviceScheduler,
-        restarts: Mapping[str, int],
-        say: Callable[[str], object],
-    ):
-        self._groups = groups
-        self._routes = routes
-        self._state = state
-        self._guard = guard
-        self._meter = meter
-        self._scheduler = scheduler
-        self._restarts = restarts
-        self._say = say
-        self._bases_sent: int | None = None  # restarts of engines when all of them last got the weights below adapters
+    groups: Groups
+    routes: Routes
+    state: RlState
+    guard: CanaryGuard
+    meter: PhaseMeter
+    scheduler: DeviceScheduler
+    restarts: Mapping[str, int]
+    say: Callable[[str], object]
+    _bases_sent: int | None = field(default=None, init=False)
 
     def push_again(self, ranks: Sequence[int] | None = None) -> None:
         """Push the version that is served, to engines that lost it: all, or these ranks, if no broadcast is in use."""
-        self.push(self._state.version, None if self._routes.to_engines.receivers else ranks)
+        self.push(self.state.version, None if self.routes.to_engines.receivers else ranks)
 
     def restore_dropped_weights(self) -> None:
         """Push again if the engines' weights were dropped to make room since the last push."""
-        if not self._scheduler.has_weights("rollout"):
+        if not self.scheduler.has_weights("rollout"):
             self.push_again()
 
     def push(self, version: int, ranks: Sequence[int] | None = None) -> PushReport:
         """Push the actor's weights as this version, to all engines or these ranks, and have the canary judge them."""
-        groups, routes, canary = self._groups, self._routes, self._guard.canary
-        receivers = routes.receivers(routes.to_engines, self._restarts[ENGINE])
+        groups, routes, canary = self.groups, self.routes, self.guard.canary
+        receivers = routes.receivers(routes.to_engines, self.restarts[ENGINE])
         to_inference = None
-        with self._meter.lease("sync", "actor"):
+        with self.meter.lease("sync", "actor"):
             form = self._form()
             pushed = PushReport(version, 0, 0, 0.0, 0.0, frozenset(), None, None)  # that of a replay, without engines
             if groups.engines.size:
@@ -88,21 +79,21 @@ class Pusher:
                 to_inference = push_weights(
                     groups.actor, groups.inference, version, canary, transport, receivers, "inference rank"
                 )
-        self._bases_sent = self._restarts[ENGINE]
-        self._scheduler.mark_weights_loaded("rollout")
-        self._guard.check(pushed, to_inference)
+        self._bases_sent = self.restarts[ENGINE]
+        self.scheduler.mark_weights_loaded("rollout")
+        self.guard.check(pushed, to_inference)
         unseen = sorted(pushed.undigested)
         if unseen and version == 0:
-            self._say(
+            self.say(
                 f"{len(unseen)} weights of the engines have no digest, such as {unseen[0]}: only the canary checks them"
             )
         return pushed
 
     def _form(self) -> WeightForm:
         """Return the form of the next push: adapters alone go to engines that have the weights below them."""
-        if not self._groups.adapters_alone:
+        if not self.groups.adapters_alone:
             return "merged"
-        have_base = self._bases_sent == self._restarts[ENGINE] and self._scheduler.has_weights("rollout")
+        have_base = self._bases_sent == self.restarts[ENGINE] and self.scheduler.has_weights("rollout")
         return "adapters" if have_base else "apart"
 
 

@@ -25,35 +25,34 @@ class Updates:
     critic: list[UpdateReport]
 
 
+@dataclass(frozen=True)
 class UpdatePhase:
     """Makes every optimizer step of a rollout."""
 
-    def __init__(self, groups: Groups, phase_settings: PhaseSettings, state: RlState, meter: PhaseMeter):
-        self._actor = groups.actor
-        self._critic = groups.critic
-        self._settings = phase_settings
-        self._state = state
-        self._meter = meter
+    groups: Groups
+    settings: PhaseSettings
+    state: RlState
+    meter: PhaseMeter
 
     def run(self, prepared: Prepared, step: int) -> Updates:
         """Update the critic first, then the actor, unless the critic is still warming up; adapt the KL coefficient."""
         faults.reach("update.before")
-        critic = self._update_critic(prepared) if self._critic is not None else []
-        is_warm = self._critic is None or step > self._settings.config.critic.warmup_steps
+        critic = self._update_critic(prepared) if self.groups.critic is not None else []
+        is_warm = self.groups.critic is None or step > self.settings.config.critic.warmup_steps
         actor = self._update_actor() if is_warm else []
         kl = mean(actor, "kl")
         if kl is not None:
-            self._state.kl = self._state.kl.updated(kl, self._settings.algebra.samples_per_step)
+            self.state.kl = self.state.kl.updated(kl, self.settings.algebra.samples_per_step)
         return Updates(actor, critic)
 
     def _update_critic(self, prepared: Prepared) -> list[UpdateReport]:
-        assert self._critic is not None
-        num_model_parallel = self._settings.config.train.num_model_parallel
-        returns = as_arguments(self._actor.call_and_keep(ActorWorker.returns)[::num_model_parallel])
-        with self._meter.lease("update", "critic"):
-            arguments = returns, prepared.num_optimizer_steps, self._settings.critic
-            return self._critic.call(CriticWorker.update, *arguments)[0]
+        assert self.groups.critic is not None
+        num_model_parallel = self.settings.config.train.num_model_parallel
+        returns = as_arguments(self.groups.actor.call_and_keep(ActorWorker.returns)[::num_model_parallel])
+        with self.meter.lease("update", "critic"):
+            arguments = returns, prepared.num_optimizer_steps, self.settings.critic
+            return self.groups.critic.call(CriticWorker.update, *arguments)[0]
 
     def _update_actor(self) -> list[UpdateReport]:
-        with self._meter.lease("update", "actor"):
-            return self._actor.call(ActorWorker.update, self._settings.policy)[0]
+        with self.meter.lease("update", "actor"):
+            return self.groups.actor.call(ActorWorker.update, self.settings.policy)[0]

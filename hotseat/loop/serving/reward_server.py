@@ -205,7 +205,6 @@ def _is_same(token: str, expected: str) -> bool:
 
 
 def _texts(body: bytes) -> list[str] | str:
-    """Return the texts to score, or what is wrong with the request."""
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:

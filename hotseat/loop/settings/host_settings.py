@@ -95,7 +95,6 @@ def reward_limits(config: Config) -> tuple[float, int]:
 
 
 def image_limits(config: Config) -> ImageLimits:
-    """Return the bounds on images."""
     data = config.data
     return ImageLimits(data.max_images_per_prompt, data.max_image_bytes, data.max_image_pixels)
 
@@ -116,7 +115,6 @@ def _host_images(config: Config, run_dir: Path | None) -> HostImages | None:
 
 
 def simulation_settings(config: Config) -> SimulationSettings:
-    """Return the settings of the simulators of one rollout host."""
     env = config.env
     assert env.path is not None
     return SimulationSettings(
@@ -144,7 +142,6 @@ def absolute_file(path: str) -> str:
 
 
 def program_settings(config: Config) -> ProgramSettings:
-    """Return the settings of agents that are programs."""
     agent = config.agent
     return ProgramSettings(
         command=None if agent.command is None else tuple(agent.command),

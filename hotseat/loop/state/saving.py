@@ -230,7 +230,6 @@ class Saver:
 
     @property
     def can_save(self) -> bool:
-        """Tell whether the config asks for checkpoints."""
         return self._config.checkpoint.every is not None or self._config.checkpoint.minutes is not None
 
     def is_due(self, step: int, is_stopping: bool) -> bool:
@@ -267,7 +266,6 @@ class Saver:
         return "the model is exported" if self._is_exporting else "this step is finished and saved"
 
     def made(self, step: int) -> None:
-        """Record that a step was finished."""
         self._last_made = step
 
     def ending(self, command: str) -> str:
@@ -476,7 +474,6 @@ class Saver:
 
 
 def _bytes(number: int) -> str:
-    """Write a number of bytes in MiB, or in GiB from one on."""
     return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 

@@ -92,7 +92,6 @@ class Readiness:
         group.when_started(partial(self._note, group.name, group.size, started_s))
 
     def close(self) -> None:
-        """Announce nothing from now on."""
         with self._lock:
             self._is_closed = True
 

@@ -60,16 +60,12 @@ class TrainingRanks:
         return cls(actor.call, actor.call, actor.on(0).call, actor.size, has_snapshots=True)
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Load what a checkpoint has of the ranks."""
         self.call(SupervisedWorker.resume, for_ranks(checkpoint.path / BACKEND), dict(checkpoint.state))
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics of the held-out examples."""
         return self.each(SupervisedWorker.evaluate)[0]
 
     def checkpoint_source(self, evaluation: dict[str, float]) -> CheckpointSource:
-        """Return the calls that write a checkpoint."""
-
         def snapshot(path: Path) -> Callable[[], bool]:
             self.call(SupervisedWorker.snapshot, for_ranks(path / BACKEND))
             return lambda: all(self.call(SupervisedWorker.is_written))
@@ -87,7 +83,6 @@ class TrainingRanks:
         )
 
     def exporting(self, what: Exported) -> ExportingRanks:
-        """Return the calls that export a model at the end of the run."""
         return ExportingRanks(
             on_first=lambda method, *args: self.on_first(method, *args)[0],
             write=lambda folder: self.call(SupervisedWorker.export, folder, what == "moving average"),

@@ -158,7 +158,6 @@ class SupervisedWorker(BackendWorker):
             yield Preparation(num_to_do, num_to_do, tuple(notes))
 
     def _scores(self, reference: Reference, items: Sequence[Any]) -> list[tuple[float, float]]:
-        """Return the reference's log-probs of both answers of each item, of all ranks."""
         mine: list[int] = []
 
         def cut_mine(cut: BatchSettings) -> list[MicroBatch]:
@@ -188,7 +187,6 @@ class SupervisedWorker(BackendWorker):
     def _keep_scores(
         self, settings: ReferenceSettings, items: Sequence[Any], scores: Sequence[tuple[float, float]]
     ) -> str:
-        """Write the reference's log-probs, by one rank, and return the path of the file."""
         path = ""
         if self._is_first:
             file = reference_file(settings, items)
@@ -255,7 +253,6 @@ class SupervisedWorker(BackendWorker):
         self._evaluation = None
 
     def _mine(self, items: Sequence[Any], cut: BatchSettings) -> list[MicroBatch]:
-        """Cut this rank's part of a step into micro-batches."""
         return self._objective.batches([items[index] for index in self._my_indices(items, cut)], items, cut)
 
     def _my_indices(self, items: Sequence[Any], cut: BatchSettings) -> list[int]:

@@ -133,7 +133,6 @@ def _is_finite(value: Any) -> bool:
 
 
 def _measured(move: Callable[[], object]) -> Moved:
-    """Call this, and return by how much the memory that torch holds on the device changed."""
     started_s, before = time.monotonic(), _allocated_bytes()
     move()
     release_cache_here()

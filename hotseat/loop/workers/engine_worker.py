@@ -119,7 +119,6 @@ class EngineWorker(HoldsMemory):
         return new
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests that nobody waits for any more."""
         names = set(request_ids)
         with self._changed:
             self._held = [(client, [each for each in held if each.id not in names]) for client, held in self._held]
@@ -176,7 +175,6 @@ class EngineWorker(HoldsMemory):
         return WeightCheck(digests, log_probs, self._engine.undigested)
 
     def score_canary(self, canary: Canary) -> list[float]:
-        """Return log-probs of the canary's sampled tokens."""
         return canary.sampled(self._engine.score(canary.sequences, canary.temperature, canary.images))
 
     def answer(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:

@@ -98,7 +98,6 @@ _key_of, _episode_of, _score_of = attrgetter(*_KEY), attrgetter(*_EPISODE), attr
 
 
 def _row(sample: ScoredEpisode) -> tuple[Any, ...]:
-    """Return a sample without its segments."""
     episode = sample.episode
     return (*_key_of(episode.key), *_episode_of(episode), *_score_of(sample), episode.facts)
 
@@ -112,7 +111,6 @@ def _share_of_rows(
     positions: tuple[int, ...],
     images: Sequence[Sequence[tuple[str, ...]]],
 ) -> Share:
-    """Rebuild a share from what `Share.__reduce__` pickled."""
     sizes = [length for episode in lengths for length in episode]
     parts = zip(*(torch.from_numpy(array.copy()).split(sizes) for array in flat), strict=True)
     samples = iter(

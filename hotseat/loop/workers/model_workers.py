@@ -71,7 +71,6 @@ class BySample(dict[str, list[Tensor]]):
 
 
 def _rebuild_by_sample(lengths: Mapping[str, list[int]], flat: Any) -> BySample:
-    """Rebuild what `BySample.__reduce__` pickled."""
     sizes = [length for each in lengths.values() for length in each]
     segments = iter(() if flat is None else torch.from_numpy(flat.copy()).split(sizes))
     return BySample({name: [next(segments) for _ in each] for name, each in lengths.items()})
@@ -118,7 +117,6 @@ class BackendWorker(HoldsMemory):
         self._sequence_parallel_size = options.sequence_parallel_size
 
     def device_type(self) -> str:
-        """Return `cuda` or `cpu`."""
         return device_of_process().type
 
     def fits(self, num_tokens: int, max_length: int, is_update: bool, with_entropy: bool = False) -> bool:

@@ -103,7 +103,6 @@ class BaseReference:
 
 
 def load_reference(settings: ReferenceSettings, policy: Backend, trust_remote_code: bool) -> Reference:
-    """Load the reference of a rank. Collective."""
     if settings.options is None:
         return BaseReference(policy)
     return ReferenceModel(settings.model, settings.options, settings.is_offloaded, trust_remote_code)

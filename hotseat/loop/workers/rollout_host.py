@@ -127,7 +127,6 @@ class RolloutHost:
         self._client: EngineClient | None = None
 
     def sees(self, path: str) -> bool:
-        """Tell whether a file is there on this node."""
         return Path(path).is_file()
 
     def connect(self, client: str, engines: WorkerGroup[TakesRequests], num_hosts: int = 1, rank: int = 0) -> None:
@@ -229,7 +228,6 @@ class RolloutHost:
         return [facts[job.key] for job in jobs]
 
     def _check_engines(self) -> None:
-        """Raise if no engine is left."""
         with self._changed:
             if not self._has_engines and self._lost is not None:
                 raise self._lost

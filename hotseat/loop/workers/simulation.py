@@ -191,7 +191,6 @@ class Context:
 
 
 def _placeholders(model: str, trust_remote_code: bool) -> tuple[int, ...]:
-    """Return the tokens that stand for pixels in a model."""
     from transformers import AutoConfig
 
     return placeholder_ids(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
@@ -288,7 +287,6 @@ class Stage:
         self._is_busy = False
 
     async def reset(self, slot: int, task: int, seed: int) -> Observation:
-        """Begin an episode in a free slot."""
         self._playing.add(slot)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._resets[slot] = (task, seed, future)
@@ -326,7 +324,6 @@ class Stage:
         self._is_busy = False
 
     def close(self) -> None:
-        """End the simulators, once the thread has."""
         self.env.close()
 
     def offload(self) -> Moved:
@@ -524,7 +521,6 @@ class Player(Agent):
         return _total(stage.env.onload() for stage in self._stages)
 
     def end(self) -> None:
-        """End all simulators."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         for stage in self._stages:
             stage.close()
