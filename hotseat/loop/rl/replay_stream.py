@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hotseat.errors import RunError, UserError
-from hotseat.loop.rl.arrivals import RecordedBatch, recorded_batches
+from hotseat.loop.rl.arrivals import recorded_batches
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.stream import Stream
@@ -41,16 +41,16 @@ class Recording:
             raise UserError(f"{run_dir} cannot be replayed: the groups of its first step are not in {self.folder}")
 
     def batch(self, step: int) -> Collected:
-        recorded = self._batches[step]
+        line = self._batches[step]
         return Collected(
-            tuple(self._facts(key) for key in recorded.groups),
-            recorded.num_generated,
-            tuple((self._facts(key), reason) for key, reason in recorded.dropped),
-            recorded.num_failed,
+            tuple(self._facts((epoch, prompt)) for epoch, prompt in line["groups"]),
+            line["num_generated"],
+            tuple((self._facts((epoch, prompt)), reason) for epoch, prompt, reason in line["dropped"]),
+            line["num_failed"],
         )
 
-    def _is_kept(self, batch: RecordedBatch | None) -> bool:
-        keys = [] if batch is None else [*batch.groups, *(key for key, _ in batch.dropped)]
+    def _is_kept(self, batch: Mapping[str, Any] | None) -> bool:
+        keys = [] if batch is None else [(each[0], each[1]) for each in (*batch["groups"], *batch["dropped"])]
         return bool(keys) and all(self._spool.has(key) for key in keys)
 
     def _facts(self, key: GroupKey) -> GroupFacts:

@@ -59,7 +59,7 @@ class RolloutRunner:
         if self.components is None:
             return facts
         is_evaluation = jobs[0].epoch == EVALUATION
-        return self.components.change_evaluated(facts) if is_evaluation else self.components.change(facts)
+        return self.components.change(facts, is_evaluation=is_evaluation)
 
     def score(self) -> list[GroupFacts]:
         """Have the reward model or the judge score what hosts hold for it; return the groups that are complete then."""
@@ -123,7 +123,7 @@ class Evaluation:
             )
         metrics = evaluation_metrics(kept, num_samples, has_full_reward=has_accuracy(config))
         components = self._runner.components
-        return metrics if components is None else metrics | components.evaluation_metrics()
+        return metrics if components is None else metrics | components.metrics(is_evaluation=True)
 
 
 def group_filter(config: Config, prompts: Sequence[Prompt]) -> GroupFilter:
