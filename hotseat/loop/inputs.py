@@ -25,8 +25,8 @@ from hotseat.errors import TooFewDevicesError, UserError
 from hotseat.loop.settings.host_settings import environment_settings, image_limits, simulation_settings
 from hotseat.loop.settings.training_options import critic_options, train_options
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
+from hotseat.loop.workers.observations import EVAL_SEED, simulation_prompts
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
-from hotseat.loop.workers.simulation import EVAL_SEED, simulation_prompts
 from hotseat.machine import has_gpu
 from hotseat.placement import Inventory, Plan
 from hotseat.planning.config_plan import make_plan, num_data_parallel

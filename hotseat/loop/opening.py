@@ -59,11 +59,6 @@ class OpenRun:
     journal: Journal
     evaluation: dict[str, float] | None  # the last one of a run that is finished already; None: there are steps to make
 
-    @property
-    def model_folder(self) -> Path:
-        """Return the folder to which the trained model is exported."""
-        return model_folder(self.config, self.run_dir)
-
 
 @dataclass(frozen=True)
 class ClusterContext:

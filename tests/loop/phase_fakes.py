@@ -308,7 +308,7 @@ class FakeScheduler:
 
     def spent(self) -> dict[str, float]:
         seconds, self.spent_s = self.spent_s, 0.0
-        return {"offload_s": seconds} if seconds else {}
+        return {"time/offload": seconds} if seconds else {}
 
     def has_weights(self, role: str) -> bool:
         return self.are_weights_there

@@ -16,8 +16,9 @@ from hotseat.algorithms.digest import tensor_digest
 from hotseat.cluster import Cluster
 from hotseat.config import loads
 from hotseat.errors import WeightError
-from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
-from hotseat.loop.rl.push import push_weights
+from hotseat.loop.rl.canary import CanaryGuard
+from hotseat.loop.rl.canary_state import CanarySettings
+from hotseat.loop.rl.sync import push_weights
 from hotseat.loop.settings.engine_settings import engine_settings
 from hotseat.loop.settings.learning_settings import policy_settings
 from hotseat.loop.settings.training_options import train_options

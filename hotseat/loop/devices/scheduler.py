@@ -10,7 +10,6 @@ once. The end of a lease moves nothing: what has to move is known only when the 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,18 +30,6 @@ ROOM_BYTES = 2 << 30  # memory that stays free on a device where parts come whil
 ROOM_FACTOR = 1.1  # parts may take so many times what the plan says
 
 Process = tuple[str, int]  # role and rank
-
-
-@dataclass(frozen=True)
-class PartMove:
-    """Offload or onload of one part of one role, before a step of the plan."""
-
-    step: str
-    role: str
-    part: str
-    is_leaving: bool
-    num_bytes: int
-    ms: float
 
 
 @dataclass
@@ -98,7 +85,6 @@ class DeviceScheduler:
             (role, rank): set((offloaded or {}).get(role, ())) for role, rank in self._processes
         }
         self._without_weights: set[str] = set()
-        self.moves: deque[PartMove] = deque(maxlen=10_000)  # the newest; the timeline has all of them
         self._spent: dict[str, float] = {}  # see `spent`
 
     @contextmanager
@@ -118,7 +104,7 @@ class DeviceScheduler:
         yield
 
     def spent(self) -> dict[str, float]:
-        """Return seconds and GiB of hand-overs since the last call: offload_s, onload_s, gib, gib_copied."""
+        """Return metrics of the hand-overs since the last call: seconds, and GiB that moved and that were copied."""
         spent, self._spent = self._spent, {}
         return spent
 
@@ -162,10 +148,6 @@ class DeviceScheduler:
     def close(self) -> None:
         """End the last lease."""
         self._hand_over({}, "end", {})
-
-    def log(self) -> tuple[object, ...]:
-        """Return every hand-over of a device so far."""
-        return self._leases.log()
 
     def _step(self, phase: str, role: str) -> PhaseStep:
         for step in self._plan.steps:
@@ -332,17 +314,12 @@ class DeviceScheduler:
 
     def _count(self, batch: _Batch) -> None:
         facts = {
-            f"{batch.how}_s": batch.seconds,
-            "gib": sum(each.num_bytes for each in batch.moved.values()) / GIB,
-            "gib_copied": sum(each.num_bytes_copied for each in batch.moved.values()) / GIB,
+            f"time/{batch.how}": batch.seconds,
+            "handover/gib": sum(each.num_bytes for each in batch.moved.values()) / GIB,
+            "handover/gib_copied": sum(each.num_bytes_copied for each in batch.moved.values()) / GIB,
         }
         for name, value in facts.items():
             self._spent[name] = self._spent.get(name, 0.0) + value
-        for (role, rank), each in batch.moved.items():
-            names = [str(part) for part in batch.parts[role, rank]]
-            self.moves += [
-                PartMove(batch.step, role, name, batch.how == "offload", each.num_bytes, each.ms) for name in names
-            ]
 
     def _has_gone(self, key: Process) -> bool:
         role, rank = key

@@ -114,7 +114,7 @@ class Answerer:
             if self._host.images is None
             else make_sight(self._host.images, self._host.tokenizer, prepared.tokenizer),
         )
-        self._reward = make_scorer(self._host)
+        self._reward = make_scorer(self._host.scorers)
         try:
             view.stage(f"loading {config.actor.model} into {config.rollout.engine}")
             self.engine = make_engine(

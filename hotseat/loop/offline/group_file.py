@@ -159,7 +159,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Selection:
-    """Which samples of a prompt are written.
+    """Choice of the samples of a prompt that are written.
 
     keep: all; `best`, the one with the highest reward; or `pairs`, the best and the worst as chosen and rejected, if
     their rewards differ. min_reward: samples, or chosen ones, with less are left out.

@@ -20,7 +20,8 @@ from hotseat.loop.inputs import RlInputs
 from hotseat.loop.opening import ClusterContext
 from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.arrivals import Arrivals
-from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
+from hotseat.loop.rl.canary import CanaryGuard
+from hotseat.loop.rl.canary_state import CanarySettings
 from hotseat.loop.rl.components import Components
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
@@ -224,7 +225,7 @@ def _stream(basis: _Basis, state: RlState, runner: RolloutRunner, samples: Sampl
     draw = partial(_draw_rollout, basis.journal.timeline, plan)
     callbacks = Callbacks(evaluation.run, runner.score, basis.groups.reconnect, samples.record_unfinished, draw)
     pace = pace_of(config, basis.num_steps)
-    tickets = Tickets(pace, group_filter(config, prompts), state.next_prompts, record)
+    tickets = Tickets(pace, group_filter(config, prompts), lambda count: state.order.next(count), record)
     request = RolloutRequest(prompts, config.rollout.samples_per_prompt, rollout_sampling(config))
     sampling = runner.sampling if shares_devices(plan) else None
     spool, in_flight = Spool(basis.run_dir / SPOOL), config.overlap.in_flight

@@ -13,7 +13,7 @@ from hotseat.data import PromptOrder, SampledOrder
 from hotseat.errors import RunError
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.workers.group_facts import EVALUATION, GroupFacts, Job
-from hotseat.loop.workers.simulation import SUCCESS
+from hotseat.loop.workers.observations import SUCCESS
 from hotseat.rewards import RewardTally
 from hotseat.types import Failed, Prompt, Sampling
 

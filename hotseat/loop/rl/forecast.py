@@ -1,4 +1,4 @@
-"""What staleness would gain, from the costs that a run measured: a simulation of its steps with the real pacer.
+"""Predicts what staleness would gain, by simulating the steps of a recorded run with the real pacer.
 
 Episodes take as long as the recorded ones, however many are open at a time; training takes as long for each sample.
 """

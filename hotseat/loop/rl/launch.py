@@ -30,6 +30,7 @@ from hotseat.loop.state.watchdog import Readiness
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.model_workers import ActorWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
+from hotseat.loop.workers.scorers import ScorerSettings
 from hotseat.observe import Journal
 from hotseat.planning.config_plan import are_devices_logical, offloaded_parts
 from hotseat.registry.roles import role_entry
@@ -196,15 +197,4 @@ def check_spool(hosts: WorkerGroup[RolloutHost], folder: Path) -> None:
 def _replaying(host: HostSettings, recording: Recording) -> HostSettings:
     """Return the settings of hosts that read groups from a recording: they neither sample nor score."""
     folder = str(recording.folder.absolute())
-    return replace(
-        host,
-        agent=None,
-        reward=None,
-        eval_reward=None,
-        reward_urls=(),
-        graders=(),
-        eval_graders=(),
-        judge=None,
-        spool=folder,
-        kept_rollouts=folder,
-    )
+    return replace(host, agent=None, scorers=ScorerSettings(), spool=folder, kept_rollouts=folder)

@@ -32,9 +32,6 @@ class RlState:
             FixedKl(kl.coef) if kl.target is None else AdaptiveKl(kl.coef, kl.target, kl.horizon),
         )
 
-    def next_prompts(self, count: int) -> list[tuple[int, int]]:
-        return self.order.next(count)
-
     def save(self) -> dict[str, Any]:
         """Return this state as JSON for a checkpoint."""
         return {"order": self.order.state(), "kl_coefficient": self.kl.coefficient, "version": self.version}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotseat import faults
@@ -10,7 +11,6 @@ from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.prepare import Prepared
-from hotseat.loop.rl.report_metrics import mean
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.loop.workers.value_models import CriticWorker
@@ -56,3 +56,11 @@ class UpdatePhase:
     def _update_actor(self) -> list[UpdateReport]:
         with self.meter.lease("update", "actor"):
             return self.groups.actor.call(ActorWorker.update, self.settings.policy)[0]
+
+
+def mean(reports: Sequence[UpdateReport], name: str) -> float | None:
+    """Return a metric's mean per learned token, over all optimizer steps of a rollout; None if it was not measured."""
+    if not reports or any(name not in report.metrics for report in reports):
+        return None
+    total: float = sum(report.metrics[name] for report in reports)
+    return total / max(1, sum(report.num_sampled for report in reports))

@@ -18,8 +18,9 @@ from hotseat.loop.settings.engine_settings import image_options
 from hotseat.loop.state.run_dir import EPISODE_IMAGES, NOTES, ROLLOUTS, SPOOL
 from hotseat.loop.workers.component import ComponentSettings
 from hotseat.loop.workers.image_preparation import HostImages
+from hotseat.loop.workers.observations import SimulationSettings
 from hotseat.loop.workers.rollout_host import HostSettings
-from hotseat.loop.workers.simulation import SimulationSettings
+from hotseat.loop.workers.scorers import ScorerSettings
 from hotseat.placement import Plan
 from hotseat.planning.config_plan import engine_slots, episodes_per_engine
 from hotseat.registry.engines import engine_entry
@@ -45,7 +46,6 @@ def component_settings(config: Config, plan: Plan) -> list[ComponentSettings]:
 def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
     """Return the settings of rollout hosts. run_dir: of the run; None where nothing is trained."""
     assert config.actor.model is not None
-    timeout_s, retries = reward_limits(config)
     is_kept = run_dir is not None and config.log.keep_rollouts
     is_spooled = is_kept or (run_dir is not None and config.overlap.staleness > 0)
     folder = Path() if run_dir is None else run_dir.absolute()
@@ -61,26 +61,39 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         deadlines=Deadlines(
             config.agent.turn_timeout_s, config.agent.tool_timeout_s, config.agent.on_timeout == "score"
         ),
-        reward=config.reward.function,
-        eval_reward=config.eval.reward,
-        reward_timeout_s=timeout_s,
-        reward_retries=retries,
-        reward_max_bytes=None if config.reward.max_memory_gib is None else int(config.reward.max_memory_gib * 2**30),
-        reward_urls=tuple(as_list(config.reward.url)),
-        reward_token=bearer_token() if config.reward.url is not None else None,
-        reward_max_open=config.reward.max_open_requests,
+        scorers=scorer_settings(config, run_dir),
         has_reward_model=has_reward_model(config),
         reward_tokenizer=config.reward.model if config.reward.retokenize else None,
         trust_remote_code=config.trust_remote_code,
-        graders=graders_of(config.reward.graders),
-        eval_graders=graders_of(config.eval.graders),
-        judge=judge_of(config, run_dir),
-        sandbox=sandbox_of(config),
         simulation=simulation_settings(config) if has_simulator(config) else None,
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
         images=_host_images(config, run_dir),
-        notes=str(folder / NOTES) if run_dir is not None and config.cluster.runtime == "ray" else None,
+    )
+
+
+def scorer_settings(config: Config, run_dir: Path | None) -> ScorerSettings:
+    """Return the settings of the scorers of rollout hosts. run_dir: of the run; None where nothing is trained."""
+    reward = config.reward
+    timeout_s, retries = reward_limits(config)
+    notes = None
+    if run_dir is not None and config.cluster.runtime == "ray":
+        notes = str(run_dir.absolute() / NOTES)
+    return ScorerSettings(
+        function=reward.function,
+        eval_function=config.eval.reward,
+        urls=tuple(as_list(reward.url)),
+        token=bearer_token() if reward.url is not None else None,
+        max_open=reward.max_open_requests,
+        timeout_s=timeout_s,
+        retries=retries,
+        max_bytes=None if reward.max_memory_gib is None else int(reward.max_memory_gib * 2**30),
+        seed=config.seed,
+        graders=graders_of(reward.graders),
+        eval_graders=graders_of(config.eval.graders),
+        judge=judge_of(config, run_dir),
+        sandbox=sandbox_of(config),
+        notes=notes,
     )
 
 
