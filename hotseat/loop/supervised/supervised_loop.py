@@ -22,7 +22,7 @@ from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
 from hotseat.loop.state.watchdog import Readiness
 from hotseat.loop.supervised.led_ranks import LedSaver
-from hotseat.loop.supervised.supervised_worker import StepResult, SupervisedWorker
+from hotseat.loop.supervised.supervised_worker import StepResult, SupervisedTask, SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.observe import Journal
 from hotseat.planning.budgets import Use, least_tokens, lowered_note, lowered_until, with_budget
@@ -194,18 +194,16 @@ def worker_arguments(
         head=data.objective.head,
         value_head_prefix=config.algorithm.reward_modelling.value_head_prefix,
     )
-    return (
-        config.actor.model,
-        options,
+    task = SupervisedTask(
         data.objective,
         data.items,
         data.held_out,
         config.train.batch_size,
         train_batches(config),
         config.seed,
-        config.trust_remote_code,
         reference_settings(config, is_reference_offloaded),
     )
+    return config.actor.model, options, task, config.trust_remote_code
 
 
 def launch_ranks(
