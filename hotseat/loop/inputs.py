@@ -361,7 +361,7 @@ def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
 
 
 def _chat_template(config: Config, tokenizer: Any) -> str | None:
-    """Return the template to use instead of the tokenizer's; None: none. Some models that see have one elsewhere."""
+    """Return the template to use instead of the tokenizer's; None: none. Some VLMs have it elsewhere."""
     data = config.data
     is_elsewhere = data.image_key is not None and data.apply_chat_template and not tokenizer.chat_template
     if data.chat_template is not None or not is_elsewhere:

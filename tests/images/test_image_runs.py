@@ -168,13 +168,13 @@ def test_images_of_agents_are_no_larger_than_the_engine_was_started_for(task, tm
 
     from hotseat.agents.agent import AgentError
     from hotseat.data.images import ImageLimits
-    from hotseat.loop.workers.image_preparation import HostImages, make_sight
+    from hotseat.loop.workers.image_preparation import HostImages, make_image_preparer
 
     model = str(task / "model")
     largest = image_cases.write_pixels(tmp_path, 0)
     folders = str(tmp_path / "images"), str(tmp_path / "data")
     settings = HostImages(*folders, ImageLimits(1, 10**6, 10**6), largest=largest)
-    sight = make_sight(settings, model, AutoTokenizer.from_pretrained(model))
+    sight = make_image_preparer(settings, model, AutoTokenizer.from_pretrained(model))
     assert len(sight.prepare(image_cases.drawn(0, 28, 28)).token_ids) == 4
     with pytest.raises(AgentError, match="12 tokens, and vLLM was started for images of 4: make it smaller"):
         sight.prepare(image_cases.drawn(0))

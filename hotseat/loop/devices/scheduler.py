@@ -193,7 +193,7 @@ class DeviceScheduler:
     def _with_room(self, step: PhaseStep) -> dict[Process, list[Part]]:
         """Return the parts that a step needs and that fit on their devices before anything leaves.
 
-        Simulators and components of the user's own are left out: what they take is not known well enough.
+        Simulators and custom components are left out: the memory that they take is not known well enough.
         """
         coming = {
             key: parts for key, parts in self._coming(step).items() if role_entry(key[0]).kind in ("model", "engine")
@@ -329,7 +329,7 @@ class DeviceScheduler:
     def _unless_gone(self, key: Process, failures: list[RunError] | None = None) -> Iterator[None]:
         """Let a call to a process fail if that process is gone: it has left its devices.
 
-        Otherwise the error is raised, or added to `failures` by who has more calls to wait for.
+        Otherwise the error is raised, or added to `failures` where there are more calls to wait for.
         """
         try:
             yield

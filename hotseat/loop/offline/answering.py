@@ -34,7 +34,7 @@ from hotseat.loop.settings.host_settings import host_settings
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_worker import make_engine
 from hotseat.loop.workers.group_facts import EVALUATION, Job
-from hotseat.loop.workers.image_preparation import make_sight
+from hotseat.loop.workers.image_preparation import make_image_preparer
 from hotseat.loop.workers.records import record_of
 from hotseat.loop.workers.scorers import make_scorer
 from hotseat.observe import LiveView
@@ -110,9 +110,7 @@ class Answerer:
             max_length=self._host.max_length,
             max_steps=self._host.max_turns,
             programs=self._host.programs,
-            sight=None
-            if self._host.images is None
-            else make_sight(self._host.images, self._host.tokenizer, prepared.tokenizer),
+            sight=make_image_preparer(self._host.images, self._host.tokenizer, prepared.tokenizer),
         )
         self._reward = make_scorer(self._host.scorers)
         try:
@@ -141,7 +139,7 @@ class Answerer:
 
         Scores are None without a reward. Only so many prompts are open at a time that the engine is full.
         """
-        # Where nobody scores, groups come back as those that wait for a reward model do.
+        # Without scorers, groups come back as those that wait for a reward model do.
         scoring = Scoring(
             self._reward, self._tokenizer, waits_for_model=self._reward is None and not self._needs_reward
         )

@@ -2,14 +2,14 @@
 
     first push    an engine samples answers; all engines and the trainer score them; a float32 forward of the same
                   weights measures what rounding alone does to log-probs, and gaps are judged against that; where
-                  engines have weights or caches in 8 bits, another forward measures what these do
+                  engines have weights or caches in FP8, another forward measures the effect
     later pushes  the same answers are scored with the new weights: in the push itself, or, by engines that need their
                   cache to score, in their next lease; gaps are judged against the same limits and the first push's gaps
     an alarm      new answers, of other prompts, are sampled with the current weights, and rounding is measured anew:
                   to a policy that has moved far, old answers are unlikely, and 16 bits are coarser there. Gaps above
                   the new limits end the run; otherwise the new answers are the canary from then on
     a resume      the checkpoint has the canary and its limits; in addition, new answers are judged as at a first push.
-                  Limits of engines that had other things in 8 bits are dropped
+                  Limits of engines that had other parts in FP8 are dropped
 
 `algorithms.agreement` has the statistics and their limits.
 """
@@ -127,7 +127,7 @@ class CanaryGuard:
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from the state in a checkpoint; a checkpoint without one changes nothing.
 
-        If engines had other things in 8 bits then, the run starts a new baseline, on other answers.
+        If engines had other parts in FP8 then, the run starts a new baseline, on other answers.
         """
         if state is not None:
             resumed = CanaryState.parse(state)
@@ -309,7 +309,7 @@ class CanaryGuard:
         """Measure what rounding alone does to log-probs of these tokens; return it, and how it is known.
 
         It is the trainer's own rounding, plus that of logits in the engine's dtype (the trainer computes logits in
-        float32, and engines may not), plus that of what engines have in 8 bits.
+        float32, and engines may not), plus that of what engines have in FP8.
         """
         if self._settings.dtype == "fp32":
             return NO_ROUNDING, "the smallest gap that can be an error in fp32"

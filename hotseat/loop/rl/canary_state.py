@@ -31,7 +31,7 @@ ASSUMED_ROUNDING = {
     "fp16": GapStatistics(4e-3, 1.2e-2, 1e-3),
     "bf16": GapStatistics(3e-2, 1e-1, 8e-3),
 }
-# The same of 8 bits, in layers and in keys and values.
+# The same of FP8, in layers and in the KV cache.
 ASSUMED_8_BITS = GapStatistics(8e-2, 3e-1, 2e-2)
 
 
@@ -48,7 +48,7 @@ class CanarySettings:
     seed: int
     on_gpu: bool = False
     is_merged: bool = True  # engines get adapters, if there are any, merged into weights
-    eight_bits: EightBits = NO_8_BITS  # what engines have in 8 bits
+    eight_bits: EightBits = NO_8_BITS  # what engines have in FP8
 
     @classmethod
     def of(cls, config: Config, on_gpu: bool, is_merged: bool = True) -> CanarySettings:
@@ -101,7 +101,7 @@ class CanaryState:
     first: Baseline | None  # None until the first push was judged
     num_sets: int  # sets of answers that were sampled
     metrics: Mapping[str, float]
-    eight_bits: EightBits = NO_8_BITS  # what engines had in 8 bits, which `rounding` and `first` include
+    eight_bits: EightBits = NO_8_BITS  # what engines had in FP8, which `rounding` and `first` include
 
     @classmethod
     def parse(cls, state: Mapping[str, Any]) -> CanaryState:

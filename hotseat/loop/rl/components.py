@@ -1,4 +1,4 @@
-"""Components of the user's own: they see the groups of a step between rollout and update, and may change them."""
+"""Custom components: they see the groups of a step between rollout and update, and may change them."""
 
 from __future__ import annotations
 

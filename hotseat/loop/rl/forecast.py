@@ -50,8 +50,8 @@ class Forecast:
     """Predicted seconds of a step with some overlap. step_s_waiting: in prompt order, where pushes wait."""
 
     staleness: int
-    step_s: float  # in order of arrival, where open requests go on after a push
-    step_s_waiting: float | None  # None on shared devices, where they always go on
+    step_s: float  # in order of arrival, where open requests continue after a push
+    step_s_waiting: float | None  # None on shared devices, where they always continue
 
 
 def recorded_costs(run_dir: Path) -> Costs:

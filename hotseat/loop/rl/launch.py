@@ -175,7 +175,7 @@ class _Starting:
         self._readiness.watch(group, started_s)
 
     def _start_up(self, record: RoleRecord) -> None:
-        """Wait until a role without state of its own is ready."""
+        """Wait until a role that holds no state is ready."""
         group = self.groups[record.name]
         start_up(group, partial(self._journal.say, kind="fault"))
         if self._offloaded.get(record.name):

@@ -45,8 +45,8 @@ class RolloutRequest:
 class OverlappedStream(Stream):
     """Supplies batches of groups that were sampled while earlier batches were trained.
 
-    in_flight: what a push does with open requests. `wait` lets them finish first; `keep` and `recompute` let them go on
-    with the new weights, with or without the keys and values of the old ones; `restart` samples their groups anew.
+    in_flight: what a push does with open requests. `wait` lets them finish first; `keep` and `recompute` continue
+    them with the new weights, with or without the KV cache of the old ones; `restart` samples their groups anew.
     sampling: leases devices that engines share with training; between two leases open requests stand still. None: they
     have devices of their own.
     """

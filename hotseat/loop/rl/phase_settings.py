@@ -1,4 +1,4 @@
-"""Settings of the phases that change while a run goes on: token budgets are lowered, the KL coefficient adapts."""
+"""Settings of the phases that change during a run: token budgets are lowered, the KL coefficient adapts."""
 
 from __future__ import annotations
 

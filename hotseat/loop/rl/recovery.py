@@ -1,6 +1,6 @@
 """Replaces engines and rollout hosts that die, and the judge's engines, and repeats what they were doing.
 
-None holds state of its own: an engine's weights are the trainer's, and a sample that is requested again from the same
+None holds state: an engine's weights are the trainer's, and a sample that is requested again from the same
 weights comes out the same. So a synchronous run continues bit for bit as if nothing had happened, unless processes
 die faster than rollouts finish. A host sends the requests of a dead engine to the others, and to its replacement after
 that has proved that it holds the weights, and not before it has a lease if it shares devices: a push leaves it without
@@ -154,7 +154,7 @@ class Recovery:
 
 
 def start_up(group: WorkerGroup[Any], say: Callable[[str], object]) -> None:
-    """Wait until a group without state of its own is ready. A process that dies while it starts is started again."""
+    """Wait until a group that holds no state is ready. A process that dies while it starts is started again."""
     start = group.ready
     for _ in range(MAX_DEATHS):
         try:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 class RolloutRunner:
     """Has prompts answered by the engines and the answers scored, in leases of their own.
 
-    carries_over: requests stay open between two leases. components: the user's own; None: there are none.
+    carries_over: requests stay open between two leases. components: custom ones; None: there are none.
     """
 
     groups: Groups
@@ -49,7 +49,7 @@ class RolloutRunner:
     def answer(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
         """Have prompts answered and the answers scored: by the hosts, or by a model in its own lease.
 
-        Components of the user's own see what is to be learned, and evaluations if they ask for them.
+        Custom components see what is to be learned, and evaluations if they ask for them.
         """
         with self.sampling():
             facts = self.groups.hosts.collect(jobs, sampling)
@@ -82,7 +82,7 @@ class RolloutRunner:
         """Lease the devices to the engines. A save or an export since the last push may have dropped their weights.
 
         Engines that were replaced get requests from here on, where hosts may have some that wait for an engine. Where
-        requests stay open between two leases, engines go on with them at the beginning and pause at the end.
+        requests stay open between two leases, engines resume them at the beginning and pause at the end.
         """
         self.pusher.restore_dropped_weights()
         self.guard.ask()

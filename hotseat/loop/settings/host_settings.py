@@ -35,7 +35,7 @@ FUNCTION_LIMITS, SERVER_LIMITS = (60.0, 2), (180.0, 4)
 
 
 def component_settings(config: Config, plan: Plan) -> list[ComponentSettings]:
-    """Return the components of the user's own, in the order in which the flow has them work."""
+    """Return the custom components, in the order in which the flow has them work."""
     return [
         ComponentSettings(role, absolute(config.components[role].path), config.components[role].kwargs)
         for role in plan.flow.roles
@@ -172,7 +172,7 @@ def program_settings(config: Config) -> ProgramSettings:
 
 
 def environment_settings(config: Config) -> EnvironmentSettings | None:
-    """Return what plays the episodes in processes of its own; None if nothing does."""
+    """Return the environments that play episodes in their own processes; None if there are none."""
     agent = config.agent
     return settings_of(
         family=agent.environment.family,

@@ -78,7 +78,7 @@ ENGINES = "rollout"  # the role whose processes are announced one by one
 
 
 class Readiness:
-    """Shows a line for each role, and for each engine, when it is ready. Groups report from threads of their own."""
+    """Shows a line for each role, and for each engine, when it is ready. Groups report from other threads."""
 
     def __init__(self, show: Callable[[str], object]):
         self._show = show

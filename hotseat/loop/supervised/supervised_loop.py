@@ -46,7 +46,7 @@ class TrainingRanks:
 
     each: for calls that every launched rank makes by itself. call: for calls that the first rank makes for all.
     on_first: calls the first rank alone, from its process or the driver's. has_snapshots: a checkpoint can be written
-    while the ranks go on.
+    while the ranks continue.
     """
 
     each: CallsRanks

@@ -1,4 +1,4 @@
-"""A class of the user's own in the processes of its component: a step between rollout and update.
+"""A user-defined class in the processes of its component: a step between rollout and update.
 
     class Lengths:
         def __init__(self, longest): ...                      # components.NAME.kwargs
@@ -34,7 +34,7 @@ _OWN_METRICS = ("groups", "dropped")  # recorded for every component
 
 @dataclass(frozen=True)
 class ComponentSettings:
-    """A component of the user's own. path: `FILE.py:CLASS` or `package.module:CLASS`."""
+    """A custom component. path: `FILE.py:CLASS` or `package.module:CLASS`."""
 
     name: str
     path: str

@@ -50,7 +50,7 @@ class TakesRequests(Protocol):
         """
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests that nobody waits for any more."""
+        """End requests that are not waited for any more."""
 
 
 @dataclass(eq=False)

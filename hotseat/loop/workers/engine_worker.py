@@ -125,7 +125,7 @@ class EngineWorker(HoldsMemory):
         self._engine.abort(request_ids)
 
     def drop_requests(self, connected: Sequence[str] = ()) -> None:
-        """Abort the requests of all other clients: those who waited are gone, or will ask again."""
+        """Abort the requests of all other clients: these clients are gone, or will send them again."""
         with self._changed:
             gone = self._open.keys() - set(connected)
             names = sorted(name for client in gone for name in self._open[client])
@@ -144,7 +144,7 @@ class EngineWorker(HoldsMemory):
         self._engine.pause()
 
     def resume(self) -> None:
-        """Go on with open requests, and begin those that came meanwhile."""
+        """Resume open requests, and begin those that came meanwhile."""
         self._engine.resume()
         with self._changed:
             held, self._held, self._is_paused = self._held, [], False
@@ -180,7 +180,7 @@ class EngineWorker(HoldsMemory):
     def answer(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
         """Return the tokens sampled for each request, when all are done. These are the canary's, not a rollout's.
 
-        An engine that pauses goes on meanwhile, with the requests that it has open.
+        An engine that pauses resumes meanwhile, with the requests that it has open.
         """
         is_paused = self._engine.health().is_paused
         if is_paused:

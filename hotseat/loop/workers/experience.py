@@ -192,8 +192,8 @@ def flatten(groups: Sequence[PromptGroup]) -> MicroBatch:
 def with_lags(groups: Sequence[PromptGroup], batch: MicroBatch, version: int) -> MicroBatch:
     """Add to each token the number of versions by which the oldest weights in its context are behind `version`.
 
-    The context is the sampled tokens of its segment up to itself. Where requests go on over a push with their keys and
-    values, new weights read what old ones computed. A lag of 0 means that engine and trainer have the same weights.
+    The context is the sampled tokens of its segment up to itself. Where requests continue after a push with their KV
+    cache, new weights read what old ones computed. A lag of 0 means that engine and trainer have the same weights.
     """
     lags = []
     for group in groups:

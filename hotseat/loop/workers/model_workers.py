@@ -416,7 +416,7 @@ class ActorWorker(ModelWorker):
         """Score with a float32 forward of the weights that engines got. Collective; only the first rank returns scores.
 
         is_merged: False if engines got adapters apart from their weights: the sum of the two has not been rounded.
-        eight_bits: what engines have in 8 bits.
+        eight_bits: what engines have in FP8.
 
         If the forward fails the first rank returns why: a run can continue without this yardstick.
         """

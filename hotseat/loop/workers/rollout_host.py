@@ -23,7 +23,7 @@ from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests, engines_of_host
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.group_facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
-from hotseat.loop.workers.image_preparation import HostImages, make_sight
+from hotseat.loop.workers.image_preparation import HostImages, make_image_preparer
 from hotseat.loop.workers.observations import SimulationSettings
 from hotseat.loop.workers.records import SampleRecord, record_of
 from hotseat.loop.workers.scorers import ScorerSettings, make_eval_scorer, make_scorer
@@ -76,7 +76,7 @@ class RolloutHost:
             max_length=settings.max_length,
             max_steps=settings.max_turns,
             programs=settings.programs,
-            sight=None if settings.images is None else make_sight(settings.images, settings.tokenizer, tokenizer),
+            sight=make_image_preparer(settings.images, settings.tokenizer, tokenizer),
         )
         self._settings = settings
         self._agents: AgentHost | None = None
@@ -166,7 +166,7 @@ class RolloutHost:
 
         Where a reward model scores, this returns nothing yet: `take_rewards` returns the facts. With a judge on engines
         of its own, `judge` returns them.
-        Raises if no engine is left; called again, it goes on with what is in progress. What was answered for an earlier
+        Raises if no engine is left; called again, it continues what is in progress. What was answered for an earlier
         call is not sampled again before `forget`.
         """
         scoring = self._scoring(is_evaluation=jobs[0].epoch == EVALUATION)
@@ -484,5 +484,5 @@ class _Collection:
     begun: set[GroupKey] = field(default_factory=set)
     groups: dict[GroupKey, OpenGroup] = field(default_factory=dict)
     facts: dict[GroupKey, GroupFacts] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held by who waits for the next group
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while waiting for the next group
     error: Exception | None = None  # of an episode, whose group will never be complete

@@ -35,7 +35,7 @@ class Finished:
         return self.epoch, self.group.prompt.index
 
     def facts(self) -> GroupFacts:
-        """Return what the driver is told of a group."""
+        """Return the summary of a group for the driver."""
         samples = self.group.samples
         turns = [turn for sample in samples if (facts := sample.episode.facts) is not None for turn in facts.turns]
         return GroupFacts(

@@ -1,4 +1,4 @@
-"""Groups on a rollout host that wait for a model to score them: a reward model, or a judge on engines of its own."""
+"""Groups on a rollout host that wait for a model to score them: a reward model, or a judge with its own engines."""
 
 from __future__ import annotations
 
