@@ -239,7 +239,7 @@ def measure_vllm(directory: Path) -> dict[str, Any]:
 def measure_engine(directory: Path) -> dict[str, Any]:
     """The same through the engine contract: a seed for each request, log-probs, weights digested and scored."""
     make_model(directory, "1.5B")
-    from hotseat.loop.workers.engine_factory import make_engine
+    from hotseat.loop.workers.engine_worker import make_engine
     from hotseat.rollout.kinds import EngineOptions, EngineSettings
     from hotseat.types import Request, Sampling
 

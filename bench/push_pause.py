@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hotseat.cluster import Cluster, Process
-from hotseat.loop.rl.push import push_weights
+from hotseat.loop.rl.sync import push_weights
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.loop.workers.weight_check import Canary

@@ -28,11 +28,12 @@ from hotseat.cluster import Cluster
 from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.simulator_turns import RolloutShape, TurnCosts, predicted_rollout, turn_costs
-from hotseat.loop.workers.engine_factory import make_engine
-from hotseat.loop.workers.engine_worker import EngineWorker
+from hotseat.loop.workers.engine_worker import EngineWorker, make_engine
 from hotseat.loop.workers.group_facts import GroupFacts, Job
+from hotseat.loop.workers.observations import SimulationSettings, simulation_prompts
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
-from hotseat.loop.workers.simulation import Player, SimulationSettings, simulation_prompts
+from hotseat.loop.workers.scorers import ScorerSettings
+from hotseat.loop.workers.simulation import Player
 from hotseat.rollout.kinds import EngineSettings
 from hotseat.types import Prompt, Sampling
 
@@ -169,10 +170,7 @@ class Bench:
             max_turns=None,
             max_concurrent=num_envs,
             episode_timeout_s=600.0,
-            reward=None,
-            reward_timeout_s=60.0,
-            reward_retries=0,
-            reward_max_bytes=None,
+            scorers=ScorerSettings(),
             simulation=simulation(1, num_envs, 1, 1),
         )
         self._engines = cluster.launch("rollout", Policy, args=(engine,), wait=False)

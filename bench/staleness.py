@@ -141,7 +141,7 @@ def largest_distance(run_dir: Path) -> tuple[float, int, float]:
     trained: list[int] = []
     largest, at = 0.0, 0
     for step, batch in sorted(batches.items()):
-        trained += [lengths[key] for key in batch.groups]
+        trained += [lengths[epoch, prompt] for epoch, prompt in batch["groups"]]
         distance = ks_distance(trained, [lengths[key] for key in begun[: len(trained)]])
         if step >= FIRST_STEP and distance >= largest:
             largest, at = distance, step

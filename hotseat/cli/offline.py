@@ -14,8 +14,7 @@ from hotseat.checks.agent_trial import agent_trial
 from hotseat.checks.pipeline import check_user_code
 from hotseat.config import Config
 from hotseat.errors import UserError
-from hotseat.loop.offline.answer_selection import Selection, check_output
-from hotseat.loop.offline.group_file import partial_path
+from hotseat.loop.offline.group_file import Selection, check_output, partial_path
 from hotseat.loop.offline.options import has_reward, offline_config, play_config, refuse
 from hotseat.observe import LiveView
 from hotseat.words import quantity

@@ -26,8 +26,8 @@ from hotseat.extensions import load
 from hotseat.loop.settings.host_settings import environment_settings, image_limits, simulation_settings
 from hotseat.loop.settings.training_options import critic_options, train_options
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
+from hotseat.loop.workers.observations import EVAL_SEED, simulation_prompts
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
-from hotseat.loop.workers.simulation import EVAL_SEED, simulation_prompts
 from hotseat.machine import has_gpu
 from hotseat.placement import Inventory, Plan
 from hotseat.planning.config_plan import make_plan, num_data_parallel
@@ -171,7 +171,6 @@ def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Promp
 
 
 def _simulated(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
-    """Return the tasks and seeds of a simulator as prompts."""
     env, settings = config.env, simulation_settings(config)
     if env.images:
         _image_store(config, tokenizer).write_filler(filler_image(config))
@@ -364,7 +363,7 @@ def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
 
 
 def _chat_template(config: Config, tokenizer: Any) -> str | None:
-    """Return the template to use instead of the tokenizer's; None: none. Some models that see have one elsewhere."""
+    """Return the template to use instead of the tokenizer's; None: none. Some VLMs have it elsewhere."""
     data = config.data
     is_elsewhere = data.image_key is not None and data.apply_chat_template and not tokenizer.chat_template
     if data.chat_template is not None or not is_elsewhere:

@@ -59,11 +59,6 @@ class OpenRun:
     journal: Journal
     evaluation: dict[str, float] | None  # the last one of a run that is finished already; None: there are steps to make
 
-    @property
-    def model_folder(self) -> Path:
-        """Return the folder to which the trained model is exported."""
-        return model_folder(self.config, self.run_dir)
-
 
 @dataclass(frozen=True)
 class ClusterContext:
@@ -330,7 +325,6 @@ def _journal(
     view: LiveView,
     checkpoint: Checkpoint | None,
 ) -> Journal:
-    """Make the journal of a run, and record in it the notes of its inputs."""
     from hotseat.observe import Journal
 
     num_steps = inputs.algebra.num_steps or 0
@@ -368,7 +362,6 @@ def _report(run_dir: Path, journal: Any) -> None:
 
 
 def _starting(config: Config) -> str:
-    """Describe the stage in which a cluster is started or connected to."""
     if config.cluster.runtime == "local":
         return "preparing to run in this process"
     return f"attaching to Ray at {os.environ['RAY_ADDRESS']}" if os.environ.get("RAY_ADDRESS") else "starting Ray"

@@ -15,8 +15,6 @@ from hotseat.config import Config
 from hotseat.config.resolved import resolved_notes
 from hotseat.loop.inputs import rl_inputs, supervised_inputs
 from hotseat.loop.opening import (
-    Exported,
-    ExportingRanks,
     OpenRun,
     are_budgets_tried,
     cluster_context,
@@ -27,7 +25,6 @@ from hotseat.loop.opening import (
 )
 from hotseat.loop.start import make_view, without_collector
 from hotseat.loop.state.episode_images import remove_unneeded_images
-from hotseat.loop.state.saving import BACKEND, for_ranks
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
 from hotseat.planning.budgets import smaller_budget_kept
@@ -119,17 +116,17 @@ def _start_supervised(config: Config, view: LiveView, template: Template | None)
     inputs = supervised_inputs(config)
     assert inputs.plan is not None
     from hotseat.loop.state.watchdog import doing_in
-    from hotseat.loop.supervised import supervised_loop as supervised_loop
     from hotseat.loop.supervised.supervised_loop import (
-        RanksOnCluster,
         SupervisedRun,
         TokenBudget,
+        TrainingRanks,
+        columns,
         launch_ranks,
         train_supervised,
     )
     from hotseat.loop.supervised.supervised_worker import SupervisedWorker
 
-    with open_run(config, inputs, supervised_loop.columns(inputs.data), view) as run:
+    with open_run(config, inputs, columns(inputs.data), view) as run:
         if run.evaluation is not None:
             return run.evaluation
         journal, saver = run.journal, run.saver
@@ -138,34 +135,25 @@ def _start_supervised(config: Config, view: LiveView, template: Template | None)
             journal.stage(_loading(context.config, context.plan), lambda: doing_in(context.cluster))
             with folder_witness(context.config, run.run_dir, context.cluster.runtime == "local") as proof:
                 actor = launch_ranks(context, inputs, journal, proof)
+            ranks = TrainingRanks.of_group(actor)
             if run.checkpoint is not None:
-                actor.call(
-                    SupervisedWorker.resume, for_ranks(run.checkpoint.path / BACKEND), dict(run.checkpoint.state)
-                )
+                ranks.resume(run.checkpoint)
             budget = TokenBudget(context.config, journal, saver.keep)
             with saver.settled(journal), smaller_budget_kept(lambda: budget.config, saver.keep):
                 if context.has_new_budgets and are_budgets_tried(actor.call(SupervisedWorker.device_type)[0] == "cuda"):
                     budget.try_out(lambda *trial: all(actor.call(SupervisedWorker.fits, *trial)))
                     actor.call(SupervisedWorker.use_budget, budget.max_tokens)
                 saver.keep(budget.config)
-                supervised = SupervisedRun(
-                    inputs.algebra.num_steps or 0, config.eval.every, inputs.data, RanksOnCluster(actor), budget
-                )
+                num_steps = inputs.algebra.num_steps or 0
+                supervised = SupervisedRun(num_steps, config.eval.every, inputs.data, ranks, budget)
                 evaluation = train_supervised(supervised, journal, saver, run.checkpoint)
 
-            def exporting(what: Exported) -> ExportingRanks:
-                return ExportingRanks(
-                    on_first=lambda method, *args: actor.on(0).call(method, *args)[0],
-                    write=lambda folder: actor.call(SupervisedWorker.export, folder, what == "moving average"),
-                )
-
             with saver.exporting():
-                export_models(run, exporting, inputs.tokenizer, supervised.num_steps)
+                export_models(run, ranks.exporting, inputs.tokenizer, num_steps)
     return evaluation
 
 
 def _loading(config: Config, plan: Plan) -> str:
-    """Describe the stage in which every role loads its model."""
     counts = {role.name: len(role.processes) for role in plan.roles}
     named = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counts.items())
     entry = engine_entry(config.rollout.engine)

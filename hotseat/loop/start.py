@@ -20,7 +20,6 @@ from hotseat.checks.agent_trial import agent_trial
 from hotseat.checks.pipeline import check_config, check_user_code
 from hotseat.cluster import started_template
 from hotseat.config import Config
-from hotseat.loop.state.job_directory import check_job_directory
 from hotseat.observe import LiveView
 from hotseat.observe.noise import without_deepspeeds_greeting
 from hotseat.openmp import thread_env
@@ -87,7 +86,6 @@ def worker_modules(config: Config) -> list[str]:
 
 
 def _family(model: str | None) -> str | None:
-    """Return the model type that the config of a local checkpoint states."""
     try:
         family = json.loads((Path(model or "") / "config.json").read_text()).get("model_type")
     except (OSError, ValueError, AttributeError):
@@ -99,3 +97,32 @@ def make_view(config: Config, launched: bool) -> LiveView:
     """Make the live view of a run; of ranks that a launcher started, only the first shows anything."""
     is_shown = not launched or os.environ.get("RANK", "0") == "0"
     return LiveView(config.task, console=Console(quiet=not is_shown))
+
+
+# Below Ray's temporary directory: copies of the working directories of jobs. A copy goes when no job uses it.
+_COPIES = "runtime_resources/working_dir_files"
+
+
+def check_job_directory(config: Config, directory: Path) -> list[str]:
+    """Return a note if files of the run would go into Ray's copy of a job's working directory, which Ray deletes.
+
+    directory: the current one, from which relative paths start.
+    """
+    if f"/{_COPIES}/" not in f"{directory}/":
+        return []
+    paths = {
+        "run_dir": config.run_dir,
+        "checkpoint.path": config.checkpoint.path,
+        "checkpoint.export_path": config.checkpoint.export_path,
+    }
+    inside = [f"{key} {path}" for key, path in paths.items() if path and _is_inside(directory / path, directory)]
+    if not inside:
+        return []
+    return [
+        f"{', '.join(inside)}: relative to {directory}, Ray's copy of the job's working directory, which Ray may delete"
+        " once the job has ended; give absolute paths to keep them"
+    ]
+
+
+def _is_inside(path: Path, directory: Path) -> bool:
+    return path.resolve().is_relative_to(directory.resolve())

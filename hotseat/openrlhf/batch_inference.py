@@ -121,7 +121,7 @@ def _max_samples(arguments: argparse.Namespace) -> int | None:
 
 def _score(arguments: argparse.Namespace) -> int:
     from hotseat.cli.offline import score_with
-    from hotseat.loop.offline.answer_selection import Selection
+    from hotseat.loop.offline.group_file import Selection
 
     selection = Selection(_KEEPS[arguments.post_processor])  # type: ignore[arg-type]
     options = {
@@ -147,7 +147,7 @@ def _score(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     from hotseat.cli.offline import generate_with
-    from hotseat.loop.offline.answer_selection import Selection, check_output
+    from hotseat.loop.offline.group_file import Selection, check_output
     from hotseat.loop.offline.options import offline_config
 
     config = offline_config("generate", arguments.pretrain, arguments.dataset, flags=_flags(arguments))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hotseat.algorithms.advantages import Moments, group_normalised, moments, normalise_by
 from hotseat.errors import DataError, UserError
+from hotseat.loop.devices.held_memory import device_of_process
 from hotseat.loop.workers.cutting import BatchSettings
-from hotseat.loop.workers.engine_factory import device_of_process
 from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, PolicyObjective
 from hotseat.placement.role_names import Part
 from hotseat.rlinf.channel import Channel

@@ -11,8 +11,8 @@ from loop_cases import make_value_model, ppo_yaml, rl_yaml, rm_yaml, sft_yaml
 
 from hotseat.config import loads
 from hotseat.errors import BatchError, DataError, HotseatError, UnsupportedError, UserError
-from hotseat.loop import settings
 from hotseat.loop.run import start
+from hotseat.loop.settings.training_options import reward_options, train_options
 from hotseat.train.policy_models import check_value_head
 
 KL = "{kl: {coef: 0.1}}"
@@ -93,9 +93,9 @@ def test_a_reference_that_reads_other_tokens_is_refused(task):
 
 def test_only_what_is_trained_has_to_be_a_mixture_of_experts(task):
     config = loads("{algorithm: {aux_loss_coef: 0.01}, train: {dtype: fp32}}")
-    assert settings.train_options(config, 10).aux_loss_coefficient == 0.01
-    assert settings.train_options(config, 10, is_trained=False).aux_loss_coefficient == 0
-    assert settings.reward_options(config).aux_loss_coefficient == 0
+    assert train_options(config, 10).aux_loss_coefficient == 0.01
+    assert train_options(config, 10, is_trained=False).aux_loss_coefficient == 0
+    assert reward_options(config).aux_loss_coefficient == 0
 
 
 @pytest.mark.parametrize("make", [rl_yaml, sft_yaml, rm_yaml])

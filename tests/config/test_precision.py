@@ -11,9 +11,10 @@ from hotseat.cli.main import main
 from hotseat.config import loads, loads_saved, to_saved
 from hotseat.config.changes import changes_between
 from hotseat.config.precision import dtype_of, idle_in_fp32, with_dtype, with_dtype_of
-from hotseat.loop import settings
-from hotseat.loop.rl.canary import CanarySettings
+from hotseat.loop.rl.canary_state import CanarySettings
 from hotseat.loop.run import start
+from hotseat.loop.settings.engine_settings import engine_dtype
+from hotseat.loop.settings.training_options import train_options
 from hotseat.machine import has_gpu
 from hotseat.observe import read_lines
 from hotseat.openrlhf.translate import translate
@@ -37,8 +38,8 @@ def test_unset_is_bf16_on_gpus_and_fp32_on_cpus():
 
 def test_engines_trainer_and_canary_have_the_chosen_type():
     cpu, gpu = (with_dtype(loads("actor: {model: m}"), has_gpus) for has_gpus in (False, True))
-    assert (settings.engine_dtype(cpu), settings.engine_dtype(gpu)) == ("float32", "bfloat16")
-    assert (settings.train_options(cpu, 100).precision, settings.train_options(gpu, 100).precision) == (
+    assert (engine_dtype(cpu), engine_dtype(gpu)) == ("float32", "bfloat16")
+    assert (train_options(cpu, 100).precision, train_options(gpu, 100).precision) == (
         "fp32",
         "bf16_master",
     )
@@ -115,8 +116,8 @@ def test_openrlhf_commands_keep_their_type_and_its_way_out_works():
 
 def test_a_reference_in_bf16_has_no_adam_to_offload():
     config = loads("train: {dtype: bf16, backend: deepspeed, deepspeed: {zero_stage: 3, adam_offload: true}}")
-    assert settings.train_options(config, 10).zero.adam_offload
-    reference = settings.train_options(config, 10, is_trained=False)
+    assert train_options(config, 10).zero.adam_offload
+    reference = train_options(config, 10, is_trained=False)
     assert not reference.zero.adam_offload
     check_zero(reference)
 

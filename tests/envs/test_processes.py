@@ -325,7 +325,7 @@ def test_states_of_gymnasium_keep_their_bounds():
 
 
 def test_a_reward_by_success_is_refused_where_nobody_knows_it():
-    from hotseat.loop.workers.simulation import SimulationSettings, _refuse_unknown_success
+    from hotseat.loop.workers.observations import SimulationSettings, _refuse_unknown_success
 
     class Env:
         """Says whether it succeeded in the steps from `said_at` on, and ends with the third."""
@@ -431,7 +431,7 @@ def test_engines_have_room_for_one_stage():
 
 def test_engines_keep_prompts_in_the_room_of_slots_that_a_stage_does_not_need(tmp_path):
     from hotseat.config.load import loads
-    from hotseat.loop.settings import engine_settings
+    from hotseat.loop.settings.engine_settings import engine_settings
 
     config = loads(
         "actor: {model: none}\nenv: {path: gym, tasks: [CartPole-v1], num_envs: 48}\nrollout: {num_slots: 40}",
@@ -473,7 +473,7 @@ def test_simulators_that_cannot_start_are_named_before_a_model_loads(monkeypatch
 
 
 def test_observations_that_a_policy_cannot_read_are_refused():
-    from hotseat.loop.workers.simulation import Reader, SimulationSettings
+    from hotseat.loop.workers.observations import Reader, SimulationSettings
 
     class Space:
         action = ActionSpec.numbered(3)
@@ -591,7 +591,7 @@ def test_frames_come_whole_through_shared_memory_or_the_pipe_also_from_a_process
 
 @pytest.mark.slow
 def test_a_film_shows_the_world_before_the_first_and_after_every_action():
-    from hotseat.loop.workers.simulation import Films, SimulationSettings
+    from hotseat.loop.workers.observations import Films, SimulationSettings
 
     settings = SimulationSettings(
         SimulatorSettings(WALK, ("right",), 12), 1, 1, 1, 1, 4, 60.0, False, False, False, num_films=1
@@ -615,8 +615,9 @@ def test_a_film_shows_the_world_before_the_first_and_after_every_action():
 def test_rewards_of_an_episode_are_those_of_its_chunks_or_of_its_actions(rewarded):
     import asyncio
 
+    from hotseat.loop.workers.observations import SimulationSettings
     from hotseat.loop.workers.records import _rewards_of
-    from hotseat.loop.workers.simulation import Player, SimulationSettings
+    from hotseat.loop.workers.simulation import Player
     from hotseat.types import Completion, Prompt, SampleKey, Sampling
 
     class Words:

@@ -31,13 +31,13 @@ from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.prepare import PreparePhase
 from hotseat.loop.rl.recovery import ENGINE, HOST, Recovery, Replaceable
-from hotseat.loop.rl.rollout import RolloutPhase, RolloutRunner
+from hotseat.loop.rl.rollout import Evaluation, RolloutRunner
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.stream import SynchronousStream
 from hotseat.loop.rl.sync import Pusher, Routes, SyncPhase
 from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.workers.group_facts import EVALUATION, GroupFacts, GroupKey, Job
-from hotseat.loop.workers.records import SampleRecord, SegmentRecord, TokenRecord
+from hotseat.loop.workers.records import SampleRecord, TokenRecord
 from hotseat.loop.workers.weight_check import WeightCheck
 from hotseat.placement import PhaseStep
 from hotseat.placement.flow import make_steps
@@ -206,8 +206,8 @@ def facts_of(key: GroupKey, rewards: Sequence[float | None], source: str = "", n
 def record_of(key: SampleKey, facts: GroupFacts) -> SampleRecord:
     """A sample of one prompt token and one sampled token."""
     reward = dict(zip(facts.samples, facts.rewards, strict=True))[key.sample]
-    segment = SegmentRecord(["q", "a"], [False, True], [0.0, -1.0], [-1, 0])
-    return SampleRecord(key, facts.source, "q", None, reward, reward, False, {}, (segment,))
+    segment = {"text": ["q", "a"], "sampled": [False, True], "engine_log_probs": [0.0, -1.0], "versions": [-1, 0]}
+    return {"source": facts.source, "reward": reward, "label": str(key), "segments": [segment]}
 
 
 class FakeModel:
@@ -308,7 +308,7 @@ class FakeScheduler:
 
     def spent(self) -> dict[str, float]:
         seconds, self.spent_s = self.spent_s, 0.0
-        return {"offload_s": seconds} if seconds else {}
+        return {"time/offload": seconds} if seconds else {}
 
     def has_weights(self, role: str) -> bool:
         return self.are_weights_there
@@ -478,18 +478,9 @@ class Case:
         )
         self.sync = SyncPhase(self.pusher, self.state, self.guard, self.recovery)
         answering = RolloutRunner(self.groups, self.settings, self.meter, self.guard, self.pusher, self.recovery)
-        self.rollout = RolloutPhase(
-            answering,
-            self.groups,
-            self.settings,
-            self.state,
-            self.recovery,
-            self.samples,
-            self.prompts,
-            eval_prompts,
-        )
         self.record = FakeArrivals()
-        self.stream = SynchronousStream(self.rollout, self.record)
+        evaluation = Evaluation(answering, eval_prompts)
+        self.stream = SynchronousStream(answering, self.state, self.samples, self.prompts, evaluation, self.record)
         self.prepare = PreparePhase(self.groups, self.stream, self.settings, self.meter, self.samples)
         self.update = UpdatePhase(self.groups, self.settings, self.state, self.meter)
 

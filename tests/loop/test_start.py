@@ -17,8 +17,7 @@ from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
 from hotseat.cluster.worker_process import ProcessIdentity
 from hotseat.config import loads
 from hotseat.loop.start import make_view, without_collector, worker_modules
-from hotseat.loop.state.readiness import Readiness
-from hotseat.loop.state.watchdog import doing_in
+from hotseat.loop.state.watchdog import Readiness, doing_in
 from hotseat.observe import read_lines
 
 # As the reward function before it, but raises where every answer is the label, as in the trial call before a run.

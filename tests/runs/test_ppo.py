@@ -15,12 +15,13 @@ from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import UserError, WeightError
 from hotseat.loop.devices.scheduler import DeviceScheduler
-from hotseat.loop.rl.report_metrics import critic_metrics
+from hotseat.loop.rl.step_metrics import critic_metrics
 from hotseat.loop.run import start
 from hotseat.loop.workers.experience import AdvantageSettings, Share
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.model_workers import ActorWorker, BatchSettings, InferenceWorker, ModelWorker, PolicySettings
-from hotseat.loop.workers.simulation import Context, _value_segment
+from hotseat.loop.workers.observations import Context
+from hotseat.loop.workers.simulation import _value_segment
 from hotseat.loop.workers.value_models import CriticSettings, CriticWorker
 from hotseat.observe import read_lines
 from hotseat.train.backend import AdamW, TrainOptions

@@ -66,7 +66,7 @@ def test_by_arrival_two_replays_equal_the_recording(task, capsys, in_flight):
         assert ledgers[0] == ledgers[1]
     assert f"the same weights as {run}/model, bit for bit" in capsys.readouterr().out
     pace = Pace(groups_per_step=4, staleness=2, queue=2, order="arrival", num_groups=24)
-    recorded = [list(batch.groups) for batch in recorded_batches(run).values()]
+    recorded = [[tuple(key) for key in batch["groups"]] for batch in recorded_batches(run).values()]
     assert batches_of_pacer(run / "arrivals.jsonl", pace) == recorded
     assert len({version for entry in read_lines(run / "ledger.jsonl") for version in [entry["version"]]}) > 1
 
@@ -97,7 +97,7 @@ def test_a_synchronous_run_with_every_role_is_replayed(task, capsys):
 
 def drop(run: Path, step: int) -> None:
     """Remove a group of a step from those that were kept."""
-    epoch, prompt = recorded_batches(run)[step].groups[0]
+    epoch, prompt = recorded_batches(run)[step]["groups"][0]
     (run / "rollouts" / f"{epoch}-{prompt}.group").unlink()
 
 

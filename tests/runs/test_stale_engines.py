@@ -16,9 +16,12 @@ from hotseat.algorithms.digest import tensor_digest
 from hotseat.cluster import Cluster
 from hotseat.config import loads
 from hotseat.errors import WeightError
-from hotseat.loop import settings
-from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
-from hotseat.loop.rl.push import push_weights
+from hotseat.loop.rl.canary import CanaryGuard
+from hotseat.loop.rl.canary_state import CanarySettings
+from hotseat.loop.rl.sync import push_weights
+from hotseat.loop.settings.engine_settings import engine_settings
+from hotseat.loop.settings.learning_settings import policy_settings
+from hotseat.loop.settings.training_options import train_options
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.model_workers import ActorWorker
@@ -96,8 +99,8 @@ class Pair:
     def __init__(self, cluster: Cluster, actor_task: Path, engine_task: Path, engine: type, max_length: int = 16):
         length = f"data.max_length={max_length}"
         config = loads(rl_yaml(actor_task), [length])
-        made = settings.engine_settings(loads(rl_yaml(engine_task), [length]), (1,), engine_task)
-        options = settings.train_options(config, 1)
+        made = engine_settings(loads(rl_yaml(engine_task), [length]), (1,), engine_task)
+        options = train_options(config, 1)
         self.actor = cluster.launch("actor", Sending, args=(config.actor.model, options, "float32"))
         self.engines = cluster.launch("rollout", engine, args=(made,))
         prompts = [Prompt(index, "", (3 + index, 12, 4, 13)) for index in range(4)]
@@ -250,8 +253,8 @@ def groups_of(model: Path) -> list[PromptGroup]:
 def learned(new: Path, groups: list[PromptGroup], correction: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Weights after one update of the new policy, and what the update reports per token."""
     config = loads(rl_yaml(new, algorithm=f"{{correction: {correction}}}"))
-    policy = settings.policy_settings(config, 1, 0.0)
-    actor = ActorWorker(str(config.actor.model), settings.train_options(config, 1), "float32")
+    policy = policy_settings(config, 1, 0.0)
+    actor = ActorWorker(str(config.actor.model), train_options(config, 1), "float32")
     try:
         actor.prepare([Share(tuple(groups), ((0,) * 4,) * 2)], 1, policy, [])
         [report] = actor.update(policy)

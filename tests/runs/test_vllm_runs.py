@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 from hotseat.config import Config, loads
 from hotseat.errors import PlacementError
 from hotseat.faults import VARIABLE, Fault
-from hotseat.loop import settings
 from hotseat.loop.run import start
+from hotseat.loop.settings.learning_settings import policy_settings
+from hotseat.loop.settings.training_options import train_options
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.observe import read_lines
@@ -203,8 +204,8 @@ def test_the_same_episodes_give_the_same_weights_whatever_engine_made_them(coloc
     from transformers import AutoModelForCausalLM
 
     config = colocated.config
-    policy = settings.policy_settings(config, 1, 0.0)
-    actor = ActorWorker(config.actor.model, settings.train_options(config, NUM_STEPS), "float32")
+    policy = policy_settings(config, 1, 0.0)
+    actor = ActorWorker(config.actor.model, train_options(config, NUM_STEPS), "float32")
     model = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
     engine = TransformersEngine(model, max_length=16, num_slots=16, num_threads=1)
     try:

@@ -17,7 +17,7 @@ from hotseat.data.rows import Row
 from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.envs.simulator import ActionSpec, Observation
 from hotseat.errors import DataError, RunError, UserError
-from hotseat.loop.workers.simulation import Reader, SimulationSettings
+from hotseat.loop.workers.observations import Reader, SimulationSettings
 from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.train import TrainOptions
 from hotseat.train.attention import IMAGE_ATTENTION, image_attention

@@ -7,14 +7,14 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
+import torch
+
+from hotseat.cluster import DeviceMemory, Pending, WorkerGroup
 from hotseat.errors import RunError
 from hotseat.machine import has_gpu
-
-if TYPE_CHECKING:
-    from hotseat.cluster import Pending, WorkerGroup
-    from hotseat.cluster.lease import DeviceMemory
+from hotseat.types import Moved
 
 
 @dataclass(frozen=True)
@@ -25,34 +25,51 @@ class Held:
     unused: int  # that its allocator reserved beyond that
 
 
-def held_here() -> Held:
-    """Measure the device memory of this process since the last call."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return Held(0, 0)
-    peak = torch.cuda.max_memory_allocated()
-    unused = torch.cuda.max_memory_reserved() - peak
-    torch.cuda.reset_peak_memory_stats()
-    return Held(peak, unused)
+def device_of_process() -> torch.device:
+    """Return the device of this process: a GPU if it sees one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def release_cache_here() -> None:
     """Return unused allocator cache of this process to the device."""
-    import torch
-
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-class MeasuresMemory(Protocol):
-    """Call that measures the memory of a role's process."""
+class HoldsMemory:
+    """Worker whose process may hold device memory."""
+
+    def held(self) -> Held:
+        """Measure the device memory of this process since the last call."""
+        if not torch.cuda.is_available():
+            return Held(0, 0)
+        peak = torch.cuda.max_memory_allocated()
+        unused = torch.cuda.max_memory_reserved() - peak
+        torch.cuda.reset_peak_memory_stats()
+        return Held(peak, unused)
+
+    def release_cache(self) -> None:
+        """Return unused allocator cache to the device."""
+        release_cache_here()
+
+
+class Movable(Protocol):
+    """Calls that are made to a process of a role with devices."""
 
     def held(self) -> Held:
         """Return the device memory of the process since the last call."""
 
+    def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
+        """Take parts off the device; without `keep_weights` no copy of the weights is kept."""
 
-def memory_by_role(groups: Mapping[str, WorkerGroup[MeasuresMemory]]) -> dict[str, list[tuple[float, float]]]:
+    def onload(self, parts: Sequence[Any]) -> Moved:
+        """Put parts back on the device."""
+
+    def release_cache(self) -> None:
+        """Return unused allocator cache to the device."""
+
+
+def memory_by_role(groups: Mapping[str, WorkerGroup[Movable]]) -> dict[str, list[tuple[float, float]]]:
     """Return (GiB in use, GiB that the allocator reserved beyond that) of each process, by role; all measure at once.
 
     On a GPU, the peak since the last call; otherwise the resident memory of the process. A role whose processes do not
@@ -65,7 +82,7 @@ def memory_by_role(groups: Mapping[str, WorkerGroup[MeasuresMemory]]) -> dict[st
     memory = {}
     for role, group in groups.items():
         with contextlib.suppress(RunError):
-            started[role] = group.start(MeasuresMemory.held)
+            started[role] = group.start(Movable.held)
     for role, pending in started.items():
         with contextlib.suppress(RunError):
             memory[role] = [(held.peak / 2**30, held.unused / 2**30) for held in pending.result()]

@@ -10,17 +10,16 @@ once. The end of a lease moves nothing: what has to move is known only when the 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from hotseat import faults
 from hotseat.cluster import Pending, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
 from hotseat.errors import PlacementError, RunError
-from hotseat.loop.devices.held_memory import MeasuresMemory
+from hotseat.loop.devices.held_memory import Movable
 from hotseat.observe import Timeline
 from hotseat.placement import GIB, Holding, Part, PhaseStep, Plan
 from hotseat.registry.roles import role_entry
@@ -31,18 +30,6 @@ ROOM_BYTES = 2 << 30  # memory that stays free on a device where parts come whil
 ROOM_FACTOR = 1.1  # parts may take so many times what the plan says
 
 Process = tuple[str, int]  # role and rank
-
-
-@dataclass(frozen=True)
-class PartMove:
-    """Offload or onload of one part of one role, before a step of the plan."""
-
-    step: str
-    role: str
-    part: str
-    is_leaving: bool
-    num_bytes: int
-    ms: float
 
 
 @dataclass
@@ -58,19 +45,6 @@ class _Batch:
     dropping: set[Process] = field(default_factory=set)
     moved: dict[Process, Moved] = field(default_factory=dict)
     seconds: float = 0.0
-
-
-class Movable(MeasuresMemory, Protocol):
-    """Calls that `DeviceScheduler` makes to a process of a role with devices."""
-
-    def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
-        """Take parts off the device; without `keep_weights` no copy of the weights is kept."""
-
-    def onload(self, parts: Sequence[Any]) -> Moved:
-        """Put parts back on the device."""
-
-    def release_cache(self) -> None:
-        """Return unused allocator cache to the device."""
 
 
 class DeviceScheduler:
@@ -111,7 +85,6 @@ class DeviceScheduler:
             (role, rank): set((offloaded or {}).get(role, ())) for role, rank in self._processes
         }
         self._without_weights: set[str] = set()
-        self.moves: deque[PartMove] = deque(maxlen=10_000)  # the newest; the timeline has all of them
         self._spent: dict[str, float] = {}  # see `spent`
 
     @contextmanager
@@ -131,7 +104,7 @@ class DeviceScheduler:
         yield
 
     def spent(self) -> dict[str, float]:
-        """Return seconds and GiB of hand-overs since the last call: offload_s, onload_s, gib, gib_copied."""
+        """Return metrics of the hand-overs since the last call: seconds, and GiB that moved and that were copied."""
         spent, self._spent = self._spent, {}
         return spent
 
@@ -210,7 +183,6 @@ class DeviceScheduler:
         return leaving
 
     def _coming(self, step: PhaseStep) -> dict[Process, list[Part]]:
-        """Return the parts that a step needs and that are off their devices now."""
         coming = {}
         for (role, rank), offloaded in self._offloaded.items():
             parts = offloaded - self._planned_off(step, role, rank).keys() if role in self._groups else set()
@@ -221,7 +193,7 @@ class DeviceScheduler:
     def _with_room(self, step: PhaseStep) -> dict[Process, list[Part]]:
         """Return the parts that a step needs and that fit on their devices before anything leaves.
 
-        Simulators and components of the user's own are left out: what they take is not known well enough.
+        Simulators and custom components are left out: the memory that they take is not known well enough.
         """
         coming = {
             key: parts for key, parts in self._coming(step).items() if role_entry(key[0]).kind in ("model", "engine")
@@ -341,19 +313,13 @@ class DeviceScheduler:
                 self._without_weights.add(key[0])
 
     def _count(self, batch: _Batch) -> None:
-        """Add what was moved to what `spent` and `moves` tell."""
         facts = {
-            f"{batch.how}_s": batch.seconds,
-            "gib": sum(each.num_bytes for each in batch.moved.values()) / GIB,
-            "gib_copied": sum(each.num_bytes_copied for each in batch.moved.values()) / GIB,
+            f"time/{batch.how}": batch.seconds,
+            "handover/gib": sum(each.num_bytes for each in batch.moved.values()) / GIB,
+            "handover/gib_copied": sum(each.num_bytes_copied for each in batch.moved.values()) / GIB,
         }
         for name, value in facts.items():
             self._spent[name] = self._spent.get(name, 0.0) + value
-        for (role, rank), each in batch.moved.items():
-            names = [str(part) for part in batch.parts[role, rank]]
-            self.moves += [
-                PartMove(batch.step, role, name, batch.how == "offload", each.num_bytes, each.ms) for name in names
-            ]
 
     def _has_gone(self, key: Process) -> bool:
         role, rank = key
@@ -363,7 +329,7 @@ class DeviceScheduler:
     def _unless_gone(self, key: Process, failures: list[RunError] | None = None) -> Iterator[None]:
         """Let a call to a process fail if that process is gone: it has left its devices.
 
-        Otherwise the error is raised, or added to `failures` by who has more calls to wait for.
+        Otherwise the error is raised, or added to `failures` where there are more calls to wait for.
         """
         try:
             yield
@@ -404,7 +370,6 @@ class DeviceScheduler:
                 batch.moved[key] = replace(batch.moved[key], num_bytes=freed or batch.moved[key].num_bytes)
 
     def _not_freed(self, batch: _Batch, device: int, freed: int, came: int, allowed: int) -> str:
-        """Return the message that processes freed less than they report."""
         keys = [key for key in batch.moved if device in self._processes[key].devices]
         who = "; ".join(
             f"{role} rank {rank} offloaded its {' and '.join(map(str, batch.parts[role, rank]))}" for role, rank in keys
@@ -418,7 +383,6 @@ class DeviceScheduler:
         )
 
     def _devices(self, *batches: _Batch) -> list[int]:
-        """Return the devices of the processes whose parts move."""
         return sorted({device for batch in batches for key in batch.parts for device in self._processes[key].devices})
 
     def _shares(self, batch: _Batch, device: int) -> list[int]:
@@ -438,7 +402,6 @@ class DeviceScheduler:
         return total
 
     def _draw_lease(self, lease: Lease) -> None:
-        """Draw into the timeline who held each device until now."""
         if self._timeline is None:
             return
         for device in lease.devices:

@@ -26,12 +26,13 @@ from hotseat.config import Config
 from hotseat.config.precision import with_dtype
 from hotseat.data import digest_of
 from hotseat.errors import RewardError
-from hotseat.loop import settings
 from hotseat.loop.inputs import load_tokenizer, prompts_alone
 from hotseat.loop.offline.group_file import GroupFile, settings_of
 from hotseat.loop.rl.sample_records import ChosenSample, written
+from hotseat.loop.settings.engine_settings import engine_settings, eval_sampling, rollout_sampling
+from hotseat.loop.settings.host_settings import host_settings
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
-from hotseat.loop.workers.engine_factory import make_engine
+from hotseat.loop.workers.engine_worker import make_engine
 from hotseat.loop.workers.group_facts import EVALUATION, Job
 from hotseat.loop.workers.image_preparation import make_image_preparer
 from hotseat.loop.workers.records import record_of
@@ -81,7 +82,6 @@ class Watcher(Protocol):
 
 
 def _watched(engine: Engine, watcher: Watcher, request: Request) -> Future[Completion]:
-    """Submit a request that a watcher sees."""
     watcher.asked(request)
     future = engine.submit(request)
 
@@ -103,22 +103,20 @@ class Answerer:
         config = prepared.config
         self._needs_reward = needs_reward
         self._tokenizer = prepared.tokenizer
-        self._host = settings.host_settings(config, None)
+        self._host = host_settings(config, None)
         agent = load_agent(
             self._host.agent,
             prepared.tokenizer,
             max_length=self._host.max_length,
             max_steps=self._host.max_turns,
             programs=self._host.programs,
-            preparer=None
-            if self._host.images is None
-            else make_image_preparer(self._host.images, self._host.tokenizer, prepared.tokenizer),
+            preparer=make_image_preparer(self._host.images, self._host.tokenizer, prepared.tokenizer),
         )
-        self._reward = make_scorer(self._host)
+        self._reward = make_scorer(self._host.scorers)
         try:
             view.stage(f"loading {config.actor.model} into {config.rollout.engine}")
             self.engine = make_engine(
-                settings.engine_settings(config, prepared.eos_token_ids, logs), 0, lambda stage: view.stage(stage)
+                engine_settings(config, prepared.eos_token_ids, logs), 0, lambda stage: view.stage(stage)
             )
         except BaseException:
             if self._reward is not None:
@@ -141,7 +139,7 @@ class Answerer:
 
         Scores are None without a reward. Only so many prompts are open at a time that the engine is full.
         """
-        # Where nobody scores, groups come back as those that wait for a reward model do.
+        # Without scorers, groups come back as those that wait for a reward model do.
         scoring = Scoring(
             self._reward, self._tokenizer, waits_for_model=self._reward is None and not self._needs_reward
         )
@@ -206,7 +204,7 @@ def _answer(
 ) -> None:
     config = prepared.config
     num_samples = config.eval.samples_per_prompt if is_evaluation else config.rollout.samples_per_prompt
-    sampling = settings.eval_sampling(config) if is_evaluation else settings.sampling(config)
+    sampling = eval_sampling(config) if is_evaluation else rollout_sampling(config)
     epoch = EVALUATION if is_evaluation else 0
     num_total, num_judged = len(prepared.prompts), len(file) * num_samples  # none of those in the file has failed
     failures: list[str] = []
@@ -241,7 +239,6 @@ def _pace(group: dict[str, Any]) -> str:
 def _group(
     group: OpenGroup, scores: Sequence[Score | Failed] | None, prepared: Prepared, is_evaluation: bool
 ) -> dict[str, Any]:
-    """Make the line of a group."""
     prompt, tokenizer = group.job.prompt, prepared.tokenizer
     remaining = iter(scores or ())
     rows: list[dict[str, Any]] = []

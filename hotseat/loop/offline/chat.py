@@ -18,9 +18,9 @@ from hotseat.config.chat_template import chat_template_text
 from hotseat.config.precision import with_dtype
 from hotseat.config.resolved import max_new_tokens
 from hotseat.data import ChatTemplate
-from hotseat.loop import settings
 from hotseat.loop.inputs import load_tokenizer
-from hotseat.loop.workers.engine_factory import make_engine
+from hotseat.loop.settings.engine_settings import engine_settings, rollout_sampling
+from hotseat.loop.workers.engine_worker import make_engine
 from hotseat.observe import LiveView
 from hotseat.types import Request, Sampling
 
@@ -44,7 +44,7 @@ class Chat:
         self._messages: list[dict[str, str]] = []
         self.forget()
         view.stage(f"loading {config.actor.model} into {config.rollout.engine}")
-        self._engine = make_engine(settings.engine_settings(config, self._eos, logs), 0, view.stage)
+        self._engine = make_engine(engine_settings(config, self._eos, logs), 0, view.stage)
 
     def forget(self) -> None:
         """Begin another conversation."""
@@ -60,7 +60,7 @@ class Chat:
             return (
                 f"(the conversation has {len(token_ids):,} tokens, more than data.max_length allows: {NEW} begins anew)"
             )
-        sampled = settings.sampling(self._config)
+        sampled = rollout_sampling(self._config)
         sampling = Sampling(min(room, max_new_tokens(self._config)), sampled.temperature, sampled.top_p, sampled.top_k)
         digest = hashlib.blake2b(f"{self._config.seed}/{text}".encode(), digest_size=7).digest()
         request = Request(f"turn-{len(asked)}", token_ids, sampling, int.from_bytes(digest, "big"))

@@ -70,7 +70,6 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
 
 
 def _powers_of_two(limit: int) -> Iterator[int]:
-    """Yield 2, 4, 8, ... below a limit."""
     k = 2
     while k < limit:
         yield k
@@ -96,7 +95,6 @@ def _facts(group: Mapping[str, Any]) -> GroupFacts:
 def _write(
     folder: Path, config: Config, file: GroupFile, groups: Sequence[GroupFacts], metrics: Mapping[str, float]
 ) -> None:
-    """Write the files of a run that `hotseat report` shows, and the answers."""
     write_whole(folder / "config.yaml", to_saved(config), is_private=has_secrets(config))
     values = {
         "reward": [reward for facts in groups for reward in facts.rewards],

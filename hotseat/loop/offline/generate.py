@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotseat.config import Config
-from hotseat.loop.offline.answer_selection import Row, Selection
 from hotseat.loop.offline.answering import answer_all, prepare
-from hotseat.loop.offline.group_file import GroupFile
+from hotseat.loop.offline.group_file import GroupFile, Row, Selection
 from hotseat.observe import LiveView
 
 

@@ -7,8 +7,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from hotseat.config import Config
 from hotseat.errors import UserError
@@ -60,13 +61,11 @@ class GroupFile:
         self._places[group["index"]] = place
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        """Yield all groups in the order of their prompts."""
         for index in sorted(self._places):
             self._file.seek(self._places[index])
             yield json.loads(self._file.readline())
 
     def remove(self) -> None:
-        """Remove the file, once its output is written."""
         self.path.unlink()
 
     def __enter__(self) -> Self:
@@ -152,3 +151,49 @@ def _shown(value: Any) -> str:
 
 def _line(value: Any) -> bytes:
     return (json.dumps(value) + "\n").encode()
+
+
+Keep = Literal["all", "best", "pairs"]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Choice of the samples of a prompt that are written.
+
+    keep: all; `best`, the one with the highest reward; or `pairs`, the best and the worst as chosen and rejected, if
+    their rewards differ. min_reward: samples, or chosen ones, with less are left out.
+    """
+
+    keep: Keep = "all"
+    min_reward: float | None = None
+
+    @property
+    def needs_reward(self) -> bool:
+        return self.keep != "all" or self.min_reward is not None
+
+    def of(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the lines for the samples of one prompt. Of equal rewards the first counts."""
+        good = [row for row in rows if self.min_reward is None or row["reward"] >= self.min_reward]
+        if self.keep == "all" or not good:
+            return good
+        best = max(good, key=_reward)
+        if self.keep == "best":
+            return [best]
+        worst = min(rows, key=_reward)
+        if worst["reward"] == best["reward"]:
+            return []
+        pair = {"prompt": best["input"], "chosen": best["output"], "rejected": worst["output"]}
+        return [pair | {"chosen_reward": best["reward"], "rejected_reward": worst["reward"]}]
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Raise if the output exists and was not to be replaced. An unfinished one is resumed."""
+    if output.is_dir():
+        raise UserError(f"--output {output} is a folder: give the name of a file, such as {output}/answers.jsonl")
+    if output.exists() and not overwrite and not partial_path(output).exists():
+        raise UserError(f"{output} exists: choose another --output, or replace it with --overwrite")
+
+
+def _reward(row: Row) -> float:
+    return float(row["reward"])

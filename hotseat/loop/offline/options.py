@@ -124,7 +124,6 @@ def _is_own(command: str, key: str) -> bool:
 
 
 def _picked(command: str, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return what a command uses of a run's config."""
     picked: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -136,7 +135,6 @@ def _picked(command: str, values: Mapping[str, Any], prefix: str = "") -> dict[s
 
 
 def _positions(model: str) -> int | None:
-    """Return the positions that the config.json of a local checkpoint states; None if there is no such number."""
     try:
         shape = json.loads((Path(model) / "config.json").read_text())
     except (OSError, ValueError):

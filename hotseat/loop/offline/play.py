@@ -12,8 +12,8 @@ from typing import Any, Literal
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.config import Config
 from hotseat.errors import UserError
-from hotseat.loop import settings
 from hotseat.loop.offline.answering import Answerer, prepare
+from hotseat.loop.settings.engine_settings import rollout_sampling
 from hotseat.observe import LiveView
 from hotseat.types import Completion, Episode, Failed, Request, ScoredEpisode
 from hotseat.words import label_text
@@ -78,7 +78,7 @@ def play(config: Config, number: int, logs: Path, view: LiveView, show: Show) ->
         label = "" if label_text(prompt.label) is None else f", label {prompt.label!r}"
         show(f"prompt {number}{label}", "about")
         show(prompt.text, "read")
-        [(group, scores)] = answerer.answer([prompt], 0, 1, settings.sampling(prepared.config))
+        [(group, scores)] = answerer.answer([prompt], 0, 1, rollout_sampling(prepared.config))
     [outcome] = group.outcomes
     if isinstance(outcome, Failed):
         return Played(None, reason=outcome.reason)

@@ -11,7 +11,7 @@ from typing import Any
 from hotseat.data import load_rows, make_examples
 from hotseat.data.rows import Row
 from hotseat.errors import UserError
-from hotseat.loop.offline.answer_selection import Selection
+from hotseat.loop.offline.group_file import Selection
 from hotseat.loop.serving.served_model import ModelOptions, RewardModel
 from hotseat.observe import LiveView
 from hotseat.words import quantity
@@ -121,7 +121,6 @@ def _line(row: Row, options: ScoreOptions, reward: float) -> dict[str, Any]:
 
 
 def _has_scale(model: str) -> bool:
-    """Tell whether a model's config.json has the mean and the deviation of its scores."""
     try:
         stored = json.loads((Path(model) / "config.json").read_text())
     except (OSError, ValueError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hotseat.errors import RunError
@@ -18,6 +19,7 @@ NUM_NEEDED = 5  # norms before any is judged; also spikes in a row after which t
 NUM_NAMED = 8  # samples that a warning names
 
 
+@dataclass(eq=False)
 class Alarms:
     """Checks the metrics of each step and warns.
 
@@ -25,31 +27,22 @@ class Alarms:
     the median of recent ones is a spike. hint: returns one at the cause of equal rewards, or nothing.
     """
 
-    def __init__(
-        self,
-        say: Callable[..., object],
-        *,
-        has_groups: bool,
-        spike_factor: float,
-        on_spike: Literal["warn", "stop"],
-        hint: Callable[[], str] = str,
-    ):
-        self._say = say
-        self._has_groups = has_groups
-        self._spike_factor = spike_factor
-        self._on_spike = on_spike
-        self._hint = hint
-        self._norms: deque[float] = deque(maxlen=NUM_REMEMBERED)
-        self._num_spikes = 0  # in a row
-        self._was_alike = False
-        self._was_apart = False
+    say: Callable[..., object]
+    has_groups: bool
+    spike_factor: float
+    on_spike: Literal["warn", "stop"]
+    hint: Callable[[], str] = str
+    _norms: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED), init=False)
+    _num_spikes: int = field(default=0, init=False)  # in a row
+    _was_alike: bool = field(default=False, init=False)
+    _was_apart: bool = field(default=False, init=False)
 
     def look(self, step: int, metrics: Mapping[str, float], collected: Collected) -> None:
         """Warn of what is wrong with a step. Raises `RunError` at a gradient spike if `train.on_spike` is stop."""
-        is_alike = self._has_groups and metrics["groups_alike"] == 1.0
+        is_alike = self.has_groups and metrics["groups_alike"] == 1.0
         if is_alike and not self._was_alike:
-            hint = self._hint()
-            self._say(
+            hint = self.hint()
+            self.say(
                 f"step {step}: in every group all rewards are equal, so nothing is learned; if that stays so, look at"
                 f" the reward function and at the difficulty of the prompts{'; ' * bool(hint)}{hint}",
                 kind="warning",
@@ -61,7 +54,7 @@ class Alarms:
     def _look_at_gap(self, step: int, metrics: Mapping[str, float]) -> None:
         is_apart = not metrics.get("engine_gap_use", 0.0) <= 1.0
         if is_apart and not self._was_apart:
-            self._say(
+            self.say(
                 f"step {step}: engine and trainer disagree on the tokens of this rollout by more than rounding: the gap"
                 f" of their log-probs has the median {metrics['engine_gap_median']:.3g}, the 90th percentile"
                 f" {metrics['engine_gap_p90']:.3g} and the mean {metrics['engine_gap_mean']:+.3g},"
@@ -76,15 +69,15 @@ class Alarms:
         if norm is None:
             return  # only the critic learned
         usual = statistics.median(self._norms) if len(self._norms) >= NUM_NEEDED else None
-        if usual is not None and usual > 0 and norm > self._spike_factor * usual:
+        if usual is not None and usual > 0 and norm > self.spike_factor * usual:
             text = (
                 f"step {step}: the gradient's norm is {norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}, and"
                 f" the loss {metrics['loss']:.3g}; the rewards of these samples differ most from their siblings':"
                 f" {', '.join(_outliers(collected))}"
             )
-            if self._on_spike == "stop":
+            if self.on_spike == "stop":
                 raise RunError(f"{text}. The update was made; with train.on_spike=warn the run continues")
-            self._say(text, kind="warning")
+            self.say(text, kind="warning")
             self._num_spikes += 1
             if self._num_spikes < NUM_NEEDED:
                 return  # a spike must not raise the median that later norms are compared with

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,27 +68,12 @@ class Arrivals:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@dataclass(frozen=True)
-class RecordedBatch:
-    """The groups of a step that was recorded."""
-
-    groups: tuple[GroupKey, ...]
-    dropped: tuple[tuple[GroupKey, str], ...]
-    num_generated: int
-    num_failed: int
-
-
-def recorded_batches(run_dir: Path) -> dict[int, RecordedBatch]:
-    """Return the batch of each step of a run, as it was taken last: steps after a checkpoint are made again."""
-    batches: dict[int, RecordedBatch] = {}
+def recorded_batches(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Return the line of each step's batch, as it was taken last: steps after a checkpoint are made again."""
+    batches: dict[int, dict[str, Any]] = {}
     for line in read_lines(run_dir / ARRIVALS):
         if line["event"] == "taken":
-            batches[line["step"]] = RecordedBatch(
-                tuple((epoch, prompt) for epoch, prompt in line["groups"]),
-                tuple(((epoch, prompt), reason) for epoch, prompt, reason in line["dropped"]),
-                line["num_generated"],
-                line["num_failed"],
-            )
+            batches[line["step"]] = line
         elif line["event"] == "restored":
             batches = {step: batch for step, batch in batches.items() if step <= line["step"]}
     return batches

@@ -14,29 +14,27 @@ from hotseat.checks.reward_columns import label_hint
 from hotseat.config import Config
 from hotseat.config.presence import has_accuracy, has_simulator
 from hotseat.config.resolved import overlap_queue
-from hotseat.loop import settings
 from hotseat.loop.devices.held_memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.inputs import RlInputs
 from hotseat.loop.opening import ClusterContext
 from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.arrivals import Arrivals
-from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
+from hotseat.loop.rl.canary import CanaryGuard
+from hotseat.loop.rl.canary_state import CanarySettings
 from hotseat.loop.rl.components import Components
-from hotseat.loop.rl.engine_connections import Connections
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.loop import RlRun
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.micro_batches import MicroBatches
 from hotseat.loop.rl.overlapped import Callbacks, OverlappedStream, RolloutRequest
 from hotseat.loop.rl.pacer import Pace
-from hotseat.loop.rl.phase_settings import PhaseSettings
+from hotseat.loop.rl.phase_settings import MicroBatches, PhaseSettings
 from hotseat.loop.rl.prepare import PreparePhase
 from hotseat.loop.rl.recovery import Recovery, Replaceable
 from hotseat.loop.rl.replay_stream import Recording, ReplayStream
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
-from hotseat.loop.rl.rollout import RolloutPhase, RolloutRunner, group_filter
+from hotseat.loop.rl.rollout import Evaluation, RolloutRunner, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.step_metrics import StepMetrics
@@ -44,6 +42,8 @@ from hotseat.loop.rl.stream import Stream, SynchronousStream
 from hotseat.loop.rl.sync import Pusher, Routes, SyncPhase, sender_host
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.rl.update import UpdatePhase
+from hotseat.loop.settings.engine_settings import rollout_sampling
+from hotseat.loop.settings.learning_settings import weight_transports
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
@@ -142,7 +142,6 @@ def _keep_simulator_memory(config: Config, journal: Journal, device: int, num_by
 
 
 def _connect(basis: _Basis) -> RlRun:
-    """Make the phases, each with those that it uses."""
     config, plan, groups, meter, journal = basis.config, basis.context.plan, basis.groups, basis.meter, basis.journal
     warn = partial(journal.say, kind="warning")
     state = RlState.initial(config, basis.inputs.prompts)
@@ -152,8 +151,7 @@ def _connect(basis: _Basis) -> RlRun:
     restarts: Counter[str] = Counter()
     routes = _routes(basis.context, groups)
     pusher = Pusher(groups, routes, state, guard, meter, basis.scheduler, restarts, journal.say)
-    connections = Connections(groups)
-    recovery = _recovery(basis, pusher, connections, restarts)
+    recovery = _recovery(basis, pusher, restarts)
     evaluating = [name for name, each in config.components.items() if each.evaluates]
     own = {role: group for role, group in groups.by_role.items() if role in config.components}
     components = Components(own, groups.hosts, meter, evaluating) if own else None
@@ -163,10 +161,7 @@ def _connect(basis: _Basis) -> RlRun:
     )
     ledger = Ledger(basis.run_dir)
     samples = SampleLog(groups, ledger, _alarms(config, journal, basis.inputs.prompts), state, journal, config.log)
-    rollout = RolloutPhase(
-        runner, groups, phase_settings, state, recovery, samples, basis.inputs.prompts, basis.inputs.eval_prompts
-    )
-    stream = _stream(basis, state, runner, rollout, samples, recovery, connections)
+    stream = _stream(basis, state, runner, samples)
     return RlRun(
         num_steps=basis.num_steps if basis.recording is None else min(basis.num_steps, basis.recording.num_steps),
         has_evaluation=bool(basis.inputs.eval_prompts) and basis.recording is None,
@@ -191,15 +186,14 @@ def _connect(basis: _Basis) -> RlRun:
     )
 
 
-def _recovery(basis: _Basis, pusher: Pusher, connections: Connections, restarts: Counter[str]) -> Recovery:
-    """Make what replaces dead processes of every role that says how."""
+def _recovery(basis: _Basis, pusher: Pusher, restarts: Counter[str]) -> Recovery:
     groups, plan = basis.groups, basis.context.plan
     on_devices = groups.on_devices(plan)
     roles = [
         Replaceable(
             groups.by_role[record.name],
             record.replacement.noun,
-            partial(record.replacement.connect, connections),
+            partial(record.replacement.connect, groups),
             needs_weights=role_entry(record.name).gets_weights,
             has_devices=record.name in on_devices,
             measures_its_device=groups.measures_its_device and record.start == "engine",
@@ -211,39 +205,31 @@ def _recovery(basis: _Basis, pusher: Pusher, connections: Connections, restarts:
         roles,
         basis.scheduler,
         push=pusher.push_again,
-        rejoin=connections.rejoin,
+        rejoin=partial(groups.hosts.rejoin, groups.engines),
         say=partial(basis.journal.say, kind="fault"),
         rejoins_in_lease=basis.config.overlap.staleness == 0 or shares_devices(plan),
         restarts=restarts,
     )
 
 
-def _stream(
-    basis: _Basis,
-    state: RlState,
-    runner: RolloutRunner,
-    rollout: RolloutPhase,
-    samples: SampleLog,
-    recovery: Recovery,
-    connections: Connections,
-) -> Stream:
+def _stream(basis: _Basis, state: RlState, runner: RolloutRunner, samples: SampleLog) -> Stream:
     """Make the source of the loop's batches: it samples them when they are asked for or ahead, or replays them."""
     config, prompts, hosts, plan = basis.config, basis.inputs.prompts, basis.groups.hosts, basis.context.plan
     if config.log.keep_rollouts:
         basis.journal.say(_kept_note(config, basis.num_steps, basis.run_dir / ROLLOUTS))
-    record = Arrivals(basis.run_dir)
+    record, evaluation = Arrivals(basis.run_dir), Evaluation(runner, basis.inputs.eval_prompts)
     if basis.recording is not None:
         return ReplayStream(basis.recording, hosts)
     if config.overlap.staleness == 0:
-        return SynchronousStream(rollout, record)
+        return SynchronousStream(runner, state, samples, prompts, evaluation, record)
     draw = partial(_draw_rollout, basis.journal.timeline, plan)
-    callbacks = Callbacks(rollout.evaluate, runner.score, connections.reconnect, samples.record_unfinished, draw)
+    callbacks = Callbacks(evaluation.run, runner.score, basis.groups.reconnect, samples.record_unfinished, draw)
     pace = pace_of(config, basis.num_steps)
-    tickets = Tickets(pace, group_filter(config, prompts), state.next_prompts, record)
-    request = RolloutRequest(prompts, config.rollout.samples_per_prompt, settings.sampling(config))
+    tickets = Tickets(pace, group_filter(config, prompts), lambda count: state.order.next(count), record)
+    request = RolloutRequest(prompts, config.rollout.samples_per_prompt, rollout_sampling(config))
     sampling = runner.sampling if shares_devices(plan) else None
     spool, in_flight = Spool(basis.run_dir / SPOOL), config.overlap.in_flight
-    return OverlappedStream(tickets, request, in_flight, hosts, spool, recovery, callbacks, sampling)
+    return OverlappedStream(tickets, request, in_flight, hosts, spool, runner.recovery, callbacks, sampling)
 
 
 def pace_of(config: Config, num_steps: int) -> Pace:
@@ -270,8 +256,8 @@ def _routes(context: ClusterContext, groups: Groups) -> Routes:
     config, plan = context.config, context.plan
     to_inference = None
     if groups.inference is not None:
-        to_inference = settings.weight_transports(config, plan, groups.have_gpus, "inference")
-    to_engines = settings.weight_transports(config, plan, groups.have_gpus)
+        to_inference = weight_transports(config, plan, groups.have_gpus, "inference")
+    to_engines = weight_transports(config, plan, groups.have_gpus)
     return Routes(to_engines, to_inference, sender_host(plan, context.cluster), config.cluster.call_timeout_s)
 
 

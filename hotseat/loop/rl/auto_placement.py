@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -20,21 +20,17 @@ from typing import Any
 
 from hotseat.config import Config
 from hotseat.config.presence import has_simulator
-from hotseat.config.resolved import overlap_queue
 from hotseat.errors import UserError
 from hotseat.files import write_whole
-from hotseat.loop.rl.forecast import NUM_COUNTED, NUM_WARM_UP, pace_with
-from hotseat.loop.rl.pace_simulator import GroupCost, step_times
+from hotseat.loop.rl.forecast import Resources, group_costs, measured_steps, own_pace, pace_with, step_s
+from hotseat.loop.rl.pace_simulator import GroupCost
 from hotseat.loop.rl.simulator_turns import TurnCosts, predicted_rollout, shape_of, turn_costs
-from hotseat.loop.state.run_dir import ARRIVALS
-from hotseat.observe import METRICS, PREDICTION, read_lines
+from hotseat.observe import PREDICTION
 from hotseat.placement import Plan, shares_devices
 from hotseat.placement.cost import Curve, Reading
 from hotseat.planning.candidates import Candidate
 from hotseat.planning.config_plan import num_data_parallel
 from hotseat.planning.role_specs import engine_slots
-
-__all__ = ["Measurement", "Prediction", "Profile", "measurement_of", "predict", "ranked", "record_prediction"]
 
 _VERSION = 1
 _PHASES = ("rollout", "prepare", "update", "sync")
@@ -140,7 +136,6 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Read the file of a profile. Raises if it is none."""
         try:
             stored = json.loads(path.read_text())
             if stored["version"] != _VERSION:
@@ -162,31 +157,27 @@ def _measurement(row: Mapping[str, Any]) -> Measurement:
 
 def measurement_of(config: Config, plan: Plan, run_dir: Path) -> Measurement:
     """Read what a synchronous run measured, without its first step."""
-    rows = {row["step"]: row for row in read_lines(run_dir / METRICS) if "step_s" in row}
-    batches = {line["step"]: line for line in read_lines(run_dir / ARRIVALS) if line["event"] == "taken"}
-    steps = sorted(step for step in rows.keys() & batches.keys() if step > 1)
+    steps = measured_steps(run_dir)
     if not steps:
         raise UserError(f"{run_dir} made no step after its first, so there is nothing to measure")
-    phases = {phase: fmean(rows[step].get(f"time/{phase}", 0.0) for step in steps) for phase in _PHASES}
-    moves_s = fmean(sum(rows[step].get(f"time/{name}", 0.0) for name in ("offload", "onload")) for step in steps)
-    step_s = fmean(rows[step]["step_s"] for step in steps)
-    groups = [
-        GroupCost(tuple(seconds[:-1]), seconds[-1]) for step in steps for seconds in batches[step].get("seconds", [])
-    ]
+    phases = {phase: fmean(row.get(f"time/{phase}", 0.0) for row, _ in steps) for phase in _PHASES}
+    moves_s = fmean(sum(row.get(f"time/{name}", 0.0) for name in ("offload", "onload")) for row, _ in steps)
+    mean_s = fmean(row["step_s"] for row, _ in steps)
+    turns = None
+    if has_simulator(config):
+        turns = turn_costs(shape_of(config, plan), [batch for _, batch in steps], phases["rollout"])
     return Measurement(
         config.rollout.tensor_parallel_size,
         _per_engine(config, plan),
         _per_rank(config, plan),
         phases,
         moves_s,
-        max(0.0, step_s - sum(phases.values()) - moves_s),
-        step_s,
+        max(0.0, mean_s - sum(phases.values()) - moves_s),
+        mean_s,
         len(steps),
         shares_devices(plan),
-        tuple(cost for cost in groups if cost.episode_s),
-        turn_costs(shape_of(config, plan), [batches[step] for step in steps], phases["rollout"])
-        if has_simulator(config)
-        else None,
+        tuple(replace(cost, is_dropped=False) for _, batch in steps for cost in group_costs(batch)),
+        turns,
     )
 
 
@@ -203,7 +194,6 @@ def _per_rank(config: Config, plan: Plan) -> float:
 
 
 def predict(config: Config, plan: Plan, profile: Profile) -> Prediction:
-    """Predict a step of a config under its plan."""
     size = config.rollout.tensor_parallel_size
     readings = {
         "rollout": (
@@ -219,15 +209,15 @@ def predict(config: Config, plan: Plan, profile: Profile) -> Prediction:
     is_shared = shares_devices(plan)
     moves_s = profile.moves_s if is_shared else 0.0
     training_s = phases["prepare"] + phases["update"] + phases["sync"] + profile.other_s + (moves_s or 0.0)
-    step_s = phases["rollout"] + training_s
+    predicted_s = phases["rollout"] + training_s
     if config.overlap.staleness:
-        step_s = _overlapped_s(config, plan, profile, phases["rollout"], training_s)
+        predicted_s = _overlapped_s(config, plan, profile, phases["rollout"], training_s)
     num_samples = config.rollout.batch_size * config.rollout.samples_per_prompt
     return Prediction(
-        step_s,
+        predicted_s,
         phases,
         any(reading.is_extrapolated for reading in readings.values()),
-        num_samples / step_s,
+        num_samples / predicted_s,
         lacks_moves=moves_s is None,
     )
 
@@ -236,30 +226,14 @@ def _overlapped_s(config: Config, plan: Plan, profile: Profile, rollout_s: float
     """Simulate the config's overlap, with the recorded episodes brought to the predicted rollout."""
     num_samples = config.rollout.batch_size * config.rollout.samples_per_prompt
     places = min(num_samples, engine_slots(config) * len(plan.role("rollout").processes))
-    overlap = config.overlap
-    groups = profile.groups(config.rollout.tensor_parallel_size)
-    alone = pace_with(config, 0, "prompt")
-    recorded_s = _mean_step(step_times(alone, groups, num_places=places, training_s=0.0))
+    groups, resources = profile.groups(config.rollout.tensor_parallel_size), Resources(places, shares_devices(plan))
+    recorded_s = step_s(pace_with(config, 0, "prompt"), groups, 0.0, Resources(places, is_shared=False))
     scaled = [_scaled(cost, rollout_s / recorded_s) for cost in groups]
-    pace = replace(pace_with(config, overlap.staleness, overlap.order), queue=overlap_queue(config))
-    is_shared = shares_devices(plan)
-    ends = step_times(
-        pace,
-        scaled,
-        num_places=places,
-        training_s=training_s,
-        waits=overlap.in_flight == "wait" and not is_shared,
-        is_shared=is_shared,
-    )
-    return _mean_step(ends)
+    return step_s(own_pace(config), scaled, training_s, resources, waits=config.overlap.in_flight == "wait")
 
 
 def _scaled(cost: GroupCost, factor: float) -> GroupCost:
     return GroupCost(tuple(factor * seconds for seconds in cost.episode_s), factor * cost.scoring_s, cost.is_dropped)
-
-
-def _mean_step(ends: Sequence[float]) -> float:
-    return (ends[NUM_WARM_UP + NUM_COUNTED - 1] - ends[NUM_WARM_UP - 1]) / NUM_COUNTED
 
 
 def record_prediction(config: Config, plan: Plan, run_dir: Path, say: Callable[[str], object]) -> None:

@@ -2,14 +2,14 @@
 
     first push    an engine samples answers; all engines and the trainer score them; a float32 forward of the same
                   weights measures what rounding alone does to log-probs, and gaps are judged against that; where
-                  engines have weights or caches in 8 bits, another forward measures what these do
+                  engines have weights or caches in FP8, another forward measures the effect
     later pushes  the same answers are scored with the new weights: in the push itself, or, by engines that need their
                   cache to score, in their next lease; gaps are judged against the same limits and the first push's gaps
     an alarm      new answers, of other prompts, are sampled with the current weights, and rounding is measured anew:
                   to a policy that has moved far, old answers are unlikely, and 16 bits are coarser there. Gaps above
                   the new limits end the run; otherwise the new answers are the canary from then on
     a resume      the checkpoint has the canary and its limits; in addition, new answers are judged as at a first push.
-                  Limits of engines that had other things in 8 bits are dropped
+                  Limits of engines that had other parts in FP8 are dropped
 
 `algorithms.agreement` has the statistics and their limits.
 """
@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hotseat.algorithms.agreement import (
     GapLimits,
@@ -34,131 +34,35 @@ from hotseat.algorithms.agreement import (
     limits_from,
 )
 from hotseat.cluster import WorkerGroup
-from hotseat.config import Config
-from hotseat.config.precision import dtype_of
 from hotseat.errors import WeightError
-from hotseat.loop.rl.push import PushReport
+from hotseat.loop.rl.canary_state import (
+    ASSUMED_8_BITS,
+    ASSUMED_ROUNDING,
+    DRIFT_FLOORS,
+    NO_ROUNDING,
+    Baseline,
+    CanarySettings,
+    CanaryState,
+    Measured,
+)
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.model_workers import ActorWorker, InferenceWorker
 from hotseat.loop.workers.weight_check import Canary
-from hotseat.train.exact import NO_8_BITS, EightBits
+from hotseat.train.exact import NO_8_BITS
 from hotseat.types import Prompt, Request, Sampling
-from hotseat.vision import image_as_json, image_from_json
+from hotseat.vision import image_as_json
+
+if TYPE_CHECKING:
+    from hotseat.loop.rl.sync import PushReport
 
 ANSWER_TOKENS = 128  # length of an answer, where data.max_length leaves room for it
 NUM_SEARCHED = 256  # prompts to choose the shortest from; prompts cost time, since they are scored too
 RESUMED_FACTOR = 2.0  # growth of gaps since the checkpoint above which a resumed run starts a new baseline
-NO_ROUNDING = GapStatistics(0.0, 0.0, 0.0)
-
-# Gaps smaller than the factor times these are never errors. GPU kernels may multiply float32 numbers in TF32, which
-# rounds to 10 bits.
-FLOORS = {
-    "fp32": GapStatistics(2.5e-4, 5e-4, 6e-5),
-    "tf32": GapStatistics(2e-3, 4e-3, 5e-4),
-    "fp16": GapStatistics(6e-4, 2e-3, 2e-4),
-    "bf16": GapStatistics(5e-3, 1.5e-2, 1.5e-3),
-}
-# The same for growth since the first push. Kernels do not change during a run, so float32 repeats exactly here.
-DRIFT_FLOORS = FLOORS | {"fp32": GapStatistics(2.5e-5, 5e-5, 1e-5)}
-# Effect of rounding that is assumed where there is no memory to measure it.
-ASSUMED_ROUNDING = {
-    "fp32": NO_ROUNDING,
-    "fp16": GapStatistics(4e-3, 1.2e-2, 1e-3),
-    "bf16": GapStatistics(3e-2, 1e-1, 8e-3),
-}
-# The same of 8 bits, in layers and in keys and values.
-ASSUMED_8_BITS = GapStatistics(8e-2, 3e-1, 2e-2)
 MEANINGS = {
     "median": "the median of |gap|",
     "p90": "the 90th percentile of |gap|",
     "mean": "the size of the mean gap",
 }
-
-
-@dataclass(frozen=True)
-class CanarySettings:
-    """Number of tokens to score, and which gaps are errors. `dtype`: the one of the computation, as `train.dtype`."""
-
-    num_tokens: int
-    rounding_factor: float
-    drift_factor: float
-    dtype: str
-    temperature: float
-    max_length: int  # of a sequence, in tokens
-    seed: int
-    on_gpu: bool = False
-    is_merged: bool = True  # engines get adapters, if there are any, merged into weights
-    eight_bits: EightBits = NO_8_BITS  # what engines have in 8 bits
-
-    @classmethod
-    def of(cls, config: Config, on_gpu: bool, is_merged: bool = True) -> CanarySettings:
-        """Return the settings that a config asks for."""
-        canary = config.rollout.canary
-        return cls(
-            num_tokens=canary.num_tokens,
-            rounding_factor=canary.rounding_factor,
-            drift_factor=canary.drift_factor,
-            dtype=dtype_of(config),
-            temperature=config.rollout.temperature,
-            max_length=config.data.max_length,
-            seed=config.seed,
-            on_gpu=on_gpu,
-            is_merged=is_merged,
-            eight_bits=EightBits(
-                weights=config.rollout.quantization is not None, cache=config.rollout.kv_cache_dtype is not None
-            ),
-        )
-
-    @property
-    def floor(self) -> GapStatistics:
-        return FLOORS["tf32" if self.dtype == "fp32" and self.on_gpu else self.dtype]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Gaps of engines and inference ranks on one set of answers, and what rounding alone does to them."""
-
-    canary: Canary
-    gaps: Mapping[str, GapStatistics]  # by the name of the engine or inference rank
-    rounding: GapStatistics
-    basis: str  # how `rounding` is known
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """The largest gaps after the first push, and what rounding did then: later pushes are compared with it."""
-
-    gap: GapStatistics
-    rounding: GapStatistics
-
-
-@dataclass(frozen=True)
-class CanaryState:
-    """State of a guard, as a checkpoint holds it."""
-
-    canary: Canary
-    rounding: GapStatistics  # what rounding alone does to log-probs of these answers
-    basis: str  # how `rounding` is known
-    first: Baseline | None  # None until the first push was judged
-    num_sets: int  # sets of answers that were sampled
-    metrics: Mapping[str, float]
-    eight_bits: EightBits = NO_8_BITS  # what engines had in 8 bits, which `rounding` and `first` include
-
-    @classmethod
-    def parse(cls, state: Mapping[str, Any]) -> CanaryState:
-        """Read a state from the JSON of its `asdict`."""
-        canary, first = state["canary"], state["first"]
-        sequences = tuple(tuple(sequence) for sequence in canary["sequences"])
-        images = tuple(tuple(map(image_from_json, each)) for each in canary.get("images", ()))
-        return cls(
-            Canary(sequences, tuple(canary["num_prompt"]), float(canary["temperature"]), images),
-            GapStatistics(**state["rounding"]),
-            str(state["basis"]),
-            Baseline(GapStatistics(**first["gap"]), GapStatistics(**first["rounding"])),
-            int(state["num_sets"]),
-            dict(state["metrics"]),
-            EightBits(**state.get("eight_bits", {})),
-        )
 
 
 class CanaryGuard:
@@ -223,7 +127,7 @@ class CanaryGuard:
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from the state in a checkpoint; a checkpoint without one changes nothing.
 
-        If engines had other things in 8 bits then, the run starts a new baseline, on other answers.
+        If engines had other parts in FP8 then, the run starts a new baseline, on other answers.
         """
         if state is not None:
             resumed = CanaryState.parse(state)
@@ -405,7 +309,7 @@ class CanaryGuard:
         """Measure what rounding alone does to log-probs of these tokens; return it, and how it is known.
 
         It is the trainer's own rounding, plus that of logits in the engine's dtype (the trainer computes logits in
-        float32, and engines may not), plus that of what engines have in 8 bits.
+        float32, and engines may not), plus that of what engines have in FP8.
         """
         if self._settings.dtype == "fp32":
             return NO_ROUNDING, "the smallest gap that can be an error in fp32"

@@ -13,7 +13,7 @@ from hotseat.data import PromptOrder, SampledOrder
 from hotseat.errors import RunError
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.workers.group_facts import EVALUATION, GroupFacts, Job
-from hotseat.loop.workers.simulation import SUCCESS
+from hotseat.loop.workers.observations import SUCCESS
 from hotseat.rewards import RewardTally
 from hotseat.types import Failed, Prompt, Sampling
 
@@ -111,7 +111,6 @@ class Collector:
         return groups
 
     def forget(self, groups: Sequence[GroupFacts]) -> None:
-        """Let the hosts drop these groups."""
         self._hosts.forget([facts.key for facts in groups])
 
 
@@ -161,7 +160,6 @@ def success_rates(groups: Sequence[GroupFacts]) -> list[float]:
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float]:
-    """Return the metrics of a step's rollout."""
     groups = collected.groups
     rewards = [reward for facts in groups for reward in facts.rewards]
     lengths = [length for facts in groups for length in facts.num_sampled]

@@ -1,4 +1,4 @@
-"""Components of the user's own: they see the groups of a step between rollout and update, and may change them."""
+"""Custom components: they see the groups of a step between rollout and update, and may change them."""
 
 from __future__ import annotations
 
@@ -39,26 +39,13 @@ class Components:
         self._of_step: Decisions = {name: {} for name in groups}
         self._of_evaluation: Decisions = {name: {} for name in groups if name in evaluating}
 
-    def change(self, facts: Sequence[GroupFacts]) -> list[GroupFacts]:
-        """Return the facts of groups to learn from, as components leave them."""
-        return self._change(facts, self._of_step)
+    def change(self, facts: Sequence[GroupFacts], *, is_evaluation: bool = False) -> list[GroupFacts]:
+        """Return the facts of groups as components leave them; of evaluated groups, as those do that see evaluations.
 
-    def change_evaluated(self, facts: Sequence[GroupFacts]) -> list[GroupFacts]:
-        """Return the facts of evaluated groups, as those components leave them that see evaluations."""
-        return self._change(facts, self._of_evaluation)
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the step that ends now: groups seen and dropped, and means of what components report."""
-        return _taken(self._of_step, "components")
-
-    def evaluation_metrics(self) -> dict[str, float]:
-        """Return the same of the evaluation that ends now."""
-        return _taken(self._of_evaluation, "eval/components")
-
-    def _change(self, facts: Sequence[GroupFacts], decisions: Decisions) -> list[GroupFacts]:
-        """Have components decide about groups that they have not decided about, and carry decisions out."""
+        Components decide about groups that they have not decided about yet.
+        """
         by_key = {each.key: each for each in facts}
-        for name, decided in decisions.items():
+        for name, decided in (self._of_evaluation if is_evaluation else self._of_step).items():
             keys = [key for key, each in by_key.items() if each.dropped_because is None and each.rewards]
             undecided = [key for key in keys if key not in decided]
             if undecided:
@@ -70,6 +57,23 @@ class Components:
                 by_key[key] = _changed(by_key[key], name, change)
         return list(by_key.values())
 
+    def metrics(self, *, is_evaluation: bool = False) -> dict[str, float]:
+        """Return metrics of the step, or the evaluation, that ends now, and forget its decisions.
+
+        These are the groups that each component saw and dropped, and the means of what it reports.
+        """
+        metrics = {}
+        prefix = "eval/components" if is_evaluation else "components"
+        for name, changes in (self._of_evaluation if is_evaluation else self._of_step).items():
+            seen = changes.values()
+            metrics[f"{prefix}/{name}/groups"] = float(len(seen))
+            metrics[f"{prefix}/{name}/dropped"] = float(sum(change.drop is not None for change in seen))
+            for key in sorted({key for change in seen for key in change.metrics}):
+                values = [change.metrics[key] for change in seen if key in change.metrics]
+                metrics[f"{prefix}/{name}/{key}"] = fmean(values)
+            changes.clear()
+        return metrics
+
     def _decisions(self, group: WorkerGroup[ComponentWorker], keys: Sequence[GroupKey]) -> dict[GroupKey, GroupChange]:
         """Have every rank decide about its groups, every n-th of them."""
         mine = [keys[rank :: group.size] for rank in group.ranks]
@@ -80,20 +84,6 @@ class Components:
             for part, answer in zip(mine, answers, strict=True)
             for key, change in zip(part, answer, strict=True)
         }
-
-
-def _taken(decisions: Decisions, prefix: str) -> dict[str, float]:
-    """Return metrics of these decisions, and forget them."""
-    metrics = {}
-    for name, changes in decisions.items():
-        seen = changes.values()
-        metrics[f"{prefix}/{name}/groups"] = float(len(seen))
-        metrics[f"{prefix}/{name}/dropped"] = float(sum(change.drop is not None for change in seen))
-        for key in sorted({key for change in seen for key in change.metrics}):
-            values = [change.metrics[key] for change in seen if key in change.metrics]
-            metrics[f"{prefix}/{name}/{key}"] = fmean(values)
-        changes.clear()
-    return metrics
 
 
 def _changed(facts: GroupFacts, name: str, change: GroupChange) -> GroupFacts:

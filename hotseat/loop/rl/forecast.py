@@ -1,4 +1,4 @@
-"""What staleness would gain, from the costs that a run measured: a simulation of its steps with the real pacer.
+"""Predicts what staleness would gain, by simulating the steps of a recorded run with the real pacer.
 
 Episodes take as long as the recorded ones, however many are open at a time; training takes as long for each sample.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from hotseat.config import Config
 from hotseat.config.presence import has_agent
@@ -50,8 +51,8 @@ class Forecast:
     """Predicted seconds of a step with some overlap. step_s_waiting: in prompt order, where pushes wait."""
 
     staleness: int
-    step_s: float  # in order of arrival, where open requests go on after a push
-    step_s_waiting: float | None  # None on shared devices, where they always go on
+    step_s: float  # in order of arrival, where open requests continue after a push
+    step_s_waiting: float | None  # None on shared devices, where they always continue
 
 
 def recorded_costs(run_dir: Path) -> Costs:
@@ -59,10 +60,8 @@ def recorded_costs(run_dir: Path) -> Costs:
     for name in (METRICS, ARRIVALS):
         if not (run_dir / name).is_file():
             raise UserError(f"{run_dir} has no {name}: name the directory of an RL run that has made some steps")
-    rows = {row["step"]: row for row in read_lines(run_dir / METRICS) if "step_s" in row}
-    batches = {line["step"]: line for line in read_lines(run_dir / ARRIVALS) if line["event"] == "taken"}
-    steps = sorted(step for step in rows.keys() & batches.keys() if step > 1)
-    groups = tuple(cost for step in steps for cost in _costs(batches[step]))
+    steps = measured_steps(run_dir)
+    groups = tuple(cost for _, batch in steps for cost in group_costs(batch))
     if not groups:
         raise UserError(
             f"{run_dir} has no step after its first whose episodes were timed: let it make more steps, with this"
@@ -70,13 +69,21 @@ def recorded_costs(run_dir: Path) -> Costs:
         )
     return Costs(
         groups,
-        fmean(rows[step]["step_s"] for step in steps),
-        fmean(rows[step]["step_s"] - _waited_s(rows[step]) for step in steps),
+        fmean(row["step_s"] for row, _ in steps),
+        fmean(row["step_s"] - _waited_s(row) for row, _ in steps),
         len(steps),
     )
 
 
-def _costs(batch: dict[str, list[list[float]]]) -> list[GroupCost]:
+def measured_steps(run_dir: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the metrics and the recorded batch of each step of a run but its first."""
+    rows = {row["step"]: row for row in read_lines(run_dir / METRICS) if "step_s" in row}
+    batches = {line["step"]: line for line in read_lines(run_dir / ARRIVALS) if line["event"] == "taken"}
+    return [(rows[step], batches[step]) for step in sorted(rows.keys() & batches.keys()) if step > 1]
+
+
+def group_costs(batch: dict[str, Any]) -> list[GroupCost]:
+    """Return what the groups of a recorded batch took, as far as their episodes were timed."""
     num_kept = len(batch["groups"])
     seconds = batch.get("seconds", [])
     costs = [GroupCost(tuple(each[:-1]), each[-1], index >= num_kept) for index, each in enumerate(seconds)]
@@ -104,13 +111,17 @@ def pace_with(config: Config, staleness: int, order: Order) -> Pace:
     return Pace(config.rollout.batch_size, staleness, staleness, order, num_groups)
 
 
+def own_pace(config: Config) -> Pace:
+    """Return the pace of a simulated run with the overlap that the config has."""
+    overlap = config.overlap
+    return replace(pace_with(config, overlap.staleness, overlap.order), queue=overlap_queue(config))
+
+
 def own_step_s(config: Config, costs: Costs, resources: Resources) -> float | None:
     """Predict the seconds of a step with the overlap that the config has; None if it restarts open groups."""
-    overlap = config.overlap
-    if overlap.in_flight == "restart":
+    if config.overlap.in_flight == "restart":
         return None
-    pace = replace(pace_with(config, overlap.staleness, overlap.order), queue=overlap_queue(config))
-    return _step_s(pace, costs, resources, waits=overlap.in_flight == "wait")
+    return step_s(own_pace(config), costs.groups, costs.training_s, resources, waits=config.overlap.in_flight == "wait")
 
 
 def without_queueing(config: Config, costs: Costs, resources: Resources) -> Costs:
@@ -154,7 +165,7 @@ def forecasts(config: Config, costs: Costs, resources: Resources, values: Sequen
     """Predict the seconds of a step for each of these values of `overlap.staleness`."""
 
     def predict(staleness: int, order: Order, *, waits: bool) -> float:
-        return _step_s(pace_with(config, staleness, order), costs, resources, waits=waits)
+        return step_s(pace_with(config, staleness, order), costs.groups, costs.training_s, resources, waits=waits)
 
     return [
         Forecast(
@@ -166,12 +177,15 @@ def forecasts(config: Config, costs: Costs, resources: Resources, values: Sequen
     ]
 
 
-def _step_s(pace: Pace, costs: Costs, resources: Resources, *, waits: bool) -> float:
+def step_s(
+    pace: Pace, groups: Sequence[GroupCost], training_s: float, resources: Resources, *, waits: bool = False
+) -> float:
+    """Simulate a run, and return the mean seconds of its steps after the first ones."""
     ends = step_times(
         pace,
-        costs.groups,
+        groups,
         num_places=resources.num_places,
-        training_s=costs.training_s,
+        training_s=training_s,
         waits=waits and not resources.is_shared,
         is_shared=resources.is_shared,
     )

@@ -1,14 +1,16 @@
-"""The worker groups of a reinforcement run, by role."""
+"""The worker groups of a reinforcement run, by role, and the connections of rollout hosts to engines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hotseat.cluster import WorkerGroup
+from hotseat.cluster import Holder, Pending, WorkerGroup
+from hotseat.cluster.group import Arguments
+from hotseat.errors import RunError
 from hotseat.loop.rl.hosts import RolloutHosts
-from hotseat.loop.rl.replay_stream import NoWorkers
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.model_workers import ActorWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
@@ -17,6 +19,43 @@ from hotseat.registry.roles import role_entry
 
 if TYPE_CHECKING:
     from hotseat.loop.rl.role_records import RoleRecord
+
+W_co = TypeVar("W_co", covariant=True)
+
+
+class NoWorkers(WorkerGroup[W_co]):
+    """A role without processes: every call returns at once, with no results."""
+
+    timeout_s = 1.0
+
+    def __init__(self, name: str):
+        self.name = name
+
+    @property
+    def ranks(self) -> range:
+        return range(0)
+
+    def states(self) -> list[str]:
+        return []
+
+    def holders(self) -> tuple[Holder, ...]:
+        return ()
+
+    def restart(self, rank: int) -> NoReturn:
+        raise RunError(f"{self.name} has no rank {rank}")
+
+    def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
+        self.is_closed = True
+
+    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: bool = False) -> Pending[Any]:
+        return Pending(self, method, {}, timeout_s)
+
+    def open(self, rank: int, method: str, future: Future[Any]) -> Any:
+        return future.result()
+
+    def describe(self, rank: int) -> str:
+        return "does not exist"
+
 
 _NO_ENGINES: WorkerGroup[EngineWorker] = NoWorkers("rollout")
 
@@ -66,6 +105,19 @@ class Groups:
     def models(self) -> dict[str, WorkerGroup[ModelWorker]]:
         """Return the roles that hold a model behind a training backend, by name, in the order of their launch."""
         return {role: group for role, group in self.by_role.items() if role_entry(role).kind == "model"}
+
+    def reconnect(self, ranks: Sequence[int] | None = None) -> None:
+        """Connect hosts of these ranks, or all, to the current engines; drop requests of earlier connections."""
+        # Hosts first: an episode that is still waited for would fail when its request is dropped.
+        connected = self.hosts.connect(self.engines, ranks)
+        self.engines.call(EngineWorker.drop_requests, connected)
+        if self.judge is not None and ranks is not None:  # all: engines changed, not hosts or the judge
+            self.reconnect_judge(ranks)
+
+    def reconnect_judge(self, ranks: Sequence[int] | None = None) -> None:
+        """Connect hosts of these ranks, or all, to the judge's engines; drop requests of earlier connections."""
+        assert self.judge is not None
+        self.judge.call(EngineWorker.drop_requests, self.hosts.connect_judge(self.judge, ranks))
 
     def on_devices(self, plan: Plan) -> dict[str, WorkerGroup[Any]]:
         """Return the roles to which the plan assigns devices, by name, in the order of their launch."""

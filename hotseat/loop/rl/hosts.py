@@ -35,13 +35,10 @@ class RolloutHosts:
 
     def connect(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int] | None = None) -> list[str]:
         """Connect hosts of these ranks, or all, to the engines; return the names under which hosts send requests."""
-        chosen = list(self.workers.ranks if ranks is None else ranks)
-        for rank in chosen:
-            self._num_connections += 1
-            self._clients[rank] = f"host-{rank}-{self._num_connections}"
+        new = self._named(self._clients, "host", ranks)
         connecting = [
-            self.workers.on(rank).start(RolloutHost.connect, self._clients[rank], engines, self.workers.size, rank)
-            for rank in chosen
+            self.workers.on(rank).start(RolloutHost.connect, name, engines, self.workers.size, rank)
+            for rank, name in new.items()
         ]
         for each in connecting:
             each.result()
@@ -49,13 +46,18 @@ class RolloutHosts:
 
     def connect_judge(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int] | None = None) -> list[str]:
         """Connect hosts of these ranks, or all, to the judge's engines, as `connect` does to the policy's."""
-        chosen = sorted(self.workers.ranks if ranks is None else ranks)
-        for rank in chosen:
-            self._num_connections += 1
-            self._judge_clients[rank] = f"judge-of-host-{rank}-{self._num_connections}"
-        names = [self._judge_clients[rank] for rank in chosen]
-        self.workers.on(*chosen).scatter(RolloutHost.connect_judge, names, engines, self.workers.size)
+        new = self._named(self._judge_clients, "judge-of-host", ranks)
+        self.workers.on(*new).scatter(RolloutHost.connect_judge, list(new.values()), engines, self.workers.size)
         return list(self._judge_clients.values())
+
+    def _named(self, clients: dict[int, str], prefix: str, ranks: Sequence[int] | None) -> dict[int, str]:
+        """Give hosts of these ranks, or all, new names for their requests, and return these in order of rank."""
+        first = self._num_connections + 1
+        chosen = sorted(self.workers.ranks if ranks is None else ranks)
+        new = {rank: f"{prefix}-{rank}-{number}" for number, rank in enumerate(chosen, start=first)}
+        self._num_connections += len(new)
+        clients |= new
+        return new
 
     def rejoin(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int]) -> None:
         """Have all hosts send requests to the engines of these ranks, which were replaced."""
@@ -142,11 +144,15 @@ class RolloutHosts:
         if not dealt:
             return []
         answers = self.workers.on(*dealt).scatter(RolloutHost.sample_records, list(dealt.values()))
-        records = {record.key: record for answer in answers for record in answer}
+        records = {
+            key: record
+            for mine, answer in zip(dealt.values(), answers, strict=True)
+            for key, record in zip(mine, answer, strict=True)
+        }
         return [records[key] for key in samples]
 
     def forget(self, keys: Sequence[GroupKey]) -> None:
-        """Drop groups. Every host is told, also one that has none of them: a batch ends with this."""
+        """Drop groups. Every host is called, also one that has none of them: a batch ends with this."""
         dealt = self._dealt(keys, keys)
         self.workers.scatter(RolloutHost.forget, [dealt.get(rank, []) for rank in self.workers.ranks])
         for key in keys:

@@ -17,18 +17,20 @@ from hotseat.checks.stage import DeviceContext, run_checks
 from hotseat.cluster import WorkerGroup
 from hotseat.config.batches import BatchAlgebra
 from hotseat.errors import RunError
-from hotseat.loop import settings
 from hotseat.loop.opening import ClusterContext, folder_witness
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.rl.replay_stream import Recording
 from hotseat.loop.rl.role_records import LaunchContext, RoleRecord, engine_settings_of, host_places, records_of
-from hotseat.loop.state.readiness import Readiness
+from hotseat.loop.settings.engine_settings import are_adapters_alone
+from hotseat.loop.settings.host_settings import host_settings
 from hotseat.loop.state.run_dir import LOGS
+from hotseat.loop.state.watchdog import Readiness
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.model_workers import ActorWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
+from hotseat.loop.workers.scorers import ScorerSettings
 from hotseat.observe import Journal
 from hotseat.planning.config_plan import are_devices_logical, offloaded_parts
 from hotseat.registry.roles import role_entry
@@ -49,10 +51,10 @@ def launch_groups(
     assert algebra.schedule_length is not None
     config, cluster = context.config, context.cluster
     on_gpu = not are_devices_logical(cluster)
-    adapters_alone = settings.are_adapters_alone(config, on_gpu=on_gpu)
+    adapters_alone = are_adapters_alone(config, on_gpu=on_gpu)
     run_checks(DeviceContext(config=config, on_gpu=on_gpu), DEVICES)
     engines = engine_settings_of(context, eos_token_ids, run_dir / LOGS, adapters_alone) if recording is None else {}
-    host = settings.host_settings(config, run_dir)
+    host = host_settings(config, run_dir)
     with (
         closing(Readiness(journal.progress)) as readiness,
         folder_witness(config, run_dir, cluster.runtime == "local") as proof,
@@ -165,7 +167,6 @@ class _Launching:
             group.call(EngineWorker.onload, parts)
 
     def _launch_role(self, record: RoleRecord) -> None:
-        """Start the processes of a role without waiting for them."""
         started_s = time.monotonic()
         worker, arguments = record.worker(self._launch)
         options = record.options(self._launch)
@@ -196,15 +197,4 @@ def check_spool(hosts: WorkerGroup[RolloutHost], folder: Path) -> None:
 def _replaying(host: HostSettings, recording: Recording) -> HostSettings:
     """Return the settings of hosts that read groups from a recording: they neither sample nor score."""
     folder = str(recording.folder.absolute())
-    return replace(
-        host,
-        agent=None,
-        reward=None,
-        eval_reward=None,
-        reward_urls=(),
-        graders=(),
-        eval_graders=(),
-        judge=None,
-        spool=folder,
-        kept_rollouts=folder,
-    )
+    return replace(host, agent=None, scorers=ScorerSettings(), spool=folder, kept_rollouts=folder)

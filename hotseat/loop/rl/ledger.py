@@ -81,7 +81,6 @@ class Ledger:
             os.fsync(file.fileno())
 
     def copy_to(self, directory: Path) -> None:
-        """Copy the ledger into a checkpoint."""
         shutil.copyfile(self._path, directory / LEDGER)
 
     def restore(self, directory: Path) -> None:

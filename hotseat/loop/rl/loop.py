@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.micro_batches import MicroBatches
+from hotseat.loop.rl.phase_settings import MicroBatches
 from hotseat.loop.rl.prepare import PreparePhase
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
 from hotseat.loop.rl.sample_log import SampleLog

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hotseat.cluster import WorkerGroup
-from hotseat.loop.devices.held_memory import DeviceWatch, memory_by_role
-from hotseat.loop.devices.scheduler import DeviceScheduler, Movable
-from hotseat.loop.rl.report_metrics import hand_over_metrics
+from hotseat.loop.devices.held_memory import DeviceWatch, Movable, memory_by_role
+from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.machine import has_gpu
 from hotseat.placement import Plan
 
@@ -59,7 +58,7 @@ class PhaseMeter:
             "time/driver_cpu": time.process_time() - self._process_started_s,  # of this process's own work
         }
         metrics |= {f"time/{phase}": seconds for phase, seconds in self._phase_s.items()}
-        return metrics | self._memory | hand_over_metrics(self._scheduler.spent())
+        return metrics | self._memory | self._scheduler.spent()
 
     def _reset_peaks(self) -> None:
         """Forget peaks of memory that were reached while parts were offloaded and onloaded."""

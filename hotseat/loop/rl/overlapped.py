@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,6 +19,7 @@ from hotseat.errors import RunError
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.stream import Stream
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.state.run_dir import SPOOL
 from hotseat.loop.workers.group_facts import GroupFacts, GroupKey, Job
@@ -40,40 +41,30 @@ class RolloutRequest:
     sampling: Sampling
 
 
-class OverlappedStream:
+@dataclass(eq=False)
+class OverlappedStream(Stream):
     """Supplies batches of groups that were sampled while earlier batches were trained.
 
-    in_flight: what a push does with open requests. `wait` lets them finish first; `keep` and `recompute` let them go on
-    with the new weights, with or without the keys and values of the old ones; `restart` samples their groups anew.
+    in_flight: what a push does with open requests. `wait` lets them finish first; `keep` and `recompute` continue
+    them with the new weights, with or without the KV cache of the old ones; `restart` samples their groups anew.
     sampling: leases devices that engines share with training; between two leases open requests stand still. None: they
     have devices of their own.
     """
 
-    def __init__(
-        self,
-        tickets: Tickets,
-        asking: RolloutRequest,
-        in_flight: InFlight,
-        hosts: RolloutHosts,
-        spool: Spool,
-        recovery: Recovery,
-        callbacks: Callbacks,
-        sampling: Callable[[], AbstractContextManager[None]] | None = None,
-    ):
-        self._tickets = tickets
-        self._asking = asking
-        self._in_flight = in_flight
-        self._hosts = hosts
-        self._spool = spool
-        self._recovery = recovery
-        self._callbacks = callbacks
-        self._sampling = sampling
-        self._num_restarts = 0  # of engines and hosts, when tickets were last begun
-        self._num_unscored = 0  # groups that hosts hold for a reward model
-        self._num_sent_again = 0  # requests of engines that died
-        self._metrics: dict[str, float] = {}
-        self._step = 1  # for which the next batch is
-        self._pushed_s = time.time()
+    tickets: Tickets
+    request: RolloutRequest
+    in_flight: InFlight
+    hosts: RolloutHosts
+    spool: Spool
+    recovery: Recovery
+    callbacks: Callbacks
+    sampling: Callable[[], AbstractContextManager[None]] | None = None
+    _num_restarts: int = field(default=0, init=False)  # of engines and hosts, when tickets were last begun
+    _num_unscored: int = field(default=0, init=False)  # groups that hosts hold for a reward model
+    _num_sent_again: int = field(default=0, init=False)  # requests of engines that died
+    _metrics: dict[str, float] = field(default_factory=dict, init=False)
+    _step: int = field(default=1, init=False)  # for which the next batch is
+    _pushed_s: float = field(default_factory=time.time, init=False)
 
     # --- the loop's side ----------------------------------------------------------------------------------------------
 
@@ -83,8 +74,8 @@ class OverlappedStream:
         started_s = time.monotonic()
         self._step = step
         with self._unfinished_recorded():
-            self._recovery.during(self._sample_batch)
-        batch = self._tickets.take(step)
+            self.recovery.during(self._sample_batch)
+        batch = self.tickets.take(step)
         self._measure(batch, time.monotonic() - started_s)
         self._step = step + 1
         self._begin_ahead()
@@ -92,36 +83,34 @@ class OverlappedStream:
 
     def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
         """Run `use` on the batch. Its groups are in the spool, so a host that is replaced has them too."""
-        return batch, self._recovery.during(lambda: use(batch))
+        return batch, self.recovery.during(lambda: use(batch))
 
     def release(self, batch: Collected) -> None:
-        """Drop the groups of a batch."""
         keys = [facts.key for facts in (*batch.groups, *(facts for facts, _ in batch.dropped))]
-        self._recovery.during(lambda: self._hosts.forget(keys))
-        self._recovery.start_counting()
+        self.recovery.during(lambda: self.hosts.forget(keys))
+        self.recovery.start_counting()
 
     @contextmanager
     def crossing(self) -> Iterator[None]:
         """Finish, restart or keep open requests over a push, as the config says; then count the batch as trained."""
         started_s = time.monotonic()
-        if self._in_flight == "wait":
+        if self.in_flight == "wait":
             with self._unfinished_recorded():
-                self._recovery.during(self._drain)
-        elif self._in_flight == "restart":
-            self._recovery.during(self._callbacks.reconnect)
+                self.recovery.during(self._drain)
+        elif self.in_flight == "restart":
+            self.recovery.during(self.callbacks.reconnect)
         self._metrics["time/drain"] = time.monotonic() - started_s
-        if self._sampling is None:  # otherwise the leases of the devices are drawn
-            self._callbacks.draw_rollout(self._pushed_s)
+        if self.sampling is None:  # otherwise the leases of the devices are drawn
+            self.callbacks.draw_rollout(self._pushed_s)
         yield
         self._pushed_s = time.time()
-        self._tickets.trained()
-        if self._in_flight == "restart":
-            self._tickets.begin_again()
+        self.tickets.trained()
+        if self.in_flight == "restart":
+            self.tickets.begin_again()
         self._begin_ahead()
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the weights that engines serve."""
-        return self._callbacks.evaluate()
+        return self.callbacks.evaluate()
 
     def metrics(self) -> dict[str, float]:
         """Return the age of the batch in training, how many groups wait or are in flight, and seconds of waiting."""
@@ -131,32 +120,31 @@ class OverlappedStream:
 
     def state(self) -> dict[str, Any]:
         """Return which groups are in flight and which wait, as JSON."""
-        return self._tickets.state()
+        return self.tickets.state()
 
     def save(self, folder: Path) -> None:
         """Put finished groups that no step has learned from into a checkpoint."""
-        self._spool.link_into(folder / SPOOL, self._tickets.finished_keys)
+        self.spool.link_into(folder / SPOOL, self.tickets.finished_keys)
 
     def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
         """Continue from a checkpoint: groups that waited wait again, those that were in flight begin again."""
-        self._spool.restore(folder / SPOOL)
-        self._tickets.restore(state, step, self._spooled)
+        self.spool.restore(folder / SPOOL)
+        self.tickets.restore(state, step, self._spooled)
 
     def _spooled(self, key: GroupKey) -> GroupFacts:
-        finished = self._spool.get(key)
+        finished = self.spool.get(key)
         assert finished is not None, f"the checkpoint lacks group {key}"
         return finished.facts()
 
     # --- hosts --------------------------------------------------------------------------------------------------------
 
     def _sample_batch(self) -> None:
-        """Have groups sampled until there is a batch."""
         while True:
-            with self._sampling() if self._sampling is not None else nullcontext():
+            with self.sampling() if self.sampling is not None else nullcontext():
                 # Before asking what is awaited: the group that was dropped may have been the last in flight.
                 self._begin()
                 while not self._is_scoring_due:
-                    num_awaited = self._tickets.num_awaited
+                    num_awaited = self.tickets.num_awaited
                     if num_awaited == 0:
                         return
                     self._fetch(num_awaited)
@@ -169,64 +157,63 @@ class OverlappedStream:
         try:
             yield
         except RunError:
-            self._callbacks.record_unfinished(self._step, self._tickets.unfinished())
+            self.callbacks.record_unfinished(self._step, self.tickets.unfinished())
             raise
 
     def _drain(self) -> None:
         """Wait until nothing is in flight, and nothing more may begin: dropped groups are replaced first."""
         self._begin()
-        while self._tickets.pacer.in_flight:
+        while self.tickets.pacer.in_flight:
             if self._is_scoring_due:
                 self._score()
             else:
-                self._fetch(len(self._tickets.pacer.in_flight))
+                self._fetch(len(self.tickets.pacer.in_flight))
             self._begin()
 
     def _begin_ahead(self) -> None:
         """Begin what may begin while the loop does something else. On shared devices that waits for their lease."""
-        if self._sampling is None:
-            self._recovery.during(self._begin)
+        if self.sampling is None:
+            self.recovery.during(self._begin)
 
     def _begin(self) -> None:
-        """Begin everything that may begin."""
-        num_restarts = self._recovery.num_restarts + self._recovery.num_host_restarts
+        num_restarts = self.recovery.num_restarts + self.recovery.num_host_restarts
         if num_restarts != self._num_restarts:  # a host that was replaced has lost what was open
-            self._tickets.begin_again()
+            self.tickets.begin_again()
             self._num_restarts = num_restarts
-        jobs = [self._job(key) for key in self._tickets.admit()]
-        for taken, sampled in self._hosts.begin(jobs, self._asking.sampling):
-            self._tickets.begin(taken, sampled)
+        jobs = [self._job(key) for key in self.tickets.admit()]
+        for taken, sampled in self.hosts.begin(jobs, self.request.sampling):
+            self.tickets.begin(taken, sampled)
 
     def _fetch(self, num_groups: int) -> None:
         """Wait for so many groups. Where some are dropped, each may free a place, which is not to stay empty."""
-        at_least = 1 if self._tickets.is_filtered else max(1, num_groups - self._num_unscored)
+        at_least = 1 if self.tickets.is_filtered else max(1, num_groups - self._num_unscored)
         self._num_unscored = self._num_sent_again = 0
         # On shared devices an engine is replaced between two leases, in which the others pause.
-        for fetched in self._hosts.fetch(FETCH_WAIT_S, at_least, reports_deaths=self._sampling is None):
+        for fetched in self.hosts.fetch(FETCH_WAIT_S, at_least, reports_deaths=self.sampling is None):
             self._num_unscored += fetched.num_unscored
             self._num_sent_again += fetched.num_sent_again
-            self._tickets.arrive(fetched.facts)
+            self.tickets.arrive(fetched.facts)
 
     @property
     def _is_scoring_due(self) -> bool:
         """Tell whether a reward model has to score: what waits for it makes up a batch, or is all that is in flight."""
         if self._num_unscored == 0:
             return False
-        pacer = self._tickets.pacer
+        pacer = self.tickets.pacer
         is_batch = len(pacer.waiting) + self._num_unscored >= pacer.pace.groups_per_step
         return is_batch or self._num_unscored >= len(pacer.in_flight)
 
     def _score(self) -> None:
-        groups = self._callbacks.score()
+        groups = self.callbacks.score()
         self._num_unscored = 0  # not before: if a host dies meanwhile, groups of the others still wait to be scored
-        self._tickets.arrive(groups)
+        self.tickets.arrive(groups)
 
     def _job(self, key: GroupKey) -> Job:
         epoch, prompt = key
-        return Job(self._asking.prompts[prompt], epoch, self._asking.num_samples)
+        return Job(self.request.prompts[prompt], epoch, self.request.num_samples)
 
     def _measure(self, batch: Collected, waited_s: float) -> None:
-        pacer = self._tickets.pacer
+        pacer = self.tickets.pacer
         ages = [pacer.version - oldest for facts in batch.groups for oldest, _ in facts.versions]
         assert min(ages) >= 0, "a sample is of weights that are not trained yet"
         assert max(ages) <= pacer.pace.staleness, "a sample is older than overlap.staleness allows"
@@ -235,7 +222,7 @@ class OverlappedStream:
             "staleness_max": float(max(ages)),
             "groups_waiting": float(len(pacer.waiting)),
             "groups_in_flight": float(len(pacer.in_flight)),
-            "groups_begun_again": float(self._tickets.num_begun_again),
+            "groups_begun_again": float(self.tickets.num_begun_again),
             "requests_sent_again": float(self._num_sent_again),
             "time/wait": waited_s,
         }

@@ -80,7 +80,7 @@ def step_times(
     num_places: episodes in progress at once. training_s: from a batch to the end of its push.
     waits: a push waits for what is in flight. is_shared: rollout stands still during training, on the same devices.
     """
-    assert not (waits and is_shared), "on shared devices open requests go on after a push"
+    assert not (waits and is_shared), "on shared devices open requests continue after a push"
     pacer, rollout = Pacer(pace), _Rollout(costs, num_places)
     now, stood_still_s = 0.0, 0.0  # rollout's clock is behind by the time in which it stood still
     ends: list[float] = []

@@ -95,7 +95,6 @@ class Pacer:
         return self._batch_in_order() if self.pace.order == "prompt" else self._batch_by_arrival()
 
     def take(self, tickets: Sequence[int]) -> None:
-        """Put a batch into training."""
         assert not self.training, "a batch is in training already"
         for ticket in tickets:
             del self.waiting[ticket]

@@ -31,68 +31,69 @@ class Prepared:
     num_optimizer_steps: int  # in one pass over the batch
 
 
+@dataclass(frozen=True)
 class PreparePhase:
     """Has log-probs of the reference, values of the critic and old log-probs computed, then advantages.
 
     Roles that the plan puts into one step compute at the same time.
     """
 
-    def __init__(
-        self, groups: Groups, stream: Stream, phase_settings: PhaseSettings, meter: PhaseMeter, samples: SampleLog
-    ):
-        self._groups = groups
-        self._stream = stream
-        self._settings = phase_settings
-        self._meter = meter
-        self._samples = samples
-        self._num_model_parallel = phase_settings.config.train.num_model_parallel
+    groups: Groups
+    stream: Stream
+    settings: PhaseSettings
+    meter: PhaseMeter
+    samples: SampleLog
 
     def run(self, batch: Collected, step: int) -> Prepared:
         """Make experience of a batch. Groups that were lost with their host are sampled again."""
         faults.reach("prepare.before")
 
         def hand_out(batch: Collected) -> tuple[dict[int, Shares], int]:
-            self._samples.choose(step, batch)
+            self.samples.choose(step, batch)
             shares = {num_ranks: self._shares(batch, num_ranks) for num_ranks in self._numbers_of_ranks()}
             return {num_ranks: each for num_ranks, (each, _) in shares.items()}, next(iter(shares.values()))[1]
 
-        batch, (shares, num_optimizer_steps) = self._stream.with_groups(batch, hand_out)
+        batch, (shares, num_optimizer_steps) = self.stream.with_groups(batch, hand_out)
         self._make_experience(shares, num_optimizer_steps)
-        self._stream.release(batch)
+        self.stream.release(batch)
         return Prepared(batch, num_optimizer_steps)
 
+    @property
+    def num_model_parallel(self) -> int:
+        return self.settings.config.train.num_model_parallel
+
     def _numbers_of_ranks(self) -> set[int]:
-        groups = (self._groups.actor, self._groups.critic, self._groups.reference, self._groups.inference)
-        return {group.size // self._num_model_parallel for group in groups if group is not None}
+        groups = (self.groups.actor, self.groups.critic, self.groups.reference, self.groups.inference)
+        return {group.size // self.num_model_parallel for group in groups if group is not None}
 
     def _shares(self, batch: Collected, num_ranks: int) -> tuple[Shares, int]:
         """Return a share for each of `num_ranks` ranks, and the number of optimizer steps, the same for any."""
         sizes = [len(facts.rewards) for facts in batch.groups]
-        has_budget = token_budget(self._settings.config.train) is not None
+        has_budget = token_budget(self.settings.config.train) is not None
         tokens = [sum(facts.num_tokens) for facts in batch.groups] if has_budget else None
-        ranks, steps = assign(sizes, self._settings.algebra.samples_per_optimizer_step, num_ranks, tokens)
+        ranks, steps = assign(sizes, self.settings.algebra.samples_per_optimizer_step, num_ranks, tokens)
         shares = []
         for members in ranks:
             keys = [batch.groups[index].key for index in members]
-            shares.append(self._groups.hosts.share(keys, [steps[index] for index in members]))
+            shares.append(self.groups.hosts.share(keys, [steps[index] for index in members]))
         return shares, 1 + max(step for group in steps for step in group)
 
     def _make_experience(self, shares: Mapping[int, Shares], num_optimizer_steps: int) -> None:
         scores: dict[str, list[BySample]] = {}
         *earlier, last = self._turns()
         for roles in earlier:
-            with self._meter.lease("prepare", *roles):
+            with self.meter.lease("prepare", *roles):
                 scores |= self._score(roles, shares)
-        with self._meter.lease("prepare", *last) if last else nullcontext():
+        with self.meter.lease("prepare", *last) if last else nullcontext():
             # An actor that works alone scores in `ActorWorker.prepare`: that saves a call.
             scores |= self._score(last if len(last) > 1 else (), shares)
-            self._groups.actor.scatter(
+            self.groups.actor.scatter(
                 ActorWorker.prepare,
-                self._for_ranks(self._groups.actor, shares),
+                self._for_ranks(self.groups.actor, shares),
                 num_steps=num_optimizer_steps,
-                settings=self._settings.policy,
+                settings=self.settings.policy,
                 reference=scores.get("reference", []),
-                record=self._samples.ids_in_training,
+                record=self.samples.ids_in_training,
                 critic=scores.get("critic", []),
                 old=scores.get("inference") or scores.get("actor", []),
             )
@@ -102,11 +103,11 @@ class PreparePhase:
 
         With old log-probs of an inference role the actor computes nothing, and the last turn is empty.
         """
-        groups = self._groups
+        groups = self.groups
         present = [role for role in ("reference", "critic", "inference") if role in groups.models]
         if groups.inference is not None:
-            return [*self._meter.turns("prepare", present), ()]
-        turns = self._meter.turns("prepare", [*present, "actor"])
+            return [*self.meter.turns("prepare", present), ()]
+        turns = self.meter.turns("prepare", [*present, "actor"])
         if "actor" in turns[-1]:
             return turns
         others = (tuple(role for role in roles if role != "actor") for roles in turns)
@@ -114,20 +115,20 @@ class PreparePhase:
 
     def _score(self, roles: Sequence[str], shares: Mapping[int, Shares]) -> dict[str, list[BySample]]:
         """Have roles compute log-probs or values of every sample, all at once."""
-        groups, policy = self._groups, self._settings.policy
+        groups, policy = self.groups, self.settings.policy
         started: dict[str, Pending[Ref[BySample]]] = {}
         for role in roles:
             if role == "critic":
                 assert groups.critic is not None
                 started[role] = groups.critic.start_scatter_and_keep(
-                    CriticWorker.values, self._for_ranks(groups.critic, shares), self._settings.critic
+                    CriticWorker.values, self._for_ranks(groups.critic, shares), self.settings.critic
                 )
             elif role != "actor" or policy.needs_old_log_probs:
                 group = groups.models[role]
                 started[role] = group.start_scatter_and_keep(
                     ModelWorker.score, self._for_ranks(group, shares), policy.score, policy.temperature
                 )
-        return {role: as_arguments(pending.result()[:: self._num_model_parallel]) for role, pending in started.items()}
+        return {role: as_arguments(pending.result()[:: self.num_model_parallel]) for role, pending in started.items()}
 
     def _for_ranks(self, group: WorkerGroup[ModelWorker], shares: Mapping[int, Shares]) -> Shares:
-        return repeated(shares[group.size // self._num_model_parallel], self._num_model_parallel)
+        return repeated(shares[group.size // self.num_model_parallel], self.num_model_parallel)

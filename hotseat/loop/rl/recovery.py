@@ -1,6 +1,6 @@
 """Replaces engines and rollout hosts that die, and the judge's engines, and repeats what they were doing.
 
-None holds state of its own: an engine's weights are the trainer's, and a sample that is requested again from the same
+None holds state: an engine's weights are the trainer's, and a sample that is requested again from the same
 weights comes out the same. So a synchronous run continues bit for bit as if nothing had happened, unless processes
 die faster than rollouts finish. A host sends the requests of a dead engine to the others, and to its replacement after
 that has proved that it holds the weights, and not before it has a lease if it shares devices: a push leaves it without
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -46,6 +46,7 @@ class Replaceable:
     measures_its_device: bool = False
 
 
+@dataclass(eq=False)
 class Recovery:
     """Runs work that needs engines and hosts; if some die meanwhile, replaces them and runs it again.
 
@@ -54,36 +55,26 @@ class Recovery:
     rollout; otherwise as soon as they have the weights. restarts: how many processes were replaced, by their noun.
     """
 
-    def __init__(
-        self,
-        roles: Sequence[Replaceable],
-        scheduler: DeviceScheduler,
-        *,
-        push: Callable[[Sequence[int]], object],
-        rejoin: Callable[[Sequence[int]], object],
-        say: Callable[[str], object],
-        rejoins_in_lease: bool = False,
-        restarts: Counter[str] | None = None,
-    ):
-        self._roles = roles
-        self._scheduler = scheduler
-        self._push = push
-        self._rejoin = rejoin
-        self._say = say
-        self._rejoins_in_lease = rejoins_in_lease
-        self._restarts = Counter() if restarts is None else restarts
-        self._new_engines: set[int] = set()  # replaced, and not in use yet
-        self._new: dict[str, set[int]] = defaultdict(set)  # of other roles, by noun: replaced, and not connected yet
-        self._num_deaths = 0
+    roles: Sequence[Replaceable]
+    scheduler: DeviceScheduler
+    push: Callable[[Sequence[int]], object]
+    rejoin: Callable[[Sequence[int]], object]
+    say: Callable[[str], object]
+    rejoins_in_lease: bool = False
+    restarts: Counter[str] = field(default_factory=Counter)
+    _new_engines: set[int] = field(default_factory=set, init=False)  # replaced, and not in use yet
+    # By noun, of other roles: replaced, and not connected yet.
+    _new: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set), init=False)
+    _num_deaths: int = field(default=0, init=False)
 
     @property
     def num_restarts(self) -> int:
         """Return how many engines were replaced."""
-        return self._restarts[ENGINE]
+        return self.restarts[ENGINE]
 
     @property
     def num_host_restarts(self) -> int:
-        return self._restarts[HOST]
+        return self.restarts[HOST]
 
     def start_counting(self) -> None:
         """Count deaths from 0 again, since a rollout succeeded."""
@@ -94,7 +85,7 @@ class Recovery:
         while True:
             try:
                 result = work()
-                if not self._rejoins_in_lease:
+                if not self.rejoins_in_lease:
                     self.use_new_engines()
                 return result
             except ClusterError:
@@ -105,14 +96,14 @@ class Recovery:
     def use_new_engines(self) -> None:
         """Have hosts send requests to engines that were replaced and have the weights."""
         if self._new_engines:
-            self._rejoin(sorted(self._new_engines))
+            self.rejoin(sorted(self._new_engines))
             self._new_engines.clear()
 
     def _find_dead(self, error: RunError) -> list[tuple[Replaceable, list[int]]]:
         """Return the roles with dead processes, and their ranks. A death may be reported before the process is gone."""
         until = time.monotonic() + (DYING_S if reports_death(error) else 0.0)
         while True:
-            dead = [(role, ranks) for role in self._roles if (ranks := _dead(role.group))]
+            dead = [(role, ranks) for role in self.roles if (ranks := _dead(role.group))]
             if dead or time.monotonic() >= until:
                 return dead
             time.sleep(0.05)
@@ -141,29 +132,29 @@ class Recovery:
                 error = another
 
     def _replace(self, role: Replaceable, rank: int, error: RunError) -> None:
-        self._say(f"{role.noun} {rank} died and is replaced ({_first_line(error)})")
-        self._restarts[role.noun] += 1
+        self.say(f"{role.noun} {rank} died and is replaced ({_first_line(error)})")
+        self.restarts[role.noun] += 1
         if role.measures_its_device:
-            self._scheduler.make_way(role.group.name, rank)
+            self.scheduler.make_way(role.group.name, rank)
         role.group.restart(rank)
         if role.has_devices:
-            self._scheduler.replaced(role.group.name, rank)
+            self.scheduler.replaced(role.group.name, rank)
         (self._new_engines if role.needs_weights else self._new[role.noun]).add(rank)
 
     def _connect(self, needs_push: bool) -> None:
         """Connect processes that were replaced, and send weights to those that need them."""
-        for role in self._roles:
+        for role in self.roles:
             if self._new[role.noun]:
                 role.connect(sorted(self._new[role.noun]))
                 self._new[role.noun].clear()
         if needs_push and self._new_engines:
-            self._push(sorted(self._new_engines))
-            if not self._rejoins_in_lease:
+            self.push(sorted(self._new_engines))
+            if not self.rejoins_in_lease:
                 self.use_new_engines()
 
 
 def start_up(group: WorkerGroup[Any], say: Callable[[str], object]) -> None:
-    """Wait until a group without state of its own is ready. A process that dies while it starts is started again."""
+    """Wait until a group that holds no state is ready. A process that dies while it starts is started again."""
     start = group.ready
     for _ in range(MAX_DEATHS):
         try:

@@ -7,23 +7,19 @@ the weights are those of the recorded run to the last bit if the trainer's ranks
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from hotseat.cluster import Holder, Pending, WorkerGroup
-from hotseat.cluster.group import Arguments
 from hotseat.errors import RunError, UserError
-from hotseat.loop.rl.arrivals import RecordedBatch, recorded_batches
+from hotseat.loop.rl.arrivals import recorded_batches
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.hosts import RolloutHosts
+from hotseat.loop.rl.stream import Stream
 from hotseat.loop.state.run_dir import ARRIVALS, ROLLOUTS
 from hotseat.loop.workers.group_facts import GroupFacts, GroupKey
 from hotseat.loop.workers.spool import Spool
 
 T = TypeVar("T")
-W_co = TypeVar("W_co", covariant=True)
 
 
 class Recording:
@@ -45,17 +41,16 @@ class Recording:
             raise UserError(f"{run_dir} cannot be replayed: the groups of its first step are not in {self.folder}")
 
     def batch(self, step: int) -> Collected:
-        """Read the batch of a step."""
-        recorded = self._batches[step]
+        line = self._batches[step]
         return Collected(
-            tuple(self._facts(key) for key in recorded.groups),
-            recorded.num_generated,
-            tuple((self._facts(key), reason) for key, reason in recorded.dropped),
-            recorded.num_failed,
+            tuple(self._facts((epoch, prompt)) for epoch, prompt in line["groups"]),
+            line["num_generated"],
+            tuple((self._facts((epoch, prompt)), reason) for epoch, prompt, reason in line["dropped"]),
+            line["num_failed"],
         )
 
-    def _is_kept(self, batch: RecordedBatch | None) -> bool:
-        keys = [] if batch is None else [*batch.groups, *(key for key, _ in batch.dropped)]
+    def _is_kept(self, batch: Mapping[str, Any] | None) -> bool:
+        keys = [] if batch is None else [(each[0], each[1]) for each in (*batch["groups"], *batch["dropped"])]
         return bool(keys) and all(self._spool.has(key) for key in keys)
 
     def _facts(self, key: GroupKey) -> GroupFacts:
@@ -64,7 +59,7 @@ class Recording:
         return finished.facts()
 
 
-class ReplayStream:
+class ReplayStream(Stream):
     """Supplies the batches of a recording. Nothing is sampled or evaluated."""
 
     def __init__(self, recording: Recording, hosts: RolloutHosts):
@@ -72,7 +67,6 @@ class ReplayStream:
         self._hosts = hosts
 
     def take(self, step: int) -> Collected:
-        """Read the groups of the next step."""
         return self._recording.batch(step)
 
     def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
@@ -83,58 +77,6 @@ class ReplayStream:
         """Let hosts drop a batch from memory; the recording keeps it."""
         self._hosts.forget([facts.key for facts in batch.groups])
 
-    def crossing(self) -> AbstractContextManager[None]:
-        """Wait for nothing: no request is open."""
-        return nullcontext()
-
-    def evaluate(self) -> dict[str, float]:
-        """Return nothing: there is no engine."""
-        return {}
-
-    def metrics(self) -> dict[str, float]:
-        """Return nothing: a replay waits for nobody."""
-        return {}
-
-    def state(self) -> None:
-        """Return None: a replay makes no checkpoints."""
-
-    def save(self, folder: Path) -> None:
-        """Save nothing: a replay makes no checkpoints."""
-
     def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
         """Refuse: a replay begins at the first step."""
         raise RunError(f"a replay cannot be resumed from {folder}: start it again")
-
-
-class NoWorkers(WorkerGroup[W_co]):
-    """A role without processes: every call returns at once, with no results."""
-
-    timeout_s = 1.0
-
-    def __init__(self, name: str):
-        self.name = name
-
-    @property
-    def ranks(self) -> range:
-        return range(0)
-
-    def states(self) -> list[str]:
-        return []
-
-    def holders(self) -> tuple[Holder, ...]:
-        return ()
-
-    def restart(self, rank: int) -> NoReturn:
-        raise RunError(f"{self.name} has no rank {rank}")
-
-    def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
-        self.is_closed = True
-
-    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: bool = False) -> Pending[Any]:
-        return Pending(self, method, {}, timeout_s)
-
-    def open(self, rank: int, method: str, future: Future[Any]) -> Any:
-        return future.result()
-
-    def describe(self, rank: int) -> str:
-        return "does not exist"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from hotseat.cluster import WorkerGroup
@@ -19,31 +20,22 @@ from hotseat.loop.state.saving import BACKENDS, CheckpointSource, critic_folder,
 from hotseat.loop.workers.model_workers import ModelWorker
 
 
+@dataclass(frozen=True)
 class RlCheckpoints:
     """Saves and restores weights, optimizers, ledger and the driver's state."""
 
-    def __init__(
-        self,
-        groups: Groups,
-        scheduler: DeviceScheduler,
-        state: RlState,
-        guard: CanaryGuard,
-        ledger: Ledger,
-        stream: Stream,
-        phase_settings: PhaseSettings,
-    ):
-        self._groups = groups
-        self._scheduler = scheduler
-        self._state = state
-        self._guard = guard
-        self._ledger = ledger
-        self._stream = stream
-        self._settings = phase_settings
+    groups: Groups
+    scheduler: DeviceScheduler
+    state: RlState
+    guard: CanaryGuard
+    ledger: Ledger
+    stream: Stream
+    phase_settings: PhaseSettings
 
     @property
     def _trained(self) -> dict[str, WorkerGroup[ModelWorker]]:
         """Return the roles that learn, in the order of their updates."""
-        models = self._groups.models
+        models = self.groups.models
         return {role: models[role] for role in ("critic", "actor") if role in models}
 
     def source(self, evaluation: dict[str, float]) -> CheckpointSource:
@@ -51,10 +43,10 @@ class RlCheckpoints:
 
         def write(path: Path, method: Callable[[ModelWorker, str], None] = ModelWorker.save) -> None:
             # The ledger first: the ranks may still be writing when this returns.
-            self._ledger.copy_to(path)
-            self._stream.save(path)
+            self.ledger.copy_to(path)
+            self.stream.save(path)
             for role, group in self._trained.items():
-                with self._scheduler.lease("update", role):
+                with self.scheduler.lease("update", role):
                     group.call(method, for_ranks(path / BACKENDS[role]))
 
         def snapshot(path: Path) -> Callable[[], bool]:
@@ -63,7 +55,7 @@ class RlCheckpoints:
 
         def export(path: Path) -> None:
             self.export(path)
-            if self._settings.config.checkpoint.export_critic:
+            if self.phase_settings.config.checkpoint.export_critic:
                 self.export(critic_folder(path), role="critic")
 
         return CheckpointSource(
@@ -73,28 +65,28 @@ class RlCheckpoints:
             num_ranks={BACKENDS[role]: group.size for role, group in self._trained.items()},
             export=export,
             state=lambda: {
-                **self._state.save(),
-                "stream": self._stream.state(),
+                **self.state.save(),
+                "stream": self.stream.state(),
                 "evaluation": evaluation,
-                "canary": self._guard.state(),
-                "num_ranks": self._groups.actor.size,
+                "canary": self.guard.state(),
+                "num_ranks": self.groups.actor.size,
             },
         )
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Return to where a checkpoint was made."""
-        self._state.restore(checkpoint.state, self._settings.config)
-        self._guard.restore(checkpoint.state.get("canary"))
-        self._ledger.restore(checkpoint.path)
-        self._stream.restore(checkpoint.state.get("stream"), checkpoint.path, checkpoint.step)
+        self.state.restore(checkpoint.state, self.phase_settings.config)
+        self.guard.restore(checkpoint.state.get("canary"))
+        self.ledger.restore(checkpoint.path)
+        self.stream.restore(checkpoint.state.get("stream"), checkpoint.path, checkpoint.step)
         for role, group in self._trained.items():
-            with self._scheduler.lease("update", role):
+            with self.scheduler.lease("update", role):
                 group.call(ModelWorker.load, for_ranks(checkpoint.path / BACKENDS[role]))
 
     def exporting(self, what: Exported) -> ExportingRanks:
         """Return the calls that export a model at the end of the run."""
         role = "critic" if what == "critic" else "actor"
-        group = self._groups.models[role]
+        group = self.groups.models[role]
         return ExportingRanks(
             on_first=lambda method, *args: group.on(0).call(method, *args)[0],
             write=lambda folder: self.export(Path(folder), what == "moving average", role),
@@ -102,5 +94,5 @@ class RlCheckpoints:
 
     def export(self, path: Path, is_averaged: bool = False, role: str = "actor") -> None:
         """Write a role's model as a Hugging Face checkpoint; `is_averaged`: its moving average."""
-        with self._scheduler.lease("update", role):
-            self._groups.models[role].call(ModelWorker.export, for_ranks(path), is_averaged)
+        with self.scheduler.lease("update", role):
+            self.groups.models[role].call(ModelWorker.export, for_ranks(path), is_averaged)

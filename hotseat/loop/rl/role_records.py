@@ -17,10 +17,12 @@ from hotseat.cluster import Cluster, Process
 from hotseat.config import Config, roles_of
 from hotseat.config.presence import has_simulator
 from hotseat.config.resolved import critic_model
-from hotseat.loop import settings
 from hotseat.loop.opening import ClusterContext
-from hotseat.loop.rl.engine_connections import Connections
+from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.recovery import ENGINE, HOST
+from hotseat.loop.settings.engine_settings import engine_dtype, engine_settings, judge_engine_settings
+from hotseat.loop.settings.host_settings import component_settings
+from hotseat.loop.settings.training_options import critic_options, reward_options, train_options
 from hotseat.loop.workers.component import ComponentSettings, ComponentWorker
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.folder_proof import FolderProof
@@ -88,7 +90,7 @@ class Replacement:
     """
 
     noun: str
-    connect: Callable[[Connections, Sequence[int]], object] = lambda connections, ranks: None
+    connect: Callable[[Groups, Sequence[int]], object] = lambda groups, ranks: None
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,6 @@ class RoleRecord:
     replacement: Replacement | None = None
 
     def is_in(self, launch: LaunchContext) -> bool:
-        """Tell whether a run has this role."""
         if self.is_present is not None:
             return self.is_present(launch.config)
         is_left_out = launch.is_replay and role_entry(self.name).makes_groups
@@ -136,8 +137,7 @@ class RoleRecord:
 def records_of(launch: LaunchContext) -> list[RoleRecord]:
     """Return the roles of a run in the order in which they are launched."""
     components = [
-        RoleRecord(each.name, partial(_component, each))
-        for each in settings.component_settings(launch.config, launch.plan)
+        RoleRecord(each.name, partial(_component, each)) for each in component_settings(launch.config, launch.plan)
     ]
     order: tuple[Start, ...] = ("engine", "model", "host")
     present = [record for record in (*RECORDS, *components) if record.is_in(launch)]
@@ -161,7 +161,7 @@ def engine_settings_of(
     """Return the settings of the run's engines by role. logs: the folder for their logs."""
     config, plan = context.config, context.plan
     engines = {
-        "rollout": settings.engine_settings(
+        "rollout": engine_settings(
             config,
             eos_token_ids,
             logs,
@@ -172,7 +172,7 @@ def engine_settings_of(
     }
     if "judge" in roles_of(config):
         of_judge, limit = judge_eos_token_ids(config), cache_limit(config, plan, "judge")
-        engines["judge"] = settings.judge_engine_settings(config, of_judge, logs, limit=limit)
+        engines["judge"] = judge_engine_settings(config, of_judge, logs, limit=limit)
     return engines
 
 
@@ -189,21 +189,21 @@ def _host(launch: LaunchContext) -> Worker:
 
 def _actor(launch: LaunchContext) -> Worker:
     config = launch.config
-    options = settings.train_options(config, launch.schedule_length)
-    dtype = settings.engine_dtype(config)
+    options = train_options(config, launch.schedule_length)
+    dtype = engine_dtype(config)
     return ActorWorker, (config.actor.model, options, dtype, config.trust_remote_code, launch.folder_proof)
 
 
 def _critic(launch: LaunchContext) -> Worker:
     config, proof = launch.config, launch.folder_proof
-    options = settings.critic_options(config, launch.schedule_length)
+    options = critic_options(config, launch.schedule_length)
     of_critic = proof and proof.of("critic")
     return CriticWorker, (critic_model(config), options, config.trust_remote_code, of_critic)
 
 
 def _reference(launch: LaunchContext) -> Worker:
     config, reference = launch.config, launch.config.reference
-    options = settings.train_options(config, launch.schedule_length, is_trained=False)
+    options = train_options(config, launch.schedule_length, is_trained=False)
     if reference.teachers:
         weights = reference.teacher_weights or None
         return TeachersWorker, (reference.teachers, weights, options, config.trust_remote_code)
@@ -212,20 +212,20 @@ def _reference(launch: LaunchContext) -> Worker:
 
 def _reward(launch: LaunchContext) -> Worker:
     config = launch.config
-    return RewardWorker, (config.reward.model, settings.reward_options(config), config.trust_remote_code)
+    return RewardWorker, (config.reward.model, reward_options(config), config.trust_remote_code)
 
 
 def _inference(launch: LaunchContext) -> Worker:
     config = launch.config
-    options = settings.train_options(config, launch.schedule_length, is_trained=False)
-    return InferenceWorker, (config.actor.model, options, settings.engine_dtype(config), config.trust_remote_code)
+    options = train_options(config, launch.schedule_length, is_trained=False)
+    return InferenceWorker, (config.actor.model, options, engine_dtype(config), config.trust_remote_code)
 
 
 def _component(component: ComponentSettings, launch: LaunchContext) -> Worker:
     return ComponentWorker, (component,)
 
 
-_HOST = Replacement(HOST, Connections.reconnect)
+_HOST = Replacement(HOST, Groups.reconnect)
 RECORDS: tuple[RoleRecord, ...] = (
     RoleRecord(
         "rollout", partial(_engine, "rollout"), start="engine", serves_hosts=True, replacement=Replacement(ENGINE)
@@ -236,7 +236,7 @@ RECORDS: tuple[RoleRecord, ...] = (
         start="engine",
         serves_hosts=True,
         is_offloaded_first=True,
-        replacement=Replacement("judge", lambda connections, ranks: connections.reconnect_judge()),
+        replacement=Replacement("judge", lambda groups, ranks: groups.reconnect_judge()),
     ),
     RoleRecord("actor", _actor, warms_up=True),
     RoleRecord("critic", _critic),

@@ -11,7 +11,7 @@ from hotseat.types import SampleKey
 if TYPE_CHECKING:
     from hotseat.loop.rl.collect import Collected
     from hotseat.loop.workers.group_facts import GroupFacts
-from hotseat.loop.workers.records import NO_GRADIENT, SampleRecord, SegmentRecord, TokenRecord
+from hotseat.loop.workers.records import NO_GRADIENT, SampleRecord, TokenRecord
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,11 @@ def failures(collected: Collected, step: int, count: int) -> list[dict[str, Any]
     groups = [*collected.groups, *(facts for facts, _ in collected.dropped)]
     failed_samples = [(facts, sample, why) for facts in groups for sample, why in facts.failures]
     return [
-        written_failure(step, SampleKey(facts.epoch, facts.prompt, sample), facts.source, why)
+        {
+            **_named(step, SampleKey(facts.epoch, facts.prompt, sample), facts.source, "failed", why),
+            "reward": None,
+            "segments": [],
+        }
         for facts, sample, why in failed_samples[:count]
     ]
 
@@ -56,65 +60,37 @@ def written(
     step: int, chosen: ChosenSample, record: SampleRecord, tokens: Sequence[TokenRecord] | None
 ) -> dict[str, Any]:
     """Return a line of `samples.jsonl`. `tokens`: a record per segment; None if the trainer did not get the sample."""
+    segments = [
+        _segment(segment, None if tokens is None else tokens[index]) for index, segment in enumerate(record["segments"])
+    ]
     return {
-        **_named(step, record.key, record.source, chosen.state, chosen.reason),
-        "reward": record.reward,
-        "score": record.score,
-        "is_truncated": record.is_truncated,
-        "label": record.label,
-        "prompt_text": record.prompt_text,
-        **({"images": list(record.images)} if record.images else {}),
-        **({"film": record.film} if record.film is not None else {}),
-        "extra": dict(record.extra),
-        "waited_s": _rounded(record.waited_s),
-        "took_s": _rounded(record.took_s),
-        "turns": [
-            {
-                "length": turn.length,
-                "reward": turn.reward,
-                "asked_s": _rounded(turn.asked_s),
-                "answered_s": _rounded(turn.answered_s),
-                "tool_calls": list(turn.tool_calls),
-            }
-            for turn in record.turns
-        ],
-        "segments": [
-            _segment(segment, None if tokens is None else tokens[index])
-            for index, segment in enumerate(record.segments)
-        ],
+        **_named(step, chosen.key, record["source"], chosen.state, chosen.reason),
+        **record,
+        "segments": segments,
     }
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 4)
-
-
-def written_failure(step: int, key: SampleKey, source: str, reason: str) -> dict[str, Any]:
-    """Return a line for a sample that failed."""
-    return {**_named(step, key, source, "failed", reason), "reward": None, "segments": []}
 
 
 def _named(step: int, key: SampleKey, source: str, state: str, reason: str) -> dict[str, Any]:
     return {"step": step, **vars(key), "source": source, "state": state, "reason": reason}
 
 
-def _segment(segment: SegmentRecord, tokens: TokenRecord | None) -> dict[str, Any]:
-    count = len(segment.text)
+def _segment(segment: dict[str, list[Any]], tokens: TokenRecord | None) -> dict[str, Any]:
+    count = len(segment["text"])
     nothing: list[None] = [None] * count
     fates = nothing if tokens is None else tokens.fates or [NO_GRADIENT] * count
 
     def sampled(values: Sequence[Any]) -> list[Any]:
         rounded = (round(value, 5) if isinstance(value, float) else value for value in values)
-        return [value if is_mine else None for value, is_mine in zip(rounded, segment.sampled, strict=True)]
+        return [value if is_mine else None for value, is_mine in zip(rounded, segment["sampled"], strict=True)]
 
     return {
-        "text": segment.text,
-        "sampled": segment.sampled,
-        "engine_log_probs": sampled(segment.engine_log_probs),
+        "text": segment["text"],
+        "sampled": segment["sampled"],
+        "engine_log_probs": sampled(segment["engine_log_probs"]),
         "trainer_log_probs": sampled(nothing if tokens is None else tokens.trainer_log_probs),
         "advantages": sampled(nothing if tokens is None else tokens.advantages),
         "fates": sampled(fates),
-        "versions": sampled(segment.versions),
+        "versions": sampled(segment["versions"]),
     }
 
 
@@ -123,9 +99,9 @@ def gaps(samples: Iterable[tuple[SampleRecord, Sequence[TokenRecord] | None]]) -
     return [
         abs(engine - trainer)
         for record, tokens in samples
-        for segment, mine in zip(record.segments, tokens or (), strict=False)
+        for segment, mine in zip(record["segments"], tokens or (), strict=False)
         for is_sampled, engine, trainer in zip(
-            segment.sampled, segment.engine_log_probs, mine.trainer_log_probs, strict=True
+            segment["sampled"], segment["engine_log_probs"], mine.trainer_log_probs, strict=True
         )
         if is_sampled
     ]

@@ -20,8 +20,6 @@ from hotseat.loop.workers.engine_client import engines_of_host
 from hotseat.placement import Plan
 from hotseat.placement.cost import Curve, Reading
 
-__all__ = ["RolloutShape", "TurnCosts", "predicted_rollout", "shape_of", "steps_beside_answers", "turn_costs"]
-
 
 @dataclass(frozen=True)
 class RolloutShape:
@@ -132,7 +130,6 @@ def turn_costs(shape: RolloutShape, batches: Sequence[Mapping[str, Any]], rollou
 
 
 def predicted_rollout(costs: Sequence[TurnCosts], shape: RolloutShape) -> Reading:
-    """Predict the seconds of a rollout."""
     env = Curve.through((each.envs_per_call, each.env_s) for each in costs).at(shape.envs_per_call)
     policy = Curve.through((each.requests_per_engine, each.policy_s) for each in costs)
     alone, together = policy.at(shape.requests_per_turn), policy.at(shape.requests_per_engine)

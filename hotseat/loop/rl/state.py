@@ -25,17 +25,12 @@ class RlState:
 
     @classmethod
     def initial(cls, config: Config, prompts: Sequence[Prompt]) -> RlState:
-        """Make the state that a run begins with."""
         kl, sampler = config.algorithm.kl, config.data.sampler
         facts = len(prompts), config.seed, digest_of(prompts)
         return cls(
             PromptOrder(*facts) if sampler is None else SampledOrder(own_function(sampler), *facts),
             FixedKl(kl.coef) if kl.target is None else AdaptiveKl(kl.coef, kl.target, kl.horizon),
         )
-
-    def next_prompts(self, count: int) -> list[tuple[int, int]]:
-        """Take the next prompts in order."""
-        return self.order.next(count)
 
     def save(self) -> dict[str, Any]:
         """Return this state as JSON for a checkpoint."""

@@ -2,63 +2,58 @@
 
 from __future__ import annotations
 
-from hotseat.loop import settings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hotseat.algorithms.agreement import GapStatistics
+from hotseat.algorithms.quantiles import quantile
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected, rollout_metrics
 from hotseat.loop.rl.components import Components
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
-from hotseat.loop.rl.push import PushReport
 from hotseat.loop.rl.recovery import Recovery
-from hotseat.loop.rl.report_metrics import critic_metrics, engine_gap_statistics, policy_metrics, push_metrics
 from hotseat.loop.rl.state import RlState
-from hotseat.loop.rl.update import Updates
+from hotseat.loop.rl.sync import PushReport
+from hotseat.loop.rl.update import Updates, mean
+from hotseat.loop.settings.learning_settings import is_filtered
+from hotseat.train.backend import UpdateReport
+from hotseat.train.update_facts import add_up
 
 
+@dataclass(frozen=True)
 class StepMetrics:
     """Collects the metrics of a step from the objects that measured them."""
 
-    def __init__(
-        self,
-        meter: PhaseMeter,
-        recovery: Recovery,
-        guard: CanaryGuard,
-        phase_settings: PhaseSettings,
-        state: RlState,
-        *,
-        has_reference: bool,
-        components: Components | None = None,
-    ):
-        self._meter = meter
-        self._recovery = recovery
-        self._guard = guard
-        self._settings = phase_settings
-        self._state = state
-        self._has_reference = has_reference
-        self._components = components
+    meter: PhaseMeter
+    recovery: Recovery
+    guard: CanaryGuard
+    phase_settings: PhaseSettings
+    state: RlState
+    has_reference: bool
+    components: Components | None = None
 
     def of_step(self, batch: Collected, updates: Updates, pushed: PushReport) -> dict[str, float]:
-        """Return all metrics of the step that ends now."""
-        measured = self._meter.metrics()
+        measured = self.meter.metrics()
         metrics = rollout_metrics(batch)
         metrics |= policy_metrics(updates.actor) | critic_metrics(updates.critic) | push_metrics(pushed)
         metrics |= {
-            "engine_restarts": float(self._recovery.num_restarts),
-            "host_restarts": float(self._recovery.num_host_restarts),
+            "engine_restarts": float(self.recovery.num_restarts),
+            "host_restarts": float(self.recovery.num_host_restarts),
             "step_s": measured.pop("step_s"),
             "time/driver_cpu": measured.pop("time/driver_cpu"),
         }
         metrics["tokens_per_s"] = metrics["sampled_tokens"] / metrics["step_s"]
         # They are of this step's push, or of the one before where engines score only once their cache is onloaded.
-        metrics |= self._guard.metrics()
+        metrics |= self.guard.metrics()
         gaps = engine_gap_statistics(updates.actor)
-        use = None if gaps is None or not self._are_gaps_comparable() else self._guard.use(gaps)
+        use = None if gaps is None or not self._are_gaps_comparable() else self.guard.use(gaps)
         if use is not None:
             metrics["engine_gap_use"] = use
-        if self._has_reference:
-            metrics["kl_coefficient"] = self._state.kl.coefficient
-        if self._components is not None:
-            metrics |= self._components.metrics()
+        if self.has_reference:
+            metrics["kl_coefficient"] = self.state.kl.coefficient
+        if self.components is not None:
+            metrics |= self.components.metrics()
         return metrics | measured
 
     def _are_gaps_comparable(self) -> bool:
@@ -66,8 +61,109 @@ class StepMetrics:
 
         They have to be of the weights that are trained, of the whole distribution, and without dropout.
         """
-        config = self._settings.config
-        if config.overlap.staleness > 0 or settings.is_filtered(config):
+        config = self.phase_settings.config
+        if config.overlap.staleness > 0 or is_filtered(config):
             return False
         drops = config.train.lora.rank > 0 and config.train.lora.dropout > 0
-        return not drops or self._settings.policy.needs_old_log_probs
+        return not drops or self.phase_settings.policy.needs_old_log_probs
+
+
+_BY_LAG = ("engine_gap_lags", "tokens_lags")
+_PER_TOKEN = ("clipped", "policy_kl", "engine_gap", "corrected", "rejected", "kl", "entropy")
+
+
+def policy_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    """Return the metrics of the actor's optimizer steps; none where it made none."""
+    if not reports:
+        return {}
+    metrics = _update_metrics(reports, "")
+    # The means below are over these tokens: samples whose loss has no gradient are left out.
+    metrics["learned_tokens"] = float(sum(report.num_sampled for report in reports))
+    means = {name: mean(reports, name) for name in _PER_TOKEN}
+    metrics |= {name: value for name, value in means.items() if value is not None}
+    return metrics | _gap_spread(reports) | _gaps_by_lag(reports)
+
+
+def critic_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    """Return the metrics of the critic's optimizer steps; none where it made none.
+
+    `value` and `explained_variance` are those of the critic before it learned from the rollout.
+    """
+    if not reports:
+        return {}
+    metrics = _update_metrics(reports, "critic_")
+    metrics["value_loss"] = metrics.pop("critic_loss")
+    names = ("value", "value_clipped", "return", "return_squares", "value_error", "value_error_squares")
+    means = {name: mean(reports, name) or 0.0 for name in names}
+    metrics |= {name: means[name] for name in ("value", "value_clipped", "return")}
+    variance = means["return_squares"] - means["return"] ** 2
+    if variance > 0:
+        unexplained = means["value_error_squares"] - means["value_error"] ** 2
+        metrics["explained_variance"] = 1 - unexplained / variance
+    return metrics
+
+
+def _update_metrics(reports: Sequence[UpdateReport], prefix: str) -> dict[str, float]:
+    """Return the metrics of the optimizer steps of any role, their names with a prefix."""
+    metrics = {
+        "loss": sum(report.loss for report in reports) / len(reports),
+        "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
+        "learning_rate": reports[-1].learning_rate,
+        "skipped_updates": float(reports[-1].num_skipped),
+    }
+    if "aux_loss" in reports[0].metrics:
+        metrics["aux_loss"] = sum(report.metrics["aux_loss"] for report in reports) / len(reports)
+    return {f"{prefix}{name}": value for name, value in metrics.items()}
+
+
+def push_metrics(pushed: PushReport) -> dict[str, float]:
+    """Return version, size and times of a push. A replay, which has no engines, moves nothing."""
+    if pushed.num_buckets == 0:
+        return {"version": float(pushed.version)}
+    return {
+        "version": float(pushed.version),
+        "sync/gb": pushed.num_bytes / 1e9,
+        "sync/transfer_ms": pushed.transfer_s * 1e3,
+        "sync/proof_ms": pushed.proof_s * 1e3,
+        "sync/gb_per_s": pushed.num_bytes / 1e9 / pushed.transfer_s,
+    }
+
+
+def engine_gap_statistics(reports: Sequence[UpdateReport]) -> GapStatistics | None:
+    """Compare engine and trainer log-probs on tokens of the first update, when both have the same weights.
+
+    None where nothing was learned. Median and 90th percentile are right to 15%.
+    """
+    if not reports or "engine_gap_counts" not in reports[0].metrics:
+        return None
+    counts = reports[0].metrics["engine_gap_counts"]
+    mean_gap = reports[0].metrics["engine_gap_mean"] / max(1, reports[0].num_sampled)
+    return GapStatistics(quantile(counts, 0.5), quantile(counts, 0.9), mean_gap)
+
+
+def _gap_spread(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    gaps = engine_gap_statistics(reports)
+    if gaps is None:
+        return {}
+    first = reports[0].metrics
+    return {
+        "engine_gap_median": gaps.median,
+        "engine_gap_p90": gaps.p90,
+        "engine_gap_mean": gaps.mean,
+        "engine_gap_p99": quantile(first["engine_gap_counts"], 0.99),
+        "engine_gap_max": first["engine_gap_max"],
+    }
+
+
+def _gaps_by_lag(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    """Return the mean engine gap of tokens of each lag, and their share; none where lags were not measured.
+
+    That of lag 0 is the mismatch between engine and trainer, that of the others is staleness.
+    """
+    totals = add_up([{name: report.metrics[name] for name in _BY_LAG if name in report.metrics} for report in reports])
+    gaps, counts = (totals.get(name, []) for name in _BY_LAG)
+    metrics: dict[str, float] = {}
+    for lag, (gap, count) in enumerate(zip(gaps, counts, strict=True)):
+        if count:
+            metrics |= {f"engine_gap_lag_{lag}": gap / count, f"tokens_lag_{lag}": count / sum(counts)}
+    return metrics

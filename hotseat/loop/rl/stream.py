@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from statistics import fmean
+from typing import Any, TypeVar
 
+from hotseat import faults
 from hotseat.errors import RunError
 from hotseat.loop.rl.arrivals import Arrivals
-from hotseat.loop.rl.collect import Collected
-from hotseat.loop.rl.rollout import RolloutPhase
+from hotseat.loop.rl.collect import Collected, Collector
+from hotseat.loop.rl.rollout import Evaluation, RolloutRunner, group_filter
+from hotseat.loop.rl.sample_log import SampleLog
+from hotseat.loop.rl.state import RlState
+from hotseat.loop.settings.engine_settings import rollout_sampling
+from hotseat.types import Prompt
 
 T = TypeVar("T")
 
 
-class Stream(Protocol):
-    """Supplies scored groups, and knows when weights change."""
+class Stream(ABC):
+    """Supplies scored groups, and knows when weights change. By default no request is open between two steps."""
 
+    @abstractmethod
     def take(self, step: int) -> Collected:
         """Wait for the groups of the next step. Raises `RunError` if there can be none."""
 
+    @abstractmethod
     def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
         """Run `use` on a batch whose groups hosts hold; return the batch and the result.
 
@@ -28,66 +37,90 @@ class Stream(Protocol):
         than the one passed in, with the same samples.
         """
 
+    @abstractmethod
     def release(self, batch: Collected) -> None:
         """Drop the groups of a batch whose experience was made."""
 
     def crossing(self) -> AbstractContextManager[None]:
         """Guard a push: no request may be answered by two versions of the weights unless the config allows it."""
-
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate the weights that engines serve."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return what the stream measured of the batch that was taken last."""
-
-    def state(self) -> dict[str, Any] | None:
-        """Return what a checkpoint needs besides the order of prompts, as JSON; None: nothing."""
-
-    def save(self, folder: Path) -> None:
-        """Put groups that wait for training into a checkpoint."""
-
-    def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
-        """Continue from a checkpoint that was made after `step`."""
-
-
-class SynchronousStream:
-    """Samples the groups of a step on demand: no request is open during an update or a push."""
-
-    def __init__(self, rollout: RolloutPhase, record: Arrivals):
-        self._rollout = rollout
-        self._record = record
-
-    def take(self, step: int) -> Collected:
-        """Sample and score the groups of the next step."""
-        batch = self._rollout.run(step)
-        self._record.taken(step, batch)
-        return batch
-
-    def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
-        """Run `use` on the batch, sampled again if it was lost."""
-        return self._rollout.with_groups(batch, use)
-
-    def release(self, batch: Collected) -> None:
-        """Drop the groups of a batch."""
-        self._rollout.release(batch)
-
-    def crossing(self) -> AbstractContextManager[None]:
-        """Wait for nothing: no request is open."""
         return nullcontext()
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the weights that engines serve."""
-        return self._rollout.evaluate()
-
-    def metrics(self) -> dict[str, float]:
-        """Return nothing: the rollout phase and the meter measure a synchronous rollout."""
         return {}
 
-    def state(self) -> None:
-        """Return None: between two steps nothing waits."""
+    def metrics(self) -> dict[str, float]:
+        """Return what the stream measured of the batch that was taken last."""
+        return {}
 
-    def save(self, folder: Path) -> None:
-        """Save nothing: between two steps nothing waits."""
+    def state(self) -> dict[str, Any] | None:
+        """Return what a checkpoint needs besides the order of prompts, as JSON; None: nothing."""
+        return None
+
+    def save(self, folder: Path) -> None:  # noqa: B027 -- by default there is nothing to save
+        """Put groups that wait for training into a checkpoint."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
+        """Continue from a checkpoint that was made after `step`."""
+
+
+class SynchronousStream(Stream):
+    """Samples the groups of a step on demand, and again if they were lost with their host.
+
+    No request is open during an update or a push.
+    """
+
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        state: RlState,
+        samples: SampleLog,
+        prompts: Sequence[Prompt],
+        evaluation: Evaluation,
+        record: Arrivals,
+    ):
+        self._recovery = runner.recovery
+        self._settings = runner.settings
+        self._state = state
+        self._samples = samples
+        self._prompts = prompts
+        self._evaluation = evaluation
+        self._record = record
+        self._collector = Collector(runner.answer, runner.groups.hosts, prompts)
+        # Of the batch that was sampled last: order of prompts before it, restarts of hosts by its end, and its step.
+        self._order_before = state.order.state()
+        self._num_host_restarts = 0
+        self._step = 0
+
+    def take(self, step: int) -> Collected:
+        """Sample and score the groups of a step. If that stops the run, record what became of its samples."""
+        faults.reach("generation.before")
+        self._order_before, self._step = self._state.order.state(), step
+        batch = self._sample_until_done()
+        self._record.taken(step, batch)
+        return batch
+
+    def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
+        """Run `use` on the batch that was sampled last; if hosts lost it, sample it again first."""
+
+        def work() -> tuple[Collected, T]:
+            nonlocal batch
+            if self._recovery.num_host_restarts > self._num_host_restarts:
+                batch = self._sample_until_done()
+            return batch, use(batch)
+
+        return self._recovery.during(work)
+
+    def release(self, batch: Collected) -> None:
+        """Let the hosts drop the groups of a batch; the order of prompts gets their scores."""
+        groups = [*batch.groups, *(facts for facts, _ in batch.dropped)]
+        self._state.order.record({facts.prompt: fmean(facts.scores) for facts in groups if facts.scores})
+        self._recovery.during(lambda: self._collector.forget(groups))
+        self._recovery.start_counting()
+
+    def evaluate(self) -> dict[str, float]:
+        return self._evaluation.run()
 
     def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
         """Refuse groups that were sampled ahead: they would be lost."""
@@ -97,3 +130,24 @@ class SynchronousStream:
                 " overlap.staleness is 0 now: resume with the overlap that it was saved with"
             )
         self._record.restored(step, None)
+
+    def _sample_until_done(self) -> Collected:
+        try:
+            batch = self._recovery.during(self._sample)
+        except RunError:
+            self._samples.record_unfinished(self._step, self._collector.unfinished)
+            raise
+        self._num_host_restarts = self._recovery.num_host_restarts
+        return batch
+
+    def _sample(self) -> Collected:
+        # Sampling again gives the same samples: a request's seed is made from its key.
+        self._state.order = self._state.order.at(self._order_before)
+        config = self._settings.config
+        return self._collector.collect(
+            self._state.order,
+            config.rollout.batch_size,
+            config.rollout.samples_per_prompt,
+            rollout_sampling(config),
+            group_filter(config, self._prompts),
+        )

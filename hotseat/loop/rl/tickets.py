@@ -34,7 +34,6 @@ class _Arrivals:
     num_dropped: int = 0
 
     def add(self, arrival: _Arrival) -> None:
-        """Count a group."""
         self.tally.add([*(Failed(why) for _, why in arrival.facts.failures), *arrival.facts.rewards])
         self.each.append(arrival)
         self.num_dropped += arrival.reason is not None
@@ -124,7 +123,6 @@ class Tickets:
 
     @property
     def is_filtered(self) -> bool:
-        """Tell whether groups are dropped for their scores."""
         return self._filter.low is not None or self._filter.high is not None
 
     # --- batches ------------------------------------------------------------------------------------------------------

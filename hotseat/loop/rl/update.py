@@ -5,6 +5,7 @@ The batches of the actor are on its ranks already: `ActorWorker.prepare` made th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotseat import faults
@@ -13,7 +14,6 @@ from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.prepare import Prepared
-from hotseat.loop.rl.report_metrics import mean
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.loop.workers.value_models import CriticWorker
@@ -28,35 +28,42 @@ class Updates:
     critic: list[UpdateReport]
 
 
+@dataclass(frozen=True)
 class UpdatePhase:
     """Makes every optimizer step of a rollout."""
 
-    def __init__(self, groups: Groups, phase_settings: PhaseSettings, state: RlState, meter: PhaseMeter):
-        self._actor = groups.actor
-        self._critic = groups.critic
-        self._settings = phase_settings
-        self._state = state
-        self._meter = meter
+    groups: Groups
+    settings: PhaseSettings
+    state: RlState
+    meter: PhaseMeter
 
     def run(self, prepared: Prepared, step: int) -> Updates:
         """Update the critic first, then the actor, unless the critic is still warming up; adapt the KL coefficient."""
         faults.reach("update.before")
-        critic = self._update_critic(prepared) if self._critic is not None else []
-        is_warm = self._critic is None or step > self._settings.config.critic.warmup_steps
+        critic = self._update_critic(prepared) if self.groups.critic is not None else []
+        is_warm = self.groups.critic is None or step > self.settings.config.critic.warmup_steps
         actor = self._update_actor() if is_warm else []
         kl = mean(actor, "kl")
         if kl is not None:
-            self._state.kl = self._state.kl.updated(kl, self._settings.algebra.samples_per_step)
+            self.state.kl = self.state.kl.updated(kl, self.settings.algebra.samples_per_step)
         return Updates(actor, critic)
 
     def _update_critic(self, prepared: Prepared) -> list[UpdateReport]:
-        assert self._critic is not None
-        num_model_parallel = self._settings.config.train.num_model_parallel
-        returns = as_arguments(self._actor.call_and_keep(ActorWorker.returns)[::num_model_parallel])
-        with self._meter.lease("update", "critic"):
-            arguments = returns, prepared.num_optimizer_steps, self._settings.critic
-            return self._critic.call(CriticWorker.update, *arguments)[0]
+        assert self.groups.critic is not None
+        num_model_parallel = self.settings.config.train.num_model_parallel
+        returns = as_arguments(self.groups.actor.call_and_keep(ActorWorker.returns)[::num_model_parallel])
+        with self.meter.lease("update", "critic"):
+            arguments = returns, prepared.num_optimizer_steps, self.settings.critic
+            return self.groups.critic.call(CriticWorker.update, *arguments)[0]
 
     def _update_actor(self) -> list[UpdateReport]:
-        with self._meter.lease("update", "actor"):
-            return self._actor.call(ActorWorker.update, self._settings.policy)[0]
+        with self.meter.lease("update", "actor"):
+            return self.groups.actor.call(ActorWorker.update, self.settings.policy)[0]
+
+
+def mean(reports: Sequence[UpdateReport], name: str) -> float | None:
+    """Return a metric's mean per learned token, over all optimizer steps of a rollout; None if it was not measured."""
+    if not reports or any(name not in report.metrics for report in reports):
+        return None
+    total: float = sum(report.metrics[name] for report in reports)
+    return total / max(1, sum(report.num_sampled for report in reports))

@@ -118,7 +118,6 @@ class Batcher:
         return taken
 
     def _score(self, requests: Sequence[list[str]]) -> tuple[list[Scored | Exception], Round]:
-        """Score a round, in the thread."""
         sequences, problems = self._tokenized(requests)
         good = [tokens for each, problem in zip(sequences, problems, strict=True) if problem is None for tokens in each]
         rewards = [0.0] * len(good)
@@ -146,7 +145,6 @@ class Batcher:
         return sequences, [self._problem(each) for each in sequences]
 
     def _problem(self, sequences: Sequence[Sequence[int]]) -> str | None:
-        """Return why a request cannot be scored; None if it can."""
         for number, tokens in enumerate(sequences):
             if not tokens:
                 return f"query[{number}] is empty: it has no tokens"

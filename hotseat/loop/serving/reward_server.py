@@ -31,7 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Settings of a server. stop_timeout_s: how long open requests may take once it is told to stop."""
+    """Settings of a server. stop_timeout_s: how long open requests may take after it was stopped."""
 
     host: str = "127.0.0.1"
     port: int = 5000
@@ -205,7 +205,6 @@ def _is_same(token: str, expected: str) -> bool:
 
 
 def _texts(body: bytes) -> list[str] | str:
-    """Return the texts to score, or what is wrong with the request."""
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:

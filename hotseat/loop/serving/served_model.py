@@ -66,7 +66,6 @@ class RewardModel:
         return f"{type(self._model).__name__}, {millions:,.1f}M weights, {self.dtype} on {self._device.type}{longest}"
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text."""
         return list(self.tokenizer(list(texts), add_special_tokens=not self.is_causal)["input_ids"])
 
     @torch.inference_mode()

@@ -16,7 +16,7 @@ from hotseat.rollout.kinds import EngineOptions, EngineSettings, ImageOptions, e
 from hotseat.types import Sampling
 
 
-def sampling(config: Config) -> Sampling:
+def rollout_sampling(config: Config) -> Sampling:
     rollout = config.rollout
     return Sampling(
         max_new_tokens=max_new_tokens(config),

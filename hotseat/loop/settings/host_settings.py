@@ -9,23 +9,26 @@ from hotseat.agents.environments.families import EnvironmentSettings, settings_o
 from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_text
 from hotseat.config.image_paths import image_folder
-from hotseat.config.presence import has_agent, has_critic, has_reward_model, has_simulator
+from hotseat.config.presence import has_agent, has_critic, has_judge, has_reward_model, has_simulator
+from hotseat.config.resolved import judge_length
 from hotseat.config.urls import as_list
 from hotseat.data.images import ImageLimits
 from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.loop.settings.engine_settings import image_options
-from hotseat.loop.settings.judge_settings import judge_of
 from hotseat.loop.state.run_dir import EPISODE_IMAGES, NOTES, ROLLOUTS, SPOOL
 from hotseat.loop.workers.component import ComponentSettings
 from hotseat.loop.workers.image_preparation import HostImages
+from hotseat.loop.workers.observations import SimulationSettings
 from hotseat.loop.workers.rollout_host import HostSettings
-from hotseat.loop.workers.simulation import SimulationSettings
+from hotseat.loop.workers.scorers import ScorerSettings
 from hotseat.placement import Plan
 from hotseat.planning.config_plan import episodes_per_engine
+from hotseat.planning.role_specs import engine_slots
 from hotseat.registry.engines import engine_entry
 from hotseat.registry.estimators import estimator_entry
 from hotseat.rewards.addresses import bearer_token
 from hotseat.rewards.graders import graders_of
+from hotseat.rewards.rubrics import TOKEN, JudgeEngine, JudgeSettings
 from hotseat.rewards.sandbox import SandboxSettings
 from hotseat.user_functions import absolute
 
@@ -34,7 +37,7 @@ FUNCTION_LIMITS, SERVER_LIMITS = (60.0, 2), (180.0, 4)
 
 
 def component_settings(config: Config, plan: Plan) -> list[ComponentSettings]:
-    """Return the components of the user's own, in the order in which the flow has them work."""
+    """Return the custom components, in the order in which the flow has them work."""
     return [
         ComponentSettings(role, absolute(config.components[role].path), config.components[role].kwargs)
         for role in plan.flow.roles
@@ -45,7 +48,6 @@ def component_settings(config: Config, plan: Plan) -> list[ComponentSettings]:
 def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
     """Return the settings of rollout hosts. run_dir: of the run; None where nothing is trained."""
     assert config.actor.model is not None
-    timeout_s, retries = reward_limits(config)
     is_kept = run_dir is not None and config.log.keep_rollouts
     is_spooled = is_kept or (run_dir is not None and config.overlap.staleness > 0)
     folder = Path() if run_dir is None else run_dir.absolute()
@@ -61,26 +63,39 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         deadlines=Deadlines(
             config.agent.turn_timeout_s, config.agent.tool_timeout_s, config.agent.on_timeout == "score"
         ),
-        reward=config.reward.function,
-        eval_reward=config.eval.reward,
-        reward_timeout_s=timeout_s,
-        reward_retries=retries,
-        reward_max_bytes=None if config.reward.max_memory_gib is None else int(config.reward.max_memory_gib * 2**30),
-        reward_urls=tuple(as_list(config.reward.url)),
-        reward_token=bearer_token() if config.reward.url is not None else None,
-        reward_max_open=config.reward.max_open_requests,
+        scorers=scorer_settings(config, run_dir),
         has_reward_model=has_reward_model(config),
         reward_tokenizer=config.reward.model if config.reward.retokenize else None,
         trust_remote_code=config.trust_remote_code,
-        graders=graders_of(config.reward.graders),
-        eval_graders=graders_of(config.eval.graders),
-        judge=judge_of(config, run_dir),
-        sandbox=SandboxSettings.of_config(config.reward.sandbox),
         simulation=simulation_settings(config) if has_simulator(config) else None,
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
         images=_host_images(config, run_dir),
-        notes=str(folder / NOTES) if run_dir is not None and config.cluster.runtime == "ray" else None,
+    )
+
+
+def scorer_settings(config: Config, run_dir: Path | None) -> ScorerSettings:
+    """Return the settings of the scorers of rollout hosts. run_dir: of the run; None where nothing is trained."""
+    reward = config.reward
+    timeout_s, retries = reward_limits(config)
+    notes = None
+    if run_dir is not None and config.cluster.runtime == "ray":
+        notes = str(run_dir.absolute() / NOTES)
+    return ScorerSettings(
+        function=reward.function,
+        eval_function=config.eval.reward,
+        urls=tuple(as_list(reward.url)),
+        token=bearer_token() if reward.url is not None else None,
+        max_open=reward.max_open_requests,
+        timeout_s=timeout_s,
+        retries=retries,
+        max_bytes=None if reward.max_memory_gib is None else int(reward.max_memory_gib * 2**30),
+        seed=config.seed,
+        graders=graders_of(reward.graders),
+        eval_graders=graders_of(config.eval.graders),
+        judge=judge_of(config, run_dir),
+        sandbox=SandboxSettings.of_config(config.reward.sandbox),
+        notes=notes,
     )
 
 
@@ -95,7 +110,6 @@ def reward_limits(config: Config) -> tuple[float, int]:
 
 
 def image_limits(config: Config) -> ImageLimits:
-    """Return the bounds on images."""
     data = config.data
     return ImageLimits(data.max_images_per_prompt, data.max_image_bytes, data.max_image_pixels)
 
@@ -116,7 +130,6 @@ def _host_images(config: Config, run_dir: Path | None) -> HostImages | None:
 
 
 def simulation_settings(config: Config) -> SimulationSettings:
-    """Return the settings of the simulators of one rollout host."""
     env = config.env
     assert env.path is not None
     return SimulationSettings(
@@ -144,7 +157,6 @@ def absolute_file(path: str) -> str:
 
 
 def program_settings(config: Config) -> ProgramSettings:
-    """Return the settings of agents that are programs."""
     agent = config.agent
     return ProgramSettings(
         command=None if agent.command is None else tuple(agent.command),
@@ -162,7 +174,7 @@ def program_settings(config: Config) -> ProgramSettings:
 
 
 def environment_settings(config: Config) -> EnvironmentSettings | None:
-    """Return what plays the episodes in processes of its own; None if nothing does."""
+    """Return the environments that play episodes in their own processes; None if there are none."""
     agent = config.agent
     return settings_of(
         family=agent.environment.family,
@@ -171,4 +183,38 @@ def environment_settings(config: Config) -> EnvironmentSettings | None:
         file=agent.path,
         python=agent.python,
         num_processes=agent.environment.num_processes,
+    )
+
+
+VERDICTS = "judge.jsonl"
+
+
+def judge_of(config: Config, run_dir: Path | None) -> JudgeSettings | None:
+    """Return the settings of the run's judge; None without one. run_dir: for the file of verdicts."""
+    judge = config.reward.judge
+    if not has_judge(config):
+        return None
+    assert judge.rubric is not None
+    assert judge.model is not None
+    usual = 0.0 if judge.votes == 1 else 1.0
+    return JudgeSettings(
+        urls=tuple(as_list(judge.url)),
+        model=judge.model,
+        rubric=Path(judge.rubric).expanduser().read_text(encoding="utf-8"),
+        name=judge.name,
+        weight=judge.weight,
+        pattern=judge.pattern,
+        scale=judge.scale,
+        choices={word.lower(): verdict for word, verdict in (judge.choices or {}).items()},
+        votes=judge.votes,
+        combine=judge.combine,
+        temperature=usual if judge.temperature is None else judge.temperature,
+        max_tokens=judge.max_tokens,
+        request=judge.request,
+        timeout_s=judge.timeout_s,
+        retries=judge.retries,
+        max_open=judge.max_open_requests,
+        token=bearer_token(name=TOKEN) if judge.url is not None else None,
+        engine=JudgeEngine(judge_length(config), engine_slots(config, "judge")) if judge.url is None else None,
+        cache=None if run_dir is None else str(run_dir.absolute() / VERDICTS),
     )

@@ -24,48 +24,14 @@ def policy_settings(
 ) -> PolicySettings:
     """Return how the actor learns from a rollout. version: of the weights that learn, to measure the lag of tokens."""
     version = version if config.overlap.staleness > 0 else None
-    algorithm, correction, reward = config.algorithm, config.algorithm.correction, config.reward
-    weighing = correction_entry(correction_kind(config))
-    kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
+    algorithm = config.algorithm
+    kl_in_loss, kl_in_reward = (kl_coefficient, 0.0) if algorithm.kl.as_loss else (0.0, kl_coefficient)
     return PolicySettings(
-        objective=PolicyObjective(
-            ratio=absolute(algorithm.policy_loss),
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            correction=None if weighing.function is None else weighing.name,
-            correction_low=correction.low,
-            correction_high=correction.high,
-            rejection=correction.reject,
-            rejection_low=correction.reject_low,
-            rejection_high=correction.reject_high,
-            kl_estimator=kl_estimator(config),
-            kl_coefficient=kl_coefficient if algorithm.kl.as_loss else 0.0,
-            entropy_coefficient=algorithm.entropy_coef,
-            ratio_to="rollout" if weighing.replaces_ratio else "old",
-            max_lag=0 if version is None else config.overlap.staleness,
-        ),
-        advantages=AdvantageSettings(
-            estimator=absolute(algorithm.estimator),
-            gamma=algorithm.gamma,
-            gae_lambda=algorithm.gae_lambda,
-            divide_by_std=algorithm.std_norm,
-            over_batch=algorithm.batch_norm,
-            reward_clip=reward.clip,
-            kl_in_reward=kl_in_reward,
-            kl_estimator=kl_estimator(config),
-            overlong_buffer=reward.overlong.buffer_length,
-            overlong_factor=reward.overlong.penalty_factor,
-            truncation_penalty=reward.truncation_penalty,
-            max_sampled=max_sampled_tokens(config),
-            distill_coefficient=algorithm.distill_coef,
-            time_step=algorithm.time_step,
-            ratio_step=ratio_step(config),
-            turn_credit=algorithm.turn_credit,
-        ),
+        objective=_policy_objective(config, kl_in_loss, max_lag=0 if version is None else config.overlap.staleness),
+        advantages=_advantage_settings(config, kl_in_reward),
         aggregation=aggregation(config),
         mask_truncated=algorithm.mask_truncated,
-        normalises_corrections=correction.normalise,
+        normalises_corrections=algorithm.correction.normalise,
         max_epochs=config.train.max_epochs,
         # With one optimizer step per rollout the ratio is exactly one, and the old log-probs are the current ones.
         needs_old_log_probs=(
@@ -73,7 +39,7 @@ def policy_settings(
             or kl_in_reward > 0
             or is_filtered(config)
             or has_inference(config)
-            or correction.normalise
+            or algorithm.correction.normalise
             or algorithm.distill_coef > 0
         ),
         temperature=config.rollout.temperature,
@@ -82,6 +48,50 @@ def policy_settings(
         # A sample whose advantage is zero still says something about the balance of experts.
         learns_from_every_sample=algorithm.aux_loss_coef > 0,
         version=version,
+    )
+
+
+def _policy_objective(config: Config, kl_coefficient: float, max_lag: int) -> PolicyObjective:
+    algorithm, correction = config.algorithm, config.algorithm.correction
+    weighing = correction_entry(correction_kind(config))
+    return PolicyObjective(
+        ratio=absolute(algorithm.policy_loss),
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        correction=None if weighing.function is None else weighing.name,
+        correction_low=correction.low,
+        correction_high=correction.high,
+        rejection=correction.reject,
+        rejection_low=correction.reject_low,
+        rejection_high=correction.reject_high,
+        kl_estimator=kl_estimator(config),
+        kl_coefficient=kl_coefficient,
+        entropy_coefficient=algorithm.entropy_coef,
+        ratio_to="rollout" if weighing.replaces_ratio else "old",
+        max_lag=max_lag,
+    )
+
+
+def _advantage_settings(config: Config, kl_in_reward: float) -> AdvantageSettings:
+    algorithm, reward = config.algorithm, config.reward
+    return AdvantageSettings(
+        estimator=absolute(algorithm.estimator),
+        gamma=algorithm.gamma,
+        gae_lambda=algorithm.gae_lambda,
+        divide_by_std=algorithm.std_norm,
+        over_batch=algorithm.batch_norm,
+        reward_clip=reward.clip,
+        kl_in_reward=kl_in_reward,
+        kl_estimator=kl_estimator(config),
+        overlong_buffer=reward.overlong.buffer_length,
+        overlong_factor=reward.overlong.penalty_factor,
+        truncation_penalty=reward.truncation_penalty,
+        max_sampled=max_sampled_tokens(config),
+        distill_coefficient=algorithm.distill_coef,
+        time_step=algorithm.time_step,
+        ratio_step=ratio_step(config),
+        turn_credit=algorithm.turn_credit,
     )
 
 
@@ -129,7 +139,6 @@ def weight_transports(config: Config, plan: Plan, is_cuda: bool, role: str = "ro
     actor = [process.devices for process in plan.role("actor").processes]
     receivers = [process.devices for process in plan.role(role).processes]
     if config.cluster.runtime == "local" and is_cuda:
-        receivers = [actor[0]] * len(
-            receivers
-        )  # In one process all roles have the same device, whatever the plan says.
+        # In one process all roles have the same device, whatever the plan says.
+        receivers = [actor[0]] * len(receivers)
     return choose_transports(actor, receivers, is_cuda, config.rollout.weight_transport)

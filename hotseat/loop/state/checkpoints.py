@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -56,34 +56,22 @@ class Checkpoint:
     state: Mapping[str, Any]
 
 
+@dataclass(eq=False)
 class CheckpointStore:
-    """Checkpoints of one run.
+    """Checkpoints of one run, in a directory that need not exist yet.
 
     keep_last: how many are kept, besides the best by `best_metric`. max_bytes: size of all of them, above which older
-    ones are deleted; the newest and the best stay.
+    ones are deleted; the newest and the best stay. is_private: the states of checkpoints hold secrets, and only this
+    user may read them. patience_s: how long `commit` waits for the files of other nodes to appear.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        keep_last: int = 3,
-        max_bytes: int | None = None,
-        is_private: bool = False,
-        patience_s: float = _PATIENCE_S,
-    ):
-        """Make a store over a directory, which need not exist yet.
-
-        is_private: the states of checkpoints hold secrets, and only this user may read them. patience_s: how long
-        `commit` waits for the files of other nodes to appear.
-        """
-        self.directory = directory
-        self.warn: Callable[[str], object] = _to_stderr
-        self._keep_last = keep_last
-        self._max_bytes = max_bytes
-        self._is_private = is_private
-        self._patience_s = patience_s
-        self._warned_of: set[Path] = set()
+    directory: Path
+    keep_last: int = 3
+    max_bytes: int | None = None
+    is_private: bool = False
+    patience_s: float = _PATIENCE_S
+    warn: Callable[[str], object] = field(default=lambda text: print(text, file=sys.stderr), init=False)
+    _warned_of: set[Path] = field(default_factory=set, init=False)
 
     # --- writing --------------------------------------------------------------------------------------------------
 
@@ -139,7 +127,7 @@ class CheckpointStore:
             raise CheckpointError(f"{target} is there already: a checkpoint is never overwritten")
         with self.explained(step):
             self._wait_for_ranks(step, writing, num_ranks)
-            write_whole(writing / STATE, json.dumps(state, indent=1) + "\n", is_private=self._is_private)
+            write_whole(writing / STATE, json.dumps(state, indent=1) + "\n", is_private=self.is_private)
             files = {str(path.relative_to(writing)): _facts(path) for path in _files(writing)}
             manifest = {"format": FORMAT, "step": step, "files": files}
             (writing / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
@@ -157,7 +145,7 @@ class CheckpointStore:
 
     def _wait_for_ranks(self, step: int, writing: Path, num_ranks: Mapping[str, int]) -> None:
         """Wait for the files of all ranks, which may appear late on a network disk. Raises if they do not."""
-        until_s = time.monotonic() + self._patience_s
+        until_s = time.monotonic() + self.patience_s
         while missing := [each for folder, number in num_ranks.items() for each in _missing(writing, folder, number)]:
             if time.monotonic() > until_s:
                 raise CheckpointError(
@@ -281,11 +269,11 @@ class CheckpointStore:
         paths = list(metrics)
         measured = {path: metric for path, metric in metrics.items() if metric is not None}
         best = max(measured, key=lambda path: measured[path], default=None)
-        keep = {*paths[-self._keep_last :], newest} | ({best} if best is not None else set())
-        if self._max_bytes is not None:
+        keep = {*paths[-self.keep_last :], newest} | ({best} if best is not None else set())
+        if self.max_bytes is not None:
             sizes = {path: sum(file.stat().st_size for file in _files(path)) for path in keep}
             for path in sorted(keep - {newest, best}):
-                if sum(sizes[kept] for kept in keep) > self._max_bytes:
+                if sum(sizes[kept] for kept in keep) > self.max_bytes:
                     keep.discard(path)
         for path in paths:
             if path not in keep:
@@ -325,7 +313,6 @@ class CheckpointStore:
             self.warn(f"{path} {what}")
 
     def size(self, step: int) -> int:
-        """Return the bytes of a checkpoint."""
         return sum(path.stat().st_size for path in _files(self.path(step)))
 
     def delete_all(self, but_with: str) -> list[int]:
@@ -358,10 +345,6 @@ def _missing(writing: Path, folder: str, num_ranks: int) -> Iterator[str]:
 
 def _reason(error: Exception) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _name(step: int) -> str:

@@ -45,13 +45,11 @@ def remove_unneeded_images(run_dir: Path, checkpoints: Path) -> int:
 
 
 def _files(*folders: Path) -> Iterator[Path]:
-    """Yield the files below folders, but those with tensors."""
     for folder in folders:
         yield from (path for path in folder.rglob("*") if path.is_file() and path.suffix not in _TENSORS)
 
 
 def _names(files: Iterable[Path]) -> Iterator[str]:
-    """Yield the digests of prepared images that files refer to."""
     for file in files:
         if not file.is_file():
             continue

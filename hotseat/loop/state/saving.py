@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import copy
 import fcntl
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +18,9 @@ from hotseat.checks.run_directory import LOCK, in_use, owner_of
 from hotseat.config import Config, to_saved
 from hotseat.config.changes import NUM_STEPS, Change, changes_between
 from hotseat.config.hiding import has_secrets
-from hotseat.errors import CheckpointError, DeadlineError, HotseatError, UserError
+from hotseat.errors import CheckpointError, HotseatError, UserError
 from hotseat.files import opened
+from hotseat.loop.state.background_save import BackgroundSave
 from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint
 from hotseat.loop.state.run_dir import write_config
 from hotseat.machine import available_bytes
@@ -36,7 +34,6 @@ MODEL, CRITIC = "model", "critic"  # folders of a run or a checkpoint that hold 
 _ROOM_FOR_A_COPY = 2
 # Wait for a background save when a run fails: long enough to be worthwhile, short enough not to delay the error much.
 _LAST_WAIT_S = 30.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 # Limits on checkpoints that are made by default: they take at most one part in _TIME_PARTS of a run's time, and one
 # part in _DISK_PARTS of the free disk.
 _TIME_PARTS, _DISK_PARTS = 20, 2
@@ -66,75 +63,6 @@ def for_ranks(path: Path) -> str:
     return str(path.absolute())
 
 
-class _BackgroundSave:
-    """Checkpoint that a thread completes while the run continues.
-
-    The thread calls `is_written` until the ranks have written their shares, then `commit`, which makes the checkpoint
-    current inside the context that it is passed. It ends with the error of either, or when it is given up: then the
-    checkpoint is current already, or never will be.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        is_written: Callable[[], bool],
-        commit: Callable[[AbstractContextManager[None]], object],
-        timeout_s: float,
-    ):
-        self.step = step
-        self.done: Future[None] = Future()
-        self._is_written = is_written
-        self._commit = commit
-        self._timeout_s = timeout_s
-        self._is_given_up = threading.Event()
-        self._current = threading.Lock()  # held while the checkpoint becomes current, or is given up
-        threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=True).start()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the checkpoint is complete. Raises if it failed or is late."""
-        concurrent.futures.wait([self.done], timeout=timeout_s)
-        if not self.done.done():
-            raise self._late(timeout_s)
-        self.done.result()
-
-    def give_up(self) -> None:
-        """Stop waiting for the ranks, and commit nothing unless it is done."""
-        with self._current:
-            self._is_given_up.set()
-
-    @contextmanager
-    def _unless_given_up(self) -> Iterator[None]:
-        with self._current:
-            if self._is_given_up.is_set():
-                raise CheckpointError(f"the checkpoint of step {self.step} was given up")
-            yield
-
-    def _run(self) -> None:
-        try:
-            if self._wait_for_ranks():
-                self._commit(self._unless_given_up())
-        except BaseException as error:  # torch raises errors that are no `Exception`; `wait` raises them again
-            self.done.set_exception(error)
-        else:
-            self.done.set_result(None)
-
-    def _wait_for_ranks(self) -> bool:
-        until, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
-        while not self._is_written():
-            if time.monotonic() > until:
-                raise self._late(self._timeout_s)
-            if self._is_given_up.wait(pause_s):
-                break
-            pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
-        return not self._is_given_up.is_set()
-
-    def _late(self, timeout_s: float) -> DeadlineError:
-        return DeadlineError(
-            f"the checkpoint of step {self.step} was not written in {timeout_s:.1f} s: set cluster.call_timeout_s"
-            " higher if the disk takes that long"
-        )
-
-
 class Saver:
     """Writes checkpoints as the config asks, and finds the one to resume from.
 
@@ -157,7 +85,7 @@ class Saver:
         self._tokenizer = tokenizer
         self._num_steps = num_steps
         self._timeout_s = config.cluster.call_timeout_s
-        self._background_save: _BackgroundSave | None = None
+        self._background_save: BackgroundSave | None = None
         self._stood_still_s: float | None = None  # time that saves held up the run since the last `metrics`
         self.changes: list[Change] = []  # since the checkpoint that `find` returned
         self._clock = clock
@@ -230,7 +158,6 @@ class Saver:
 
     @property
     def can_save(self) -> bool:
-        """Tell whether the config asks for checkpoints."""
         return self._config.checkpoint.every is not None or self._config.checkpoint.minutes is not None
 
     def is_due(self, step: int, is_stopping: bool) -> bool:
@@ -267,7 +194,6 @@ class Saver:
         return "the model is exported" if self._is_exporting else "this step is finished and saved"
 
     def made(self, step: int) -> None:
-        """Record that a step was finished."""
         self._last_made = step
 
     def ending(self, command: str) -> str:
@@ -351,7 +277,7 @@ class Saver:
         return digest_of_checkpoint(self._store.path(step)) if step in self._store.steps() else None
 
     def finish(self, say: Callable[[str], object]) -> None:
-        """After the run's end: name the last checkpoint and its size, or delete what `keep_final` does not keep."""
+        """Name the last checkpoint and its size at the end of a run, or delete what `keep_final` does not keep."""
         if not self._config.checkpoint.keep_final:
             deleted = self._store.delete_all(but_with=MODEL)
             if deleted:
@@ -415,7 +341,7 @@ class Saver:
         def commit(when_current: AbstractContextManager[None]) -> None:
             self._store.commit(step, state, num_ranks, when_current)
 
-        self._background_save = _BackgroundSave(step, ask, commit, self._timeout_s)
+        self._background_save = BackgroundSave(step, ask, commit, self._timeout_s)
         return self._store.path(step)
 
     def _saves_in_background(self, num_bytes: int) -> bool:
@@ -476,7 +402,6 @@ class Saver:
 
 
 def _bytes(number: int) -> str:
-    """Write a number of bytes in MiB, or in GiB from one on."""
     return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from hotseat.cluster import Cluster, WorkerGroup, activity
 from hotseat.cluster.doctor import Diagnosis, Watch, examine, is_hang
 from hotseat.errors import DeadlineError, RunError
 from hotseat.files import opened
-from hotseat.loop.state.readiness import ENGINES
 from hotseat.loop.state.run_dir import HANGS
 from hotseat.loop.workers.model_workers import BackendWorker
 from hotseat.observe import Journal
@@ -71,3 +72,37 @@ def doing_in(cluster: Cluster) -> list[str]:
 def _keep(run_dir: Path, diagnosis: Diagnosis) -> None:
     with opened(run_dir / HANGS, "a") as file:
         file.write(diagnosis.text() + "\n")
+
+
+ENGINES = "rollout"  # the role whose processes are announced one by one
+
+
+class Readiness:
+    """Shows a line for each role, and for each engine, when it is ready. Groups report from other threads."""
+
+    def __init__(self, show: Callable[[str], object]):
+        self._show = show
+        self._lock = threading.Lock()
+        self._waiting: dict[str, set[int]] = {}  # ranks of each role that are not ready yet
+        self._is_closed = False
+
+    def watch(self, group: WorkerGroup[Any], started_s: float) -> None:
+        """Announce a group that was launched at `started_s`, by `time.monotonic`."""
+        self._waiting[group.name] = set(group.ranks)
+        group.when_started(partial(self._note, group.name, group.size, started_s))
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+
+    def _note(self, role: str, size: int, started_s: float, rank: int) -> None:
+        with self._lock:
+            waiting = self._waiting[role]
+            if self._is_closed or rank not in waiting:
+                return
+            waiting.remove(rank)
+            after = f"ready after {time.monotonic() - started_s:.1f} s"
+            if role == ENGINES:
+                self._show(f"engine {rank} {after}")
+            elif not waiting:
+                self._show(f"{role} {after}{f' ({size} ranks)' if size > 1 else ''}")

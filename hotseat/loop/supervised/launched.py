@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,6 @@ from hotseat.config.presence import has_reference
 from hotseat.errors import UserError
 from hotseat.loop.inputs import supervised_inputs
 from hotseat.loop.opening import (
-    Exported,
-    ExportingRanks,
     OpenRun,
     are_budgets_tried,
     export_models,
@@ -26,16 +24,17 @@ from hotseat.loop.opening import (
     with_known_dtype,
 )
 from hotseat.loop.state.run_dir import write_config
-from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
+from hotseat.loop.state.saving import Saver, for_ranks
 from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
 from hotseat.loop.supervised.supervised_loop import (
     SupervisedRun,
     TokenBudget,
+    TrainingRanks,
     columns,
     train_supervised,
     worker_arguments,
 )
-from hotseat.loop.supervised.supervised_worker import Preparation, StepResult, SupervisedWorker
+from hotseat.loop.supervised.supervised_worker import SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.machine import has_gpu
 from hotseat.observe import LiveView, NullJournal
@@ -50,38 +49,6 @@ from hotseat.planning.budgets import (
 from hotseat.planning.config_plan import is_offloaded, make_plan, with_budgets
 
 AGAIN = "start it again with checkpoint.resume=true"
-
-
-class LaunchedRanks:
-    """Ranks that train, each in a process of its own; every rank makes the same calls."""
-
-    def __init__(self, worker: SupervisedWorker, led_ranks: LedRanks[SupervisedWorker], num_ranks: int):
-        self._worker = worker
-        self._led = led_ranks
-        self._num_ranks = num_ranks
-
-    def prepare(self) -> Preparation:
-        """Do a part of what comes before the first step."""
-        return self._worker.prepare()
-
-    def step(self) -> Sequence[StepResult]:
-        """Make an optimizer step; every rank returns its own."""
-        return [self._worker.measured_step()]
-
-    def evaluate(self) -> dict[str, float]:
-        """Return the metrics of the held-out examples."""
-        return self._worker.evaluate()
-
-    def checkpoint_source(self, evaluation: dict[str, float]) -> CheckpointSource:
-        """Return the calls that write a checkpoint; the first rank calls the others."""
-        worker, led_ranks = self._worker, self._led
-        return CheckpointSource(
-            num_bytes=lambda: sum(led_ranks.call(SupervisedWorker.saved_bytes)),
-            write=lambda path: led_ranks.call(SupervisedWorker.save, for_ranks(path / BACKEND)),
-            export=lambda path: led_ranks.call(SupervisedWorker.export, for_ranks(path)),
-            state=lambda: {**worker.state(), "evaluation": evaluation, "num_ranks": self._num_ranks},
-            num_ranks={BACKEND: self._num_ranks},
-        )
 
 
 def run_launched(config: Config, view: LiveView) -> dict[str, float]:
@@ -104,21 +71,17 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
         )
     led_ranks = LedRanks(worker, rank)
 
-    def exporting(what: Exported) -> ExportingRanks:
-        return ExportingRanks(
-            on_first=lambda method, *args: method(worker, *args),
-            write=lambda folder: led_ranks.call(SupervisedWorker.export, folder, what == "moving average"),
-        )
+    def on_this(method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return [method(worker, *args, **kwargs)]
 
+    ranks = TrainingRanks(each=on_this, call=led_ranks.call, on_first=on_this, num_ranks=num_ranks)
     try:
         with ExitStack() as stack:
 
             def begin() -> OpenRun:
                 run = stack.enter_context(open_run(config, inputs, columns(inputs.data), view, AGAIN))
                 if run.checkpoint is not None and run.evaluation is None:
-                    led_ranks.call(
-                        SupervisedWorker.resume, for_ranks(run.checkpoint.path / BACKEND), dict(run.checkpoint.state)
-                    )
+                    ranks.resume(run.checkpoint)
                 return run
 
             run = _open_on_first(config, led_ranks, begin, stack)
@@ -129,11 +92,10 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
             # A rank that runs out of memory ends alone, so that rank writes the budget for all.
             with smaller_budget_kept(lambda: budget.config, lambda smaller: write_config(run.run_dir, smaller)):
                 num_steps, eval_every = inputs.algebra.num_steps or 0, config.eval.every
-                ranks = LaunchedRanks(worker, led_ranks, num_ranks)
                 supervised = SupervisedRun(num_steps, eval_every, inputs.data, ranks, budget)
                 evaluation = train_supervised(supervised, run.journal, saver, run.checkpoint)
             with run.saver.exporting():
-                led_ranks.led(lambda: export_models(run, exporting, inputs.tokenizer, num_steps))
+                led_ranks.led(lambda: export_models(run, ranks.exporting, inputs.tokenizer, num_steps))
         return evaluation
     finally:
         worker.close()

@@ -58,10 +58,6 @@ class LedRanks(Generic[W]):
         self._broadcast("call", (name, args, kwargs))
         return self._run(name, args, kwargs)
 
-    def any(self, fact: bool, what: str) -> bool:
-        """Tell whether a fact is true on any rank. All ranks call it."""
-        return any(self.each(fact, what))
-
     def _follow(self) -> Any:
         while True:
             kind, message = self.each(None, "hear from the first rank")[0]
@@ -132,5 +128,5 @@ class LedSaver:
         if not (is_stopping or facts[0][1]):  # the first rank's clock decides
             return
         path = self._ranks.led(lambda: self._saver.save_if_due(step, source, evaluation, journal, is_stopping))
-        if path is not None and (is_stopping or self._ranks.any(self._saver.is_stopping, "agree on it again")):
+        if path is not None and (is_stopping or any(self._ranks.each(self._saver.is_stopping, "agree on it again"))):
             self._saver.stop(path, journal)

@@ -9,39 +9,84 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, token_budget, tokens_per_micro_batch
-from hotseat.loop import settings
 from hotseat.loop.inputs import SupervisedData, SupervisedInputs
-from hotseat.loop.opening import ClusterContext
+from hotseat.loop.opening import ClusterContext, Exported, ExportingRanks
+from hotseat.loop.settings.learning_settings import train_batches
+from hotseat.loop.settings.training_options import reference_settings, train_options
 from hotseat.loop.state.checkpoints import Checkpoint
-from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
+from hotseat.loop.state.watchdog import Readiness
 from hotseat.loop.supervised.led_ranks import LedSaver
-from hotseat.loop.supervised.supervised_worker import Preparation, StepResult, SupervisedWorker
+from hotseat.loop.supervised.supervised_worker import StepResult, SupervisedTask, SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.observe import Journal
 from hotseat.planning.budgets import Use, least_tokens, lowered_note, lowered_until, with_budget
 from hotseat.planning.config_plan import is_offloaded
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-class TrainingRanks(Protocol):
-    """Ranks that train; each call runs on all of them."""
 
-    def prepare(self) -> Preparation:
-        """Do a part of what an objective with a reference does before the first step."""
+class CallsRanks(Protocol):
+    """Calls a method of all ranks, and returns the results of those that this process knows."""
 
-    def step(self) -> Sequence[StepResult]:
-        """Make an optimizer step; return its result on the ranks of which this process knows."""
+    def __call__(
+        self, method: Callable[Concatenate[SupervisedWorker, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]: ...
+
+
+@dataclass(frozen=True)
+class TrainingRanks:
+    """Ranks that train: a worker group that this process drives, or ranks that a launcher started.
+
+    each: for calls that every launched rank makes by itself. call: for calls that the first rank makes for all.
+    on_first: calls the first rank alone, from its process or the driver's. has_snapshots: a checkpoint can be written
+    while the ranks continue.
+    """
+
+    each: CallsRanks
+    call: CallsRanks
+    on_first: CallsRanks
+    num_ranks: int
+    has_snapshots: bool = False
+
+    @classmethod
+    def of_group(cls, actor: WorkerGroup[SupervisedWorker]) -> TrainingRanks:
+        return cls(actor.call, actor.call, actor.on(0).call, actor.size, has_snapshots=True)
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        self.call(SupervisedWorker.resume, for_ranks(checkpoint.path / BACKEND), dict(checkpoint.state))
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics of the held-out examples."""
+        return self.each(SupervisedWorker.evaluate)[0]
 
     def checkpoint_source(self, evaluation: dict[str, float]) -> CheckpointSource:
-        """Return the calls that write a checkpoint."""
+        def snapshot(path: Path) -> Callable[[], bool]:
+            self.call(SupervisedWorker.snapshot, for_ranks(path / BACKEND))
+            return lambda: all(self.call(SupervisedWorker.is_written))
+
+        def state() -> dict[str, Any]:
+            return {**self.on_first(SupervisedWorker.state)[0], "evaluation": evaluation, "num_ranks": self.num_ranks}
+
+        return CheckpointSource(
+            num_bytes=lambda: sum(self.call(SupervisedWorker.saved_bytes)),
+            write=lambda path: self.call(SupervisedWorker.save, for_ranks(path / BACKEND)),
+            snapshot=snapshot if self.has_snapshots else None,
+            num_ranks={BACKEND: self.num_ranks},
+            export=lambda path: self.call(SupervisedWorker.export, for_ranks(path)),
+            state=state,
+        )
+
+    def exporting(self, what: Exported) -> ExportingRanks:
+        return ExportingRanks(
+            on_first=lambda method, *args: self.on_first(method, *args)[0],
+            write=lambda folder: self.call(SupervisedWorker.export, folder, what == "moving average"),
+        )
 
 
 @dataclass(frozen=True)
@@ -65,11 +110,14 @@ def train_supervised(
 ) -> dict[str, float]:
     """Train to the last step, from the beginning or from a checkpoint, and return the last evaluation."""
     prepare(run, journal)
-    first_step, evaluation = begin(run, journal) if checkpoint is None else resumed(checkpoint)
+    if checkpoint is None:
+        first_step, evaluation = 1, first_evaluation(run, journal)
+    else:  # which the ranks have loaded
+        first_step, evaluation = checkpoint.step + 1, dict(checkpoint.state["evaluation"])
     for step in range(first_step, run.num_steps + 1):
         started_s = time.monotonic()
         journal.phase("update")
-        results = run.ranks.step()
+        results = run.ranks.each(SupervisedWorker.measured_step)
         run.budget.keep_lowered(results[0].lowered)
         metrics = step_metrics(run.data, results, time.monotonic() - started_s) | saver.metrics()
         if run.is_evaluated(step):
@@ -88,26 +136,20 @@ def prepare(run: SupervisedRun, journal: Journal) -> None:
     if not run.data.objective.needs_reference:
         return
     journal.phase("reference")
-    preparation = run.ranks.prepare()
-    while not preparation.is_done:
-        preparation = run.ranks.prepare()
+    while not (preparation := run.ranks.each(SupervisedWorker.prepare)[0]).is_done:
+        pass
     for note in preparation.notes:
         journal.say(note)
 
 
-def begin(run: SupervisedRun, journal: Journal) -> tuple[int, dict[str, float]]:
-    """Evaluate the model that the run starts from; return the first step and that evaluation."""
+def first_evaluation(run: SupervisedRun, journal: Journal) -> dict[str, float]:
+    """Evaluate the model that the run starts from."""
     if not run.data.held_out:
-        return 1, {}
+        return {}
     journal.phase("evaluate")
     evaluation = run.ranks.evaluate()
     journal.step(0, evaluation)
-    return 1, evaluation
-
-
-def resumed(checkpoint: Checkpoint) -> tuple[int, dict[str, float]]:
-    """Return the step after a checkpoint, which the ranks have loaded, and the checkpoint's evaluation."""
-    return checkpoint.step + 1, dict(checkpoint.state["evaluation"])
+    return evaluation
 
 
 def step_metrics(data: SupervisedData, results: Sequence[StepResult], seconds: float) -> dict[str, float]:
@@ -148,22 +190,20 @@ def worker_arguments(
     """Return the arguments of `SupervisedWorker`, except for those about its rank."""
     assert algebra.schedule_length is not None
     options = replace(
-        settings.train_options(config, algebra.schedule_length),
+        train_options(config, algebra.schedule_length),
         head=data.objective.head,
         value_head_prefix=config.algorithm.reward_modelling.value_head_prefix,
     )
-    return (
-        config.actor.model,
-        options,
+    task = SupervisedTask(
         data.objective,
         data.items,
         data.held_out,
         config.train.batch_size,
-        settings.train_batches(config),
+        train_batches(config),
         config.seed,
-        config.trust_remote_code,
-        settings.reference_settings(config, is_reference_offloaded),
+        reference_settings(config, is_reference_offloaded),
     )
+    return config.actor.model, options, task, config.trust_remote_code
 
 
 def launch_ranks(
@@ -190,42 +230,6 @@ def launch_ranks(
     )
     Readiness(journal.progress).watch(actor, started_s)
     return actor
-
-
-class RanksOnCluster:
-    """Ranks that train in a worker group, driven from this process."""
-
-    def __init__(self, actor: WorkerGroup[SupervisedWorker]):
-        self._actor = actor
-
-    def prepare(self) -> Preparation:
-        """Do a part of what comes before the first step."""
-        return self._actor.call(SupervisedWorker.prepare)[0]
-
-    def step(self) -> Sequence[StepResult]:
-        """Make an optimizer step."""
-        return self._actor.call(SupervisedWorker.measured_step)
-
-    def evaluate(self) -> dict[str, float]:
-        """Return the metrics of the held-out examples."""
-        return self._actor.call(SupervisedWorker.evaluate)[0]
-
-    def checkpoint_source(self, evaluation: dict[str, float]) -> CheckpointSource:
-        """Return the calls that write a checkpoint."""
-        actor = self._actor
-
-        def snapshot(path: Path) -> Callable[[], bool]:
-            actor.call(SupervisedWorker.snapshot, for_ranks(path / BACKEND))
-            return lambda: all(actor.call(SupervisedWorker.is_written))
-
-        return CheckpointSource(
-            num_bytes=lambda: sum(actor.call(SupervisedWorker.saved_bytes)),
-            write=lambda path: actor.call(SupervisedWorker.save, for_ranks(path / BACKEND)),
-            snapshot=snapshot,
-            num_ranks={BACKEND: actor.size},
-            export=lambda path: actor.call(SupervisedWorker.export, for_ranks(path)),
-            state=lambda: {**actor.call(SupervisedWorker.state)[0], "evaluation": evaluation, "num_ranks": actor.size},
-        )
 
 
 class TokenBudget:

@@ -63,52 +63,54 @@ class StepResult:
     held: Held
 
 
+@dataclass(frozen=True)
+class SupervisedTask:
+    """Data and objective of supervised training, the same on every rank. reference: of an objective that has one."""
+
+    objective: Objective[Any]
+    items: Sequence[Any]
+    held_out: Sequence[Any]
+    batch_size: int
+    cut: BatchSettings
+    seed: int
+    reference: ReferenceSettings | None = None
+
+
 class SupervisedWorker(BackendWorker):
-    """Rank of a model that learns by an objective."""
+    """Rank of a model that learns by an objective. rank, num_ranks: count data-parallel ranks."""
 
     def __init__(
         self,
         model: str,
         options: TrainOptions,
-        objective: Objective[Any],
-        items: Sequence[Any],
-        held_out: Sequence[Any],
-        batch_size: int,
-        cut: BatchSettings,
-        seed: int,
+        task: SupervisedTask,
         trust_remote_code: bool = False,
-        reference: ReferenceSettings | None = None,
         *,
         rank: int,
         num_ranks: int,
         folder_proof: FolderProof | None = None,
     ):
-        """Load the model. `rank` and `num_ranks` count data-parallel ranks. reference: of an objective that has one."""
         super().__init__(model, options, trust_remote_code, folder_proof=folder_proof)
         self._trust_remote_code = trust_remote_code
-        self._reference_settings = reference
+        self._task = task
         self._reference: Reference | None = None  # that scores in every step
-        if reference is not None and reference.folder is None:
-            self._reference = load_reference(reference, self._backend, trust_remote_code)
+        if task.reference is not None and task.reference.folder is None:
+            self._reference = load_reference(task.reference, self._backend, trust_remote_code)
         self._preparation: Iterator[Preparation] | None = None
-        self._objective = objective
-        self._items = items
-        self._held_out = held_out
-        self._batch_size = batch_size
-        self._cut = cut
-        self._order = PromptOrder(len(items), seed, digest_of(items))
-        self._rank = rank
-        self._num_ranks = num_ranks
+        self._items, self._held_out = task.items, task.held_out
+        self._cut = task.cut
+        self._order = PromptOrder(len(task.items), task.seed, digest_of(task.items))
+        self._rank, self._num_ranks = rank, num_ranks
         self._evaluation: tuple[int, dict[str, float]] | None = None  # version of the weights, and its metrics
 
     def step(self) -> UpdateReport:
         """Make an optimizer step on the next items. Collective."""
-        chosen = [self._items[index] for _, index in self._order.next(self._batch_size)]
+        chosen = [self._items[index] for _, index in self._order.next(self._task.batch_size)]
         _, report = self._cutter.run(
             "train",
             self._cut,
             lambda cut: self._mine(chosen, cut),
-            lambda pieces: self._backend.update(self._compared(pieces, chosen), self._objective.loss, 1.0),
+            lambda pieces: self._backend.update(self._compared(pieces, chosen), self._task.objective.loss, 1.0),
         )
         return report
 
@@ -122,7 +124,7 @@ class SupervisedWorker(BackendWorker):
         return next(self._preparation)
 
     def _prepare(self) -> Iterator[Preparation]:
-        settings = self._reference_settings
+        settings = self._task.reference
         assert settings is not None
         notes: list[str] = []
         todo = {"held-out pairs": self._held_out} if self._held_out else {}
@@ -158,12 +160,11 @@ class SupervisedWorker(BackendWorker):
             yield Preparation(num_to_do, num_to_do, tuple(notes))
 
     def _scores(self, reference: Reference, items: Sequence[Any]) -> list[tuple[float, float]]:
-        """Return the reference's log-probs of both answers of each item, of all ranks."""
         mine: list[int] = []
 
         def cut_mine(cut: BatchSettings) -> list[MicroBatch]:
             mine[:] = self._my_indices(items, cut)
-            return self._objective.batches([items[index] for index in mine], items, cut)
+            return self._task.objective.batches([items[index] for index in mine], items, cut)
 
         def score(pieces: list[MicroBatch]) -> dict[int, tuple[float, float]]:
             scored = zip(pieces, reference.log_probs(pieces), strict=True)
@@ -188,7 +189,6 @@ class SupervisedWorker(BackendWorker):
     def _keep_scores(
         self, settings: ReferenceSettings, items: Sequence[Any], scores: Sequence[tuple[float, float]]
     ) -> str:
-        """Write the reference's log-probs, by one rank, and return the path of the file."""
         path = ""
         if self._is_first:
             file = reference_file(settings, items)
@@ -229,15 +229,15 @@ class SupervisedWorker(BackendWorker):
             "train",
             self._cut,
             lambda cut: self._mine(items, cut),
-            lambda pieces: self._objective.measure(self._backend, self._compared(pieces, items)),
+            lambda pieces: self._task.objective.measure(self._backend, self._compared(pieces, items)),
         )
         everyone = self._backend.gather_facts(measured, "add up what was measured on held-out items")
-        return self._objective.evaluation(everyone)
+        return self._task.objective.evaluation(everyone)
 
     def export(self, directory: str, is_averaged: bool = False) -> None:
         """Write the model, or its moving average, as a Hugging Face checkpoint. Collective."""
         with self._backend.averaged() if is_averaged else nullcontext():
-            facts = self._objective.model_facts(self._measure if is_averaged else self.evaluate)
+            facts = self._task.objective.model_facts(self._measure if is_averaged else self.evaluate)
             self._backend.export(Path(directory), facts=facts)
 
     def share(self, fact: Any, what: str) -> list[Any]:
@@ -255,13 +255,14 @@ class SupervisedWorker(BackendWorker):
         self._evaluation = None
 
     def _mine(self, items: Sequence[Any], cut: BatchSettings) -> list[MicroBatch]:
-        """Cut this rank's part of a step into micro-batches."""
-        return self._objective.batches([items[index] for index in self._my_indices(items, cut)], items, cut)
+        return self._task.objective.batches([items[index] for index in self._my_indices(items, cut)], items, cut)
 
     def _my_indices(self, items: Sequence[Any], cut: BatchSettings) -> list[int]:
         """Return the items of a step that are this rank's; a token budget balances the ranks' parts by tokens."""
         if cut.max_tokens is not None:
-            return sorted(balance([self._objective.num_tokens(item) for item in items], self._num_ranks)[self._rank])
+            return sorted(
+                balance([self._task.objective.num_tokens(item) for item in items], self._num_ranks)[self._rank]
+            )
         first = len(items) * self._rank // self._num_ranks
         last = len(items) * (self._rank + 1) // self._num_ranks
         return list(range(first, last))

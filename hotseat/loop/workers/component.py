@@ -1,4 +1,4 @@
-"""A class of the user's own in the processes of its component: a step between rollout and update.
+"""A user-defined class in the processes of its component: a step between rollout and update.
 
     class Lengths:
         def __init__(self, longest): ...                      # components.NAME.kwargs
@@ -21,8 +21,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hotseat.errors import RunError
-from hotseat.loop.devices.held_memory import Held, held_here, release_cache_here
+from hotseat.loop.devices.held_memory import HoldsMemory, release_cache_here
 from hotseat.loop.workers.experience import Share, groups_of
 from hotseat.types import GroupChange, Moved, PromptGroup
 from hotseat.user_functions import described, load_component
@@ -32,14 +34,14 @@ _OWN_METRICS = ("groups", "dropped")  # recorded for every component
 
 @dataclass(frozen=True)
 class ComponentSettings:
-    """A component of the user's own. path: `FILE.py:CLASS` or `package.module:CLASS`."""
+    """A custom component. path: `FILE.py:CLASS` or `package.module:CLASS`."""
 
     name: str
     path: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-class ComponentWorker:
+class ComponentWorker(HoldsMemory):
     """One process of a component."""
 
     def __init__(self, settings: ComponentSettings):
@@ -120,14 +122,6 @@ class ComponentWorker:
         method = getattr(self._component, name, None)
         return _measured(lambda: None if method is None else self._carry_out(name, method))
 
-    def held(self) -> Held:
-        """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
-        return held_here()
-
-    def release_cache(self) -> None:
-        """Return unused allocator cache to the device."""
-        release_cache_here()
-
     def close(self) -> None:
         close = getattr(self._component, "close", None)
         if callable(close):
@@ -139,7 +133,6 @@ def _is_finite(value: Any) -> bool:
 
 
 def _measured(move: Callable[[], object]) -> Moved:
-    """Call this, and return by how much the memory that torch holds on the device changed."""
     started_s, before = time.monotonic(), _allocated_bytes()
     move()
     release_cache_here()
@@ -148,6 +141,4 @@ def _measured(move: Callable[[], object]) -> Moved:
 
 
 def _allocated_bytes() -> int:
-    import torch
-
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

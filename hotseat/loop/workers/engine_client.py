@@ -50,7 +50,7 @@ class TakesRequests(Protocol):
         """
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests that nobody waits for any more."""
+        """End requests that are not waited for any more."""
 
 
 @dataclass(eq=False)
@@ -184,7 +184,6 @@ class EngineClient:
         task.add_done_callback(self._tasks.discard)
 
     async def _submit(self, rank: int) -> None:
-        """Send the requests made in this iteration of the event loop."""
         await asyncio.sleep(0)
         outbox, waiting = self._outbox.pop(rank, []), self._in_flight.get(rank)
         requests = [opened.request for opened in outbox if not opened.future.done()]
@@ -201,7 +200,6 @@ class EngineClient:
             self._begin(self._fetch(rank, waiting))
 
     async def _fetch(self, rank: int, waiting: dict[str, _Open]) -> None:
-        """Fetch completions until no request is in flight."""
         try:
             while waiting and self._in_flight.get(rank) is waiting:
                 [outcomes] = await self._engine(rank).acall(TakesRequests.fetch, self._name, self._fetch_wait_s)

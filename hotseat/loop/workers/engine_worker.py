@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from hotseat import faults
+from hotseat.cluster import in_worker_process
 from hotseat.cluster.activity import activity
+from hotseat.determinism import keep_float32, use_deterministic_kernels
 from hotseat.errors import HotseatError, RunError
-from hotseat.loop.devices.held_memory import Held, held_here, release_cache_here
+from hotseat.loop.devices.held_memory import HoldsMemory, device_of_process
 from hotseat.loop.workers.engine_client import FailedRequest, SampledTokens
-from hotseat.loop.workers.engine_factory import make_engine
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
-from hotseat.rollout.kinds import EngineSettings
+from hotseat.rollout import Engine
+from hotseat.rollout.kinds import EngineProcess, EngineSettings, engine_kind
+from hotseat.rollout.vllm_progress import stages_shown
+from hotseat.train.lora import target_layers
 from hotseat.types import Completion, Moved, Request
 from hotseat.weights import Bucket, Receiver
 
@@ -33,7 +37,7 @@ class _Streams:
     looked_s: float = 0.0  # when tokens were looked for last
 
 
-class EngineWorker:
+class EngineWorker(HoldsMemory):
     """A rollout engine in its process. Hosts submit requests and fetch completions."""
 
     max_concurrency = 16  # a fetch waits; requests, health checks and weights must get through meanwhile
@@ -115,14 +119,13 @@ class EngineWorker:
         return new
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests that nobody waits for any more."""
         names = set(request_ids)
         with self._changed:
             self._held = [(client, [each for each in held if each.id not in names]) for client, held in self._held]
         self._engine.abort(request_ids)
 
     def drop_requests(self, connected: Sequence[str] = ()) -> None:
-        """Abort the requests of all other clients: those who waited are gone, or will ask again."""
+        """Abort the requests of all other clients: these clients are gone, or will send them again."""
         with self._changed:
             gone = self._open.keys() - set(connected)
             names = sorted(name for client in gone for name in self._open[client])
@@ -141,7 +144,7 @@ class EngineWorker:
         self._engine.pause()
 
     def resume(self) -> None:
-        """Go on with open requests, and begin those that came meanwhile."""
+        """Resume open requests, and begin those that came meanwhile."""
         self._engine.resume()
         with self._changed:
             held, self._held, self._is_paused = self._held, [], False
@@ -172,13 +175,12 @@ class EngineWorker:
         return WeightCheck(digests, log_probs, self._engine.undigested)
 
     def score_canary(self, canary: Canary) -> list[float]:
-        """Return log-probs of the canary's sampled tokens."""
         return canary.sampled(self._engine.score(canary.sequences, canary.temperature, canary.images))
 
     def answer(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
         """Return the tokens sampled for each request, when all are done. These are the canary's, not a rollout's.
 
-        An engine that pauses goes on meanwhile, with the requests that it has open.
+        An engine that pauses resumes meanwhile, with the requests that it has open.
         """
         is_paused = self._engine.health().is_paused
         if is_paused:
@@ -189,14 +191,6 @@ class EngineWorker:
         finally:
             if is_paused:
                 self._engine.pause()
-
-    def held(self) -> Held:
-        """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
-        return held_here()
-
-    def release_cache(self) -> None:
-        """Return unused allocator cache to the device."""
-        release_cache_here()
 
     def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._engine.offload(parts, keep_weights=keep_weights)
@@ -216,3 +210,16 @@ def _outcome(request_id: str, done: Future[Completion]) -> Completion | FailedRe
     if error is None:
         return done.result()
     return FailedRequest(request_id, error if isinstance(error, Exception) else RunError(str(error)))
+
+
+def make_engine(settings: EngineSettings, rank: int, show: Callable[[str], object] = lambda stage: None) -> Engine:
+    """Make the engine of a rank. show: is called with what happens now, where the engine says so."""
+    keep_float32()
+    if settings.is_deterministic:
+        use_deterministic_kernels()
+    layers: list[str] = []
+    if settings.options.adapter_rank:
+        layers = target_layers(settings.model, settings.options.adapter_targets, settings.trust_remote_code)
+    process = EngineProcess(rank, device_of_process(), in_worker_process(), tuple(layers))
+    with stages_shown(show):
+        return engine_kind(settings.engine).make(settings, process)

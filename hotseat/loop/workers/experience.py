@@ -98,7 +98,6 @@ _key_of, _episode_of, _score_of = attrgetter(*_KEY), attrgetter(*_EPISODE), attr
 
 
 def _row(sample: ScoredEpisode) -> tuple[Any, ...]:
-    """Return a sample without its segments."""
     episode = sample.episode
     return (*_key_of(episode.key), *_episode_of(episode), *_score_of(sample), episode.facts)
 
@@ -112,7 +111,6 @@ def _share_of_rows(
     positions: tuple[int, ...],
     images: Sequence[Sequence[tuple[str, ...]]],
 ) -> Share:
-    """Rebuild a share from what `Share.__reduce__` pickled."""
     sizes = [length for episode in lengths for length in episode]
     parts = zip(*(torch.from_numpy(array.copy()).split(sizes) for array in flat), strict=True)
     samples = iter(
@@ -194,8 +192,8 @@ def flatten(groups: Sequence[PromptGroup]) -> MicroBatch:
 def with_lags(groups: Sequence[PromptGroup], batch: MicroBatch, version: int) -> MicroBatch:
     """Add to each token the number of versions by which the oldest weights in its context are behind `version`.
 
-    The context is the sampled tokens of its segment up to itself. Where requests go on over a push with their keys and
-    values, new weights read what old ones computed. A lag of 0 means that engine and trainer have the same weights.
+    The context is the sampled tokens of its segment up to itself. Where requests continue after a push with their KV
+    cache, new weights read what old ones computed. A lag of 0 means that engine and trainer have the same weights.
     """
     lags = []
     for group in groups:
@@ -339,16 +337,9 @@ def with_advantages(
             batch.fields[OLD_LOG_PROBS], batch.fields[REFERENCE_LOG_PROBS], batch.mask, settings.kl_estimator
         )
     group_ids = torch.tensor([index for index, group in enumerate(groups) for _ in group.samples], dtype=torch.int64)
-    totals = rewards = shaped_rewards(groups, batch, settings)
+    totals = shaped_rewards(groups, batch, settings)
     turn_rewards, turns = rewards_of_turns(groups, batch)
-    if turn_rewards is not None and turns is not None:
-        # Turn rewards go to the ends of their turns; penalties stay on the episode's last token. Subtracting the former
-        # from the sum and adding them again would round, and equal rewards would differ.
-        samples = [sample for group in groups for sample in group.samples]
-        has_turns = torch.zeros(len(samples), dtype=torch.bool)
-        has_turns[batch.layout.token_episode[turns]] = True
-        of_turns = torch.tensor([math.fsum(sample.turn_rewards) for sample in samples], dtype=torch.float64)
-        rewards = torch.where(has_turns, rewards - of_turns, rewards)
+    rewards = totals if turns is None else _without_turns(groups, batch, totals, turns)
     estimator = settings.estimator
     starts = starts_of_steps(groups, batch, settings.time_step)
     advantages = compute_advantages(
@@ -385,6 +376,19 @@ def with_advantages(
             teacher = mean_on_tokens(teacher, shared, batch.mask)
         of_tokens = of_tokens + settings.distill_coefficient * teacher
     return with_fields(batch, {ADVANTAGES: of_tokens, **learned})
+
+
+def _without_turns(groups: Sequence[PromptGroup], batch: MicroBatch, totals: Tensor, turns: Tensor) -> Tensor:
+    """Return rewards of episodes without those of turns, which end at these tokens: [num_episodes].
+
+    Turn rewards go to the ends of their turns; penalties stay on the episode's last token. Subtracting the former from
+    the sum and adding them again would round, and equal rewards would differ.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    has_turns = torch.zeros(len(samples), dtype=torch.bool)
+    has_turns[batch.layout.token_episode[turns]] = True
+    of_turns = torch.tensor([math.fsum(sample.turn_rewards) for sample in samples], dtype=torch.float64)
+    return torch.where(has_turns, totals - of_turns, totals)
 
 
 def without_truncated(groups: Sequence[PromptGroup], batch: MicroBatch) -> MicroBatch:

@@ -48,7 +48,7 @@ class GroupFacts:
     failures: tuple[tuple[int, str], ...]  # positions of the other samples, and why they have no reward
     extra: tuple[dict[str, float], ...] = ()
     versions: tuple[tuple[int, int], ...] = ()  # oldest and newest of the weights that sampled each
-    dropped_because: str | None = None  # by a component of the user's own
+    dropped_because: str | None = None  # by a custom component
     episode_s: tuple[float, ...] = field(default=(), compare=False)  # seconds of each episode, also of failed ones
     num_turns: int = field(default=0, compare=False)  # of all samples, as far as their seconds are known
     policy_s: float = field(default=0.0, compare=False)  # seconds for which these turns waited for the policy

@@ -24,8 +24,10 @@ class HostImages:
     largest: str | None = None  # the image of the most tokens that the engine was started for; None: any will do
 
 
-def make_image_preparer(settings: HostImages, model: str, tokenizer: Any) -> ImagePreparer:
-    """Make what prepares images as those of the data were prepared."""
+def make_image_preparer(settings: HostImages | None, model: str, tokenizer: Any) -> ImagePreparer | None:
+    """Return a preparer of images that prepares them as those of the data were; None without settings."""
+    if settings is None:
+        return None
     from transformers import AutoConfig
 
     processor = load_processor(model, tokenizer, settings.trust_remote_code)

@@ -21,9 +21,8 @@ from hotseat.algorithms import Aggregation, Moments, StepTotals, WeightTotals
 from hotseat.algorithms.adapters import WeightForm, merge_apart
 from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, RunError
-from hotseat.loop.devices.held_memory import Held, held_here, release_cache_here
+from hotseat.loop.devices.held_memory import HoldsMemory, device_of_process, release_cache_here
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher, too_large
-from hotseat.loop.workers.engine_factory import device_of_process
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
     Share,
@@ -72,7 +71,6 @@ class BySample(dict[str, list[Tensor]]):
 
 
 def _rebuild_by_sample(lengths: Mapping[str, list[int]], flat: Any) -> BySample:
-    """Rebuild what `BySample.__reduce__` pickled."""
     sizes = [length for each in lengths.values() for length in each]
     segments = iter(() if flat is None else torch.from_numpy(flat.copy()).split(sizes))
     return BySample({name: [next(segments) for _ in each] for name, each in lengths.items()})
@@ -96,7 +94,7 @@ class PolicySettings:
     version: int | None = None  # of the weights that learn, to measure how old samples are; None: they are not
 
 
-class BackendWorker:
+class BackendWorker(HoldsMemory):
     """One rank of a model behind a training backend, which can be saved."""
 
     def __init__(
@@ -118,12 +116,7 @@ class BackendWorker:
         self._cutter = MicroBatcher(self._backend)
         self._sequence_parallel_size = options.sequence_parallel_size
 
-    def held(self) -> Held:
-        """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
-        return held_here()
-
     def device_type(self) -> str:
-        """Return `cuda` or `cpu`."""
         return device_of_process().type
 
     def fits(self, num_tokens: int, max_length: int, is_update: bool, with_entropy: bool = False) -> bool:
@@ -231,10 +224,6 @@ class ModelWorker(BackendWorker):
         """Write the model, or its moving average, as a Hugging Face checkpoint. Collective."""
         with self._backend.averaged() if is_averaged else nullcontext():
             self._backend.export(Path(directory))
-
-    def release_cache(self) -> None:
-        """Return unused allocator cache to the device."""
-        release_cache_here()
 
     def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._backend.offload(parts)
@@ -427,7 +416,7 @@ class ActorWorker(ModelWorker):
         """Score with a float32 forward of the weights that engines got. Collective; only the first rank returns scores.
 
         is_merged: False if engines got adapters apart from their weights: the sum of the two has not been rounded.
-        eight_bits: what engines have in 8 bits.
+        eight_bits: what engines have in FP8.
 
         If the forward fails the first rank returns why: a run can continue without this yardstick.
         """

@@ -7,9 +7,10 @@ value at one more token, appended to the sequence.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,48 +23,53 @@ from hotseat.train.backend import Backend, Head, Loss, Outputs, UpdateReport
 from hotseat.train.packing import with_ends
 from hotseat.types import MicroBatch
 
-Item = TypeVar("Item", contravariant=True)
+Item = TypeVar("Item")
 
 MARGINS = "margins"  # field of a micro-batch of pairs, [num_segments]
 _LEAST_STD = 1e-8  # lower bound of the deviation that rewards are divided by, as OpenRLHF's
 
 
-class Objective(Protocol[Item]):
-    """Parts of supervised training that differ from task to task."""
+class Objective(ABC, Generic[Item]):
+    """Parts of supervised training that differ from task to task.
 
-    @property
-    def head(self) -> Head:
-        """Return the head of the model that learns."""
+    head: of the model that learns. columns: formats of the metrics to print at each step besides the loss, by name.
+    """
+
+    head: ClassVar[Head] = "policy"
+    columns: ClassVar[Mapping[str, str]] = {}
 
     @property
     def needs_reference(self) -> bool:
         """Tell whether the loss takes log-probs of a reference."""
+        return False
 
     @property
-    def columns(self) -> Mapping[str, str]:
-        """Return formats of the metrics to print at each step besides the loss, by name."""
-
-    @property
+    @abstractmethod
     def loss(self) -> Loss:
         """Return the loss of a micro-batch."""
 
-    def num_tokens(self, item: Item) -> int:
-        """Return the length of an item in tokens."""
+    @abstractmethod
+    def num_tokens(self, item: Item) -> int: ...
 
+    @abstractmethod
     def batches(self, items: Sequence[Item], step: Sequence[Item], cut: BatchSettings) -> list[MicroBatch]:
         """Return micro-batches of some items, weighted for the whole step that they are part of."""
 
     def metrics(self, report: UpdateReport) -> dict[str, float]:
         """Return the metrics of an update besides its loss."""
+        return {}
 
+    @abstractmethod
     def measure(self, backend: Backend, batches: Sequence[MicroBatch]) -> Any:
         """Measure this rank's held-out items. Collective: all ranks call it."""
 
+    @abstractmethod
     def evaluation(self, measured: Sequence[Any]) -> dict[str, float]:
         """Return metrics of all held-out items, from the results of `measure` on every rank."""
 
     def model_facts(self, evaluate: Callable[[], Mapping[str, float]]) -> dict[str, Any]:
         """Return entries to add to the exported config. `evaluate`: returns `evaluation` of the weights. Collective."""
+        return {}
 
 
 def batch_of(sequences: Sequence[Example], sample_ids: Sequence[str]) -> MicroBatch:
@@ -93,13 +99,12 @@ def cut_pairs(batch: MicroBatch, cut: BatchSettings) -> list[MicroBatch]:
 
 
 @dataclass(frozen=True)
-class SftObjective:
+class SftObjective(Objective[Example]):
     """Supervised fine-tuning: cross-entropy of each token, and every token counts the same."""
 
-    head: ClassVar[Head] = "policy"
-    needs_reference: ClassVar[bool] = False
-    columns: ClassVar[Mapping[str, str]] = {}
-    loss: Loss = field(default_factory=SupervisedObjective)
+    @property
+    def loss(self) -> SupervisedObjective:
+        return SupervisedObjective()
 
     def num_tokens(self, item: Example) -> int:
         return len(item.token_ids)
@@ -114,9 +119,6 @@ class SftObjective:
     def _batch(self, items: Sequence[Example]) -> MicroBatch:
         return batch_of(items, [f"{index}: {example.where}" for index, example in enumerate(items)])
 
-    def metrics(self, report: UpdateReport) -> dict[str, float]:
-        return {}
-
     def measure(self, backend: Backend, batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """Return the negative log-likelihood of this rank's tokens, and their number."""
         nll = -float(sum(values.sum() for values in backend.log_probs(batches, 1.0)))
@@ -125,11 +127,20 @@ class SftObjective:
     def evaluation(self, measured: Sequence[tuple[float, int]]) -> dict[str, float]:
         return {"eval/loss": sum(nll for nll, _ in measured) / max(1, sum(count for _, count in measured))}
 
-    def model_facts(self, evaluate: Callable[[], Mapping[str, float]]) -> dict[str, Any]:
-        return {}
-
 
 # --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+class PairObjective(Objective[Pair]):
+    """Objective of pairs of answers. means: metrics that its loss adds up over pairs."""
+
+    means: ClassVar[tuple[str, ...]] = ("accuracy", "chosen_reward", "rejected_reward")
+
+    def num_tokens(self, item: Pair) -> int:
+        return len(item.chosen.token_ids) + len(item.rejected.token_ids)
+
+    def metrics(self, report: UpdateReport) -> dict[str, float]:
+        return {name: report.metrics[name] / report.metrics["num_pairs"] for name in self.means}
 
 
 @dataclass(frozen=True)
@@ -152,7 +163,7 @@ class PairwiseObjective:
 
 
 @dataclass(frozen=True)
-class RewardModelObjective:
+class RewardModelObjective(PairObjective):
     """Reward modelling: the better answer of each pair is to score higher than the other; every pair counts the same.
 
     use_margin: the rewards of a pair are to differ by its margin.
@@ -164,15 +175,11 @@ class RewardModelObjective:
     pad_token_id: int
 
     head: ClassVar[Head] = "value"
-    needs_reference: ClassVar[bool] = False
     columns: ClassVar[Mapping[str, str]] = {"accuracy": "right {:.1%}", "eval/accuracy": "(held out {:.1%})"}
 
     @property
     def loss(self) -> PairwiseObjective:
         return PairwiseObjective(self.kind)
-
-    def num_tokens(self, item: Pair) -> int:
-        return len(item.chosen.token_ids) + len(item.rejected.token_ids)
 
     def batches(self, items: Sequence[Pair], step: Sequence[Pair], cut: BatchSettings) -> list[MicroBatch]:
         if not items:
@@ -180,10 +187,6 @@ class RewardModelObjective:
         margins = torch.tensor([pair.margin if self.use_margin else 0.0 for pair in items]).repeat_interleave(2)
         whole = replace(batch_of_pairs(items), fields={MARGINS: margins})
         return [_with_reward_tokens(batch, 1 / len(step)) for batch in cut_pairs(whole, cut)]
-
-    def metrics(self, report: UpdateReport) -> dict[str, float]:
-        names = ("accuracy", "chosen_reward", "rejected_reward")
-        return {name: report.metrics[name] / report.metrics["num_pairs"] for name in names}
 
     def measure(self, backend: Backend, batches: Sequence[MicroBatch]) -> list[tuple[float, float, float]]:
         """Return (reward of the better answer, reward of the other, margin) of each pair."""

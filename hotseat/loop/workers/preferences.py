@@ -6,7 +6,7 @@ pairs the worker adds them by `with_reference`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,9 +17,9 @@ from hotseat.algorithms import PreferenceLoss, answer_nll, episode_log_probs
 from hotseat.data import Pair
 from hotseat.extensions import load
 from hotseat.loop.workers.cutting import BatchSettings
-from hotseat.loop.workers.objectives import batch_of_pairs, cut_pairs
+from hotseat.loop.workers.objectives import PairObjective, batch_of_pairs, cut_pairs
 from hotseat.registry.preference_losses import DEFAULT_PREFERENCE_LOSS, preference_loss_entry
-from hotseat.train.backend import Backend, Head, Outputs, UpdateReport
+from hotseat.train.backend import Backend, Outputs, UpdateReport
 from hotseat.types import MicroBatch, TokenLayout
 
 # Fields of a micro-batch of pairs, [num_segments] each.
@@ -139,12 +139,12 @@ class PairLoss:
 
 
 @dataclass(frozen=True)
-class PreferenceObjective:
+class PreferenceObjective(PairObjective):
     """Preference optimisation: every pair counts the same."""
 
     settings: PreferenceSettings
 
-    head: ClassVar[Head] = "policy"
+    means: ClassVar[tuple[str, ...]] = (*PairObjective.means, "chosen_nll")
     columns: ClassVar[Mapping[str, str]] = {
         "accuracy": "right {:.1%}",
         "margin": "margin {:.3f}",
@@ -159,9 +159,6 @@ class PreferenceObjective:
     def loss(self) -> PairLoss:
         return PairLoss(self.settings)
 
-    def num_tokens(self, item: Pair) -> int:
-        return len(item.chosen.token_ids) + len(item.rejected.token_ids)
-
     def batches(self, items: Sequence[Pair], step: Sequence[Pair], cut: BatchSettings) -> list[MicroBatch]:
         if not items:
             return []
@@ -174,8 +171,7 @@ class PreferenceObjective:
         return cut_pairs(replace(whole, weights=whole.mask * weight, fields=fields), cut)
 
     def metrics(self, report: UpdateReport) -> dict[str, float]:
-        names = ("accuracy", "chosen_reward", "rejected_reward", "chosen_nll")
-        means = {name: report.metrics[name] / report.metrics["num_pairs"] for name in names}
+        means = super().metrics(report)
         return {**means, "margin": means["chosen_reward"] - means["rejected_reward"]}
 
     def measure(self, backend: Backend, batches: Sequence[MicroBatch]) -> list[list[float]]:
@@ -202,6 +198,3 @@ class PreferenceObjective:
             "eval/chosen_reward": float(result.chosen_rewards.mean()),
             "eval/rejected_reward": float(result.rejected_rewards.mean()),
         }
-
-    def model_facts(self, evaluate: Callable[[], Mapping[str, float]]) -> dict[str, Any]:
-        return {}

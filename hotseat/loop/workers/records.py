@@ -18,7 +18,7 @@ from hotseat.data.frames import film_of
 from hotseat.loop.workers.experience import rewarded_lengths
 from hotseat.loop.workers.losses import ADVANTAGES, PolicyObjective
 from hotseat.train.backend import Outputs
-from hotseat.types import MicroBatch, Prompt, SampleKey, ScoredEpisode
+from hotseat.types import MicroBatch, Prompt, ScoredEpisode
 from hotseat.vision import is_packed
 from hotseat.words import label_text
 
@@ -26,45 +26,9 @@ MAX_FRAMES = 200  # of a film
 NO_GRADIENT, SKIPPED = "no gradient", "skipped"
 
 
-@dataclass(frozen=True)
-class SegmentRecord:
-    """A token sequence as the engine sampled it, an entry per token."""
-
-    text: list[str]
-    sampled: list[bool]
-    engine_log_probs: list[float]
-    versions: list[int]
-
-
-@dataclass(frozen=True)
-class TurnRecord:
-    """One turn: its number of sampled tokens, and its reward, times and tool calls where they are known."""
-
-    length: int
-    reward: float | None
-    asked_s: float | None
-    answered_s: float | None
-    tool_calls: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class SampleRecord:
-    """A sample as a rollout host holds it."""
-
-    key: SampleKey
-    source: str
-    prompt_text: str
-    label: Any  # None: the prompt has none
-    reward: float
-    score: float
-    is_truncated: bool
-    extra: Mapping[str, float]
-    segments: tuple[SegmentRecord, ...]
-    turns: tuple[TurnRecord, ...] = ()  # in order across segments
-    waited_s: float | None = None
-    took_s: float | None = None
-    images: tuple[str, ...] = ()  # of the prompt, and those that the agent showed
-    film: str | None = None  # what the policy saw in a simulator, as an animated image
+# A sample as its rollout host records it: what is written of it, but for its fate and what the trainer made of it. Its
+# segments have an entry per token.
+SampleRecord = dict[str, Any]
 
 
 @dataclass
@@ -77,52 +41,55 @@ class TokenRecord:
 
 
 def record_of(sample: ScoredEpisode, prompt: Prompt, tokenizer: Any) -> SampleRecord:
-    return SampleRecord(
-        key=sample.episode.key,
-        source=prompt.source,
-        prompt_text=prompt.text,
-        label=None if label_text(prompt.label) is None else prompt.label,
-        reward=sample.reward,
-        score=sample.score,
-        is_truncated=sample.episode.is_truncated,
-        extra=dict(sample.extra),
-        segments=tuple(
-            SegmentRecord(
-                text=token_texts(segment.token_ids.tolist(), tokenizer),
-                sampled=segment.mask.tolist(),
-                engine_log_probs=segment.log_probs.tolist(),
-                versions=segment.versions.tolist(),
-            )
-            for segment in sample.episode.played_segments
-        ),
-        turns=_turns_of(sample),
-        images=_images_of(sample, prompt),
-        film=film_of(
-            [image for segment in sample.episode.segments for image in segment.images if is_packed(image)][:MAX_FRAMES]
-        ),
-        waited_s=None if sample.episode.facts is None else sample.episode.facts.waited_s,
-        took_s=None if sample.episode.facts is None else sample.episode.facts.took_s,
-    )
-
-
-def _images_of(sample: ScoredEpisode, prompt: Prompt) -> tuple[str, ...]:
-    """Return the files of the images of an episode, each once: the prompt's, then others as they were shown."""
-    shown = [image for segment in sample.episode.segments for image in segment.images]
-    return tuple(image for image in dict.fromkeys([*prompt.images, *shown]) if not is_packed(image))
-
-
-def _turns_of(sample: ScoredEpisode) -> tuple[TurnRecord, ...]:
+    """Return a record of a sample. Film: what the policy saw in a simulator, as an animated image."""
     episode = sample.episode
-    num_turns = len(episode.turn_lengths)
+    images = [image for segment in episode.segments for image in segment.images]
+    film = film_of([image for image in images if is_packed(image)][:MAX_FRAMES])
+    files = [image for image in dict.fromkeys([*prompt.images, *images]) if not is_packed(image)]
+    return {
+        "source": prompt.source,
+        "reward": sample.reward,
+        "score": sample.score,
+        "is_truncated": episode.is_truncated,
+        "label": None if label_text(prompt.label) is None else prompt.label,
+        "prompt_text": prompt.text,
+        **({"images": files} if files else {}),
+        **({"film": film} if film is not None else {}),
+        "extra": dict(sample.extra),
+        "waited_s": None if episode.facts is None else _rounded(episode.facts.waited_s),
+        "took_s": None if episode.facts is None else _rounded(episode.facts.took_s),
+        "turns": _turns_of(sample),
+        "segments": [
+            {
+                "text": token_texts(segment.token_ids.tolist(), tokenizer),
+                "sampled": segment.mask.tolist(),
+                "engine_log_probs": segment.log_probs.tolist(),
+                "versions": segment.versions.tolist(),
+            }
+            for segment in episode.played_segments
+        ],
+    }
+
+
+def _turns_of(sample: ScoredEpisode) -> list[dict[str, Any]]:
+    """Describe each turn: its number of sampled tokens, and its reward, times and tool calls where they are known."""
+    episode = sample.episode
     facts = episode.facts.turns if episode.facts is not None else ()
-    known = facts if len(facts) == num_turns else (None,) * num_turns
-    rewards = _rewards_of(sample)
-    return tuple(
-        TurnRecord(length, reward, None, None, ())
-        if fact is None
-        else TurnRecord(length, reward, fact.asked_s, fact.answered_s, fact.tool_calls)
-        for length, reward, fact in zip(episode.turn_lengths, rewards, known, strict=True)
-    )
+    known = facts if len(facts) == len(episode.turn_lengths) else (None,) * len(episode.turn_lengths)
+    return [
+        {
+            "length": length,
+            "reward": reward,
+            "asked_s": None if fact is None else _rounded(fact.asked_s),
+            "answered_s": None if fact is None else _rounded(fact.answered_s),
+            "tool_calls": [] if fact is None else list(fact.tool_calls),
+        }
+        for length, reward, fact in zip(episode.turn_lengths, _rewards_of(sample), known, strict=True)
+    ]
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)
 
 
 def _rewards_of(sample: ScoredEpisode) -> tuple[float | None, ...]:

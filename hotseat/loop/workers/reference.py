@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +24,7 @@ from torch import Tensor
 from hotseat.cluster.activity import activity
 from hotseat.data import Pair, digest_of
 from hotseat.errors import UserError
-from hotseat.loop.workers.engine_factory import device_of_process
+from hotseat.loop.devices.held_memory import device_of_process, release_cache_here
 from hotseat.loop.workers.preferences import ScoredPair
 from hotseat.placement.role_names import Part
 from hotseat.train.backend import Backend, TrainOptions
@@ -51,62 +52,51 @@ class ReferenceSettings:
     folder: str | None = None
 
 
-class Reference(Protocol):
-    """Model that scores what another one learns from."""
+@dataclass(frozen=True)
+class Reference:
+    """Model that scores what another one learns from.
+
+    is_policy: the backend is that of the model that learns, which scores with its adapters switched off. is_offloaded:
+    its weights are off the device between uses.
+    """
+
+    backend: Backend
+    is_policy: bool
+    is_offloaded: bool = False
 
     def log_probs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-prob of each token of each micro-batch, [num_tokens] each. Collective: all ranks call it."""
+        with self.backend.without_adapters() if self.is_policy else self._on_device():
+            return self.backend.log_probs(batches, 1.0)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        if not self.is_offloaded:
+            yield
+            return
+        self.backend.onload([Part.WEIGHTS])
+        try:
+            yield
+        finally:
+            self.backend.offload([Part.WEIGHTS])
 
     def close(self) -> None:
         """Free the memory that only the reference uses."""
-
-
-class ReferenceModel:
-    """A model of its own, whose weights can be off the device between uses."""
-
-    def __init__(self, model: str, options: TrainOptions, is_offloaded: bool, trust_remote_code: bool):
-        with activity.doing("loads the reference model"):
-            self._backend = make_backend(
-                model, options, device=device_of_process(), trust_remote_code=trust_remote_code
-            )
-        self._is_offloaded = is_offloaded
-        if is_offloaded:
-            self._backend.offload([Part.WEIGHTS])
-
-    def log_probs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        if not self._is_offloaded:
-            return self._backend.log_probs(batches, 1.0)
-        self._backend.onload([Part.WEIGHTS])
-        try:
-            return self._backend.log_probs(batches, 1.0)
-        finally:
-            self._backend.offload([Part.WEIGHTS])
-
-    def close(self) -> None:
-        self._backend.close()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-class BaseReference:
-    """The model that learns, with its adapters switched off."""
-
-    def __init__(self, backend: Backend):
-        self._backend = backend
-
-    def log_probs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        with self._backend.without_adapters():
-            return self._backend.log_probs(batches, 1.0)
-
-    def close(self) -> None:
-        """Do nothing: the model goes on learning."""
+        if not self.is_policy:
+            self.backend.close()
+            release_cache_here()
 
 
 def load_reference(settings: ReferenceSettings, policy: Backend, trust_remote_code: bool) -> Reference:
-    """Load the reference of a rank. Collective."""
     if settings.options is None:
-        return BaseReference(policy)
-    return ReferenceModel(settings.model, settings.options, settings.is_offloaded, trust_remote_code)
+        return Reference(policy, is_policy=True)
+    with activity.doing("loads the reference model"):
+        backend = make_backend(
+            settings.model, settings.options, device=device_of_process(), trust_remote_code=trust_remote_code
+        )
+    if settings.is_offloaded:
+        backend.offload([Part.WEIGHTS])
+    return Reference(backend, is_policy=False, is_offloaded=settings.is_offloaded)
 
 
 # --- log-probs on disk ------------------------------------------------------------------------------------------------

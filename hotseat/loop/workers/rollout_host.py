@@ -1,46 +1,37 @@
 """The process between driver and engines: it runs agents, scores groups as they complete, and keeps their tensors.
 
-The driver gets facts. Groups stay here until the actor's ranks fetch their share. Where a reward model scores, groups
-wait: its ranks fetch the tokens to score (`to_score`), and their rewards complete the groups (`take_rewards`). Where a
-judge has engines of its own, groups wait for its turn, in which this process asks those engines (`judge`).
+The driver gets facts. Groups stay here until the actor's ranks fetch their share. Where a reward model or a judge with
+engines of its own scores, they wait for its turn (`waiting_groups.py`).
 """
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from hotseat import faults
 from hotseat.agents import AgentHost, Deadlines, OpenRequests, ProgramSettings, load_agent
 from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
 from hotseat.loop.devices.held_memory import Held
-from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring, submit_group
+from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests, engines_of_host
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.group_facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.image_preparation import HostImages, make_image_preparer
-from hotseat.loop.workers.judge_engines import JudgeEngines
+from hotseat.loop.workers.observations import SimulationSettings
 from hotseat.loop.workers.records import SampleRecord, record_of
-from hotseat.loop.workers.scorers import make_eval_scorer, make_scorer
-from hotseat.loop.workers.simulation import Player, SimulationSettings
+from hotseat.loop.workers.scorers import ScorerSettings, make_eval_scorer, make_scorer
+from hotseat.loop.workers.simulation import Player
 from hotseat.loop.workers.spool import Finished, Spool
-from hotseat.rewards import Grader, SandboxSettings, Score
-from hotseat.rewards.graders import add_verdict
-from hotseat.rewards.rubrics import JudgeSettings
+from hotseat.loop.workers.waiting_groups import WaitingGroups
+from hotseat.rewards import Score
 from hotseat.types import Episode, Failed, MicroBatch, Moved, PromptGroup, SampleKey, Sampling, ScoredEpisode
-
-if TYPE_CHECKING:
-    from hotseat.rewards.judge import Judge
 
 
 @dataclass(frozen=True)
@@ -54,28 +45,16 @@ class HostSettings:
     max_turns: int | None
     max_concurrent: int
     episode_timeout_s: float
-    reward: str | None
-    reward_timeout_s: float
-    reward_retries: int
-    reward_max_bytes: int | None
-    reward_urls: tuple[str, ...] = ()  # servers that score instead of the function `reward`
-    reward_token: str | None = field(default=None, repr=False)  # for them
-    reward_max_open: int = 64  # requests to them at a time
+    scorers: ScorerSettings
     programs: ProgramSettings | None = None  # of an agent that is a program
     deadlines: Deadlines | None = None  # within an episode; None: none
-    eval_reward: str | None = None  # scores evaluations, instead of any other reward
     has_reward_model: bool = False
     reward_tokenizer: str | None = None  # of a reward model with another vocabulary; None: it reads the policy's tokens
     trust_remote_code: bool = False
-    graders: tuple[Grader, ...] = ()  # their verdicts are added to the rewards of `reward`
-    judge: JudgeSettings | None = None  # a model whose verdicts are added, too
-    eval_graders: tuple[Grader, ...] = ()  # as `graders`, for `eval_reward`
-    sandbox: SandboxSettings | None = None  # None: its defaults
     simulation: SimulationSettings | None = None  # episodes are played in simulators
     spool: str | None = None  # folder for finished groups; None: they stay in memory
     kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
     images: HostImages | None = None  # for environments that show some; None: the run has none, or no environment
-    notes: str | None = None  # file for notes that the driver shows; None: they go to standard error
 
 
 class RolloutHost:
@@ -97,29 +76,22 @@ class RolloutHost:
             max_length=settings.max_length,
             max_steps=settings.max_turns,
             programs=settings.programs,
-            preparer=None
-            if settings.images is None
-            else make_image_preparer(settings.images, settings.tokenizer, tokenizer),
+            preparer=make_image_preparer(settings.images, settings.tokenizer, tokenizer),
         )
         self._settings = settings
         self._agents: AgentHost | None = None
-        self._reward = make_scorer(settings)
-        self._eval_reward = make_eval_scorer(settings)
-        self._reward_tokenizer = None
-        if settings.reward_tokenizer is not None:
-            self._reward_tokenizer = AutoTokenizer.from_pretrained(
-                settings.reward_tokenizer, trust_remote_code=settings.trust_remote_code
-            )
+        self._reward = make_scorer(settings.scorers)
+        self._eval_reward = make_eval_scorer(settings.scorers)
         self._tokenizer = tokenizer
-        self._judge: Judge | None = None  # on engines of its own
-        self._judge_engines: JudgeEngines | None = None
-        self._unscored: list[OpenGroup] = []  # wait for a reward model or the judge, which takes them next
+        self._waiting = WaitingGroups(
+            tokenizer, settings.reward_tokenizer, settings.scorers.judge, settings.trust_remote_code
+        )
         self._groups: dict[GroupKey, PromptGroup] = {}
         kept = None if settings.kept_rollouts is None else Path(settings.kept_rollouts)
         self._spool = None if settings.spool is None else Spool(Path(settings.spool), kept)
         self._changed = threading.Condition()  # the lock of what follows
         self._finished: list[GroupFacts] = []  # to be fetched
-        self._to_be_scored: list[OpenGroup] = []  # by a reward model, after those in `_unscored`
+        self._to_be_scored: list[OpenGroup] = []  # by a reward model, after those in `_waiting`
         self._current: _Serving | None = None
         self._collection: _Collection | None = None
         self._deaths: list[RunError] = []  # of engines
@@ -129,7 +101,6 @@ class RolloutHost:
         self._client: EngineClient | None = None
 
     def sees(self, path: str) -> bool:
-        """Tell whether a file is there on this node."""
         return Path(path).is_file()
 
     def connect(self, client: str, engines: WorkerGroup[TakesRequests], num_hosts: int = 1, rank: int = 0) -> None:
@@ -171,24 +142,7 @@ class RolloutHost:
 
     def connect_judge(self, client: str, engines: WorkerGroup[TakesRequests], num_hosts: int = 1) -> None:
         """Connect to the engines of the judge, as `connect` does to those of the policy."""
-        from transformers import AutoTokenizer
-
-        from hotseat.rewards.judge import Judge
-
-        settings = self._settings.judge
-        assert settings is not None
-        assert settings.engine is not None
-        if self._judge is not None:
-            self._judge.close()
-        self._judge_engines = JudgeEngines(
-            engines,
-            client,
-            AutoTokenizer.from_pretrained(settings.model, trust_remote_code=self._settings.trust_remote_code),
-            max_length=settings.engine.max_length,
-            max_open=-(-settings.engine.num_slots * engines.size // num_hosts),
-            timeout_s=settings.timeout_s,
-        )
-        self._judge = Judge(settings, self._judge_engines)
+        self._waiting.connect_judge(client, engines, num_hosts)
 
     def rejoin(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int]) -> None:
         """Send requests to the engines of these ranks, which were replaced and have the weights that are served."""
@@ -212,7 +166,7 @@ class RolloutHost:
 
         Where a reward model scores, this returns nothing yet: `take_rewards` returns the facts. With a judge on engines
         of its own, `judge` returns them.
-        Raises if no engine is left; called again, it goes on with what is in progress. What was answered for an earlier
+        Raises if no engine is left; called again, it continues what is in progress. What was answered for an earlier
         call is not sampled again before `forget`.
         """
         scoring = self._scoring(is_evaluation=jobs[0].epoch == EVALUATION)
@@ -224,14 +178,13 @@ class RolloutHost:
         if scoring.waits_for_model:
             with self._changed:
                 # They come after this evaluation; those of an evaluation that is repeated are of no use.
-                ahead = [group for group in self._unscored if group.job.epoch != EVALUATION]
+                ahead = [group for group in self._waiting.groups if group.job.epoch != EVALUATION]
                 self._to_be_scored = ahead + self._to_be_scored
-                self._unscored = [groups[job.key] for job in jobs]
+                self._waiting.groups = [groups[job.key] for job in jobs]
             return []
         return [facts[job.key] for job in jobs]
 
     def _check_engines(self) -> None:
-        """Raise if no engine is left."""
         with self._changed:
             if not self._has_engines and self._lost is not None:
                 raise self._lost
@@ -295,7 +248,7 @@ class RolloutHost:
         with self._changed:
             serving = self._serving()
             known = {facts.key for facts in self._finished} | serving.open
-            known |= {group.job.key for group in (*self._unscored, *self._to_be_scored)}
+            known |= {group.job.key for group in (*self._waiting.groups, *self._to_be_scored)}
             for job in jobs:
                 if job.key in known:
                     continue
@@ -328,11 +281,11 @@ class RolloutHost:
             self._changed.wait_for(is_done, timeout=wait_s)
             self._is_hurried = False
             facts, self._finished = self._finished, []
-            self._unscored += self._to_be_scored
+            self._waiting.groups += self._to_be_scored
             self._to_be_scored = []
-            if not facts and not self._unscored and (raised := error()) is not None:
+            if not facts and not self._waiting.groups and (raised := error()) is not None:
                 raise raised
-            return Fetched(facts, len(self._unscored), self._client.num_sent_again)
+            return Fetched(facts, len(self._waiting.groups), self._client.num_sent_again)
 
     def hurry(self) -> None:
         """Have the current or the next `fetch` return at once."""
@@ -380,7 +333,7 @@ class RolloutHost:
 
     def _scoring(self, *, is_evaluation: bool) -> Scoring:
         has_own = is_evaluation and self._eval_reward is not None
-        judge = self._settings.judge
+        judge = self._settings.scorers.judge
         is_model = self._settings.has_reward_model or (judge is not None and judge.engine is not None)
         return Scoring(
             self._eval_reward if has_own else self._reward,
@@ -392,66 +345,16 @@ class RolloutHost:
     # --- reward models, and what becomes of groups --------------------------------------------------------------------
 
     def to_score(self, rank: int, num_ranks: int) -> MicroBatch:
-        """Return the tokens that one rank of the reward model scores: every `num_ranks`-th of the waiting episodes."""
-        episodes = [outcome for each in self._unscored for outcome in each.outcomes if isinstance(outcome, Episode)]
-        mine = episodes[rank::num_ranks]
-        sequences = [self._for_reward_model(episode) for episode in mine]
-        names, images = [str(episode.key) for episode in mine], [episode.segments[-1].images for episode in mine]
-        return MicroBatch.from_segments(sequences, None, names, images=images)
+        """Return the tokens that one rank of the reward model scores."""
+        return self._waiting.to_score(rank, num_ranks)
 
     def take_rewards(self, rewards: Mapping[str, float]) -> list[GroupFacts]:
         """Complete the groups that waited with the reward model's rewards, by sample id."""
-        groups, self._unscored = self._unscored, []
-
-        def score(outcome: Episode) -> Score | Failed:
-            reward = rewards[str(outcome.key)]
-            return Score(reward, reward) if math.isfinite(reward) else Failed(f"the reward model gave {reward}")
-
-        return [
-            self._finish(group, [score(each) for each in group.outcomes if isinstance(each, Episode)])
-            for group in groups
-        ]
+        return [self._finish(group, scores) for group, scores in self._waiting.take_scored(rewards)]
 
     def judge(self) -> list[GroupFacts]:
-        """Have the judge's engines judge the episodes of the groups that wait; return the facts of these groups.
-
-        Raises the death of an engine; called again, it judges what is left: verdicts are kept.
-        """
-        settings, judge, engines = self._settings.judge, self._judge, self._judge_engines
-        assert settings is not None
-        assert judge is not None, "not connected to the judge"
-        assert engines is not None
-        grader = Grader("judge", settings.name, settings.weight)
-        groups = list(self._unscored)
-        asked = [submit_group(judge, group, self._tokenizer) for group in groups]
-        judged = [future.result() for future in asked]
-        engines.check()
-        self._unscored = self._unscored[len(groups) :]
-        facts = []
-        for group, verdicts in zip(groups, judged, strict=True):
-            names = [str(episode.key) for episode in group.outcomes if isinstance(episode, Episode)]
-            earlier = group.scores or [Score(0.0, 0.0, {})] * len(names)
-            scores = [
-                add_verdict(total, grader, verdict, name)
-                for total, verdict, name in zip(earlier, verdicts, names, strict=True)
-            ]
-            facts.append(self._finish(group, scores))
-        return facts
-
-    def _for_reward_model(self, episode: Episode) -> Tensor:
-        """Return the tokens of the last segment, which ends the episode: [num_tokens].
-
-        Its text is tokenised again for a reward model with a tokenizer of its own.
-        """
-        token_ids = episode.segments[-1].token_ids
-        if self._reward_tokenizer is None:
-            return token_ids
-        text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-        retokenized = list(self._reward_tokenizer(text)["input_ids"])
-        end = self._reward_tokenizer.eos_token_id
-        if end is not None and not episode.is_truncated and retokenized[-1:] != [end]:
-            retokenized.append(end)  # reward models put the reward of an answer at its end token
-        return torch.tensor(retokenized)
+        """Have the judge's engines judge the groups that wait; return their facts. Raises the death of an engine."""
+        return [self._finish(group, scores) for group, scores in self._waiting.take_judged()]
 
     def change_rewards(self, rewards: Mapping[GroupKey, Sequence[float]]) -> None:
         """Replace the rewards of samples, by group, in the order of its samples."""
@@ -489,7 +392,8 @@ class RolloutHost:
             records.append(record_of(sample, group.prompt, self._tokenizer))
             if self._player is not None and len(records) <= self._player.num_films:
                 assert isinstance(group.prompt.label, str)
-                records[-1] = replace(records[-1], film=self._player.film(group.prompt.label, sample.episode))
+                if (film := self._player.film(group.prompt.label, sample.episode)) is not None:
+                    records[-1]["film"] = film
         return records
 
     def close(self) -> None:
@@ -498,7 +402,7 @@ class RolloutHost:
                 self._current.collecting.interrupt(RunError("the rollout host is closed"))
         if self._agents is not None:
             self._agents.close()
-        for scorer in (self._reward, self._eval_reward, self._judge):
+        for scorer in (self._reward, self._eval_reward, self._waiting):
             if scorer is not None:
                 scorer.close()
         if self._player is not None:
@@ -580,5 +484,5 @@ class _Collection:
     begun: set[GroupKey] = field(default_factory=set)
     groups: dict[GroupKey, OpenGroup] = field(default_factory=dict)
     facts: dict[GroupKey, GroupFacts] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held by who waits for the next group
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while waiting for the next group
     error: Exception | None = None  # of an episode, whose group will never be complete

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from hotseat.loop.workers.notes import note_writer
-from hotseat.rewards import Grader, Graders, RewardFunction, Scorer
+from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Scorer
 from hotseat.rewards.rubrics import JudgeSettings
 
-if TYPE_CHECKING:
-    from hotseat.loop.workers.rollout_host import HostSettings
+
+@dataclass(frozen=True)
+class ScorerSettings:
+    """Settings of the scorers of a rollout host. The default scores nothing."""
+
+    function: str | None = None
+    eval_function: str | None = None  # scores evaluations, instead of any other reward
+    urls: tuple[str, ...] = ()  # servers that score instead of `function`
+    token: str | None = field(default=None, repr=False)  # for them
+    max_open: int = 64  # requests to them at a time
+    timeout_s: float = 60.0  # of an attempt to score a group
+    retries: int = 2
+    max_bytes: int | None = None  # memory of a function's processes
+    seed: int = 0
+    graders: tuple[Grader, ...] = ()  # their verdicts are added to the rewards of `function`
+    eval_graders: tuple[Grader, ...] = ()  # as `graders`, for `eval_function`
+    judge: JudgeSettings | None = None  # a model whose verdicts are added, too
+    sandbox: SandboxSettings | None = None  # None: its defaults
+    notes: str | None = None  # file for notes that the driver shows; None: they go to standard error
 
 
-def make_scorer(settings: HostSettings) -> Scorer | None:
+def make_scorer(settings: ScorerSettings) -> Scorer | None:
     """Return what scores the samples to learn from, and evaluations without a reward of their own."""
     scorer, judge = _function_or_servers(settings), settings.judge
     if not settings.graders and (judge is None or (judge.engine is not None and scorer is None)):
@@ -22,20 +39,20 @@ def make_scorer(settings: HostSettings) -> Scorer | None:
         sandbox=settings.sandbox,
         function=scorer,
         judge=None if judge is None or judge.engine is not None else _judge(judge),
-        max_memory_bytes=settings.reward_max_bytes,
+        max_memory_bytes=settings.max_bytes,
     )
 
 
-def make_eval_scorer(settings: HostSettings) -> Scorer | None:
+def make_eval_scorer(settings: ScorerSettings) -> Scorer | None:
     """Return what scores evaluations instead of any other reward; None: evaluations have none of their own."""
-    function = None if settings.eval_reward is None else _reward_function(settings.eval_reward, settings)
+    function = None if settings.eval_function is None else _reward_function(settings.eval_function, settings)
     if not settings.eval_graders:
         return function
     return Graders(
         settings.eval_graders,
         sandbox=settings.sandbox,
         function=function,
-        max_memory_bytes=settings.reward_max_bytes,
+        max_memory_bytes=settings.max_bytes,
     )
 
 
@@ -45,26 +62,26 @@ def _judge(settings: JudgeSettings) -> tuple[Grader, Scorer]:
     return Grader("judge", settings.name, settings.weight), Judge(settings, Endpoints(settings))
 
 
-def _function_or_servers(settings: HostSettings) -> Scorer | None:
-    if settings.reward_urls:
+def _function_or_servers(settings: ScorerSettings) -> Scorer | None:
+    if settings.urls:
         from hotseat.rewards.service import RewardService
 
         return RewardService(
-            settings.reward_urls,
-            timeout_s=settings.reward_timeout_s,
-            retries=settings.reward_retries,
-            max_open=settings.reward_max_open,
-            token=settings.reward_token,
+            settings.urls,
+            timeout_s=settings.timeout_s,
+            retries=settings.retries,
+            max_open=settings.max_open,
+            token=settings.token,
         )
-    return None if settings.reward is None else _reward_function(settings.reward, settings)
+    return None if settings.function is None else _reward_function(settings.function, settings)
 
 
-def _reward_function(path: str, settings: HostSettings) -> RewardFunction:
+def _reward_function(path: str, settings: ScorerSettings) -> RewardFunction:
     return RewardFunction(
         path,
-        timeout_s=settings.reward_timeout_s,
-        retries=settings.reward_retries,
-        max_memory_bytes=settings.reward_max_bytes,
-        seed=settings.run_seed,
+        timeout_s=settings.timeout_s,
+        retries=settings.retries,
+        max_memory_bytes=settings.max_bytes,
+        seed=settings.seed,
         say=None if settings.notes is None else note_writer(settings.notes),
     )

@@ -35,7 +35,7 @@ class Finished:
         return self.epoch, self.group.prompt.index
 
     def facts(self) -> GroupFacts:
-        """Return what the driver is told of a group."""
+        """Return the summary of a group for the driver."""
         samples = self.group.samples
         turns = [turn for sample in samples if (facts := sample.episode.facts) is not None for turn in facts.turns]
         return GroupFacts(
@@ -74,7 +74,6 @@ class Spool:
                 path.mkdir(parents=True, exist_ok=True)
 
     def put(self, finished: Finished) -> None:
-        """Write a group."""
         path = self._path(finished.key)
         temporary = path.with_suffix(f".{os.getpid()}.part")
         facts = {name: value for name, value in vars(finished).items() if name != "group"}
@@ -94,7 +93,6 @@ class Spool:
             raise RunError(f"{path} cannot be read as a group of samples: it {why}") from None
 
     def has(self, key: GroupKey) -> bool:
-        """Tell whether there is a group of that key."""
         return self._path(key).is_file()
 
     def forget(self, keys: Iterable[GroupKey]) -> None:

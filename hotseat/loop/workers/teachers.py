@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hotseat.cluster.activity import activity
+from hotseat.loop.devices.held_memory import device_of_process
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
-from hotseat.loop.workers.engine_factory import device_of_process
 from hotseat.loop.workers.experience import Share, flatten, groups_of
 from hotseat.loop.workers.model_workers import BySample, ModelWorker
 from hotseat.placement.role_names import Part

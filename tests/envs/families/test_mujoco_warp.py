@@ -4,6 +4,9 @@ Where nobody has used them before, Warp compiles the kernels of the smallest tes
 tests that step are long. `test_processes.py` tests batches of worlds without Warp.
 """
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import simulator_conformance as conformance
@@ -13,7 +16,7 @@ from hotseat.envs.processes import ProcessEnv, _digest
 from hotseat.errors import UserError
 
 if import_problem("mujoco_warp") is None:
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[3]))
     from bench.lib.tabletop_expert import advise
 
 pytestmark = [

@@ -8,8 +8,7 @@ from model_shells import make_shell
 from hotseat.cli.ending import REFUSED
 from hotseat.cli.main import main
 from hotseat.errors import ConfigError, UserError
-from hotseat.loop.offline.answer_selection import Selection
-from hotseat.loop.offline.group_file import GroupFile, partial_path
+from hotseat.loop.offline.group_file import GroupFile, Selection, partial_path
 from hotseat.loop.offline.options import offline_config
 from hotseat.openrlhf.batch_inference import main as batch_inference
 from hotseat.openrlhf.lora_combiner import main as lora_combiner

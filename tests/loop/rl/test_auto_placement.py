@@ -226,7 +226,7 @@ def test_a_size_that_cannot_be_measured_keeps_what_was_measured_before():
         run_dir = Path(config.run_dir) / config.name
         run_dir.mkdir()
         (run_dir / METRICS).write_text('{"step": 2, "step_s": 3.0}\n')
-        (run_dir / ARRIVALS).write_text('{"step": 2, "event": "taken"}\n')
+        (run_dir / ARRIVALS).write_text('{"step": 2, "event": "taken", "groups": []}\n')
 
     with pytest.raises(RunError, match="no memory is left"):
         measure(loads(SMALL), start, [1.0, 2.0], [1], lambda text: None, kept.append)
@@ -374,7 +374,8 @@ def test_turns_are_read_from_a_run_with_one_stage(tmp_path):
     plan = make_plan(config)
     (tmp_path / METRICS).write_text('{"step": 2, "step_s": 30.0, "time/rollout": 20.0}\n')
     # Two samples, of 10 turns each: 4 s for simulators and 8 s for the policy, the episodes took 12 s.
-    taken = '{"step": 2, "event": "taken", "seconds": [[12.0, 12.0, 0.5]], "num_turns": 20, "policy_s": 16.0}\n'
+    seconds = '"seconds": [[12.0, 12.0, 0.5]], "num_turns": 20, "policy_s": 16.0'
+    taken = f'{{"step": 2, "event": "taken", "groups": [[0, 1]], {seconds}}}\n'
     (tmp_path / ARRIVALS).write_text(taken)
     measured = measurement_of(config, plan, tmp_path)
     # 64 samples in 32 simulators are 20 rounds of 1.2 s, 24 s in all.

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from hotseat.errors import WeightError
-from hotseat.loop.rl.canary import ANSWER_TOKENS, CanaryGuard, CanarySettings
-from hotseat.loop.rl.push import PushReport
+from hotseat.loop.rl.canary import ANSWER_TOKENS, CanaryGuard
+from hotseat.loop.rl.canary_state import CanarySettings
+from hotseat.loop.rl.sync import PushReport
 from hotseat.loop.workers.weight_check import Canary
 from hotseat.train.exact import NO_8_BITS, EightBits, ExactScores
 from hotseat.types import Prompt

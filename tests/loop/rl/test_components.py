@@ -301,18 +301,18 @@ def test_evaluations_have_decisions_of_their_own_which_last_until_they_are_measu
     hosts = Halves({key: [4.0, 8.0] for key in [(0, 1), (-1, 1)]})
     components = Components({"first": hosts, "second": hosts}, hosts, hosts, evaluating=["second"])
     assert components.change([trained])[0].rewards == (1.0, 2.0)
-    assert components.change_evaluated([evaluated])[0].rewards == (2.0, 4.0)
+    assert components.change([evaluated], is_evaluation=True)[0].rewards == (2.0, 4.0)
     # The rollout is repeated: its host has the changed rewards, and no component sees them again.
-    assert components.change_evaluated([evaluated])[0].rewards == (2.0, 4.0)
+    assert components.change([evaluated], is_evaluation=True)[0].rewards == (2.0, 4.0)
     assert hosts.num_calls == 3
-    assert components.evaluation_metrics() == {
+    assert components.metrics(is_evaluation=True) == {
         "eval/components/second/groups": 1.0,
         "eval/components/second/dropped": 0.0,
     }
     assert components.metrics()["components/second/groups"] == 1.0
     # The next evaluation has groups of the same keys, and other answers.
     hosts.rewards[-1, 1] = [6.0, 2.0]
-    assert components.change_evaluated([evaluated])[0].rewards == (3.0, 1.0)
+    assert components.change([evaluated], is_evaluation=True)[0].rewards == (3.0, 1.0)
 
 
 def test_rewards_of_turns_cannot_be_replaced(monkeypatch):

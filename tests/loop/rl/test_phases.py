@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from phase_fakes import Case, FakeArrivals, FakeGroup, FakeJournal, facts_of, report, silent_alarms
+from phase_fakes import Case, FakeGroup, FakeJournal, facts_of, report, silent_alarms
 
 from hotseat.algorithms import AdaptiveKl, FixedKl
 from hotseat.cluster.lease import DeviceMemory
@@ -21,14 +21,13 @@ from hotseat.loop.rl import loop, meter
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.ledger import Ledger, read_ledger
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.micro_batches import MicroBatches
+from hotseat.loop.rl.phase_settings import MicroBatches
 from hotseat.loop.rl.prepare import Prepared
 from hotseat.loop.rl.recovery import MAX_DEATHS
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
 from hotseat.loop.rl.rollout import group_filter, repeated
 from hotseat.loop.rl.sample_log import NUM_RECORDED, SampleLog
 from hotseat.loop.rl.state import NONE_SERVED, RlState
-from hotseat.loop.rl.stream import SynchronousStream
 from hotseat.loop.rl.update import Updates
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.workers.group_facts import EVALUATION
@@ -954,7 +953,7 @@ def test_a_checkpoint_has_critic_and_actor_each_saved_in_its_own_lease(tmp_path)
         case.state,
         case.guard,
         ledger,
-        SynchronousStream(None, FakeArrivals()),
+        case.stream,
         case.settings,
     )
     source = checkpoints.source({"eval/reward": 0.5})
@@ -980,7 +979,7 @@ def test_a_checkpoint_has_critic_and_actor_each_saved_in_its_own_lease(tmp_path)
         resumed.state,
         resumed.guard,
         ledger,
-        SynchronousStream(None, FakeArrivals()),
+        resumed.stream,
         resumed.settings,
     )
     again.restore(Checkpoint(path, 1, {**state, "config": to_saved(case.config)}))

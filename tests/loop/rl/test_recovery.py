@@ -148,7 +148,7 @@ def test_an_engine_gets_its_weights_although_a_host_dies_before_it_rejoins():
             hosts.is_alive[0] = False
             raise error
 
-    mine._rejoin = rejoin
+    mine.rejoin = rejoin
     assert mine.during(dies(engines, 1)) == "done"
     assert engines.log == ["restart 1", "replaced rollout 1", "push [1]", "reconnect [0]", "push [1]"]
     assert next(rejoins, "both happened") == "both happened"

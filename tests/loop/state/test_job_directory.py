@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hotseat.config import loads
-from hotseat.loop.state.job_directory import check_job_directory
+from hotseat.loop.start import check_job_directory
 
 COPY = Path("/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_0123")
 

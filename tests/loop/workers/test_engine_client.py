@@ -455,11 +455,11 @@ def test_an_engine_process_hands_over_tokens_while_it_samples(tmp_path):
 
     from hotseat import faults
     from hotseat.config import loads
-    from hotseat.loop import settings
+    from hotseat.loop.settings.engine_settings import engine_settings
     from hotseat.loop.workers.engine_worker import EngineWorker
 
     task = make_task(tmp_path, seed=0)
-    worker = EngineWorker(settings.engine_settings(loads(rl_yaml(task), ["data.max_length=32"]), (1,), task))
+    worker = EngineWorker(engine_settings(loads(rl_yaml(task), ["data.max_length=32"]), (1,), task))
     sampling = Sampling(24, ignore_eos=True)
     streams = Request("streams", (3, 12), sampling, 0, streams=True)
     short = [Request(f"short-{length}", (3, 12), Sampling(length, ignore_eos=True), length) for length in range(1, 24)]

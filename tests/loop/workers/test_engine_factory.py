@@ -3,7 +3,7 @@
 import pytest
 
 from hotseat.errors import RunError
-from hotseat.loop.workers.engine_factory import make_engine
+from hotseat.loop.workers.engine_worker import make_engine
 from hotseat.rollout import vllm_engine
 from hotseat.rollout.kinds import EngineOptions, EngineSettings
 

@@ -6,6 +6,7 @@ from test_engine_client import FakeEngines
 
 from hotseat.loop.workers.group_facts import Job
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
+from hotseat.loop.workers.scorers import ScorerSettings
 from hotseat.types import Prompt, Sampling
 
 DRAWING = """
@@ -37,11 +38,7 @@ def make_host(task, agent: str) -> RolloutHost:
             max_turns=2,
             max_concurrent=1,
             episode_timeout_s=60.0,
-            reward=None,
-            eval_reward=None,
-            reward_timeout_s=60.0,
-            reward_retries=0,
-            reward_max_bytes=None,
+            scorers=ScorerSettings(),
             has_reward_model=False,
             reward_tokenizer=None,
             trust_remote_code=False,
