@@ -50,7 +50,7 @@ def _nothing_compiled() -> Iterator[None]:
 @pytest.mark.long
 def test_a_whole_model_is_one_graph_for_all_sizes(layout: LayoutKind, head: Any, with_entropy: bool) -> None:
     model = tiny_model() if head == "policy" else tiny_value_model()
-    wrapped, _ = prepare_model(model, head=head, layout=layout, gradient_checkpointing=False)
+    wrapped, _ = prepare_model(model, TrainOptions(head=head, layout=layout), torch.device("cpu"))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(wrapped._call_impl, backend=counter, fullgraph=True)
     batches = [some_segments(num_segments, seed=num_segments) for num_segments in (5, 9, 3, 14, 1)]

@@ -161,7 +161,6 @@ def worker_arguments(
         config.train.batch_size,
         settings.train_batches(config),
         config.seed,
-        config.trust_remote_code,
         settings.reference_settings(config, is_reference_offloaded),
     )
 

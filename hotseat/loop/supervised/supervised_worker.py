@@ -76,7 +76,6 @@ class SupervisedWorker(BackendWorker):
         batch_size: int,
         cut: BatchSettings,
         seed: int,
-        trust_remote_code: bool = False,
         reference: ReferenceSettings | None = None,
         *,
         rank: int,
@@ -84,12 +83,11 @@ class SupervisedWorker(BackendWorker):
         folder_proof: FolderProof | None = None,
     ):
         """Load the model. `rank` and `num_ranks` count data-parallel ranks. reference: of an objective that has one."""
-        super().__init__(model, options, trust_remote_code, folder_proof=folder_proof)
-        self._trust_remote_code = trust_remote_code
+        super().__init__(model, options, folder_proof=folder_proof)
         self._reference_settings = reference
         self._reference: Reference | None = None  # that scores in every step
         if reference is not None and reference.folder is None:
-            self._reference = load_reference(reference, self._backend, trust_remote_code)
+            self._reference = load_reference(reference, self._backend)
         self._preparation: Iterator[Preparation] | None = None
         self._objective = objective
         self._items = items
@@ -133,7 +131,7 @@ class SupervisedWorker(BackendWorker):
         num_done, num_to_do = 0, sum(map(len, missing.values()))
         reference = self._reference
         if missing and reference is None:
-            reference = load_reference(settings, self._backend, self._trust_remote_code)
+            reference = load_reference(settings, self._backend)
         for what, items in missing.items():
             assert reference is not None
             made: list[tuple[float, float]] = []

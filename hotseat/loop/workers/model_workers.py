@@ -103,7 +103,6 @@ class BackendWorker:
         self,
         model: str,
         options: TrainOptions,
-        trust_remote_code: bool = False,
         *,
         folder_proof: FolderProof | None = None,
     ):
@@ -112,9 +111,7 @@ class BackendWorker:
             with activity.doing("looking for the folder of checkpoints"):
                 folder_proof.give(int(os.environ.get("RANK", "0")))
         with activity.doing("loading weights"):
-            self._backend = make_backend(
-                model, options, device=device_of_process(), trust_remote_code=trust_remote_code
-            )
+            self._backend = make_backend(model, options, device=device_of_process())
         self._cutter = MicroBatcher(self._backend)
         self._sequence_parallel_size = options.sequence_parallel_size
 
@@ -246,8 +243,8 @@ class ModelWorker(BackendWorker):
 class InferenceWorker(ModelWorker):
     """One rank of a copy of the policy: computes old log-probs on its own devices, and gets weights as engines do."""
 
-    def __init__(self, model: str, options: TrainOptions, engine_dtype: str, trust_remote_code: bool = False):
-        super().__init__(model, options, trust_remote_code)
+    def __init__(self, model: str, options: TrainOptions, engine_dtype: str):
+        super().__init__(model, options)
         self._dtype = getattr(torch, engine_dtype)
         self._receiver = Receiver(_ReceivingBackend(self._backend, self._dtype))
 
@@ -294,16 +291,15 @@ class ActorWorker(ModelWorker):
         model: str,
         options: TrainOptions,
         engine_dtype: str,
-        trust_remote_code: bool = False,
         folder_proof: FolderProof | None = None,
     ):
-        super().__init__(model, options, trust_remote_code, folder_proof=folder_proof)
+        super().__init__(model, options, folder_proof=folder_proof)
         self._steps: list[MicroBatch | None] = []
         self._totals: list[StepTotals] = []
         self._returns = BySample()
         self._recorder: Recorder | None = None
         self._rank = int(os.environ.get("RANK", "0"))
-        self._model, self._trust_remote_code = model, trust_remote_code
+        self._model, self._trust_remote_code = model, options.trust_remote_code
         self._dtype = getattr(torch, engine_dtype)
         self._form: WeightForm = "merged"  # of the last push to engines
         self._sender = Sender(self._outgoing, device_of_process())

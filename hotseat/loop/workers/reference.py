@@ -64,11 +64,9 @@ class Reference(Protocol):
 class ReferenceModel:
     """A model of its own, whose weights can be off the device between uses."""
 
-    def __init__(self, model: str, options: TrainOptions, is_offloaded: bool, trust_remote_code: bool):
+    def __init__(self, model: str, options: TrainOptions, is_offloaded: bool):
         with activity.doing("loads the reference model"):
-            self._backend = make_backend(
-                model, options, device=device_of_process(), trust_remote_code=trust_remote_code
-            )
+            self._backend = make_backend(model, options, device=device_of_process())
         self._is_offloaded = is_offloaded
         if is_offloaded:
             self._backend.offload([Part.WEIGHTS])
@@ -102,11 +100,11 @@ class BaseReference:
         """Do nothing: the model goes on learning."""
 
 
-def load_reference(settings: ReferenceSettings, policy: Backend, trust_remote_code: bool) -> Reference:
+def load_reference(settings: ReferenceSettings, policy: Backend) -> Reference:
     """Load the reference of a rank. Collective."""
     if settings.options is None:
         return BaseReference(policy)
-    return ReferenceModel(settings.model, settings.options, settings.is_offloaded, trust_remote_code)
+    return ReferenceModel(settings.model, settings.options, settings.is_offloaded)
 
 
 # --- log-probs on disk ------------------------------------------------------------------------------------------------
