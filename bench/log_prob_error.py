@@ -330,7 +330,8 @@ def rounded_logits(is_compiled: bool) -> Iterator[None]:
 
 def score_by_trainer(path: Path, samples: Sequence[Sample], is_compiled: bool) -> dict[str, Tensor]:
     """Log-probs of the sampled tokens, with each head."""
-    from hotseat.train import TrainOptions, make_backend
+    from hotseat.train.backend import TrainOptions
+    from hotseat.train.make import make_backend
     from hotseat.train.packing import split_by_tokens
 
     lengths = [len(sample.token_ids) for sample in samples]

@@ -19,8 +19,9 @@ from hotseat.placement.role_names import Part
 from hotseat.rlinf.channel import Channel
 from hotseat.rlinf.configs import section
 from hotseat.rlinf.rlinf_worker import Worker
-from hotseat.train import AdamW, Backend, LoraOptions, Schedule, TrainOptions, make_backend
-from hotseat.train.backend import PARTS
+from hotseat.train.backend import PARTS, AdamW, Backend, LoraOptions, TrainOptions
+from hotseat.train.make import make_backend
+from hotseat.train.schedule import Schedule
 from hotseat.types import MicroBatch
 
 __all__ = ["FSDPActor", "Trajectory"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hotseat.algorithms import AdaptiveKl
+from hotseat.algorithms.kl import AdaptiveKl
 from hotseat.config import loads
 from hotseat.config.resolved import (
     aggregation,

@@ -19,9 +19,8 @@ from hotseat.envs.simulator import ActionSpec, Observation
 from hotseat.errors import DataError, RunError, UserError
 from hotseat.loop.workers.simulation import Reader, SimulationSettings
 from hotseat.rollout import SlotOptions, TransformersEngine
-from hotseat.train import TrainOptions
 from hotseat.train.attention import IMAGE_ATTENTION, image_attention
-from hotseat.train.backend import AdamW
+from hotseat.train.backend import AdamW, TrainOptions
 from hotseat.train.export import write_model
 from hotseat.train.fp8_rounding import round_cache
 from hotseat.train.packing import join, model_input, take, with_ends

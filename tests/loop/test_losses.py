@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hotseat.algorithms import WeightTotals
+from hotseat.algorithms.corrections import WeightTotals
 from hotseat.loop.workers.losses import (
     ADVANTAGES,
     CORRECTION_SCALES,

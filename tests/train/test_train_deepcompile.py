@@ -16,11 +16,13 @@ from torch.utils import cpp_extension
 from transformers import PreTrainedModel
 
 from hotseat.errors import RunError, UnsupportedError, UserError
-from hotseat.train import LoraOptions, TrainOptions, ZeroBackend, ZeroOptions, zero_stages
+from hotseat.train import zero_stages
+from hotseat.train.backend import LoraOptions, TrainOptions, ZeroOptions
 from hotseat.train.deepcompile import Backends, check_device, filled, keep_order, keep_sizes
 from hotseat.train.logprobs import token_log_probs
 from hotseat.train.packing import LayoutKind, model_input
 from hotseat.train.policy_models import mark_sizes, prepare_model
+from hotseat.train.zero import ZeroBackend
 
 from . import varlen_on_cpu
 from .conformance import OPTIONS, some_segments, tiny_model, tiny_value_model

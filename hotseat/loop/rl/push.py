@@ -11,7 +11,11 @@ from hotseat import faults
 from hotseat.algorithms.adapters import WeightForm
 from hotseat.cluster import Calling, WorkerGroup
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
-from hotseat.weights import BroadcastData, BroadcastGroup, Bucket, Transport, TransportPlan, check_digests, merge
+from hotseat.weights.broadcast import BroadcastData, BroadcastGroup
+from hotseat.weights.bucket import Bucket
+from hotseat.weights.device_ipc import merge
+from hotseat.weights.transfer import check_digests
+from hotseat.weights.transports import Transport, TransportPlan
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from hotseat.loop.rl.recovery import ENGINE, Recovery
 from hotseat.loop.rl.state import RlState
 from hotseat.placement import Plan
 from hotseat.registry.roles import role_entry
-from hotseat.weights import LOOPBACK, TIMEOUT_S, BroadcastGroup, TransportPlan
+from hotseat.weights.broadcast import LOOPBACK, TIMEOUT_S, BroadcastGroup
+from hotseat.weights.transports import TransportPlan
 
 
 @dataclass(frozen=True)

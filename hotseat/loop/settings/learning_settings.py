@@ -15,7 +15,7 @@ from hotseat.loop.workers.model_workers import PolicySettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
 from hotseat.user_functions import absolute
-from hotseat.weights import TransportPlan, choose_transports
+from hotseat.weights.transports import TransportPlan, choose_transports
 
 
 def policy_settings(

@@ -20,7 +20,8 @@ from hotseat.loop.workers.engine_factory import make_engine
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
 from hotseat.rollout.kinds import EngineSettings
 from hotseat.types import Completion, Moved, Request
-from hotseat.weights import Bucket, Receiver
+from hotseat.weights.bucket import Bucket
+from hotseat.weights.transfer import Receiver
 
 _STREAM_S = 0.02  # between two looks at the tokens of requests that stream
 

@@ -9,24 +9,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hotseat.algorithms import (
+from hotseat.algorithms.aggregation import weighted_sum
+from hotseat.algorithms.corrections import (
     Correction,
     CorrectionWeights,
-    KlEstimator,
-    PolicyLoss,
     Rejection,
     WeightTotals,
     correction_weights,
-    entropy_bonus,
-    estimate_kl,
     rejection_weights,
-    sft_loss,
-    value_loss,
     weight_totals,
-    weighted_sum,
 )
-from hotseat.algorithms.policy_loss import call_policy_loss
+from hotseat.algorithms.kl import KlEstimator, estimate_kl
+from hotseat.algorithms.policy_loss import PolicyLoss, call_policy_loss, entropy_bonus
 from hotseat.algorithms.quantiles import count_sizes
+from hotseat.algorithms.supervised_loss import sft_loss
+from hotseat.algorithms.value_loss import value_loss
 from hotseat.registry.lookup import load
 from hotseat.registry.policy_losses import policy_loss_entry
 from hotseat.train.backend import Outputs

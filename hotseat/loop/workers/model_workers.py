@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotseat.algorithms import Aggregation, Moments, StepTotals, WeightTotals
 from hotseat.algorithms.adapters import WeightForm, merge_apart
+from hotseat.algorithms.advantages import Moments
+from hotseat.algorithms.aggregation import Aggregation, StepTotals
+from hotseat.algorithms.corrections import WeightTotals
 from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, RunError
 from hotseat.loop.devices.held_memory import Held, held_here, release_cache_here
@@ -56,7 +58,10 @@ from hotseat.train.exact import NO_8_BITS, EightBits, ExactScores, exact_log_pro
 from hotseat.train.make import make_backend
 from hotseat.train.packing import split_by_tokens, take
 from hotseat.types import MicroBatch, Moved
-from hotseat.weights import BUCKET_BYTES, BroadcastGroup, Bucket, Receiver, Sender, Transport
+from hotseat.weights.broadcast import BroadcastGroup
+from hotseat.weights.bucket import Bucket
+from hotseat.weights.transfer import BUCKET_BYTES, Receiver, Sender
+from hotseat.weights.transports import Transport
 
 _CANARY_TOKENS = 4096  # in one forward, unless a single sequence is longer
 

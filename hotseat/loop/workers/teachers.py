@@ -11,8 +11,8 @@ from hotseat.loop.workers.experience import Share, flatten, groups_of
 from hotseat.loop.workers.model_workers import BySample, ModelWorker
 from hotseat.placement.role_names import Part
 from hotseat.planning.budgets import Use
-from hotseat.train import TrainOptions, make_backend
-from hotseat.train.backend import Backend
+from hotseat.train.backend import Backend, TrainOptions
+from hotseat.train.make import make_backend
 
 
 class TeachersWorker(ModelWorker):

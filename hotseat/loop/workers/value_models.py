@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hotseat.algorithms import normalise_rewards
+from hotseat.algorithms.shaping import normalise_rewards
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.experience import (
     Share,
