@@ -184,7 +184,7 @@ def _turns(layout: TokenLayout, turn_rewards: Tensor, turns: Tensor | None) -> T
 TurnCredit = Literal["to_go", "own", "sum"]
 
 
-def within_turns(layout: TokenLayout, returns: Tensor, turns: Tensor) -> Tensor:
+def _within_turns(layout: TokenLayout, returns: Tensor, turns: Tensor) -> Tensor:
     """Take from the returns of a turn's tokens what comes after the turn: G_t − G_s, s the next turn's first token.
 
     `returns` is [num_tokens], undiscounted; `turns` is as in `place_rewards`. Tokens after the last of these turns
@@ -577,7 +577,7 @@ def compute_advantages(
         advantages = returns_of(layout, token_rewards, gamma=gamma, starts=starts)
         if credits is not None:
             if turn_credit == "own":
-                advantages = within_turns(layout, advantages, _ends_of_steps(layout, turns, starts))
+                advantages = _within_turns(layout, advantages, _ends_of_steps(layout, turns, starts))
             advantages = advantages.index_add(0, table.sampled, credits)
         returns = advantages
     if facts.normalisation == "batch" if over_batch is None else over_batch:
