@@ -1,4 +1,4 @@
-"""Tokens per second of vLLM in 16 and in 8 bits, and with n-gram drafts, on one GPU, and what 8 bits change.
+"""Tokens per second of vLLM in 16 bits and in FP8, and with n-gram drafts, on one GPU, and what FP8 changes.
 
 The same weights are pushed to engines that start at the same time and are measured one after another:
 

@@ -254,7 +254,7 @@ class FSDPActor(Worker):
         both = self._algorithm.get("ratio_clip_eps")
         epsilon = 0.2 if both is None else both
         return PolicyObjective(
-            ratio="ppo",
+            policy_loss="ppo",
             clip_low=float(epsilon if low is None else low),
             clip_high=float(epsilon if high is None else high),
             dual_clip=None,

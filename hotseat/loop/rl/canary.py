@@ -2,14 +2,14 @@
 
     first push    an engine samples answers; all engines and the trainer score them; a float32 forward of the same
                   weights measures what rounding alone does to log-probs, and gaps are judged against that; where
-                  engines have weights or caches in 8 bits, another forward measures what these do
+                  engines have weights or caches in FP8, another forward measures what these do
     later pushes  the same answers are scored with the new weights: in the push itself, or, by engines that need their
                   cache to score, in their next lease; gaps are judged against the same limits and the first push's gaps
     an alarm      new answers, of other prompts, are sampled with the current weights, and rounding is measured anew:
                   to a policy that has moved far, old answers are unlikely, and 16 bits are coarser there. Gaps above
                   the new limits end the run; otherwise the new answers are the canary from then on
     a resume      the checkpoint has the canary and its limits; in addition, new answers are judged as at a first push.
-                  Limits of engines that had other things in 8 bits are dropped
+                  Limits of engines that had other things in FP8 are dropped
 
 `algorithms.agreement` has the statistics and their limits.
 """
@@ -41,7 +41,7 @@ from hotseat.loop.rl.push import PushReport
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.model_workers import ActorWorker, InferenceWorker
 from hotseat.loop.workers.weight_check import Canary
-from hotseat.train.exact import NO_8_BITS, EightBits
+from hotseat.train.exact import NO_FP8, Fp8Parts
 from hotseat.types import Prompt, Request, Sampling
 from hotseat.vision import image_as_json, image_from_json
 
@@ -66,8 +66,8 @@ ASSUMED_ROUNDING = {
     "fp16": GapStatistics(4e-3, 1.2e-2, 1e-3),
     "bf16": GapStatistics(3e-2, 1e-1, 8e-3),
 }
-# The same of 8 bits, in layers and in keys and values.
-ASSUMED_8_BITS = GapStatistics(8e-2, 3e-1, 2e-2)
+# The same of FP8, in layers and in the KV cache.
+ASSUMED_FP8 = GapStatistics(8e-2, 3e-1, 2e-2)
 MEANINGS = {
     "median": "the median of |gap|",
     "p90": "the 90th percentile of |gap|",
@@ -88,7 +88,7 @@ class CanarySettings:
     seed: int
     on_gpu: bool = False
     is_merged: bool = True  # engines get adapters, if there are any, merged into weights
-    eight_bits: EightBits = NO_8_BITS  # what engines have in 8 bits
+    fp8: Fp8Parts = NO_FP8  # what engines have in FP8
 
     @classmethod
     def of(cls, config: Config, on_gpu: bool, is_merged: bool = True) -> CanarySettings:
@@ -104,7 +104,7 @@ class CanarySettings:
             seed=config.seed,
             on_gpu=on_gpu,
             is_merged=is_merged,
-            eight_bits=EightBits(
+            fp8=Fp8Parts(
                 weights=config.rollout.quantization is not None, cache=config.rollout.kv_cache_dtype is not None
             ),
         )
@@ -142,7 +142,9 @@ class CanaryState:
     first: Baseline | None  # None until the first push was judged
     num_sets: int  # sets of answers that were sampled
     metrics: Mapping[str, float]
-    eight_bits: EightBits = NO_8_BITS  # what engines had in 8 bits, which `rounding` and `first` include
+    eight_bits: Fp8Parts = (
+        NO_FP8  # the key in checkpoints: what engines had in FP8, which `rounding` and `first` include
+    )
 
     @classmethod
     def parse(cls, state: Mapping[str, Any]) -> CanaryState:
@@ -157,7 +159,7 @@ class CanaryState:
             Baseline(GapStatistics(**first["gap"]), GapStatistics(**first["rounding"])),
             int(state["num_sets"]),
             dict(state["metrics"]),
-            EightBits(**state.get("eight_bits", {})),
+            Fp8Parts(**state.get("eight_bits", {})),
         )
 
 
@@ -223,12 +225,12 @@ class CanaryGuard:
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from the state in a checkpoint; a checkpoint without one changes nothing.
 
-        If engines had other things in 8 bits then, the run starts a new baseline, on other answers.
+        If engines had other things in FP8 then, the run starts a new baseline, on other answers.
         """
         if state is not None:
             resumed = CanaryState.parse(state)
             self._num_sets = resumed.num_sets
-            if resumed.eight_bits == self._settings.eight_bits:
+            if resumed.eight_bits == self._settings.fp8:
                 self._state = resumed
 
     def check(self, pushed: PushReport, to_inference: PushReport | None = None) -> None:
@@ -349,7 +351,7 @@ class CanaryGuard:
             first,
             self._num_sets,
             self.metrics(),
-            self._settings.eight_bits,
+            self._settings.fp8,
         )
         return self._look_at(measured.gaps)
 
@@ -405,7 +407,7 @@ class CanaryGuard:
         """Measure what rounding alone does to log-probs of these tokens; return it, and how it is known.
 
         It is the trainer's own rounding, plus that of logits in the engine's dtype (the trainer computes logits in
-        float32, and engines may not), plus that of what engines have in 8 bits.
+        float32, and engines may not), plus that of what engines have in FP8.
         """
         if self._settings.dtype == "fp32":
             return NO_ROUNDING, "the smallest gap that can be an error in fp32"
@@ -414,20 +416,20 @@ class CanaryGuard:
         if lacking:
             return self._assumed(f"{lacking / 2**30:.1f} GiB of device memory are lacking")
         settings = self._settings
-        exact = self._actor.call(ActorWorker.score_exactly, canary, settings.is_merged, settings.eight_bits)[0]
+        exact = self._actor.call(ActorWorker.score_exactly, canary, settings.is_merged, settings.fp8)[0]
         assert exact is not None, "the first rank has an answer"
         if isinstance(exact, str):
             return self._assumed(exact)
         each = zip(expected, exact.log_probs, exact.with_rounded_logits, strict=True)
         gaps = [mine - true + rounded - true for mine, true, rounded in each]
-        if exact.in_8_bits is not None:
-            of_8_bits = zip(exact.in_8_bits, exact.log_probs, strict=True)
-            gaps = [gap + coarse - true for gap, (coarse, true) in zip(gaps, of_8_bits, strict=True)]
+        if exact.with_fp8 is not None:
+            of_fp8 = zip(exact.with_fp8, exact.log_probs, strict=True)
+            gaps = [gap + coarse - true for gap, (coarse, true) in zip(gaps, of_fp8, strict=True)]
         if not all(map(math.isfinite, gaps)):
             return self._assumed("some of its log-probs are not finite")
         basis = "what rounding alone does, by a float32 forward of the same weights"
-        if exact.in_8_bits is not None:
-            basis = "what rounding to 16 and to 8 bits alone does, by float32 forwards of the same weights"
+        if exact.with_fp8 is not None:
+            basis = "what rounding to 16 bits and to FP8 alone does, by float32 forwards of the same weights"
         return gap_statistics(gaps), basis
 
     def _assumed(self, why: str) -> tuple[GapStatistics, str]:
@@ -437,8 +439,8 @@ class CanaryGuard:
             f"canary: no float32 forward of the policy could be made ({why}), so engines are judged by what rounding"
             " usually does, not by what it does to this model"
         )
-        if self._settings.eight_bits != NO_8_BITS:
-            return ASSUMED_8_BITS, "what rounding to 8 bits usually does (it was not measured)"
+        if self._settings.fp8 != NO_FP8:
+            return ASSUMED_FP8, "what rounding to FP8 usually does (it was not measured)"
         return ASSUMED_ROUNDING[dtype], f"what rounding to {dtype} usually does (it was not measured)"
 
 

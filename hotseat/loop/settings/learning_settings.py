@@ -28,7 +28,7 @@ def policy_settings(
     kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
     return PolicySettings(
         objective=PolicyObjective(
-            ratio=absolute(algorithm.policy_loss),
+            policy_loss=absolute(algorithm.policy_loss),
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             dual_clip=algorithm.dual_clip,

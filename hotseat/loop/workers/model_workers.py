@@ -54,7 +54,7 @@ from hotseat.loop.workers.records import Recorder, TokenRecord
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
 from hotseat.planning.budgets import Use
 from hotseat.train.backend import Backend, Loss, TrainOptions, UpdateReport
-from hotseat.train.exact import NO_8_BITS, EightBits, ExactScores, exact_log_probs, missing_bytes
+from hotseat.train.exact import NO_FP8, ExactScores, Fp8Parts, exact_log_probs, missing_bytes
 from hotseat.train.make import make_backend
 from hotseat.train.packing import split_by_tokens, take
 from hotseat.types import MicroBatch, Moved
@@ -422,13 +422,11 @@ class ActorWorker(ModelWorker):
         """Return the bytes of device memory that `score_exactly` lacks for sequences of up to `longest` tokens."""
         return missing_bytes(self._model, device_of_process(), longest, self._trust_remote_code)
 
-    def score_exactly(
-        self, canary: Canary, is_merged: bool = True, eight_bits: EightBits = NO_8_BITS
-    ) -> ExactScores | str | None:
+    def score_exactly(self, canary: Canary, is_merged: bool = True, fp8: Fp8Parts = NO_FP8) -> ExactScores | str | None:
         """Score with a float32 forward of the weights that engines got. Collective; only the first rank returns scores.
 
         is_merged: False if engines got adapters apart from their weights: the sum of the two has not been rounded.
-        eight_bits: what engines have in 8 bits.
+        fp8: what engines have in FP8.
 
         If the forward fails the first rank returns why: a run can continue without this yardstick.
         """
@@ -448,7 +446,7 @@ class ActorWorker(ModelWorker):
                     device=device_of_process(),
                     trust_remote_code=self._trust_remote_code,
                     images=canary.images,
-                    eight_bits=eight_bits,
+                    fp8=fp8,
                 )
             except (torch.OutOfMemoryError, RunError) as error:
                 scores = str(error).partition("\n")[0]
