@@ -27,7 +27,6 @@ from hotseat.rollout.open_requests import EngineSequence
 from hotseat.rollout.sampling import filtered, sample, uniforms
 from hotseat.rollout.slot_cache import NO_IMAGES, ImageBatch
 from hotseat.rollout.slots import Prefix, check_config, padded, slot_model
-from hotseat.rollout.threaded_engine import ThreadedEngine
 from hotseat.types import Completion, Request
 from hotseat.vision import placeholder_ids, policy_class
 
@@ -100,8 +99,8 @@ class SlotOptions:
 _DEFAULT_OPTIONS = SlotOptions()
 
 
-class TransformersEngine(ThreadedEngine):
-    """The engine on transformers. See `Engine` for the contract.
+class TransformersEngine(Engine):
+    """The engine on transformers.
 
     On a CPU completions are bit for bit independent of other requests.
 

@@ -22,11 +22,10 @@ from hotseat import faults
 from hotseat.algorithms.digest import combine_digests
 from hotseat.errors import DeadlineError, HotseatError, RunError, UserError, WeightError
 from hotseat.placement.role_names import Part
-from hotseat.rollout.engine import PARTS
+from hotseat.rollout.engine import PARTS, Engine
 from hotseat.rollout.kinds import ImageOptions
 from hotseat.rollout.live_weights import WeightNames
 from hotseat.rollout.open_requests import EngineSequence
-from hotseat.rollout.threaded_engine import ThreadedEngine
 from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, AdapterOptions, Core, CoreOptions, Sampled
 from hotseat.types import Completion, Request
 from hotseat.vision import policy_class
@@ -46,8 +45,8 @@ __all__ = [
 _MAX_REASON = 400  # characters of vLLM's error message
 
 
-class VllmEngine(ThreadedEngine):
-    """The engine on vLLM. See `Engine` for the contract.
+class VllmEngine(Engine):
+    """The engine on vLLM.
 
     The same request gives the same tokens only up to rounding, which differs from batch to batch: not bit for bit.
 
