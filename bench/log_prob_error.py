@@ -159,18 +159,19 @@ def transformers_heads(path: Path, eos_token_ids: Sequence[int]) -> Iterator[tup
 
 def vllm_heads(path: Path, eos_token_ids: Sequence[int]) -> Iterator[tuple[str, Any]]:
     """One start of vLLM with an fp32 head; without one it is the same core with its own logits back in place."""
-    from hotseat.rollout.vllm_engine import Core, CoreOptions, VllmEngine, weight_names
+    from hotseat.rollout.kinds import EngineOptions, EngineSettings
+    from hotseat.rollout.vllm_engine import Core, VllmEngine, weight_names
 
     core = Core(
-        CoreOptions(
+        EngineSettings(
             model=str(path),
-            dtype="bfloat16",
             max_length=MAX_LENGTH,
             num_slots=256,
-            memory_share=0.3 if DEVICE == "cuda" else None,
-            kv_cache_bytes=None if DEVICE == "cuda" else 1 << 30,
-            prefix_caching=False,
-            enforce_eager=True,
+            eos_token_ids=(),
+            dtype="bfloat16",
+            num_threads=1,
+            engine="vllm",
+            options=EngineOptions(memory_share=0.3, enforce_eager=True),
         )
     )
     engine = VllmEngine(
