@@ -314,12 +314,8 @@ def discounted_returns(
     starts: first tokens of longer steps of time, as `step_starts` returns them; a step's tokens share its return.
     """
     assert token_rewards.shape == layout.mask.shape
-    if starts is not None:
-        long = _LongSteps(layout, starts)
-        return long.on_tokens(_decayed_sum(long.sums(token_rewards), long.episode, gamma))
-    steps, episode = _time_steps(layout)
-    returns = _decayed_sum(floating(token_rewards)[steps], episode, gamma)
-    return returns.new_zeros(layout.num_tokens).index_copy(0, steps, returns)
+    steps = _Steps(layout, starts)
+    return steps.on_tokens(_decayed_sum(steps.sums(token_rewards), steps.episode, gamma))
 
 
 def gae(
@@ -342,20 +338,13 @@ def gae(
     token, r the sum of its rewards; its tokens share the advantage, and the first of them has the return.
     """
     assert token_rewards.shape == values.shape == layout.mask.shape
-    if starts is not None:
-        long = _LongSteps(layout, starts)
-        current = floating(values)[long.first]
-        following = _following(current, long.episode, bootstrap)
-        deltas = long.sums(token_rewards) + gamma * following - current
-        advantages = _decayed_sum(deltas, long.episode, gamma * lam)
-        returns = advantages.new_zeros(layout.num_tokens).index_copy(0, long.first, advantages + current)
-        return long.on_tokens(advantages), returns
-    steps, episode = _time_steps(layout)
-    rewards, current = floating(token_rewards)[steps], floating(values)[steps]
-    following = _following(current, episode, bootstrap)
-    advantages = _decayed_sum(rewards + gamma * following - current, episode, gamma * lam)
-    zeros = advantages.new_zeros(layout.num_tokens)
-    return zeros.index_copy(0, steps, advantages), zeros.index_copy(0, steps, advantages + current)
+    steps = _Steps(layout, starts)
+    current = floating(values)[steps.first]
+    following = _following(current, steps.episode, bootstrap)
+    deltas = steps.sums(token_rewards) + gamma * following - current
+    advantages = _decayed_sum(deltas, steps.episode, gamma * lam)
+    returns = advantages.new_zeros(layout.num_tokens).index_copy(0, steps.first, advantages + current)
+    return steps.on_tokens(advantages), returns
 
 
 def _following(current: Tensor, episode: Tensor, bootstrap: Tensor | None) -> Tensor:
@@ -368,10 +357,11 @@ def _following(current: Tensor, episode: Tensor, bootstrap: Tensor | None) -> Te
     return torch.where(is_last, floating(bootstrap).to(following)[episode], following)
 
 
-class _LongSteps:
-    """Steps of time of several tokens each."""
+class _Steps:
+    """Steps of time: of one sampled token each, or longer ones that begin at `starts`."""
 
-    def __init__(self, layout: TokenLayout, starts: Tensor):
+    def __init__(self, layout: TokenLayout, starts: Tensor | None):
+        starts = layout.mask if starts is None else starts
         self.first = torch.nonzero(starts).squeeze(1)  # [num_steps]
         self.episode = layout.token_episode[self.first]  # [num_steps]
         self._steps = steps_of_tokens(starts, layout.mask)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hotseat.algorithms.digest import tensor_digest
 from hotseat.errors import WeightError
 from hotseat.rollout import TransformersEngine
-from hotseat.weights.host_memory import HostData
+from hotseat.weights.bucket import HostData
 from hotseat.weights.transfer import Receiver, Sender, check_digests
 
 
