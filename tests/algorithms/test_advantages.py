@@ -36,9 +36,9 @@ from hotseat.algorithms.advantages import (
     normalise_by,
     normalise_globally,
     place_rewards,
-    turn_ends,
 )
 from hotseat.algorithms.time_steps import step_starts
+from hotseat.algorithms.turns import turn_ends
 from hotseat.errors import RewardError, UserError
 from hotseat.registry.estimators import ESTIMATORS
 

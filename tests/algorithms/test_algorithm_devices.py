@@ -4,7 +4,7 @@ import pytest
 import torch
 from algorithm_cases import make_layout, numbers
 
-from hotseat.algorithms.advantages import compute_advantages, group_normalised, turn_ends
+from hotseat.algorithms.advantages import compute_advantages, group_normalised
 from hotseat.algorithms.aggregation import loss_weights, mask_truncated
 from hotseat.algorithms.corrections import correction_weights, rejection_weights
 from hotseat.algorithms.kl import estimate_kl
@@ -18,6 +18,7 @@ from hotseat.algorithms.supervised_loss import (
     pairwise_loss,
     simpo_loss,
 )
+from hotseat.algorithms.turns import turn_ends
 from hotseat.algorithms.value_loss import value_loss
 from hotseat.registry.estimators import ESTIMATORS
 

@@ -16,6 +16,7 @@ from hotseat.algorithms import (
     shaping,
     supervised_loss,
     time_steps,
+    turns,
     value_loss,
 )
 from hotseat.registry.estimators import ESTIMATORS
@@ -34,7 +35,7 @@ def _rows():
 
 
 MODULES = (advantages, aggregation, corrections, filtering, kl, policy_loss, shaping, supervised_loss, value_loss)
-FUNCTIONS = {"step_starts": time_steps.step_starts} | {
+FUNCTIONS = {"step_starts": time_steps.step_starts, "turn_ends": turns.turn_ends} | {
     name: function
     for module in MODULES
     for name, function in inspect.getmembers(module, inspect.isfunction)
