@@ -102,7 +102,8 @@ def measure(case: Case) -> dict[str, Any]:
     import torch
 
     from hotseat.loop.workers.losses import SupervisedObjective
-    from hotseat.train import TrainOptions, ZeroOptions, make_backend
+    from hotseat.train.backend import TrainOptions, ZeroOptions
+    from hotseat.train.make import make_backend
     from hotseat.train.packing import split_by_tokens
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -52,7 +52,8 @@ from hotseat.rollout.kinds import EngineOptions, EngineSettings
 from hotseat.train.backend import TrainOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import MicroBatch, Prompt
-from hotseat.weights import Sender, choose_transports
+from hotseat.weights.transfer import Sender
+from hotseat.weights.transports import choose_transports
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LEARNING_RATE, MAX_LENGTH = 1e-6, 320

@@ -159,18 +159,19 @@ def transformers_heads(path: Path, eos_token_ids: Sequence[int]) -> Iterator[tup
 
 def vllm_heads(path: Path, eos_token_ids: Sequence[int]) -> Iterator[tuple[str, Any]]:
     """One start of vLLM with an fp32 head; without one it is the same core with its own logits back in place."""
-    from hotseat.rollout.vllm_engine import Core, CoreOptions, VllmEngine, weight_names
+    from hotseat.rollout.kinds import EngineOptions, EngineSettings
+    from hotseat.rollout.vllm_engine import Core, VllmEngine, weight_names
 
     core = Core(
-        CoreOptions(
+        EngineSettings(
             model=str(path),
-            dtype="bfloat16",
             max_length=MAX_LENGTH,
             num_slots=256,
-            memory_share=0.3 if DEVICE == "cuda" else None,
-            kv_cache_bytes=None if DEVICE == "cuda" else 1 << 30,
-            prefix_caching=False,
-            enforce_eager=True,
+            eos_token_ids=(),
+            dtype="bfloat16",
+            num_threads=1,
+            engine="vllm",
+            options=EngineOptions(memory_share=0.3, enforce_eager=True),
         )
     )
     engine = VllmEngine(
@@ -330,7 +331,8 @@ def rounded_logits(is_compiled: bool) -> Iterator[None]:
 
 def score_by_trainer(path: Path, samples: Sequence[Sample], is_compiled: bool) -> dict[str, Tensor]:
     """Log-probs of the sampled tokens, with each head."""
-    from hotseat.train import TrainOptions, make_backend
+    from hotseat.train.backend import TrainOptions
+    from hotseat.train.make import make_backend
     from hotseat.train.packing import split_by_tokens
 
     lengths = [len(sample.token_ids) for sample in samples]

@@ -29,8 +29,9 @@ def measure(stage: int, precision: Any, by_deepspeed: bool) -> dict[str, Any]:
     import torch
 
     from hotseat.loop.workers.losses import SupervisedObjective
-    from hotseat.train import PARTS, TrainOptions, ZeroBackend, ZeroOptions
+    from hotseat.train.backend import PARTS, TrainOptions, ZeroOptions
     from hotseat.train.packing import split_by_tokens
+    from hotseat.train.zero import ZeroBackend
 
     options = TrainOptions(precision=precision, zero=ZeroOptions(stage), timeout_s=60.0)
     backend = ZeroBackend(make_model("1.5B", "cuda"), options, device="cuda")

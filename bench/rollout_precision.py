@@ -1,4 +1,4 @@
-"""Tokens per second of vLLM in 16 and in 8 bits, and with n-gram drafts, on one GPU, and what 8 bits change.
+"""Tokens per second of vLLM in 16 bits and in FP8, and with n-gram drafts, on one GPU, and what FP8 changes.
 
 The same weights are pushed to engines that start at the same time and are measured one after another:
 
@@ -94,7 +94,8 @@ def make_engine(load: Load, kind: str, directory: str, is_dummy: bool) -> Any:
 
     from hotseat.placement.memory import kv_bytes_per_token
     from hotseat.placement.shapes import from_hf_config
-    from hotseat.rollout.vllm_engine import Core, CoreOptions, VllmEngine, weight_names
+    from hotseat.rollout.kinds import EngineOptions, EngineSettings
+    from hotseat.rollout.vllm_engine import Core, VllmEngine, weight_names
 
     has_gpu = torch.cuda.is_available()
     cache = kind == "fp8+cache"
@@ -109,20 +110,24 @@ def make_engine(load: Load, kind: str, directory: str, is_dummy: bool) -> Any:
         method = "ngram" if find_spec("numba") is not None else "ngram_gpu"
         lookup = {"prompt_lookup_min": 3, "prompt_lookup_max": 4}
         arguments["speculative_config"] = {"method": method, "num_speculative_tokens": NUM_DRAFTED, **lookup}
-    options = CoreOptions(
+    settings = EngineSettings(
         model=directory,
-        dtype="bfloat16",
         max_length=load.max_length,
         num_slots=load.num_samples,
-        memory_share=0.2 if has_gpu else None,
-        kv_cache_bytes=int(num_tokens * kv_bytes_per_token(model_shape, 1 if cache else 2)) + (256 << 20),
-        prefix_caching=False,
-        fp8_weights=kind.startswith("fp8"),
-        fp8_cache=cache,
-        engine_args=arguments,
+        eos_token_ids=(),
+        dtype="bfloat16",
+        num_threads=1,
+        engine="vllm",
+        options=EngineOptions(
+            memory_share=0.2,
+            cache_gib=num_tokens * kv_bytes_per_token(model_shape, 1 if cache else 2) / 2**30 + 0.25,
+            fp8_weights=kind.startswith("fp8"),
+            fp8_cache=cache,
+            engine_args=arguments,
+        ),
     )
     names = weight_names(directory, False)
-    core = Core(options)
+    core = Core(settings)
     return VllmEngine(core, names, max_length=load.max_length, num_slots=load.num_samples, call_timeout_s=120.0)
 
 

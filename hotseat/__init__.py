@@ -17,7 +17,8 @@ TYPE_CHECKING = False  # type checkers take it for True; importing `typing` for 
 if TYPE_CHECKING:
     from hotseat import demo
     from hotseat.agents import Agent, AgentError, Environment, SampleFunction, SingleTurn, Step, Transcript
-    from hotseat.algorithms import Advantages, PolicyLoss
+    from hotseat.algorithms.advantages import Advantages
+    from hotseat.algorithms.policy_loss import PolicyLoss
     from hotseat.api import Run, run
     from hotseat.config import Config
     from hotseat.errors import ConfigError, HotseatError, RunError, UserError
@@ -72,7 +73,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "hotseat.agents": ("Agent", "AgentError", "Environment", "SampleFunction", "SingleTurn", "Step", "Transcript"),
-    "hotseat.algorithms": ("Advantages", "PolicyLoss"),
+    "hotseat.algorithms.advantages": ("Advantages",),
+    "hotseat.algorithms.policy_loss": ("PolicyLoss",),
     "hotseat.api": ("Run", "run"),
     "hotseat.config": ("Config",),
     "hotseat.errors": ("ConfigError", "HotseatError", "RunError", "UserError"),

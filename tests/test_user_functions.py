@@ -10,8 +10,8 @@ import torch
 from loop_cases import make_group, make_segment, rl_yaml, same, weights
 from safetensors.torch import load_file
 
-from hotseat.algorithms import Advantages, cispo_loss, compute_advantages, group_normalised
-from hotseat.algorithms.policy_loss import call_policy_loss
+from hotseat.algorithms.advantages import Advantages, compute_advantages, group_normalised
+from hotseat.algorithms.policy_loss import call_policy_loss, cispo_loss
 from hotseat.checks.pipeline import startup_problems
 from hotseat.checks.plans import user_functions
 from hotseat.checks.stage import PlanContext, run_checks

@@ -15,15 +15,21 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hotseat.algorithms.shaping import clip_rewards
-from hotseat.algorithms.time_steps import steps_of_tokens, sum_per_step
+from hotseat.algorithms.time_steps import sampled_steps, steps_of_tokens, sum_per_step
 from hotseat.algorithms.token_masks import floating, sampled_only
+from hotseat.algorithms.turns import (
+    TurnCredit,
+    TurnTable,
+    checked_turns,
+    ends_of_steps,
+    within_turns,
+    without_rounding,
+)
 from hotseat.errors import RewardError, UserError
 from hotseat.extensions import load
 from hotseat.registry.estimators import ESTIMATORS, USER_ESTIMATOR, EstimatorEntry, estimator_entry
@@ -110,27 +116,6 @@ class _Groups:
 # ------------------------------------------------------------------------------------------------- rewards on tokens
 
 
-def _ends_of_steps(layout: TokenLayout, turns: Tensor, starts: Tensor | None) -> Tensor:
-    """Leave out the turns that end inside a step of time, which its tokens share with the next turn."""
-    if starts is None:
-        return turns
-    sampled, episode = _time_steps(layout)
-    after = torch.searchsorted(sampled, turns) + 1
-    following = after.clamp(max=len(sampled) - 1)
-    is_inside = (
-        (after < len(sampled)) & (episode[following] == layout.token_episode[turns]) & ~starts[sampled[following]]
-    )
-    return turns[~is_inside]
-
-
-def turn_ends(layout: TokenLayout) -> Tensor:
-    """[num_turns] int64, ascending: the last token of each unbroken run of sampled tokens in a segment."""
-    mask = layout.mask
-    goes_on = torch.zeros_like(mask)
-    goes_on[:-1] = mask[1:] & (layout.token_segment[1:] == layout.token_segment[:-1])
-    return torch.nonzero(mask & ~goes_on).squeeze(1)
-
-
 def place_rewards(
     layout: TokenLayout,
     rewards: Tensor,
@@ -157,7 +142,7 @@ def place_rewards(
     placed = rewards.new_zeros(layout.num_tokens).index_add(0, last[has_token], rewards[has_token])
     if turn_rewards is not None:
         turn_rewards = floating(turn_rewards).to(placed)
-        placed = placed.index_add(0, _turns(layout, turn_rewards, turns), turn_rewards)
+        placed = placed.index_add(0, checked_turns(layout, turn_rewards, turns), turn_rewards)
     if kl_coefficient:
         if kl is None:
             raise UserError(
@@ -165,143 +150,6 @@ def place_rewards(
             )
         placed = placed - kl_coefficient * sampled_only(kl, layout.mask)
     return placed
-
-
-def _turns(layout: TokenLayout, turn_rewards: Tensor, turns: Tensor | None) -> Tensor:
-    """Return the last token of each turn, checked against the number of turn rewards."""
-    ends = turn_ends(layout) if turns is None else turns.to(layout.mask.device)
-    if ends.shape != turn_rewards.shape:
-        raise UserError(
-            f"{turn_rewards.numel()} turn rewards for {ends.numel()} turns: give one per turn, in order; an agent whose"
-            " turns have no inserted tokens between them must say where they end"
-        )
-    if not bool(layout.mask[ends].all()) or not bool((ends[1:] > ends[:-1]).all()):
-        raise UserError(
-            f"turns end at tokens {ends.tolist()}: name the last token that the policy sampled in each turn, in order"
-        )
-    return ends
-
-
-TurnCredit = Literal["to_go", "own", "sum"]
-
-
-def within_turns(layout: TokenLayout, returns: Tensor, turns: Tensor) -> Tensor:
-    """Take from the returns of a turn's tokens what comes after the turn: G_t − G_s, s the next turn's first token.
-
-    `returns` is [num_tokens], undiscounted; `turns` is as in `place_rewards`. Tokens after the last of these turns
-    keep their returns.
-    """
-    if not len(turns):
-        return returns
-    sampled = torch.nonzero(layout.mask).squeeze(1)
-    episode = layout.token_episode[sampled]
-    turn = torch.searchsorted(turns, sampled)
-    end = turns[turn.clamp(max=len(turns) - 1)]
-    after = torch.searchsorted(sampled, end) + 1
-    following = sampled[after.clamp(max=len(sampled) - 1)]
-    is_followed = (
-        (turn < len(turns))
-        & (layout.token_episode[end] == episode)
-        & (after < len(sampled))
-        & (layout.token_episode[following] == episode)
-    )
-    later = torch.where(is_followed, returns[following], torch.zeros_like(returns[following]))
-    return returns.index_add(0, sampled, -later)
-
-
-class _TurnTable:
-    """Rewards of turns and sums of them, [num_episodes, most turns + 1] in float64.
-
-    A row has the turns of an episode in order, 0 for turns that it did not have, and in the last column the part of its
-    reward that belongs to no turn. A window is a range of columns, which a turn's tokens are credited with.
-    """
-
-    def __init__(self, layout: TokenLayout, rewards: Tensor, totals: Tensor, turn_rewards: Tensor, turns: Tensor):
-        """`rewards` are without those of turns, `totals` with them: whole rows are not added up again."""
-        episode = layout.token_episode[turns]
-        self.num_turns = torch.bincount(episode, minlength=layout.num_episodes)  # [num_episodes]
-        first_turn = self.num_turns.cumsum(0) - self.num_turns
-        by_turn = rewards.new_zeros(layout.num_episodes, int(self.num_turns.max()) if len(turns) else 0).double()
-        by_turn[episode, torch.arange(len(turns), device=turns.device) - first_turn[episode]] = turn_rewards.double()
-        self.columns = torch.cat([by_turn, rewards.double().unsqueeze(1)], dim=1)
-        self.totals = totals.double().unsqueeze(1)
-        self.sampled, self.episode = _time_steps(layout)  # [num_sampled] each
-        self._turn = torch.searchsorted(turns, self.sampled) - first_turn[self.episode]  # [num_sampled]
-
-    def windows(self, credit: TurnCredit, starts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the first and last column of each sampled token's window: [num_sampled] each.
-
-        Tokens of one step of time have one window, with all turns of the step. The window of an episode's last turn
-        extends to the last column: what siblings got in later turns is compared with the nothing that it got.
-        """
-        first = last = self._turn
-        if starts is not None and len(first):
-            step = starts[self.sampled].to(torch.int64).cumsum(0) - 1
-            first, last = (
-                torch.zeros_like(step).scatter_reduce(0, step, self._turn, how, include_self=False)[step]
-                for how in ("amin", "amax")
-            )
-        end = self.columns.shape[1] - 1
-        if credit == "to_go":
-            return first, torch.full_like(last, end)
-        final = torch.zeros_like(self.num_turns).scatter_reduce(0, self.episode, last, "amax")
-        return first, torch.where(last == final[self.episode], end, last)
-
-    def credits(
-        self,
-        compare: Callable[[Tensor], Tensor],
-        clip: Callable[[Tensor], Tensor],
-        *,
-        clips_sums: bool,
-        credit: TurnCredit,
-        starts: Tensor | None,
-    ) -> Tensor:
-        """[num_sampled]: the sum over each token's window, compared with the same window of its siblings.
-
-        `compare` takes [num_episodes, columns] and subtracts the baseline of each column. It gets sums, not their
-        parts: equal sums have a credit of exactly 0, and a deviation is that of what it divides. `clip` is applied to
-        the sums less their baselines, or to the rewards of turns less theirs (not `clips_sums`).
-        """
-        first, last = self.windows(credit, starts)
-        width = self.columns.shape[1]
-        windows, window = torch.unique(first * width + last, return_inverse=True)
-        first, last = windows // width, windows % width
-        is_whole = (first == 0) & (last == width - 1)
-        parts = self.columns.abs().sum(1, keepdim=True)
-        sums = _without_rounding(_window_sums(self.columns, first, last), parts)
-        sums = torch.where(is_whole, self.totals, sums)
-        credits = compare(sums)  # [num_episodes, num_windows]
-        if clips_sums:
-            credits = clip(credits)
-        else:
-            credits = credits + _window_sums(self._excess(compare, clip), first, last).to(credits.dtype)
-        return credits[self.episode, window]
-
-    def _excess(self, compare: Callable[[Tensor], Tensor], clip: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what clipping adds to each column, 0 where it changes nothing.
-
-        The turns that an episode did not have are clipped together with what belongs to no turn.
-        """
-        turn, num_turns = torch.arange(self.columns.shape[1], device=self.columns.device), self.num_turns.unsqueeze(1)
-        parts = torch.where(turn < num_turns, compare(self.columns), 0.0)
-        parts[:, -1:] = compare(_to_go(self.columns)).gather(1, num_turns)
-        return (clip(parts) - parts).double()
-
-
-def _without_rounding(sums: Tensor, parts: Tensor) -> Tensor:
-    """Return sums, exactly 0 where nothing but rounding is left: 0.1 + 0.2 − 0.3. `parts`: sums of magnitudes."""
-    return torch.where(sums.abs() > parts * 2.0**-40, sums, 0.0)
-
-
-def _to_go(columns: Tensor) -> Tensor:
-    """Return each column added to all after it."""
-    return columns.flip(1).cumsum(1).flip(1)
-
-
-def _window_sums(columns: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """Add up the columns from `first` to `last`, [num_windows] each: [rows, num_windows]."""
-    to_go = functional.pad(_to_go(columns), (0, 1))
-    return torch.where(first == last, columns[:, first], to_go[:, first] - to_go[:, last + 1])
 
 
 # --------------------------------------------------------------------------------------------- returns and advantages
@@ -315,12 +163,8 @@ def discounted_returns(
     starts: first tokens of longer steps of time, as `step_starts` returns them; a step's tokens share its return.
     """
     assert token_rewards.shape == layout.mask.shape
-    if starts is not None:
-        long = _LongSteps(layout, starts)
-        return long.on_tokens(_decayed_sum(long.sums(token_rewards), long.episode, gamma))
-    steps, episode = _time_steps(layout)
-    returns = _decayed_sum(floating(token_rewards)[steps], episode, gamma)
-    return returns.new_zeros(layout.num_tokens).index_copy(0, steps, returns)
+    steps = _Steps(layout, starts)
+    return steps.on_tokens(_decayed_sum(steps.sums(token_rewards), steps.episode, gamma))
 
 
 def gae(
@@ -343,20 +187,13 @@ def gae(
     token, r the sum of its rewards; its tokens share the advantage, and the first of them has the return.
     """
     assert token_rewards.shape == values.shape == layout.mask.shape
-    if starts is not None:
-        long = _LongSteps(layout, starts)
-        current = floating(values)[long.first]
-        following = _following(current, long.episode, bootstrap)
-        deltas = long.sums(token_rewards) + gamma * following - current
-        advantages = _decayed_sum(deltas, long.episode, gamma * lam)
-        returns = advantages.new_zeros(layout.num_tokens).index_copy(0, long.first, advantages + current)
-        return long.on_tokens(advantages), returns
-    steps, episode = _time_steps(layout)
-    rewards, current = floating(token_rewards)[steps], floating(values)[steps]
-    following = _following(current, episode, bootstrap)
-    advantages = _decayed_sum(rewards + gamma * following - current, episode, gamma * lam)
-    zeros = advantages.new_zeros(layout.num_tokens)
-    return zeros.index_copy(0, steps, advantages), zeros.index_copy(0, steps, advantages + current)
+    steps = _Steps(layout, starts)
+    current = floating(values)[steps.first]
+    following = _following(current, steps.episode, bootstrap)
+    deltas = steps.sums(token_rewards) + gamma * following - current
+    advantages = _decayed_sum(deltas, steps.episode, gamma * lam)
+    returns = advantages.new_zeros(layout.num_tokens).index_copy(0, steps.first, advantages + current)
+    return steps.on_tokens(advantages), returns
 
 
 def _following(current: Tensor, episode: Tensor, bootstrap: Tensor | None) -> Tensor:
@@ -369,10 +206,11 @@ def _following(current: Tensor, episode: Tensor, bootstrap: Tensor | None) -> Te
     return torch.where(is_last, floating(bootstrap).to(following)[episode], following)
 
 
-class _LongSteps:
-    """Steps of time of several tokens each."""
+class _Steps:
+    """Steps of time: of one sampled token each, or longer ones that begin at `starts`."""
 
-    def __init__(self, layout: TokenLayout, starts: Tensor):
+    def __init__(self, layout: TokenLayout, starts: Tensor | None):
+        starts = layout.mask if starts is None else starts
         self.first = torch.nonzero(starts).squeeze(1)  # [num_steps]
         self.episode = layout.token_episode[self.first]  # [num_steps]
         self._steps = steps_of_tokens(starts, layout.mask)
@@ -386,12 +224,6 @@ class _LongSteps:
         if not len(values):
             return values.new_zeros(len(self._steps))
         return torch.where(self._steps >= 0, values[self._steps.clamp(min=0)], 0.0)
-
-
-def _time_steps(layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """[num_sampled] each: the sampled tokens' flat positions, in time order within an episode, and their episodes."""
-    steps = torch.nonzero(layout.mask).squeeze(1)
-    return steps, layout.token_episode[steps]
 
 
 def _later(values: Tensor, episode: Tensor, steps: int) -> Tensor:
@@ -534,12 +366,12 @@ def compute_advantages(
         raise UserError(f"estimator {estimator!r} compares an episode with its group: pass groups")
     if turn_rewards is not None:
         turn_rewards = turn_rewards.to(layout.mask.device)
-        turns = _turns(layout, turn_rewards, turns)
+        turns = checked_turns(layout, turn_rewards, turns)
         _refuse_failed("turn", turn_rewards)
         if totals is None:
             totals = rewards.double().index_add(0, layout.token_episode[turns], turn_rewards.double())
             parts = rewards.double().abs().index_add(0, layout.token_episode[turns], turn_rewards.double().abs())
-            totals = _without_rounding(totals, parts)
+            totals = without_rounding(totals, parts)
         totals = totals.to(rewards)
         if turn_credit == "sum" or facts.compares_episodes:
             rewards, turn_rewards = totals, None
@@ -556,7 +388,7 @@ def compute_advantages(
             rewards = compare(rewards.unsqueeze(1)).squeeze(1)
         else:
             assert totals is not None
-            table = _TurnTable(layout, rewards, totals, turn_rewards, turns)
+            table = TurnTable(layout, rewards, totals, turn_rewards, turns)
             credits = table.credits(compare, clip, clips_sums=divides, credit=turn_credit, starts=starts)
             rewards, turn_rewards = torch.zeros_like(rewards), None
     token_rewards = place_rewards(
@@ -578,7 +410,7 @@ def compute_advantages(
         advantages = returns_of(layout, token_rewards, gamma=gamma, starts=starts)
         if credits is not None:
             if turn_credit == "own":
-                advantages = within_turns(layout, advantages, _ends_of_steps(layout, turns, starts))
+                advantages = within_turns(layout, advantages, ends_of_steps(layout, turns, starts))
             advantages = advantages.index_add(0, table.sampled, credits)
         returns = advantages
     if facts.normalisation == "batch" if over_batch is None else over_batch:
@@ -621,7 +453,7 @@ def _compared_episodes(
     if not alive.any():
         return torch.zeros_like(rewards)
     if log_probs is not None:
-        sampled, episode = _time_steps(layout)
+        sampled, episode = sampled_steps(layout)
         log_probs = floating(log_probs)[sampled[episode.argsort(stable=True)]]
     compared = call_estimator(function, rewards[alive], groups[alive], lengths[alive], log_probs)
     if compared.shape != rewards[alive].shape or not compared.isfinite().all():

@@ -47,3 +47,9 @@ def sum_per_step(values: Tensor, steps: Tensor, num_steps: int) -> Tensor:
     """Sum token values over each step: [num_tokens] to [num_steps]. Values must be 0 where not sampled."""
     sums = values.new_zeros(max(1, num_steps))  # tokens that were not sampled add 0 to the first
     return sums.index_add(0, steps.clamp(min=0), torch.where(steps >= 0, values, 0.0))[:num_steps]
+
+
+def sampled_steps(layout: TokenLayout) -> tuple[Tensor, Tensor]:
+    """[num_sampled] each: the sampled tokens' flat positions, in time order within an episode, and their episodes."""
+    steps = torch.nonzero(layout.mask).squeeze(1)
+    return steps, layout.token_episode[steps]

@@ -89,7 +89,7 @@ def host_memory(context: PlanContext, available: int | None = None) -> Iterator[
 
 def transport(context: PlanContext) -> Iterable[Problem]:
     """Find a weight transport that this machine's devices cannot use. An existing cluster is checked later."""
-    from hotseat.weights import check_transport
+    from hotseat.weights.transports import check_transport
 
     if context.config.has_rollouts and not is_cluster_there(context.config):
         check_transport(context.config.rollout.weight_transport, is_cuda=has_gpu())

@@ -475,9 +475,9 @@ class RolloutConfig(Section):
     fp32_head: Annotated[bool, when.HEAD, MayChange.ENGINE] = True
     """Compute the logits of a 16-bit engine in fp32, as the trainer does; false rounds them to the model's dtype."""
     quantization: Annotated[Literal["fp8"] | None, when.engine_has("quantization")] = None
-    """Have vLLM keep the weights of linear layers, and compute with them, in 8 bits; unset is the model's dtype."""
+    """Have vLLM keep the weights of linear layers, and compute with them, in FP8; unset is the model's dtype."""
     kv_cache_dtype: Annotated[Literal["fp8"] | None, when.engine_has("kv_cache_dtype")] = None
-    """Have vLLM keep keys and values in 8 bits, on GPUs; unset is the model's dtype."""
+    """Have vLLM keep the KV cache in FP8, on GPUs; unset is the model's dtype."""
     lora_sync: Annotated[Literal["merged", "adapter"], when.LORA, when.engine_has("lora_sync"), MayChange.ENGINE] = (
         "merged"
     )
@@ -617,7 +617,7 @@ class KlConfig(Section):
 
 class CorrectionConfig(Section):
     kind: CorrectionName | None = None
-    """Correction of the gap between engine and trainer; unset is none; if stale or 8-bit, tis or rollout-ratio."""
+    """Correction of the gap between engine and trainer; unset is none; if stale or FP8, tis or rollout-ratio."""
     low: Annotated[Amount, when.CORRECTION, when.CORRECTION_BOUNDS] = 0.5
     """Lower bound of the ratio."""
     high: Annotated[Amount, when.CORRECTION, when.CORRECTION_BOUNDS] = 5.0

@@ -19,8 +19,9 @@ from hotseat.placement.role_names import Part
 from hotseat.rlinf.channel import Channel
 from hotseat.rlinf.configs import section
 from hotseat.rlinf.rlinf_worker import Worker
-from hotseat.train import AdamW, Backend, LoraOptions, Schedule, TrainOptions, make_backend
-from hotseat.train.backend import PARTS
+from hotseat.train.backend import PARTS, AdamW, Backend, LoraOptions, TrainOptions
+from hotseat.train.make import make_backend
+from hotseat.train.schedule import Schedule
 from hotseat.types import MicroBatch
 
 _PRECISIONS = {"fp32": "fp32", "32": "fp32", "bf16": "bf16_master"}
@@ -251,7 +252,7 @@ class FSDPActor(Worker):
         both = self._algorithm.get("ratio_clip_eps")
         epsilon = 0.2 if both is None else both
         return PolicyObjective(
-            ratio="ppo",
+            policy_loss="ppo",
             clip_low=float(epsilon if low is None else low),
             clip_high=float(epsilon if high is None else high),
             dual_clip=None,

@@ -1,17 +1,32 @@
-"""The contract of rollout engines. Every engine passes `tests/rollout/conformance.py`."""
+"""Rollout engines: the contract of all, on top of one background thread that owns the model.
+
+Callers leave requests (`open_requests`) and commands (`engine_thread`); `serving_state` knows what is paused, offloaded
+or half loaded, so that every engine refuses the same things with the same words. An engine fills in the hooks of
+`engine_hooks`, and passes `tests/rollout/conformance.py`.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from hotseat.errors import UserError
+from hotseat.errors import DeadlineError, HotseatError, UserError
 from hotseat.placement.role_names import Part
+from hotseat.rollout.engine_hooks import EngineHooks
+from hotseat.rollout.engine_thread import EngineThread, Work
+from hotseat.rollout.open_requests import EngineSequence, RequestTable
+from hotseat.rollout.serving_state import ServingState, StepCounter
 from hotseat.types import Completion, Moved, Request
 
 PARTS: tuple[Part, ...] = (Part.WEIGHTS, Part.KV_CACHE)
@@ -32,32 +47,54 @@ class Health:
     seconds_since_step: float  # since the last decode step ended, or since the start
 
 
-class Engine(Protocol):
-    """An engine: generates from token ids and scores token ids, with weights that are replaced while it runs.
+class Engine(EngineHooks):
+    """Generates from token ids and scores token ids, with weights that are replaced while it runs.
 
     Calls come from any thread. What waits, waits for a bounded time and raises `DeadlineError`. If the engine dies, its
     pending futures and every later call raise `WorkerError` with the cause.
+
+    A subclass sets itself up, then calls `_start`.
+
+    num_slots: sequences that run at once. vocab_size: of the model. num_threads: of the thread that computes; None
+    leaves it to torch.
     """
 
-    @property
-    def parts(self) -> frozenset[Part]:
-        """List the parts that the engine keeps on the device."""
+    sees_images = False
+    placeholder_ids: frozenset[int] = frozenset()  # end every answer (see `hotseat.vision`)
 
-    @property
-    def can_offload(self) -> frozenset[Part]:
-        """List the parts that the engine can take off the device."""
+    def __init__(
+        self,
+        *,
+        max_length: int,
+        num_slots: int,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        device: torch.device,
+        num_threads: int | None,
+        version: int,
+        call_timeout_s: float,
+    ):
+        self._max_length, self._num_slots, self._vocab_size = max_length, num_slots, vocab_size
+        self._eos_ids = frozenset(eos_token_ids)
+        self._device = device
+        self._call_timeout_s = call_timeout_s
+        self._wake = threading.Condition()  # the lock of everything that threads share
+        self._requests = RequestTable(self._wake)
+        self._serving = ServingState(self._wake, version)
+        self._steps = StepCounter()
+        self._thread = EngineThread(self._wake, device, num_threads, call_timeout_s)
 
-    @property
-    def scores_with(self) -> frozenset[Part]:
-        """List the parts that must be on the device for `score`."""
+    def _start(self) -> None:
+        self._thread.start(Work(self._can_step, self._step, self._end, self._requests.clear))
+        self._close_at_exit = _closer(self)
+        atexit.register(self._close_at_exit)
 
-    @property
-    def keeps_cache(self) -> bool:
-        """Tell what requests in flight do with their keys and values when weights change: keep, or recompute them."""
+    # --- what callers see -----------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
         """Return the version of the weights that are served: that of the last complete load."""
+        return self._serving.version
 
     def submit(self, request: Request) -> Future[Completion]:
         """Ask for a completion. Returns at once; the future completes when this request does, whatever the others do.
@@ -69,12 +106,37 @@ class Engine(Protocol):
         and top-p; a greedy request (temperature 0) gets those of temperature 1. `Future.cancel` works while the request
         waits for its turn; later use `abort`.
         """
+        return self.submit_many([request])[0]
 
     def submit_many(self, requests: Sequence[Request]) -> list[Future[Completion]]:
         """Submit several requests at once, so that they can start together. If one is refused, none is taken."""
+        sequences = [self._checked(request) for request in requests]
+        with self._wake:
+            self._thread.raise_if_gone()
+            self._serving.raise_unless_ready()
+            self._requests.add(sequences)
+            self._wake.notify_all()
+        return [sequence.future for sequence in sequences]
 
-    def generate(self, requests: Sequence[Request], timeout_s: float = ...) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], timeout_s: float = 3600.0) -> list[Completion]:
         """Return all completions, in the order of the requests. After a failure or `timeout_s` the rest is aborted."""
+        self._thread.refuse_own_thread("generate")
+        deadline = time.monotonic() + timeout_s
+        submitted = self.submit_many(requests)
+        try:
+            return [future.result(max(0.0, deadline - time.monotonic())) for future in submitted]
+        except BaseException as error:
+            unfinished = [r.id for r, f in zip(requests, submitted, strict=True) if not f.done()]
+            if unfinished:
+                with contextlib.suppress(HotseatError):  # the first error is raised
+                    self.abort(unfinished)
+            if isinstance(error, FutureTimeoutError):
+                if not unfinished:  # the last one came just then
+                    return [future.result() for future in submitted]
+                raise DeadlineError(
+                    f"generate: {len(unfinished)} of {len(requests)} requests did not finish in {timeout_s:g} s"
+                ) from None
+            raise
 
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, images: Sequence[Sequence[str]] = ()
@@ -83,6 +145,11 @@ class Engine(Protocol):
 
         images: those of each sequence; empty: no sequence has any.
         """
+        check_scoring(sequences, temperature, self._max_length, self._vocab_size)
+        if any(images) and not self.sees_images:
+            raise UserError("score: images, and the model of this engine sees none")
+        seen = images or [()] * len(sequences)
+        return self._thread.call("score", lambda: self._score_if_ready(sequences, temperature, seen))
 
     def sampled(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Return the tokens sampled so far for requests in flight, each from a position on. Answers at once.
@@ -90,15 +157,21 @@ class Engine(Protocol):
         starts: position by request id. Requests without new tokens are left out. The tokens of a request only grow, and
         its completion begins with them.
         """
+        self._thread.raise_if_gone()
+        return self._requests.sampled(starts)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[str]:
         """End these requests, or all, with the tokens they have. Returns the ids that were waiting or running."""
+        ids = None if request_ids is None else list(request_ids)
+        return self._thread.call("abort", lambda: self._abort(ids))
 
     def pause(self) -> None:
         """Stop sampling after the current step. Requests keep their place; new ones may come in and wait."""
+        self._thread.call("pause", lambda: self._set_paused(True))
 
     def resume(self) -> None:
         """Continue where `pause` stopped, with the weights that are loaded now; each token records its version."""
+        self._thread.call("resume", lambda: self._set_paused(False))
 
     def offload(self, parts: Iterable[Part], keep_weights: bool = True) -> Moved:
         """Take parts off the device. Refused while requests run, unless paused: then their cache is saved.
@@ -106,40 +179,174 @@ class Engine(Protocol):
         keep_weights: False drops the weights instead of saving them; then nothing is generated before the next complete
         load. Requests that come while a part is offloaded are refused.
         """
+        chosen = check_parts(parts, self.parts)
+        return self._thread.call("offload", lambda: self._offload(chosen, keep_weights))
 
     def onload(self, parts: Iterable[Part]) -> Moved:
         """Onload parts, bit for bit."""
+        chosen = check_parts(parts, self.parts)
+        return self._thread.call("onload", lambda: self._onload(chosen))
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights, under their Hugging Face names: begin, one bucket, finish."""
 
+        def load() -> None:
+            self._begin_load(version)
+            self._load_bucket(named_tensors)
+            self._finish_load()
+
+        self._thread.call("load_weights", load)
+
     def begin_load(self, version: int) -> None:
         """Start to replace all weights. Sampling stands still until the load is finished; prefixes are forgotten."""
+        self._thread.call("begin_load", lambda: self._begin_load(version))
 
     def load_bucket(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace some weights. Each exactly once between `begin_load` and `finish_load`."""
+        self._thread.call("load_bucket", lambda: self._load_bucket(named_tensors))
 
     def finish_load(self) -> None:
         """Serve the new version. Raises `WeightError` naming what is missing.
 
         After a load that failed, requests are refused and those in flight stand still until another one succeeds.
         """
+        self._thread.call("finish_load", self._finish_load)
 
     def digest(self, names: Collection[str] | None = None) -> dict[str, int]:
         """Hash each live weight, as the next step would use it, by `tensor_digest`, under each of its names.
 
         names: the only ones to hash; None is all.
         """
-
-    @property
-    def undigested(self) -> frozenset[str]:
-        """List weights that the engine has put into a form of its own, so that no digest reaches them."""
+        return self._thread.call("digest", lambda: self._digest_if_there(names))
 
     def health(self) -> Health:
         """Report the engine's state. Answers at once, in the middle of a step too."""
+        with self._wake:
+            self._thread.raise_if_gone()
+            self._requests.drop_cancelled()
+            num_waiting = self._requests.num_waiting
+            return Health(
+                version=self._serving.version,
+                is_paused=self._serving.is_paused,
+                is_loading=self._serving.loading is not None,
+                offloaded=self._serving.offloaded,
+                resident_bytes=self._resident_bytes(),
+                num_running=len(self._requests) - num_waiting,
+                num_waiting=num_waiting,
+                num_sampled=self._steps.num_sampled,
+                seconds_since_step=time.monotonic() - self._steps.last_step,
+            )
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 60.0) -> None:
         """Close the engine. Pending futures raise. Closing twice is fine."""
+        atexit.unregister(self._close_at_exit)
+        self._thread.close(timeout_s)
+
+    def _checked(self, request: Request) -> EngineSequence:
+        """Check a request and make its sequence."""
+        check_request(request, self._max_length, self._vocab_size)
+        sampling = request.sampling
+        if request.images and not self.sees_images:
+            raise UserError(f"request {request.id!r}: it has images, and the model of this engine sees none")
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_ids)
+        stop_ids |= self.placeholder_ids
+        max_new_tokens = min(sampling.max_new_tokens, self._max_length - len(request.token_ids))
+        return EngineSequence(request, stop_ids, max_new_tokens)
+
+    # --- what the background thread does ------------------------------------------------------------------------------
+
+    def _can_step(self) -> bool:
+        return len(self._requests) > 0 and not self._serving.is_held()
+
+    @torch.inference_mode()
+    def _score_if_ready(
+        self, sequences: Sequence[Sequence[int]], temperature: float, images: Sequence[Sequence[str]]
+    ) -> list[list[float]]:
+        self._serving.raise_unless_scorable(self.scores_with)
+        return self._score(sequences, temperature, images)
+
+    def _abort(self, request_ids: list[str] | None) -> list[str]:
+        chosen, aborted_ids = self._requests.stop_waiting(request_ids)
+        self._drop(chosen)
+        self._requests.complete([(s, s.completion("abort")) for s in chosen])
+        return aborted_ids
+
+    def _set_paused(self, is_paused: bool) -> None:
+        if is_paused:
+            self._pause()
+        with self._wake:
+            if not is_paused:
+                self._thread.raise_if_gone()
+                self._serving.raise_unless_ready()
+            self._serving.is_paused = is_paused
+
+    def _offload(self, parts: frozenset[Part], keep_weights: bool) -> Moved:
+        with self._wake:
+            self._requests.drop_cancelled()
+            parts = self._serving.begin_offload(parts, len(self._requests))
+        start = time.perf_counter()
+        try:
+            num_bytes, num_copied = self._offload_parts(parts, keep_weights)
+        except BaseException:
+            self._serving.end_onload(parts)
+            raise
+        if Part.WEIGHTS in parts and not keep_weights:
+            self._serving.drop_weights()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        return Moved(num_bytes, num_copied, (time.perf_counter() - start) * 1e3)
+
+    def _onload(self, parts: frozenset[Part]) -> Moved:
+        parts = parts & self._serving.offloaded
+        start = time.perf_counter()
+        num_bytes, num_copied = self._onload_parts(parts)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._serving.end_onload(parts)
+        return Moved(num_bytes, num_copied, (time.perf_counter() - start) * 1e3)
+
+    def _begin_load(self, version: int) -> None:
+        self._serving.begin_load(version)
+        try:
+            self._prepare_load()
+        except BaseException as error:
+            self._serving.fail_load(f"{type(error).__name__}: {error}")
+            raise
+
+    def _load_bucket(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._serving.raise_unless_loading("load_bucket")
+        try:
+            self._load(named_tensors)
+        except BaseException as error:
+            self._serving.fail_load(f"{type(error).__name__}: {error}")
+            raise
+
+    def _finish_load(self) -> None:
+        self._serving.raise_unless_loading("finish_load")
+        missing = self._missing()
+        if not missing:
+            self._finish_loading()
+        self._serving.finish_load(missing)
+
+    def _digest_if_there(self, names: Collection[str] | None) -> dict[str, int]:
+        self._serving.raise_unless_weights("asking for their digest")
+        return self._digest(names)
+
+
+def _closer(engine: Engine) -> Callable[[], None]:
+    """Make a function that closes the engine at exit, if it still exists.
+
+    A thread inside torch must not outlive the interpreter.
+    """
+    reference = weakref.ref(engine)
+
+    def close() -> None:
+        engine = reference()
+        if engine is not None:
+            engine.close()
+
+    return close
 
 
 # --- what every engine refuses ----------------------------------------------------------------------------------------

@@ -12,16 +12,13 @@ from hotseat.rollout.open_requests import EngineSequence
 
 
 class EngineHooks(ABC):
-    """The hooks of an engine, called on its background thread; `_resident_bytes` alone is called from any thread.
+    """The hooks of an engine, called on its background thread; `_resident_bytes` alone is called from any thread."""
 
-    The five attributes are those of `Engine`.
-    """
-
-    parts: frozenset[Part]
-    can_offload: frozenset[Part]
-    scores_with: frozenset[Part]
-    undigested: frozenset[str]
-    keeps_cache: bool
+    parts: frozenset[Part]  # that it keeps on the device
+    can_offload: frozenset[Part]  # that it can take off the device
+    scores_with: frozenset[Part]  # that must be on the device for `score`
+    undigested: frozenset[str]  # weights that it has put into a form of its own, so that no digest reaches them
+    keeps_cache: bool  # requests in flight keep their KV cache when weights change; False recomputes it
 
     @abstractmethod
     def _step(self) -> None:

@@ -68,7 +68,7 @@ def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             live = parameter.detach()
-            if live.dtype == FP8:  # vLLM's kernels take 8-bit weights transposed
+            if live.dtype == FP8:  # vLLM's kernels take FP8 weights transposed
                 live = live.t()
             for piece in _of_parameter(module, renamed, name, live, rank, packed):
                 yield replace(piece, is_taken_here=renamed != prefix)

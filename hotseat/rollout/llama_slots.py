@@ -31,12 +31,14 @@ from transformers import (
 from hotseat.algorithms.head import HALVES, project
 from hotseat.errors import RunError
 from hotseat.placement.memory import SEEN_FORWARD_TOKENS
+from hotseat.rollout.any_slots import AnySlots
 from hotseat.rollout.slot_cache import (
     ROWS,
     ImageBatch,
     Prefix,
     RowsOfImages,
     SlotCache,
+    SlotModel,
     causal_bias,
     cut_prefixes,
     padded,
@@ -433,3 +435,18 @@ class LlamaSlots:
     def logits(self, hidden: Tensor) -> Tensor:
         hidden = self._rms_norm(hidden, self._norm)
         return project(hidden, self._head.t()) if self._has_fp32_head else torch.mm(hidden, self._head).float()
+
+
+@torch.no_grad()
+def slot_model(
+    model: nn.Module,
+    num_slots: int,
+    max_length: int,
+    device: torch.device,
+    own_layers: bool,
+    fp32_head: bool = True,
+) -> SlotModel:
+    """Return the fast implementation if it fits the model and `own_layers` allows it, otherwise the general one."""
+    if own_layers and is_llama_like(model, max_length):
+        return LlamaSlots(model, num_slots, max_length, device, fp32_head)
+    return AnySlots(model, num_slots, max_length, device, fp32_head)

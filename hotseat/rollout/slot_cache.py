@@ -1,4 +1,7 @@
-"""The cache of keys and values by slots, and the interface of models that use it (`SlotModel`).
+"""The KV cache by slots, the cache of prefixes, and the interface of models that use the two (`SlotModel`).
+
+`LlamaSlots` runs the layers of Llama-like models itself; `AnySlots` calls the forward of any other model. Both read the
+live parameters of the module.
 
 A row's result must not depend on the rows it shares a batch with. Matrix products of one row take another kernel than
 those of several, and (oneDNN on ARM, 640 inputs or more) those of up to 8 another than those of more; vectorised
@@ -8,6 +11,7 @@ functions treat the last few numbers of a tensor in another way than the rest. S
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,6 +63,48 @@ class Prefix:
     @property
     def num_bytes(self) -> int:
         return int(self.keys.nbytes + self.values.nbytes)
+
+
+Context = tuple[tuple[int, ...], tuple[str, ...]]  # token ids, and the images of their placeholders
+
+
+class PrefixCache:
+    """A cache of prefixes by their exact tokens and images; the least recently used goes first.
+
+    A part of a longer prefix never serves: it would be computed by other kernels than the whole, and the last bits of a
+    sample would depend on what was asked before.
+    """
+
+    def __init__(self, max_tokens: int):
+        self.max_tokens = max_tokens
+        self._prefixes: OrderedDict[Context, Prefix] = OrderedDict()
+        self._num_tokens = 0
+        self.num_bytes = 0
+
+    def __contains__(self, context: Context) -> bool:
+        return context in self._prefixes
+
+    def get(self, context: Context) -> Prefix | None:
+        prefix = self._prefixes.get(context)
+        if prefix is not None:
+            self._prefixes.move_to_end(context)
+        return prefix
+
+    def put(self, context: Context, prefix: Prefix) -> None:
+        num_tokens = len(context[0])
+        if num_tokens > self.max_tokens:
+            return
+        self._prefixes[context] = prefix
+        self._num_tokens += num_tokens
+        self.num_bytes += prefix.num_bytes
+        while self._num_tokens > self.max_tokens:
+            oldest, evicted = self._prefixes.popitem(last=False)
+            self._num_tokens -= len(oldest[0])
+            self.num_bytes -= evicted.num_bytes
+
+    def clear(self) -> None:
+        self._prefixes.clear()
+        self._num_tokens = self.num_bytes = 0
 
 
 class SlotCache:

@@ -8,7 +8,7 @@ values of a prompt, computed once for all samples of it.
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,60 +20,16 @@ from hotseat import faults
 from hotseat.algorithms.digest import signed
 from hotseat.errors import HotseatError, UserError
 from hotseat.placement.role_names import Part
+from hotseat.rollout.any_slots import check_config
 from hotseat.rollout.engine import PARTS, Engine
 from hotseat.rollout.kinds import EngineKind, EngineProcess, EngineSettings
 from hotseat.rollout.live_weights import LiveWeights
+from hotseat.rollout.llama_slots import slot_model
 from hotseat.rollout.open_requests import EngineSequence
 from hotseat.rollout.sampling import filtered, sample, uniforms
-from hotseat.rollout.slot_cache import NO_IMAGES, ImageBatch
-from hotseat.rollout.slots import Prefix, check_config, padded, slot_model
-from hotseat.rollout.threaded_engine import ThreadedEngine
+from hotseat.rollout.slot_cache import NO_IMAGES, Context, ImageBatch, Prefix, PrefixCache, padded
 from hotseat.types import Completion, Request
 from hotseat.vision import placeholder_ids, policy_class
-
-__all__ = ["SlotOptions", "TransformersEngine", "TransformersKind"]
-
-
-Context = tuple[tuple[int, ...], tuple[str, ...]]  # token ids, and the images of their placeholders
-
-
-class _PrefixCache:
-    """A cache of prefixes by their exact tokens and images; the least recently used goes first.
-
-    A part of a longer prefix never serves: it would be computed by other kernels than the whole, and the last bits of a
-    sample would depend on what was asked before.
-    """
-
-    def __init__(self, max_tokens: int):
-        self.max_tokens = max_tokens
-        self._prefixes: OrderedDict[Context, Prefix] = OrderedDict()
-        self._num_tokens = 0
-        self.num_bytes = 0
-
-    def __contains__(self, context: Context) -> bool:
-        return context in self._prefixes
-
-    def get(self, context: Context) -> Prefix | None:
-        prefix = self._prefixes.get(context)
-        if prefix is not None:
-            self._prefixes.move_to_end(context)
-        return prefix
-
-    def put(self, context: Context, prefix: Prefix) -> None:
-        num_tokens = len(context[0])
-        if num_tokens > self.max_tokens:
-            return
-        self._prefixes[context] = prefix
-        self._num_tokens += num_tokens
-        self.num_bytes += prefix.num_bytes
-        while self._num_tokens > self.max_tokens:
-            oldest, evicted = self._prefixes.popitem(last=False)
-            self._num_tokens -= len(oldest[0])
-            self.num_bytes -= evicted.num_bytes
-
-    def clear(self) -> None:
-        self._prefixes.clear()
-        self._num_tokens = self.num_bytes = 0
 
 
 @dataclass(frozen=True)
@@ -100,8 +56,8 @@ class SlotOptions:
 _DEFAULT_OPTIONS = SlotOptions()
 
 
-class TransformersEngine(ThreadedEngine):
-    """The engine on transformers. See `Engine` for the contract.
+class TransformersEngine(Engine):
+    """The engine on transformers.
 
     On a CPU completions are bit for bit independent of other requests.
 
@@ -160,7 +116,7 @@ class TransformersEngine(ThreadedEngine):
             self.placeholder_ids = frozenset(placeholder_ids(model.config))
         self._weights = LiveWeights(model)
         kept = options.prefix_cache_tokens
-        self._prefixes = _PrefixCache(8 * max_length if kept is None else kept)
+        self._prefixes = PrefixCache(8 * max_length if kept is None else kept)
 
         # Per slot, on the device. Slots without a sequence decode token 0 at position 0, and the result is ignored.
         rows = padded(num_slots)

@@ -22,22 +22,17 @@ from hotseat import faults
 from hotseat.algorithms.digest import combine_digests
 from hotseat.errors import DeadlineError, HotseatError, RunError, UserError, WeightError
 from hotseat.placement.role_names import Part
-from hotseat.rollout.engine import PARTS
-from hotseat.rollout.kinds import ImageOptions
+from hotseat.rollout.engine import PARTS, Engine
 from hotseat.rollout.live_weights import WeightNames
 from hotseat.rollout.open_requests import EngineSequence
-from hotseat.rollout.threaded_engine import ThreadedEngine
-from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, AdapterOptions, Core, CoreOptions, Sampled
+from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, AdapterOptions, Core, Sampled
 from hotseat.types import Completion, Request
 from hotseat.vision import policy_class
 
 __all__ = [
     "AdapterOptions",
     "Core",
-    "CoreOptions",
-    "ImageOptions",
     "VllmEngine",
-    "cache_bytes",
     "log_to",
     "start_error",
     "weight_names",
@@ -46,8 +41,8 @@ __all__ = [
 _MAX_REASON = 400  # characters of vLLM's error message
 
 
-class VllmEngine(ThreadedEngine):
-    """The engine on vLLM. See `Engine` for the contract.
+class VllmEngine(Engine):
+    """The engine on vLLM.
 
     The same request gives the same tokens only up to rounding, which differs from batch to batch: not bit for bit.
 
@@ -278,23 +273,6 @@ def weight_names(model: str, trust_remote_code: bool, adapters: AdapterOptions |
     empty.tie_weights()
     names = WeightNames.of(empty)
     return names if adapters is None else names.with_adapters(adapters.layers, adapters.rank)
-
-
-def cache_bytes(
-    model: str, dtype: str, sequences: tuple[int, int], tensor_parallel_size: int, trust_remote_code: bool = False
-) -> int:
-    """Return the bytes of each rank's cache on a CPU, where vLLM would take most of the host's memory.
-
-    sequences: tokens of the longest, and how many run at once. At most 4 GiB, but room for two in any case.
-    """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = max(1, heads // tensor_parallel_size)
-    one = sequences[0] * 2 * config.num_hidden_layers * heads * width * getattr(torch, dtype).itemsize
-    return int(max(64 << 20, 2 * one, min(4 << 30, sequences[1] * one)))
 
 
 def log_to(path: Path) -> dict[str, str]:

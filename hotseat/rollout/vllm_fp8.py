@@ -1,11 +1,11 @@
-"""Weights that vLLM keeps in 8 bits (`rollout.quantization: fp8`): how pushed ones get there, and what digests say.
+"""Weights that vLLM keeps in FP8 (`rollout.quantization: fp8`): how pushed ones get there, and what digests say.
 
 vLLM quantises the weights of linear layers when it loads them, each row (output channel) with a scale of its own. A
 push brings 16-bit weights as ever; each piece is quantised by vLLM's own method and copied into the memory that the
 layer has, values and scales, where captured graphs find them. Rows do not depend on each other, so the pieces of a
 fused weight may come one by one, and an engine that got weights by a push equals, bit for bit, one that loaded them.
 
-No digest of 16-bit weights can be computed from 8-bit ones. So the digest of what arrived is kept beside the digest of
+No digest of 16-bit weights can be computed from FP8 ones. So the digest of what arrived is kept beside the digest of
 what was made from it, and counts for as long as the live values and scales still have the latter.
 """
 
@@ -29,7 +29,7 @@ _INSTEAD = "unset rollout.quantization"
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedPiece(Piece):
-    """A rank's part of one weight, in 8 bits."""
+    """A rank's part of one weight, in FP8."""
 
     layer: Any  # vLLM's, which the weight belongs to
     scales: Tensor  # a view [rows, 1]: one for each row of `live`
@@ -43,7 +43,7 @@ class QuantisedPiece(Piece):
 
 
 def quantised(layer: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise rows [num_rows, in_size] as vLLM does for this layer: (values in 8 bits, scales [num_rows, 1])."""
+    """Quantise rows [num_rows, in_size] as vLLM does for this layer: (values in FP8, scales [num_rows, 1])."""
     stand_in = copy.copy(layer)
     stand_in._parameters = {"weight": nn.Parameter(rows.contiguous(), requires_grad=False)}
     stand_in.__dict__.pop("_already_called_process_weights_after_loading", None)
@@ -56,7 +56,7 @@ def quantised(layer: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantising(pieces: Iterable[Piece], model: nn.Module) -> Iterator[Piece]:
-    """Make pieces of weights in 8 bits quantise what they take; others stay as they are."""
+    """Make pieces of weights in FP8 quantise what they take; others stay as they are."""
     layers = {_address(layer.weight): layer for layer in _quantised_layers(model)}
     for piece in pieces:
         layer = layers.get(_address(piece.live)) if piece.live.dtype == FP8 else None
@@ -76,14 +76,12 @@ def fp8_problem(model: nn.Module, model_config: Any) -> str | None:
     layers = _quantised_layers(model)
     what = f"vLLM {installed_version()} keeps the weights of this {type(model).__name__}"
     if not layers:
-        return f"{what} in none of the forms that are known in 8 bits: {_INSTEAD}"
+        return f"{what} in none of the forms that are known in FP8: {_INSTEAD}"
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dtype != FP8 or module in layers:
             continue
-        return (
-            f"{what} in 8 bits by {type(module.quant_method).__name__} ({name}), where none can be pushed: {_INSTEAD}"
-        )
+        return f"{what} in FP8 by {type(module.quant_method).__name__} ({name}), where none can be pushed: {_INSTEAD}"
     for layer in layers:
         sizes = (layer.output_size_per_partition, layer.input_size_per_partition)
         if tuple(layer.weight.t().shape) != sizes or tuple(layer.weight_scale.shape) != (sizes[0], 1):
@@ -128,9 +126,9 @@ class QuantisedDigests:
         for piece, held in zip(pieces, _held(pieces), strict=True):
             made = self._made.get((piece.name, piece.offset))
             if made is None:
-                raise WeightError(f"{piece.name} is in 8 bits and was not pushed yet: it has no digest")
+                raise WeightError(f"{piece.name} is in FP8 and was not pushed yet: it has no digest")
             if made.held != held:
-                raise WeightError(f"{piece.name}: the engine's 8-bit values are not those made of the weight it got")
+                raise WeightError(f"{piece.name}: the engine's FP8 values are not those made of the weight it got")
             digests.append(made.arrived)
         return digests
 

@@ -39,27 +39,9 @@ class VllmKind(EngineKind):
         adapters = None
         if options.adapter_rank:
             adapters = vllm_engine.AdapterOptions(options.adapter_rank, process.adapted_layers)
-        core_options = vllm_engine.CoreOptions(
-            model=settings.model,
-            dtype=settings.dtype,
-            max_length=settings.max_length,
-            num_slots=settings.num_slots,
-            tensor_parallel_size=options.tensor_parallel_size,
-            memory_share=None if on_cpu else options.memory_share or settings.entry.memory_share,
-            kv_cache_bytes=_cache_bytes(settings, on_cpu),
-            prefix_caching=options.prefix_caching,
-            enforce_eager=options.enforce_eager,
-            trust_remote_code=settings.trust_remote_code,
-            fp32_head=settings.fp32_head,
-            engine_args=options.engine_args,
-            adapters=adapters,
-            images=options.images,
-            fp8_weights=options.fp8_weights,
-            fp8_cache=options.fp8_cache,
-        )
         names = vllm_engine.weight_names(settings.model, settings.trust_remote_code, adapters)
         try:
-            core = vllm_engine.Core(core_options, when_lost=_end_process if process.is_own else None)
+            core = vllm_engine.Core(settings, adapters, _end_process if process.is_own else None)
         except Exception as error:
             raise vllm_engine.start_error(error, settings.model, log) from None
         if process.is_own:
@@ -77,16 +59,6 @@ class VllmKind(EngineKind):
         except BaseException:
             core.close()
             raise
-
-
-def _cache_bytes(settings: EngineSettings, on_cpu: bool) -> int | None:
-    options = settings.options
-    if not on_cpu:
-        return None if options.cache_gib is None else int(options.cache_gib * 2**30)
-    sequences = (settings.max_length, settings.num_slots)
-    return vllm_engine.cache_bytes(
-        settings.model, settings.dtype, sequences, options.tensor_parallel_size, settings.trust_remote_code
-    )
 
 
 def _end_process() -> None:

@@ -13,9 +13,9 @@ import importlib.util
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ import torch
 from hotseat.algorithms.head import HALVES
 from hotseat.errors import UnsupportedError, WorkerError
 from hotseat.placement.memory import ENGINE_BATCH_TOKENS
-from hotseat.rollout.kinds import ImageOptions
+from hotseat.rollout.kinds import EngineSettings
 from hotseat.rollout.vllm_images import (
     ImageInputs,
     engine_arguments,
@@ -128,28 +128,6 @@ def is_cpu_build() -> bool:
 
 
 @dataclass(frozen=True)
-class CoreOptions:
-    """The settings of vLLM."""
-
-    model: str
-    dtype: str
-    max_length: int
-    num_slots: int
-    tensor_parallel_size: int = 1
-    memory_share: float | None = None  # of the device; None on a CPU
-    kv_cache_bytes: int | None = None
-    prefix_caching: bool = True
-    enforce_eager: bool = False
-    trust_remote_code: bool = False
-    fp32_head: bool = True  # logits of a 16-bit model are float32
-    fp8_weights: bool = False  # of linear layers, a scale for each output channel
-    fp8_cache: bool = False  # keys and values
-    engine_args: Mapping[str, Any] = field(default_factory=dict)  # further ones, by vLLM's names
-    adapters: AdapterOptions | None = None  # None: pushed weights have adapters merged into them, or there are none
-    images: ImageOptions | None = None  # None: the model is of text alone
-
-
-@dataclass(frozen=True)
 class AdapterOptions:
     """Adapters that vLLM applies beside the weights of linear layers."""
 
@@ -174,23 +152,32 @@ class Core:
     other ranks, which takes some ten seconds, and cannot be used any more.
     """
 
-    def __init__(self, options: CoreOptions, when_lost: Callable[[], object] | None = None):
-        with _settings(options) as is_cpu:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        adapters: AdapterOptions | None = None,
+        when_lost: Callable[[], object] | None = None,
+    ):
+        options = settings.options
+        with _environment() as is_cpu:
+            from transformers import AutoConfig
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.core_client import InprocClient
             from vllm.v1.executor import Executor
 
             self.is_cpu = is_cpu
             use_prepared_images()
+            model_config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+            max_positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
             # One more token is sampled to score a sequence: leave room for it, if the model has room.
-            self.max_length = options.max_length + (0 if options.max_length == _max_positions(options) else 1)
+            self.max_length = settings.max_length + (0 if settings.max_length == max_positions else 1)
             arguments = EngineArgs(
-                model=options.model,
+                model=settings.model,
                 # Token ids in, token ids out. But vLLM's descriptions of images want a tokenizer.
                 skip_tokenizer_init=options.images is None,
-                dtype=options.dtype,
+                dtype=settings.dtype,
                 max_model_len=self.max_length,
-                max_num_seqs=options.num_slots + SCORED_AT_ONCE,
+                max_num_seqs=settings.num_slots + SCORED_AT_ONCE,
                 tensor_parallel_size=options.tensor_parallel_size,
                 distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else "uni",
                 enable_prefix_caching=options.prefix_caching,
@@ -198,30 +185,27 @@ class Core:
                 # If a step ends inside a prompt, vLLM winds back the generator of the request's seed: a CPU's has
                 # no offset to wind. There a prompt waits for a step that has room for all of it.
                 enable_chunked_prefill=False if is_cpu else None,
-                trust_remote_code=options.trust_remote_code,
+                trust_remote_code=settings.trust_remote_code,
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # sampling is what a request says, not what the model's files say
                 enable_sleep_mode=not is_cpu,
                 moe_backend="auto" if is_cpu else "triton",  # others keep experts in an order of their own
-                kv_cache_memory_bytes=options.kv_cache_bytes,
                 worker_extension_cls=_WORKER,
-                hf_overrides=_fp32_head(options),
+                hf_overrides=_fp32_head(settings),
                 use_tqdm_on_load=False,
                 disable_log_stats=True,
                 seed=0,
-                **({} if options.memory_share is None else {"gpu_memory_utilization": options.memory_share}),
                 **({"quantization": FP8_WEIGHTS} if options.fp8_weights else {}),
                 **({"kv_cache_dtype": "fp8"} if options.fp8_cache else {}),
-                **_adapters(options.adapters),
+                **_adapters(adapters),
                 **engine_arguments(options.images, frozenset(each.name for each in fields(EngineArgs))),
-                # Prompts of a whole rollout come at once: the fewer steps they take, the sooner graphs decode.
-                **({} if is_cpu else {"max_num_batched_tokens": ENGINE_BATCH_TOKENS}) | dict(options.engine_args),
+                **memory_arguments(settings, model_config, is_cpu) | dict(options.engine_args),
             )
             if options.tensor_parallel_size == 1:
-                _import_model_class(options)
+                _import_model_class(model_config)
             config = arguments.create_engine_config()
             self._adapter: Any = None  # applied to every request
-            if options.adapters is not None:
+            if adapters is not None:
                 from vllm.lora.request import LoRARequest
 
                 self._adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)
@@ -382,29 +366,27 @@ class Core:
         self._client.shutdown()
 
 
-def _import_model_class(options: CoreOptions) -> None:
+def _import_model_class(model_config: Any) -> None:
     """Import the class of the model in this process, which needs it anyway.
 
     vLLM would start a process that imports all of vLLM once more, only to look at the class.
     """
-    from transformers import AutoConfig
     from vllm import ModelRegistry
 
-    config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
     with without_torchvision():
-        for name in config.architectures or ():
+        for name in model_config.architectures or ():
             if name in ModelRegistry.models:
                 model_class = ModelRegistry.models[name].load_model_cls()
                 learn_names(model_class)
                 ModelRegistry.register_model(name, model_class)
 
 
-def _fp32_head(options: CoreOptions) -> dict[str, str]:
+def _fp32_head(settings: EngineSettings) -> dict[str, str]:
     """Return the entry of a model's config by which vLLM sets the type of its head.
 
     Before 0.26 vLLM reads it only for models that do not generate, and `widen_head` does the rest.
     """
-    return {"head_dtype": "float32"} if options.fp32_head and getattr(torch, options.dtype) in HALVES else {}
+    return {"head_dtype": "float32"} if settings.fp32_head and getattr(torch, settings.dtype) in HALVES else {}
 
 
 def _adapters(adapters: AdapterOptions | None) -> dict[str, Any]:
@@ -420,15 +402,30 @@ def _adapters(adapters: AdapterOptions | None) -> dict[str, Any]:
     }
 
 
-def _max_positions(options: CoreOptions) -> int | None:
-    from transformers import AutoConfig
+def memory_arguments(settings: EngineSettings, model_config: Any, is_cpu: bool) -> dict[str, Any]:
+    """Return the arguments by which vLLM takes memory.
 
-    config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    On a CPU, where vLLM would take most of the host's memory, the cache is what all slots need: at most 4 GiB, but room
+    for two sequences in any case.
+    """
+    options = settings.options
+    if not is_cpu:
+        cache = {} if options.cache_gib is None else {"kv_cache_memory_bytes": int(options.cache_gib * 2**30)}
+        return cache | {
+            "gpu_memory_utilization": options.memory_share or settings.entry.memory_share,
+            # Prompts of a whole rollout come at once: the fewer steps they take, the sooner graphs decode.
+            "max_num_batched_tokens": ENGINE_BATCH_TOKENS,
+        }
+    config = model_config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = max(1, heads // options.tensor_parallel_size)
+    one = settings.max_length * 2 * config.num_hidden_layers * heads * width * getattr(torch, settings.dtype).itemsize
+    return {"kv_cache_memory_bytes": int(max(64 << 20, 2 * one, min(4 << 30, settings.num_slots * one)))}
 
 
 @contextmanager
-def _settings(options: CoreOptions) -> Iterator[bool]:
+def _environment() -> Iterator[bool]:
     """Set what vLLM reads from its environment while it starts; yield whether it is the CPU build."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -26,18 +26,18 @@ class ExactScores:
 
     log_probs: list[float]
     with_rounded_logits: list[float]  # the same, after the logits were rounded to the engine's type
-    in_8_bits: list[float] | None = None  # the same, with layers or cache in 8 bits; None: the engine has neither
+    with_fp8: list[float] | None = None  # the same, with layers or cache in FP8; None: the engine has neither
 
 
 @dataclass(frozen=True)
-class EightBits:
-    """Parts of an engine that are in 8 bits."""
+class Fp8Parts:
+    """Parts of an engine that are in FP8."""
 
     weights: bool = False  # of linear layers, and what goes into them
     cache: bool = False  # keys and values
 
 
-NO_8_BITS = EightBits()
+NO_FP8 = Fp8Parts()
 
 
 def missing_bytes(model: str | Path, device: torch.device, longest: int, trust_remote_code: bool = False) -> int:
@@ -68,13 +68,13 @@ def exact_log_probs(
     device: torch.device,
     trust_remote_code: bool = False,
     images: Sequence[Sequence[str]] = (),
-    eight_bits: EightBits = NO_8_BITS,
+    fp8: Fp8Parts = NO_FP8,
 ) -> ExactScores:
     """Score all tokens after the context of each sequence, with the policy that has these weights, in float32.
 
     model: a folder or hub name, for its shape alone. named_tensors: every weight, in any type, as `Backend.weights`
     yields them. num_context: tokens at the beginning of each sequence that are not scored, at least 1. dtype: to round
-    logits to. images: those of each sequence. eight_bits: what the engine has in 8 bits.
+    logits to. images: those of each sequence. fp8: what the engine has in FP8.
     """
     with torch.device(device):
         policy = _untrained(model, trust_remote_code).eval()
@@ -98,11 +98,11 @@ def exact_log_probs(
             return torch.cat(scored, dim=1).tolist()
 
         exact, rounded = scores()
-        if eight_bits == NO_8_BITS:
+        if fp8 == NO_FP8:
             return ExactScores(exact, rounded)
-        if eight_bits.weights:
+        if fp8.weights:
             round_layers(policy)
-        if eight_bits.cache:
+        if fp8.cache:
             round_cache(policy)
         return ExactScores(exact, rounded, scores()[0])
 

@@ -1,4 +1,4 @@
-"""The effect of an engine's 8-bit weights and cache on a policy, in a forward that is exact otherwise.
+"""The effect of an engine's FP8 weights and cache on a policy, in a forward that is exact otherwise.
 
 Engines with `rollout.quantization: fp8` round the weights of linear layers, each row (output channel) by a scale of its
 own, and what goes into these layers, each token by its own; the head stays as it is. With `rollout.kv_cache_dtype: fp8`
@@ -26,7 +26,7 @@ _ATTENTION = "hotseat_fp8_cache"
 
 
 def rounded_rows(values: Tensor) -> Tensor:
-    """Round values [..., size] to 8 bits, each row by a scale that makes its largest magnitude the largest number."""
+    """Round values [..., size] to FP8, each row by a scale that makes its largest magnitude the largest number."""
     scales = (values.abs().amax(-1, keepdim=True).float() / _LARGEST).clamp_min(_SMALLEST_SCALE)
     return (_rounded(values.float() / scales) * scales).to(values.dtype)
 
@@ -51,7 +51,7 @@ def round_cache(policy: PreTrainedModel) -> None:
     Raises `RunError` for attention that torch's own does not compute.
     """
     if policy.config.get_text_config()._attn_implementation != "sdpa":
-        raise RunError(f"the attention of {type(policy).__name__} has no form with 8-bit keys and values")
+        raise RunError(f"the attention of {type(policy).__name__} has no form with an FP8 KV cache")
     ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, sdpa_mask)
     set_attention(policy, _ATTENTION)

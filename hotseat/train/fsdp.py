@@ -60,7 +60,6 @@ class FSDPBackend(Trainer):
         options: TrainOptions,
         *,
         device: str | torch.device = "cpu",
-        trust_remote_code: bool = False,
         copied_bytes: int = COPIED_BYTES,
         unit_bytes: int = 8 << 20,
         _compiler: Compiler = "inductor",
@@ -73,18 +72,9 @@ class FSDPBackend(Trainer):
             options = replace(options, precision="bf16")
         is_16_bit = options.precision == "bf16" or (options.precision == "bf16_master" and options.lora is not None)
         dtype = torch.bfloat16 if is_16_bit else torch.float32
-        loaded = load_model(model, options, dtype, trust_remote_code)
+        loaded = load_model(model, options, dtype)
         self._wrapped, layout = prepare_model(
-            loaded,
-            head=options.head,
-            layout=options.layout,
-            gradient_checkpointing=options.gradient_checkpointing,
-            checkpointed_layers=options.checkpointed_layers,
-            compiler=_compiler if compiles(options.compile, device) else None,
-            lora=options.lora,
-            liger_on=device if options.liger_kernel else None,
-            attention=options.attention,
-            freeze_visual_encoder=options.freeze_visual_encoder,
+            loaded, options, device, _compiler if compiles(options.compile, device) else None
         )
         for weight in loaded.parameters():
             if weight.requires_grad and options.precision == "bf16_master":

@@ -24,14 +24,13 @@ def make_backend(
     options: TrainOptions,
     *,
     device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
 ) -> Backend:
     """Make one rank of the model, with the backend that the options name."""
     keep_float32()
     if options.is_deterministic:
         use_deterministic_kernels()
     options = replace(options, zero=_needed(options.zero, int(os.environ.get("WORLD_SIZE", "1"))))
-    backend: Backend = _kind(options)(model, options, device=device, trust_remote_code=trust_remote_code)
+    backend: Backend = _kind(options)(model, options, device=device)
     return backend
 
 

@@ -35,7 +35,7 @@ from hotseat.train.attention import (
     gather,
     recorded_attention,
 )
-from hotseat.train.backend import Head, LoraOptions, TrainOptions
+from hotseat.train.backend import TrainOptions
 from hotseat.train.experts import check_experts, routing_sums
 from hotseat.train.liger import use_liger
 from hotseat.train.logprobs import Compiler, token_log_probs
@@ -124,9 +124,7 @@ def logit_changes(config: Any) -> tuple[float, float | None]:
     return float(scale), getattr(text, "final_logit_softcapping", None)
 
 
-def load_model(
-    source: str | Path | PreTrainedModel, options: TrainOptions, dtype: torch.dtype, trust_remote_code: bool
-) -> PreTrainedModel:
+def load_model(source: str | Path | PreTrainedModel, options: TrainOptions, dtype: torch.dtype) -> PreTrainedModel:
     """Load a model from a folder or hub name; or take over one that is loaded, and change it in place."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     check_ranks(options.sequence_parallel_size, num_ranks)
@@ -137,12 +135,12 @@ def load_model(
         for weight in source.parameters():  # not buffers, such as the frequencies of positions: they keep their bits
             weight.data = weight.data.to(dtype)
         return source
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=options.trust_remote_code)
     check_fit(config, *fit)
-    common = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+    common = {"dtype": dtype, "trust_remote_code": options.trust_remote_code, "use_safetensors": True}
     if options.head == "policy":
         return policy_class(config).from_pretrained(source, **common)
-    return _load_value_model(source, options, common)
+    return _load_value_model(source, config, options, common)
 
 
 def check_fit(config: Any, sequence_parallel_size: int, tensor_parallel_size: int, aux_loss_coefficient: float) -> None:
@@ -252,9 +250,10 @@ def _no_head(prefix: str) -> str:
     )
 
 
-def _load_value_model(source: str | Path, options: TrainOptions, common: dict[str, Any]) -> PreTrainedModel:
+def _load_value_model(
+    source: str | Path, config: Any, options: TrainOptions, common: dict[str, Any]
+) -> PreTrainedModel:
     """Load a model with one label. A model to be trained without a head, such as a language model, gets a new one."""
-    config = AutoConfig.from_pretrained(source, trust_remote_code=common["trust_remote_code"])
     check_value_head(config)
     config.num_labels = 1
     # A reward model of ours or OpenRLHF's says it.
@@ -304,23 +303,12 @@ def compiles(setting: bool | None, device: torch.device) -> bool:
 
 
 def prepare_model(
-    model: PreTrainedModel,
-    *,
-    head: Head,
-    layout: LayoutKind,
-    gradient_checkpointing: bool,
-    checkpointed_layers: int | None = None,
-    compiler: Compiler | None = None,
-    lora: LoraOptions | None = None,
-    liger_on: torch.device | None = None,
-    attention: str | None = None,
-    freeze_visual_encoder: bool = False,
+    model: PreTrainedModel, options: TrainOptions, device: torch.device, compiler: Compiler | None = None
 ) -> tuple[Policy | ValueModel, LayoutKind]:
     """Wrap a loaded model so that it gives log-probs or values; return it and the layout that it can run.
 
     `compiler` is the backend that torch.compile gets for the layers and for what is done with logits; None: both
-    run as they are. `liger_on`: layers get Liger's kernels for this device instead. `attention`: the implementation of
-    transformers that layers use; None: ours, where they can.
+    run as they are. With `options.liger_kernel` layers get Liger's kernels for the device instead.
 
     Dropout and the noise of routers are switched off: the log-probs of the update must be of the same distribution as
     the engine's. The dropout of adapters is added afterwards; see `LoraOptions`.
@@ -331,9 +319,10 @@ def prepare_model(
         for name, value in list(vars(module).items()):
             if ("dropout" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
-    if lora is not None:
-        add_adapters(model, lora, head)
-    if freeze_visual_encoder:
+    attention, layout = options.attention, options.layout
+    if options.lora is not None:
+        add_adapters(model, options.lora, options.head)
+    if options.freeze_visual_encoder:
         encoder_of(model).requires_grad_(False)
     can_pack = attention is None and bool(getattr(model, "_supports_attention_backend", False))
     plain = _use_own_attention(model) if can_pack else None
@@ -341,11 +330,11 @@ def prepare_model(
         set_attention(model, attention)
     if attention is None and sees_images(model.config):
         _use_image_attention(encoder_of(model))
-    if gradient_checkpointing:
-        _recompute(model, checkpointed_layers)
+    if options.gradient_checkpointing:
+        _recompute(model, options.checkpointed_layers)
     model.train()
     wrapped: Policy | ValueModel
-    if head == "policy":
+    if options.head == "policy":
         wrapped = Policy(model)
         _check_head(wrapped)
     else:
@@ -359,8 +348,8 @@ def prepare_model(
             )
         layout = "padded"
     # Layers change after the probes, which need no compiled code, and before sharding, which renames classes.
-    if liger_on is not None:
-        use_liger(model, liger_on)
+    if options.liger_kernel:
+        use_liger(model, device)
     elif compiler is not None:
         compile_layers(model, compiler)
     wrapped.compiler = compiler

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,6 @@ class ZeroBackend(Trainer):
         options: TrainOptions,
         *,
         device: str | torch.device = "cpu",
-        trust_remote_code: bool = False,
         persistent_size: int = 100_000,
         _compiler: Compiler = "inductor",
     ):
@@ -90,7 +90,7 @@ class ZeroBackend(Trainer):
         compute = COMPUTE[options.precision]
         # A frozen base is never stepped: more bits than it is computed with would be of no use.
         dtype = compute if options.precision == "bf16" or options.lora is not None else torch.float32
-        loaded = load_model(model, options, dtype, trust_remote_code)
+        loaded = load_model(model, options, dtype)
         has_compiler = compiles(options.compile, device) and zero.tensor_parallel_size == 1
         is_compiled = has_compiler and not options.liger_kernel and not self._is_whole
         self._wrapped, layout = self._wrap(loaded, options, device, _compiler if has_compiler else None)
@@ -142,21 +142,12 @@ class ZeroBackend(Trainer):
         self, model: PreTrainedModel, options: TrainOptions, device: torch.device, compiler: Compiler | None
     ) -> tuple[Policy | ValueModel, LayoutKind]:
         """Prepare the model for training, its layers compiled unless DeepSpeed compiles it as a whole."""
-        wrapped, layout = prepare_model(
-            model,
-            head=options.head,
-            # A model compiled as a whole is one graph, not the cheapest layout for each micro-batch.
-            layout="packed" if self._is_whole and options.layout == "auto" else options.layout,
-            gradient_checkpointing=options.gradient_checkpointing,
-            checkpointed_layers=options.checkpointed_layers,
-            compiler=None if self._is_whole else compiler,
-            lora=options.lora,
-            liger_on=device if options.liger_kernel else None,
-            attention=options.attention,
-            freeze_visual_encoder=options.freeze_visual_encoder,
-        )
-        if self._is_whole and compiler is not None:
-            wrapped.compiler = compiler  # for logits, which are no part of the graph
+        if not self._is_whole:
+            return prepare_model(model, options, device, compiler)
+        if options.layout == "auto":  # one graph has one layout, not the cheapest for each micro-batch
+            options = replace(options, layout="packed")
+        wrapped, layout = prepare_model(model, options, device)
+        wrapped.compiler = compiler  # for logits, which are no part of the graph
         return wrapped, layout
 
     def _fill_masters(self, exact: Mapping[str, Tensor]) -> None:

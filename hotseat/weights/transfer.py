@@ -24,9 +24,8 @@ from torch import Tensor
 
 from hotseat.errors import WeightError
 from hotseat.weights.broadcast import Broadcaster, BroadcastGroup
-from hotseat.weights.bucket import Bucket, BucketData, Entry, Packer
+from hotseat.weights.bucket import Bucket, BucketData, Entry, Packer, host_data
 from hotseat.weights.device_ipc import Exporter
-from hotseat.weights.host_memory import host_data
 from hotseat.weights.transports import Transport
 
 BUCKET_BYTES = 1 << 29

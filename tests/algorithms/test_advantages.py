@@ -24,7 +24,7 @@ from algorithm_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotseat.algorithms import (
+from hotseat.algorithms.advantages import (
     Moments,
     compute_advantages,
     discounted_returns,
@@ -36,9 +36,9 @@ from hotseat.algorithms import (
     normalise_by,
     normalise_globally,
     place_rewards,
-    step_starts,
-    turn_ends,
 )
+from hotseat.algorithms.time_steps import step_starts
+from hotseat.algorithms.turns import turn_ends
 from hotseat.errors import RewardError, UserError
 from hotseat.registry.estimators import ESTIMATORS
 

@@ -20,18 +20,10 @@ from algorithm_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotseat.algorithms import (
-    StepTotals,
-    entropy_bonus,
-    estimate_kl,
-    gspo_loss,
-    loss_weights,
-    mask_truncated,
-    ppo_loss,
-    step_totals,
-    value_loss,
-    weighted_sum,
-)
+from hotseat.algorithms.aggregation import StepTotals, loss_weights, mask_truncated, step_totals, weighted_sum
+from hotseat.algorithms.kl import estimate_kl
+from hotseat.algorithms.policy_loss import entropy_bonus, gspo_loss, ppo_loss
+from hotseat.algorithms.value_loss import value_loss
 from hotseat.errors import UserError
 
 MODES = ("token_mean", "sequence_mean", "constant")

@@ -18,7 +18,7 @@ from algorithm_cases import (
 )
 from hypothesis import given
 
-from hotseat.algorithms import WeightTotals, correction_weights, rejection_weights, weight_totals
+from hotseat.algorithms.corrections import WeightTotals, correction_weights, rejection_weights, weight_totals
 from hotseat.errors import UserError
 
 KINDS = ("tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop")

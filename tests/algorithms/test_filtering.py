@@ -2,7 +2,7 @@ import pytest
 from algorithm_cases import NAN, numbers, quick, seeds, some_order
 from hypothesis import given
 
-from hotseat.algorithms import reason_to_drop
+from hotseat.algorithms.filtering import reason_to_drop
 from hotseat.errors import UserError
 
 

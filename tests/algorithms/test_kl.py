@@ -7,7 +7,8 @@ from algorithm_cases import NAN, assert_close, numbers, quick, seeds, some_order
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotseat.algorithms import AdaptiveKl, FixedKl, distillation_advantages, estimate_kl, ppo_loss
+from hotseat.algorithms.kl import AdaptiveKl, FixedKl, distillation_advantages, estimate_kl
+from hotseat.algorithms.policy_loss import ppo_loss
 from hotseat.errors import NonFiniteError, UserError
 
 ESTIMATORS = ("k1", "k2", "k3")

@@ -6,22 +6,12 @@ import pytest
 import torch
 from algorithm_cases import assert_close, make_layout, numbers
 
-from hotseat.algorithms import (
-    cispo_loss,
-    clip_rewards,
-    compute_advantages,
-    correction_weights,
-    entropy_bonus,
-    estimate_kl,
-    group_mean_centred,
-    group_normalised,
-    gspo_loss,
-    leave_one_out,
-    loss_weights,
-    mask_truncated,
-    ppo_loss,
-    weighted_sum,
-)
+from hotseat.algorithms.advantages import compute_advantages, group_mean_centred, group_normalised, leave_one_out
+from hotseat.algorithms.aggregation import loss_weights, mask_truncated, weighted_sum
+from hotseat.algorithms.corrections import correction_weights
+from hotseat.algorithms.kl import estimate_kl
+from hotseat.algorithms.policy_loss import cispo_loss, entropy_bonus, gspo_loss, ppo_loss
+from hotseat.algorithms.shaping import clip_rewards
 
 pytestmark = pytest.mark.slow
 

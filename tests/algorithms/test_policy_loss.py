@@ -20,7 +20,7 @@ from algorithm_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotseat.algorithms import cispo_loss, entropy_bonus, gspo_loss, ppo_loss
+from hotseat.algorithms.policy_loss import cispo_loss, entropy_bonus, gspo_loss, ppo_loss
 from hotseat.errors import UserError
 
 CLIP = {"eps_low": 0.2, "eps_high": 0.3}

@@ -4,7 +4,7 @@ from algorithm_cases import NAN, assert_close, make_layout, numbers, quick, seed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotseat.algorithms import clip_rewards, normalise_rewards, overlong_penalty, penalise_truncation
+from hotseat.algorithms.shaping import clip_rewards, normalise_rewards, overlong_penalty, penalise_truncation
 from hotseat.errors import UserError
 
 

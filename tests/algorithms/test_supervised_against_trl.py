@@ -7,17 +7,16 @@ import pytest
 import torch
 from algorithm_cases import assert_close, make_layout, numbers
 
-from hotseat.algorithms import (
+from hotseat.algorithms.aggregation import loss_weights, weighted_sum
+from hotseat.algorithms.supervised_loss import (
     answer_nll,
     dpo_loss,
     episode_log_probs,
     ipo_loss,
-    loss_weights,
     orpo_loss,
     pairwise_loss,
     sft_loss,
     simpo_loss,
-    weighted_sum,
 )
 
 pytestmark = pytest.mark.slow

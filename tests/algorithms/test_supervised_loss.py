@@ -17,7 +17,7 @@ from algorithm_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotseat.algorithms import (
+from hotseat.algorithms.supervised_loss import (
     answer_nll,
     dpo_loss,
     episode_log_probs,

@@ -6,8 +6,10 @@ import random
 import pytest
 import torch
 
-from hotseat.algorithms import compute_advantages, correction_weights, gae, ppo_loss, step_starts
-from hotseat.algorithms.time_steps import mean_on_tokens, sum_on_tokens
+from hotseat.algorithms.advantages import compute_advantages, gae
+from hotseat.algorithms.corrections import correction_weights
+from hotseat.algorithms.policy_loss import ppo_loss
+from hotseat.algorithms.time_steps import mean_on_tokens, step_starts, sum_on_tokens
 from hotseat.types import TokenLayout
 
 ACTION = 2  # tokens of one

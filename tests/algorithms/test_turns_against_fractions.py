@@ -8,7 +8,8 @@ import pytest
 import torch
 from algorithm_cases import make_layout
 
-from hotseat.algorithms import compute_advantages, step_starts
+from hotseat.algorithms.advantages import compute_advantages
+from hotseat.algorithms.time_steps import step_starts
 from hotseat.registry.estimators import ESTIMATORS
 
 GROUP_ESTIMATORS = [name for name, facts in ESTIMATORS.items() if facts.needs_group]

@@ -4,7 +4,7 @@ from algorithm_cases import NAN, assert_close, numbers, quick, seeds, some_order
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotseat.algorithms import value_loss
+from hotseat.algorithms.value_loss import value_loss
 from hotseat.errors import UserError
 
 

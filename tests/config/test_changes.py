@@ -66,7 +66,7 @@ def test_what_is_learned_from_and_how_is_refused_key_by_key():
 
 
 @pytest.mark.parametrize("key", ["rollout.quantization", "rollout.kv_cache_dtype"])
-def test_8_bits_change_the_correction_and_take_permission(key):
+def test_fp8_changes_the_correction_and_takes_permission(key):
     off, on = "rollout: {engine: vllm}", f"rollout: {{engine: vllm, {key.removeprefix('rollout.')}: fp8}}"
     for then, change, before, after in ((off, f"{key}=fp8", None, "fp8"), (on, f"{key}=null", "fp8", None)):
         with pytest.raises(UserError, match=f"{key}: {before} when the checkpoint was written, now {after}"):

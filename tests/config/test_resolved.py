@@ -2,7 +2,7 @@
 
 import pytest
 
-from hotseat.algorithms import AdaptiveKl
+from hotseat.algorithms.kl import AdaptiveKl
 from hotseat.config import loads
 from hotseat.config.resolved import (
     aggregation,
@@ -55,16 +55,14 @@ def test_another_aggregation_than_the_losss_own_is_noted(algorithm, note):
         ("rollout: {engine: vllm, quantization: fp8}\nalgorithm: {correction: {kind: icepop}}", "icepop"),
     ],
 )
-def test_samples_in_8_bits_are_corrected_unless_it_is_set_otherwise(text, used):
+def test_samples_in_fp8_are_corrected_unless_it_is_set_otherwise(text, used):
     assert correction_kind(loads(text)) == used
     assert resolved_notes(loads(text)) == []
 
 
-def test_samples_in_8_bits_without_a_correction_are_noted():
+def test_samples_in_fp8_without_a_correction_are_noted():
     [note] = resolved_notes(loads("rollout: {engine: vllm, quantization: fp8}\nalgorithm: {correction: {kind: none}}"))
-    assert note.startswith(
-        "warning: engines sample in 8 bits and algorithm.correction.kind is none: samples are learned"
-    )
+    assert note.startswith("warning: engines sample in FP8 and algorithm.correction.kind is none: samples are learned")
 
 
 def test_a_lower_bound_of_cispos_weights_is_noted():

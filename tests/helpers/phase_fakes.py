@@ -44,7 +44,7 @@ from hotseat.placement.flow import make_steps
 from hotseat.planning.config_plan import make_flow, make_plan
 from hotseat.train.backend import UpdateReport
 from hotseat.types import Prompt, SampleKey
-from hotseat.weights import TransportPlan
+from hotseat.weights.transports import TransportPlan
 
 Rewards = Callable[[GroupKey], Sequence[float | None]]  # of the samples of a group; None: it failed
 

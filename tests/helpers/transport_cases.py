@@ -13,7 +13,10 @@ from typing import Any
 import torch
 
 from hotseat.algorithms.digest import tensor_digest
-from hotseat.weights import BroadcastData, BroadcastGroup, Bucket, Receiver, Sender, Transport
+from hotseat.weights.broadcast import BroadcastData, BroadcastGroup
+from hotseat.weights.bucket import Bucket
+from hotseat.weights.transfer import Receiver, Sender
+from hotseat.weights.transports import Transport
 
 START_S = 120.0  # to start a process and import torch on a busy machine
 

@@ -246,7 +246,7 @@ def test_an_engine_without_a_share_takes_cache_for_its_slots():
     assert "captured graphs" not in in_bytes(engine(cuda_graphs=False).fixed)
 
 
-def test_an_engine_with_layers_in_8_bits_takes_half_for_them():
+def test_an_engine_with_layers_in_fp8_takes_half_for_them():
     model = shape("Llama-3-8B")
     found = engine(model=model, layer_bytes=1, kv_bytes=1)
     in_layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)

@@ -8,7 +8,10 @@ import torch
 from loop_cases import make_task, rl_yaml, same, weights
 
 import hotseat
-from hotseat.algorithms import PreferenceLoss, compute_advantages, correction_weights, group_mean_centred, ppo_loss
+from hotseat.algorithms.advantages import compute_advantages, group_mean_centred
+from hotseat.algorithms.corrections import correction_weights
+from hotseat.algorithms.policy_loss import ppo_loss
+from hotseat.algorithms.supervised_loss import PreferenceLoss
 from hotseat.cli.completion import keys
 from hotseat.cli.options_view import options
 from hotseat.config import loads

@@ -11,7 +11,7 @@ from hotseat.cluster import Cluster as HotseatCluster
 from hotseat.errors import RunError, WorkerError
 from hotseat.loop.workers.losses import ADVANTAGES
 from hotseat.rlinf import Channel, Cluster, FSDPActor, NodePlacementStrategy, Worker
-from hotseat.train import LoraOptions
+from hotseat.train.backend import LoraOptions
 
 pytestmark = pytest.mark.slow
 

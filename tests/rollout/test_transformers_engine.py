@@ -44,7 +44,8 @@ from hotseat.errors import (
     WorkerError,
 )
 from hotseat.rollout import SlotOptions, TransformersEngine
-from hotseat.rollout.slots import AnySlots, LlamaSlots, slot_model
+from hotseat.rollout.any_slots import AnySlots
+from hotseat.rollout.llama_slots import LlamaSlots, slot_model
 from hotseat.types import Completion, Request, Sampling
 
 from . import conformance

@@ -21,8 +21,9 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Confi
 from hotseat.algorithms.adapters import factor_names
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import RunError, WeightError
+from hotseat.rollout.kinds import EngineOptions, EngineSettings
 from hotseat.rollout.live_weights import WeightNames
-from hotseat.rollout.vllm_engine import AdapterOptions, Core, CoreOptions, VllmEngine, weight_names
+from hotseat.rollout.vllm_engine import AdapterOptions, Core, VllmEngine, weight_names
 from hotseat.rollout.vllm_versions import adapter_problem
 from hotseat.train.lora import target_layers
 
@@ -80,15 +81,17 @@ class Adapted:
         self.base.save_pretrained(directory)
         self.adapters = AdapterOptions(RANK, tuple(target_layers(self.directory, targets, False)))
         self.core = Core(
-            CoreOptions(
+            EngineSettings(
                 model=self.directory,
-                dtype=str(dtype).removeprefix("torch."),
                 max_length=640,
                 num_slots=256,
-                tensor_parallel_size=num_ranks,
-                kv_cache_bytes=64 << 20,
-                adapters=self.adapters,
-            )
+                eos_token_ids=(),
+                dtype=str(dtype).removeprefix("torch."),
+                num_threads=1,
+                engine="vllm",
+                options=EngineOptions(tensor_parallel_size=num_ranks, prefix_caching=True, cache_gib=1 / 16),
+            ),
+            self.adapters,
         )
         self.end = self.core.close
         self.core.close = lambda: self.core.abort(list(self.core._core.scheduler.requests))  # type: ignore[method-assign]

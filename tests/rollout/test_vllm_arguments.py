@@ -12,7 +12,7 @@ import torch
 from model_shells import make_shell
 from rich.console import Console
 
-from hotseat.checks.capabilities import eight_bits
+from hotseat.checks.capabilities import fp8
 from hotseat.checks.pipeline import check_prerequisites
 from hotseat.checks.stage import DeviceContext, run_checks
 from hotseat.config import Config, loads
@@ -203,31 +203,31 @@ def test_with_the_transformers_engine_they_are_refused():
         loads(text)
 
 
-def test_8_bits_reach_the_engine(tmp_path):
+def test_fp8_reaches_the_engine(tmp_path):
     text = CONFIG.replace("engine_args: {ARGUMENTS}", "quantization: fp8\n  kv_cache_dtype: fp8")
     vllm = engine_settings(loads(text, ["train.dtype=bf16"]), (1,), tmp_path).options
     assert vllm is not None
     assert (vllm.fp8_weights, vllm.fp8_cache) == (True, True)
 
 
-def check_8_bits(config: Config, on_gpu: bool) -> None:
-    run_checks(DeviceContext(config=config, on_gpu=on_gpu), [eight_bits])
+def check_fp8(config: Config, on_gpu: bool) -> None:
+    run_checks(DeviceContext(config=config, on_gpu=on_gpu), [fp8])
 
 
-def test_8_bits_need_a_16_bit_model_and_an_8_bit_cache_needs_a_gpu():
+def test_fp8_needs_a_16_bit_model_and_an_fp8_cache_needs_a_gpu():
     text = CONFIG.replace("engine_args: {ARGUMENTS}", "KEY: fp8")
     on_cpu = with_dtype(loads(text.replace("KEY", "quantization")), has_gpus=False)
     with pytest.raises(
         UserError, match="rollout.quantization is fp8, which is for 16-bit models, and train.dtype is fp"
     ):
-        check_8_bits(on_cpu, on_gpu=False)
+        check_fp8(on_cpu, on_gpu=False)
     cached = loads(text.replace("KEY", "kv_cache_dtype"), ["train.dtype=bf16"])
     with pytest.raises(
         UserError, match="rollout.kv_cache_dtype is fp8, which vLLM has on GPUs alone, and there are none"
     ):
-        check_8_bits(cached, on_gpu=False)
-    check_8_bits(cached, on_gpu=True)
-    check_8_bits(loads(text.replace("KEY", "quantization"), ["train.dtype=bf16"]), on_gpu=False)
+        check_fp8(cached, on_gpu=False)
+    check_fp8(cached, on_gpu=True)
+    check_fp8(loads(text.replace("KEY", "quantization"), ["train.dtype=bf16"]), on_gpu=False)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from hotseat.checks.cpu import has_bf16_units
-from hotseat.rollout.vllm_engine import Core, CoreOptions, VllmEngine, weight_names
+from hotseat.rollout.kinds import EngineOptions, EngineSettings
+from hotseat.rollout.vllm_engine import Core, VllmEngine, weight_names
 from hotseat.rollout.vllm_internals import widen_head
 
 from . import conformance
@@ -66,16 +67,19 @@ class Shared:
         self.directory = str(directory)
         random_model(config, 0).save_pretrained(directory)
         self.core = Core(
-            CoreOptions(
+            EngineSettings(
                 model=self.directory,
-                dtype=dtype,
                 max_length=MAX_LENGTH,
                 num_slots=256,
-                tensor_parallel_size=tensor_parallel_size,
-                kv_cache_bytes=64 << 20,
-                **options,
+                eos_token_ids=(),
+                dtype=dtype,
+                num_threads=1,
+                engine="vllm",
+                options=EngineOptions(
+                    tensor_parallel_size=tensor_parallel_size, prefix_caching=True, cache_gib=1 / 16, **options
+                ),
             ),
-            when_lost,
+            when_lost=when_lost,
         )
         self.end = self.core.close
         self.core.close = lambda: self.core.abort(list(self.core._core.scheduler.requests))  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""vLLM with weights in 8 bits, on its CPU build: an engine that got weights by a push equals one that loaded them."""
+"""vLLM with weights in FP8, on its CPU build: an engine that got weights by a push equals one that loaded them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def weights_of(number: int, config: Qwen2Config = MODEL) -> dict[str, torch.Tens
 
 
 def references(number: int, sequences: list[list[int]]) -> list[list[float]]:
-    """Log-probs of a float32 forward in which layers are rounded to 8 bits."""
+    """Log-probs of a float32 forward in which layers are rounded to FP8."""
     model = random_model(MODEL, number)
     model.load_state_dict(weights_of(number))
     round_layers(model)
@@ -58,7 +58,7 @@ def live(shared: Shared) -> dict[str, torch.Tensor]:
 
 
 class Quantised(Shared):
-    """A core with weights in 8 bits, and the parameters that loading has left."""
+    """A core with weights in FP8, and the parameters that loading has left."""
 
     def __init__(self, directory: Path, config: Qwen2Config = MODEL, **options: Any):
         super().__init__(directory, config, dtype="bfloat16", fp8_weights=True, **options)
@@ -70,7 +70,7 @@ class Fp8PtpcOnlineLinearMethod:
 
 
 class Other:
-    """Another way to have weights in 8 bits."""
+    """Another way to have weights in FP8."""
 
 
 def layer(method: type, rows: int, columns: int) -> nn.Module:
@@ -86,10 +86,10 @@ def layer(method: type, rows: int, columns: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([nn.Linear(2, 3)], "in none of the forms that are known in 8 bits: unset rollout.quantization"),
+        ([nn.Linear(2, 3)], "in none of the forms that are known in FP8: unset rollout.quantization"),
         (
             [layer(Fp8PtpcOnlineLinearMethod, 32, 48), layer(Other, 32, 48)],
-            "in 8 bits by Other (1), where none can be pushed: unset rollout.quantization",
+            "in FP8 by Other (1), where none can be pushed: unset rollout.quantization",
         ),
         (
             [layer(Fp8PtpcOnlineLinearMethod, 32, 64)],
@@ -98,7 +98,7 @@ def layer(method: type, rows: int, columns: int) -> nn.Module:
         ([layer(Fp8PtpcOnlineLinearMethod, 32, 48), nn.Linear(2, 3)], None),
     ],
 )
-def test_layers_that_a_push_cannot_reach_in_8_bits_are_refused(layers: list[nn.Module], message: str | None) -> None:
+def test_layers_that_a_push_cannot_reach_in_fp8_are_refused(layers: list[nn.Module], message: str | None) -> None:
     model = nn.Sequential(*layers)
     problem = fp8_problem(model, SimpleNamespace(quantization="fp8_per_channel"))
     expected = f"vLLM {installed_version()} keeps the weights of this Sequential {message}"
@@ -156,7 +156,7 @@ def test_a_push_leaves_the_bits_that_loading_leaves_and_in_the_same_memory(share
     places = {name: each.data_ptr() for name, each in model_of(shared).named_parameters()}
     engine = bare(shared)
     try:
-        with pytest.raises(WeightError, match=r"is in 8 bits and was not pushed yet: it has no digest"):
+        with pytest.raises(WeightError, match=r"is in FP8 and was not pushed yet: it has no digest"):
             engine.digest()
         engine.load_weights(weights_of(1).items(), 1)
         other = live(shared)
@@ -178,14 +178,12 @@ def test_digests_are_those_of_the_weights_that_arrived_while_the_engine_holds_wh
             assert engine.digest() == named_digests(weights_of(number).items())
         kept = layer.self_attn.qkv_proj.weight_scale[200].clone()
         layer.self_attn.qkv_proj.weight_scale.data[200] *= 1.01  # a row of values
-        with pytest.raises(
-            WeightError, match=r"layers\.1\.self_attn\.v_proj\.weight: the engine's 8-bit values are not"
-        ):
+        with pytest.raises(WeightError, match=r"layers\.1\.self_attn\.v_proj\.weight: the engine's FP8 values are not"):
             engine.digest()
         layer.self_attn.qkv_proj.weight_scale.data[200] = kept
         assert engine.digest() == named_digests(weights_of(1).items())
         layer.mlp.down_proj.weight.data.view(torch.int8)[3, 5] ^= 1
-        with pytest.raises(WeightError, match=r"layers\.1\.mlp\.down_proj\.weight: the engine's 8-bit values are not"):
+        with pytest.raises(WeightError, match=r"layers\.1\.mlp\.down_proj\.weight: the engine's FP8 values are not"):
             engine.digest()
     finally:
         engine.close()

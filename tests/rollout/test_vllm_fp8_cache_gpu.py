@@ -1,4 +1,4 @@
-"""vLLM with weights and cache in 8 bits on a CUDA device.
+"""vLLM with weights and cache in FP8 on a CUDA device.
 
 A file of its own, for a process of its own: in one process vLLM's memory that can sleep belongs to one engine.
 """
@@ -37,7 +37,7 @@ def cached() -> Iterator[Shared]:
         made.end()
 
 
-def test_an_8_bit_cache_gives_log_probs_near_those_of_rounded_keys_and_values(cached: Shared) -> None:
+def test_an_fp8_cache_gives_log_probs_near_those_of_rounded_keys_and_values(cached: Shared) -> None:
     generator = torch.Generator().manual_seed(0)
     sequences = torch.randint(0, 67, (4, 60), generator=generator).tolist()
     model = random_model(CACHED, 1)

@@ -1,4 +1,4 @@
-"""vLLM with weights in 8 bits on a CUDA device, with CUDA graphs and sleep."""
+"""vLLM with weights in FP8 on a CUDA device, with CUDA graphs and sleep."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_8_bit_weights_leave_the_device_and_come_back(shared: Shared) -> None:
         engine.close()
 
 
-def test_weights_in_8_bits_take_half_of_the_memory(shared: Shared) -> None:
+def test_weights_in_fp8_take_half_of_the_memory(shared: Shared) -> None:
     in_layers = [each for name, each in model_of(shared).named_parameters() if "proj.weight" in name]
     num_bytes = sum(each.numel() * each.element_size() for each in in_layers)
     num_values = sum(each.numel() for each in in_layers if each.element_size() == 1)

@@ -17,11 +17,10 @@ from hotseat.data.prompts import make_prompts
 from hotseat.data.rows import Row
 from hotseat.errors import RunError
 from hotseat.rollout import TransformersEngine
+from hotseat.rollout.kinds import EngineOptions, EngineSettings, ImageOptions
 from hotseat.rollout.vllm_engine import (
     AdapterOptions,
     Core,
-    CoreOptions,
-    ImageOptions,
     VllmEngine,
     log_to,
     weight_names,
@@ -61,15 +60,22 @@ def start(family, folder):
     adapters = AdapterOptions(RANK, tuple(target_layers(name, f".*{part}.*_proj", False)))
     os.environ.update(log_to(folder / "vllm.log"))
     core = Core(
-        CoreOptions(
+        EngineSettings(
             model=name,
-            dtype="float32",
             max_length=256,
             num_slots=16,
-            kv_cache_bytes=64 << 20,
-            images=ImageOptions(1, str(folder / "largest.safetensors")),
-            adapters=adapters,
-        )
+            eos_token_ids=(),
+            dtype="float32",
+            num_threads=1,
+            engine="vllm",
+            options=EngineOptions(
+                prefix_caching=True,
+                adapter_rank=RANK,
+                cache_gib=1 / 16,
+                images=ImageOptions(1, str(folder / "largest.safetensors")),
+            ),
+        ),
+        adapters,
     )
     return core, name, adapters, prompts
 

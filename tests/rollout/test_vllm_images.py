@@ -18,7 +18,8 @@ from hotseat.data.prompts import make_prompts
 from hotseat.data.rows import Row
 from hotseat.errors import UserError
 from hotseat.rollout import TransformersEngine
-from hotseat.rollout.vllm_engine import Core, CoreOptions, ImageOptions, VllmEngine, log_to, weight_names
+from hotseat.rollout.kinds import EngineOptions, EngineSettings, ImageOptions
+from hotseat.rollout.vllm_engine import Core, VllmEngine, log_to, weight_names
 from hotseat.types import Request, Sampling
 from hotseat.vision import placeholder_ids, policy_class, tokens_of
 
@@ -73,13 +74,17 @@ def seeing(request, tmp_path_factory):
     store.write_largest(folder / "largest.safetensors", 256)
     os.environ.update(log_to(folder / "vllm.log"))
     core = Core(
-        CoreOptions(
+        EngineSettings(
             model=name,
-            dtype="float32",
             max_length=256,
             num_slots=16,
-            kv_cache_bytes=64 << 20,
-            images=ImageOptions(2, str(folder / "largest.safetensors")),
+            eos_token_ids=(),
+            dtype="float32",
+            num_threads=1,
+            engine="vllm",
+            options=EngineOptions(
+                prefix_caching=True, cache_gib=1 / 16, images=ImageOptions(2, str(folder / "largest.safetensors"))
+            ),
         )
     )
     end, core.close = core.close, lambda: core.abort(list(core._core.scheduler.requests))

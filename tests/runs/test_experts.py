@@ -66,7 +66,7 @@ def test_a_critic_balances_its_experts_if_it_has_any(tmp_path, has_experts):
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("config", MIXTURES)
-def test_mixtures_of_experts_in_8_bits_are_refused(config, tmp_path):
+def test_mixtures_of_experts_in_fp8_are_refused(config, tmp_path):
     task = make_mixture(tmp_path, config)
     engine = "{engine: vllm, quantization: fp8, batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4}"
     with pytest.raises(UserError, match=r"rollout.quantization is fp8, and \w+ has experts, which it is not built for"):

@@ -27,8 +27,8 @@ from hotseat.loop.run import start
 from hotseat.observe import read_lines
 from hotseat.placement import from_hf_config
 from hotseat.rollout import TransformersEngine
-from hotseat.train import make_backend
 from hotseat.train.backend import Outputs, TrainOptions
+from hotseat.train.make import make_backend
 from hotseat.types import MicroBatch, Request, Sampling
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -1,4 +1,4 @@
-"""A whole run whose engine keeps weights in 8 bits."""
+"""A whole run whose engine keeps weights in FP8."""
 
 import importlib.util
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-def test_a_run_samples_in_8_bits_within_the_canarys_limits_and_corrects_for_them(tmp_path):
+def test_a_run_samples_in_fp8_within_the_canarys_limits_and_corrects_for_them(tmp_path):
     task = make_task(tmp_path, hidden_size=64, head_dim=32, vocab_size=14, initializer_range=0.3)
     engine = "{engine: vllm, quantization: fp8, batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4}"
     config = loads(rl_yaml(task, rollout=engine), ["train.dtype=bf16", "train.num_episodes=1"])

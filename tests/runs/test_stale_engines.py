@@ -27,7 +27,9 @@ from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
 from hotseat.types import Episode, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
-from hotseat.weights import Bucket, Sender, choose_transports
+from hotseat.weights.bucket import Bucket
+from hotseat.weights.transfer import Sender
+from hotseat.weights.transports import choose_transports
 
 pytestmark = pytest.mark.slow
 

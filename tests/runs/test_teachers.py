@@ -20,7 +20,7 @@ from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.model_workers import ModelWorker
 from hotseat.loop.workers.teachers import TeachersWorker
-from hotseat.train import TrainOptions
+from hotseat.train.backend import TrainOptions
 from hotseat.types import Prompt
 
 DISTILL = "{distill_coef: 1.0}"

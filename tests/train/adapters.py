@@ -29,7 +29,8 @@ from transformers import (
 from hotseat.algorithms.adapters import merge_apart
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import RunError, UserError
-from hotseat.train import Backend, LoraOptions, Outputs, TrainOptions, split_by_count
+from hotseat.train.backend import Backend, LoraOptions, Outputs, TrainOptions
+from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch
 
 from .conformance import (

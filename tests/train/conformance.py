@@ -35,10 +35,12 @@ from transformers import (
 )
 
 from hotseat import faults
-from hotseat.algorithms import gspo_loss
+from hotseat.algorithms.policy_loss import gspo_loss
 from hotseat.errors import BatchError, DeviceMemoryError, NonFiniteError, RunError, UserError
 from hotseat.faults import Fault
-from hotseat.train import PARTS, AdamW, Backend, Outputs, Schedule, TrainOptions, split_by_count, split_by_tokens, take
+from hotseat.train.backend import PARTS, AdamW, Backend, Outputs, TrainOptions
+from hotseat.train.packing import split_by_count, split_by_tokens, take
+from hotseat.train.schedule import Schedule
 from hotseat.types import MicroBatch
 
 Make = Callable[[PreTrainedModel, TrainOptions], Backend]

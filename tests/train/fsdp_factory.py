@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from hotseat.train import FSDPBackend, TrainOptions
+from hotseat.train.backend import TrainOptions
+from hotseat.train.fsdp import FSDPBackend
 
 from . import adapters, conformance
 

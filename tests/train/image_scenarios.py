@@ -9,7 +9,7 @@ from typing import Any
 import image_cases
 import torch
 
-from hotseat.train import LoraOptions, TrainOptions
+from hotseat.train.backend import LoraOptions, TrainOptions
 from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch
 from hotseat.vision import tokens_of

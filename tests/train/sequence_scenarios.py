@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from hotseat.train import FSDPBackend, TrainOptions, split_by_count
+from hotseat.train.backend import TrainOptions
+from hotseat.train.fsdp import FSDPBackend
+from hotseat.train.packing import split_by_count
 
 from .conformance import OPTIONS, ClippedLoss, Make, Scenario, copy_weights, some_segments, tiny_model
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hotseat.train import TrainOptions, ZeroBackend, ZeroOptions, split_by_count
+from hotseat.train.backend import TrainOptions, ZeroOptions
+from hotseat.train.packing import split_by_count
+from hotseat.train.zero import ZeroBackend
 
 from . import zero_factory
 from .conformance import (

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 
-from hotseat.train import FSDPBackend, LoraOptions, TrainOptions
+from hotseat.train.backend import LoraOptions, TrainOptions
+from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.logprobs import token_log_probs
 from hotseat.train.policy_models import layers
 from hotseat.types import MicroBatch

@@ -16,11 +16,13 @@ from torch.utils import cpp_extension
 from transformers import PreTrainedModel
 
 from hotseat.errors import RunError, UnsupportedError, UserError
-from hotseat.train import LoraOptions, TrainOptions, ZeroBackend, ZeroOptions, zero_stages
+from hotseat.train import zero_stages
+from hotseat.train.backend import LoraOptions, TrainOptions, ZeroOptions
 from hotseat.train.deepcompile import Backends, check_device, filled, keep_order, keep_sizes
 from hotseat.train.logprobs import token_log_probs
 from hotseat.train.packing import LayoutKind, model_input
 from hotseat.train.policy_models import mark_sizes, prepare_model
+from hotseat.train.zero import ZeroBackend
 
 from . import varlen_on_cpu
 from .conformance import OPTIONS, some_segments, tiny_model, tiny_value_model
@@ -50,7 +52,7 @@ def _nothing_compiled() -> Iterator[None]:
 @pytest.mark.long
 def test_a_whole_model_is_one_graph_for_all_sizes(layout: LayoutKind, head: Any, with_entropy: bool) -> None:
     model = tiny_model() if head == "policy" else tiny_value_model()
-    wrapped, _ = prepare_model(model, head=head, layout=layout, gradient_checkpointing=False)
+    wrapped, _ = prepare_model(model, TrainOptions(head=head, layout=layout), torch.device("cpu"))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(wrapped._call_impl, backend=counter, fullgraph=True)
     batches = [some_segments(num_segments, seed=num_segments) for num_segments in (5, 9, 3, 14, 1)]

@@ -14,8 +14,10 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from hotseat.errors import RunError, UnsupportedError
-from hotseat.train import TrainOptions, ZeroBackend, ZeroOptions, split_by_count
+from hotseat.train.backend import TrainOptions, ZeroOptions
 from hotseat.train.deepcompile import forget_model
+from hotseat.train.packing import split_by_count
+from hotseat.train.zero import ZeroBackend
 
 from . import conformance
 from .conformance import (

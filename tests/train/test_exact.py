@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hotseat.errors import RunError
-from hotseat.train.exact import EightBits, exact_log_probs, missing_bytes
+from hotseat.train.exact import Fp8Parts, exact_log_probs, missing_bytes
 from hotseat.train.fp8_rounding import round_cache, rounded_rows
 
 CPU = torch.device("cpu")
@@ -59,11 +59,11 @@ def test_rows_are_rounded_to_three_bits_of_mantissa_by_scales_of_their_own():
 
 
 @pytest.mark.parametrize(("weights", "cache"), [(True, False), (False, True), (True, True)])
-def test_8_bits_change_log_probs_by_what_a_rounded_forward_does(model, weights, cache):
+def test_fp8_changes_log_probs_by_what_a_rounded_forward_does(model, weights, cache):
     path, policy = model
     named = [(name, weight.detach()) for name, weight in policy.named_parameters()]
-    eight_bits = EightBits(weights, cache)
-    options = {"dtype": torch.bfloat16, "device": CPU, "eight_bits": eight_bits}
+    fp8 = Fp8Parts(weights, cache)
+    options = {"dtype": torch.bfloat16, "device": CPU, "fp8": fp8}
     scores = exact_log_probs(path, named, SEQUENCES[:1], STARTS[:1], 1.0, **options)
     hidden = policy.model.embed_tokens(torch.tensor(SEQUENCES[0]))
     round_inputs = rounded_rows if weights else lambda values: values
@@ -94,14 +94,14 @@ def test_8_bits_change_log_probs_by_what_a_rounded_forward_does(model, weights, 
         logits = policy.lm_head(policy.model.norm(hidden))  # the head stays as it is
     tokens = torch.tensor(SEQUENCES[0])
     expected = logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[STARTS[0] - 1 :, 0]
-    assert scores.in_8_bits == pytest.approx(expected.tolist(), abs=1e-3)
-    assert scores.in_8_bits != pytest.approx(scores.log_probs, abs=1e-3)
+    assert scores.with_fp8 == pytest.approx(expected.tolist(), abs=1e-3)
+    assert scores.with_fp8 != pytest.approx(scores.log_probs, abs=1e-3)
 
 
 def test_attention_that_torch_does_not_compute_has_no_8_bit_form(model):
     _, policy = model
     eager = LlamaForCausalLM._from_config(policy.config, attn_implementation="eager")
-    with pytest.raises(RunError, match="the attention of LlamaForCausalLM has no form with 8-bit keys and values"):
+    with pytest.raises(RunError, match="the attention of LlamaForCausalLM has no form with an FP8 KV cache"):
         round_cache(eager)
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hotseat.errors import UserError
-from hotseat.train import Outputs, split_by_count
+from hotseat.train.backend import Outputs
 from hotseat.train.experts import has_experts
+from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch
 
 from .conformance import (

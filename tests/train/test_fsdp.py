@@ -15,9 +15,10 @@ from weight_changes import assert_changed_alike
 
 from hotseat.errors import DeviceMemoryError, RunError, UserError
 from hotseat.placement.role_names import Part
-from hotseat.train import FSDPBackend, LoraOptions, TrainOptions, split_by_count
-from hotseat.train.fsdp import reset_sharding
+from hotseat.train.backend import LoraOptions, TrainOptions
+from hotseat.train.fsdp import FSDPBackend, reset_sharding
 from hotseat.train.offload import PartResidency
+from hotseat.train.packing import split_by_count
 from hotseat.train.ranks import Ranks
 from hotseat.types import Moved
 

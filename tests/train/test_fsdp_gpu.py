@@ -15,8 +15,11 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from hotseat.algorithms.head import project
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
-from hotseat.train import FSDPBackend, LoraOptions, TrainOptions, ZeroOptions, make_backend, split_by_count
+from hotseat.train.backend import LoraOptions, TrainOptions, ZeroOptions
+from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.logprobs import token_log_probs
+from hotseat.train.make import make_backend
+from hotseat.train.packing import split_by_count
 
 from . import conformance
 from .conformance import (

@@ -11,8 +11,8 @@ import torch
 
 from hotseat import determinism
 from hotseat.errors import UserError
-from hotseat.train import TrainOptions, make_backend
-from hotseat.train.make import check_options
+from hotseat.train.backend import TrainOptions
+from hotseat.train.make import check_options, make_backend
 
 from . import fsdp_factory
 from .conformance import OPTIONS, ClippedLoss, copy_weights, some_segments, tiny_model

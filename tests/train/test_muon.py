@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from hotseat.errors import UnsupportedError, UserError
-from hotseat.train import AdamW, Muon, Schedule, TrainOptions, ZeroOptions, split_by_count
+from hotseat.train.backend import AdamW, Muon, TrainOptions, ZeroOptions
 from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names, orthogonalize
+from hotseat.train.packing import split_by_count
+from hotseat.train.schedule import Schedule
 
 from . import fsdp_factory, zero_factory
 from .conformance import OPTIONS as PLAIN

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotseat.errors import BatchError
-from hotseat.train import join, split_by_count, split_by_tokens, take
-from hotseat.train.packing import balance, model_input, with_ends
+from hotseat.train.packing import balance, join, model_input, split_by_count, split_by_tokens, take, with_ends
 from hotseat.types import MicroBatch
 
 

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from hotseat.errors import UnsupportedError
-from hotseat.train import TrainOptions, attention, logprobs
+from hotseat.train import attention, logprobs
+from hotseat.train.backend import TrainOptions
 from hotseat.train.packing import model_input
 
 from .conformance import OPTIONS, VOCAB_SIZE, ClippedLoss, groups_of_four, plain_outputs, some_segments

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hotseat.errors import UserError
-from hotseat.train import Schedule
+from hotseat.train.schedule import Schedule
 
 
 def test_warm_up_then_linear() -> None:

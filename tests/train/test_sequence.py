@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotseat.errors import UnsupportedError, UserError
-from hotseat.train import TrainOptions, split_by_tokens
-from hotseat.train.packing import model_input
+from hotseat.train.backend import TrainOptions
+from hotseat.train.packing import model_input, split_by_tokens
 from hotseat.train.sequence import SequenceGroup
 from hotseat.types import MicroBatch
 

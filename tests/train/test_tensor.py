@@ -13,7 +13,7 @@ import pytest
 import transformers
 
 from hotseat.errors import UnsupportedError, UserError
-from hotseat.train import LoraOptions, ZeroOptions
+from hotseat.train.backend import LoraOptions, ZeroOptions
 from hotseat.train.tensor import check_cut, cut_layers
 from hotseat.train.zero import ZeroBackend
 

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoTokenizer
 from hotseat.data.frames import FramePreparer
 from hotseat.data.images import load_processor
 from hotseat.rollout import SlotOptions, TransformersEngine
-from hotseat.train import PARTS, FSDPBackend, TrainOptions
 from hotseat.train.attention import IMAGE_ATTENTION
-from hotseat.train.backend import AdamW, Schedule
+from hotseat.train.backend import PARTS, AdamW, Schedule, TrainOptions
+from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch, Request, Sampling
 from hotseat.vision import Vision, encoder_of, policy_class, tokens_of

@@ -19,9 +19,8 @@ from hotseat.envs.simulator import ActionSpec, Observation
 from hotseat.errors import DataError, RunError, UserError
 from hotseat.loop.workers.observations import Reader, SimulationSettings
 from hotseat.rollout import SlotOptions, TransformersEngine
-from hotseat.train import TrainOptions
 from hotseat.train.attention import IMAGE_ATTENTION, image_attention
-from hotseat.train.backend import AdamW
+from hotseat.train.backend import AdamW, TrainOptions
 from hotseat.train.export import write_model
 from hotseat.train.fp8_rounding import round_cache
 from hotseat.train.packing import join, model_input, take, with_ends
@@ -119,7 +118,7 @@ def batch_of(pairs):
 def test_every_layout_of_the_trainer_gives_what_transformers_gives(seeing):
     model = seeing.load()
     expected = torch.cat(by_transformers(seeing, model))
-    policy, layout = prepare_model(model, head="policy", layout="auto", gradient_checkpointing=False)
+    policy, layout = prepare_model(model, TrainOptions(), torch.device("cpu"))
     assert layout == "auto"
     vision = Vision.of(model)
     pairs = [*zip(seeing.prompts, ANSWERS, strict=True), (seeing.prompts[0], [20, 21]), (seeing.prompts[1], [22])]
@@ -148,13 +147,13 @@ def test_every_layout_of_the_trainer_gives_what_transformers_gives(seeing):
 
 def test_a_value_model_gives_what_transformers_head_gives_and_is_loaded_again_as_it_was_written(seeing):
     options = TrainOptions(head="value", optimizer=AdamW())
-    model = load_model(seeing.name, options, torch.float32, trust_remote_code=False).eval()
+    model = load_model(seeing.name, options, torch.float32).eval()
     assert type(model).__name__.endswith("ForSequenceClassification")
     with torch.no_grad():
         model.score.weight.mul_(30.0)
         # Its own forward reads the score at the last token.
         expected = torch.cat([model(**made).logits[0] for made, _, _ in made_by_processor(seeing)])
-    critic, layout = prepare_model(model, head="value", layout="auto", gradient_checkpointing=False)
+    critic, layout = prepare_model(model, TrainOptions(head="value"), torch.device("cpu"))
     assert layout == "auto"
     pairs = [*zip(seeing.prompts, ANSWERS, strict=True), (seeing.prompts[0], [20, 21]), (seeing.prompts[1], [22])]
     answers = batch_of(pairs)
@@ -169,7 +168,7 @@ def test_a_value_model_gives_what_transformers_head_gives_and_is_loaded_again_as
             assert torch.allclose(values(batch, kind), values(batch, "padded"), atol=2e-6)
     weights = dict(model.state_dict())
     write_model(seeing.folder / "value", model, weights, options, {"mean": 0.5, "std": 2.0, "pad_token_id": 1})
-    written = load_model(str(seeing.folder / "value"), TrainOptions(head="value"), torch.float32, False)
+    written = load_model(str(seeing.folder / "value"), TrainOptions(head="value"), torch.float32)
     assert all(torch.equal(weight, weights[name]) for name, weight in written.state_dict().items())
     assert (written.config.mean, written.config.get_text_config().pad_token_id) == (0.5, 1)
     assert (seeing.folder / "value" / "processor_config.json").is_file()
@@ -254,7 +253,7 @@ def test_contexts_with_images_of_one_shape_share_forwards_and_no_bit_depends_on_
 
 def test_a_placeholder_that_ends_an_answer_is_learned_like_any_other_token(seeing):
     model = seeing.load()
-    policy, _ = prepare_model(model, head="policy", layout="auto", gradient_checkpointing=False)
+    policy, _ = prepare_model(model, TrainOptions(), torch.device("cpu"))
     batch = batch_of([(seeing.prompts[0], [5, placeholder_ids(model.config)[0]])])
     with torch.no_grad():
         [last] = policy(model_input(take(batch, [0]), "packed", vision=Vision.of(model)), 1.0)["log_probs"][-1:]
@@ -266,7 +265,7 @@ def test_gradients_reach_the_visual_encoder_unless_it_is_frozen(seeing):
     for is_frozen in (False, True):
         model = seeing.load()
         policy, _ = prepare_model(
-            model, head="policy", layout="auto", gradient_checkpointing=True, freeze_visual_encoder=is_frozen
+            model, TrainOptions(gradient_checkpointing=True, freeze_visual_encoder=is_frozen), torch.device("cpu")
         )
         batch = batch_of(list(zip(seeing.prompts, ANSWERS, strict=True)))
         policy(model_input(batch, "packed", vision=Vision.of(model)), 1.0)["log_probs"].sum().backward()
@@ -290,7 +289,7 @@ def test_every_layout_has_the_gradients_of_transformers(seeing):
     batch = batch_of([(seeing.prompts[number], answer) for number, answer in asked])
     for kind in ("padded", "packed", "shared"):
         model = seeing.load()
-        policy, _ = prepare_model(model, head="policy", layout="auto", gradient_checkpointing=False)
+        policy, _ = prepare_model(model, TrainOptions(), torch.device("cpu"))
         log_probs = policy(model_input(batch, kind, vision=Vision.of(model)), 1.0)["log_probs"]
         (log_probs * weights).sum().backward()
         found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
@@ -330,7 +329,7 @@ def test_an_encoder_attends_to_all_images_at_once_and_computes_the_same_bits(fam
         IMAGE_ATTENTION,
         lambda *args, **kwargs: calls.append(kwargs["cu_seq_lens_q"].tolist()) or image_attention(*args, **kwargs),
     )
-    prepare_model(model, head="policy", layout="auto", gradient_checkpointing=False)
+    prepare_model(model, TrainOptions(), torch.device("cpu"))
     assert torch.equal(encoded(), expected)
     assert len(calls) == model.config.vision_config.depth  # once a layer
     assert calls[-1] == [0, 32, 64, 80]  # patches of whole images

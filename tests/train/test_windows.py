@@ -12,9 +12,10 @@ import image_cases
 import pytest
 import torch
 
-from hotseat.train import FSDPBackend, TrainOptions, attention
+from hotseat.train import attention
 from hotseat.train.attention import IMAGE_ATTENTION
-from hotseat.train.backend import AdamW, Outputs
+from hotseat.train.backend import AdamW, Outputs, TrainOptions
+from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.schedule import Schedule
 from hotseat.types import MicroBatch
 from hotseat.vision import encoder_of, tokens_of

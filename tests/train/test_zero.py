@@ -19,7 +19,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from weight_changes import assert_changed_alike
 
 from hotseat.errors import NonFiniteError, RunError, UnsupportedError, UserError
-from hotseat.train import PARTS, FSDPBackend, Precision, TrainOptions, ZeroBackend, ZeroOptions, make_backend
+from hotseat.train.backend import PARTS, Precision, TrainOptions, ZeroOptions
+from hotseat.train.fsdp import FSDPBackend
+from hotseat.train.make import make_backend
+from hotseat.train.zero import ZeroBackend
 from hotseat.train.zero_stages import Flattened, Scattered
 from hotseat.types import MicroBatch
 

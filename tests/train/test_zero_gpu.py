@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hotseat.train import TrainOptions, ZeroBackend, ZeroOptions
+from hotseat.train.backend import TrainOptions, ZeroOptions
+from hotseat.train.zero import ZeroBackend
 
 from . import conformance, test_fsdp_gpu
 from .conformance import OPTIONS, ClippedLoss, assert_close, assert_identical, copy_weights, some_segments, tiny_model

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from hotseat.train import TrainOptions, ZeroBackend, ZeroOptions
+from hotseat.train.backend import TrainOptions, ZeroOptions
+from hotseat.train.zero import ZeroBackend
 
 from . import adapters, conformance
 

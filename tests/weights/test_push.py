@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hotseat.algorithms.digest import tensor_digest
 from hotseat.errors import WeightError
 from hotseat.rollout import TransformersEngine
-from hotseat.weights import Receiver, Sender, check_digests
-from hotseat.weights.host_memory import HostData
+from hotseat.weights.bucket import HostData
+from hotseat.weights.transfer import Receiver, Sender, check_digests
 
 
 def make_model(seed: int) -> LlamaForCausalLM:

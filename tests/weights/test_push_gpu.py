@@ -9,8 +9,9 @@ from transport_cases import engines, push, weights
 from hotseat.algorithms.digest import named_digests
 from hotseat.cuda_ipc import device_uuid
 from hotseat.errors import WeightError
-from hotseat.weights import BroadcastGroup, Sender
+from hotseat.weights.broadcast import BroadcastGroup
 from hotseat.weights.device_ipc import SharedData
+from hotseat.weights.transfer import Sender
 
 pytestmark = [
     pytest.mark.gpu,

@@ -36,7 +36,7 @@ from hotseat.algorithms.agreement import (
 from hotseat.cluster import WorkerGroup
 from hotseat.errors import WeightError
 from hotseat.loop.rl.canary_state import (
-    ASSUMED_8_BITS,
+    ASSUMED_FP8,
     ASSUMED_ROUNDING,
     DRIFT_FLOORS,
     NO_ROUNDING,
@@ -48,7 +48,7 @@ from hotseat.loop.rl.canary_state import (
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.model_workers import ActorWorker, InferenceWorker
 from hotseat.loop.workers.weight_check import Canary
-from hotseat.train.exact import NO_8_BITS
+from hotseat.train.exact import NO_FP8
 from hotseat.types import Prompt, Request, Sampling
 from hotseat.vision import image_as_json
 
@@ -132,7 +132,7 @@ class CanaryGuard:
         if state is not None:
             resumed = CanaryState.parse(state)
             self._num_sets = resumed.num_sets
-            if resumed.eight_bits == self._settings.eight_bits:
+            if resumed.eight_bits == self._settings.fp8:
                 self._state = resumed
 
     def check(self, pushed: PushReport, to_inference: PushReport | None = None) -> None:
@@ -253,7 +253,7 @@ class CanaryGuard:
             first,
             self._num_sets,
             self.metrics(),
-            self._settings.eight_bits,
+            self._settings.fp8,
         )
         return self._look_at(measured.gaps)
 
@@ -318,20 +318,20 @@ class CanaryGuard:
         if lacking:
             return self._assumed(f"{lacking / 2**30:.1f} GiB of device memory are lacking")
         settings = self._settings
-        exact = self._actor.call(ActorWorker.score_exactly, canary, settings.is_merged, settings.eight_bits)[0]
+        exact = self._actor.call(ActorWorker.score_exactly, canary, settings.is_merged, settings.fp8)[0]
         assert exact is not None, "the first rank has an answer"
         if isinstance(exact, str):
             return self._assumed(exact)
         each = zip(expected, exact.log_probs, exact.with_rounded_logits, strict=True)
         gaps = [mine - true + rounded - true for mine, true, rounded in each]
-        if exact.in_8_bits is not None:
-            of_8_bits = zip(exact.in_8_bits, exact.log_probs, strict=True)
-            gaps = [gap + coarse - true for gap, (coarse, true) in zip(gaps, of_8_bits, strict=True)]
+        if exact.with_fp8 is not None:
+            of_fp8 = zip(exact.with_fp8, exact.log_probs, strict=True)
+            gaps = [gap + coarse - true for gap, (coarse, true) in zip(gaps, of_fp8, strict=True)]
         if not all(map(math.isfinite, gaps)):
             return self._assumed("some of its log-probs are not finite")
         basis = "what rounding alone does, by a float32 forward of the same weights"
-        if exact.in_8_bits is not None:
-            basis = "what rounding to 16 and to 8 bits alone does, by float32 forwards of the same weights"
+        if exact.with_fp8 is not None:
+            basis = "what rounding to 16 bits and to FP8 alone does, by float32 forwards of the same weights"
         return gap_statistics(gaps), basis
 
     def _assumed(self, why: str) -> tuple[GapStatistics, str]:
@@ -341,8 +341,8 @@ class CanaryGuard:
             f"canary: no float32 forward of the policy could be made ({why}), so engines are judged by what rounding"
             " usually does, not by what it does to this model"
         )
-        if self._settings.eight_bits != NO_8_BITS:
-            return ASSUMED_8_BITS, "what rounding to 8 bits usually does (it was not measured)"
+        if self._settings.fp8 != NO_FP8:
+            return ASSUMED_FP8, "what rounding to FP8 usually does (it was not measured)"
         return ASSUMED_ROUNDING[dtype], f"what rounding to {dtype} usually does (it was not measured)"
 
 

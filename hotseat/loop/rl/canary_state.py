@@ -10,7 +10,7 @@ from hotseat.algorithms.agreement import GapStatistics
 from hotseat.config import Config
 from hotseat.config.precision import dtype_of
 from hotseat.loop.workers.weight_check import Canary
-from hotseat.train.exact import NO_8_BITS, EightBits
+from hotseat.train.exact import NO_FP8, Fp8Parts
 from hotseat.vision import image_from_json
 
 NO_ROUNDING = GapStatistics(0.0, 0.0, 0.0)
@@ -32,7 +32,7 @@ ASSUMED_ROUNDING = {
     "bf16": GapStatistics(3e-2, 1e-1, 8e-3),
 }
 # The same of FP8, in layers and in the KV cache.
-ASSUMED_8_BITS = GapStatistics(8e-2, 3e-1, 2e-2)
+ASSUMED_FP8 = GapStatistics(8e-2, 3e-1, 2e-2)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class CanarySettings:
     seed: int
     on_gpu: bool = False
     is_merged: bool = True  # engines get adapters, if there are any, merged into weights
-    eight_bits: EightBits = NO_8_BITS  # what engines have in FP8
+    fp8: Fp8Parts = NO_FP8  # what engines have in FP8
 
     @classmethod
     def of(cls, config: Config, on_gpu: bool, is_merged: bool = True) -> CanarySettings:
@@ -63,7 +63,7 @@ class CanarySettings:
             seed=config.seed,
             on_gpu=on_gpu,
             is_merged=is_merged,
-            eight_bits=EightBits(
+            fp8=Fp8Parts(
                 weights=config.rollout.quantization is not None, cache=config.rollout.kv_cache_dtype is not None
             ),
         )
@@ -101,7 +101,7 @@ class CanaryState:
     first: Baseline | None  # None until the first push was judged
     num_sets: int  # sets of answers that were sampled
     metrics: Mapping[str, float]
-    eight_bits: EightBits = NO_8_BITS  # what engines had in FP8, which `rounding` and `first` include
+    eight_bits: Fp8Parts = NO_FP8  # what engines had in FP8, which `rounding` and `first` include
 
     @classmethod
     def parse(cls, state: Mapping[str, Any]) -> CanaryState:
@@ -115,5 +115,5 @@ class CanaryState:
             Baseline(GapStatistics(**first["gap"]), GapStatistics(**first["rounding"])),
             int(state["num_sets"]),
             dict(state["metrics"]),
-            EightBits(**state.get("eight_bits", {})),
+            Fp8Parts(**state.get("eight_bits", {})),
         )

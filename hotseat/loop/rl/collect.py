@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hotseat.algorithms import reason_to_drop
+from hotseat.algorithms.filtering import reason_to_drop
 from hotseat.data import PromptOrder, SampledOrder
 from hotseat.errors import RunError
 from hotseat.loop.rl.hosts import RolloutHosts

@@ -191,14 +191,14 @@ def _actor(launch: LaunchContext) -> Worker:
     config = launch.config
     options = train_options(config, launch.schedule_length)
     dtype = engine_dtype(config)
-    return ActorWorker, (config.actor.model, options, dtype, config.trust_remote_code, launch.folder_proof)
+    return ActorWorker, (config.actor.model, options, dtype, launch.folder_proof)
 
 
 def _critic(launch: LaunchContext) -> Worker:
     config, proof = launch.config, launch.folder_proof
     options = critic_options(config, launch.schedule_length)
     of_critic = proof and proof.of("critic")
-    return CriticWorker, (critic_model(config), options, config.trust_remote_code, of_critic)
+    return CriticWorker, (critic_model(config), options, of_critic)
 
 
 def _reference(launch: LaunchContext) -> Worker:
@@ -206,19 +206,19 @@ def _reference(launch: LaunchContext) -> Worker:
     options = train_options(config, launch.schedule_length, is_trained=False)
     if reference.teachers:
         weights = reference.teacher_weights or None
-        return TeachersWorker, (reference.teachers, weights, options, config.trust_remote_code)
-    return ModelWorker, (reference.model or config.actor.model, options, config.trust_remote_code)
+        return TeachersWorker, (reference.teachers, weights, options)
+    return ModelWorker, (reference.model or config.actor.model, options)
 
 
 def _reward(launch: LaunchContext) -> Worker:
     config = launch.config
-    return RewardWorker, (config.reward.model, reward_options(config), config.trust_remote_code)
+    return RewardWorker, (config.reward.model, reward_options(config))
 
 
 def _inference(launch: LaunchContext) -> Worker:
     config = launch.config
     options = train_options(config, launch.schedule_length, is_trained=False)
-    return InferenceWorker, (config.actor.model, options, engine_dtype(config), config.trust_remote_code)
+    return InferenceWorker, (config.actor.model, options, engine_dtype(config))
 
 
 def _component(component: ComponentSettings, launch: LaunchContext) -> Worker:

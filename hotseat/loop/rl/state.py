@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hotseat.algorithms import AdaptiveKl, FixedKl
+from hotseat.algorithms.kl import AdaptiveKl, FixedKl
 from hotseat.config import Config, loads_saved
 from hotseat.data import PromptOrder, SampledOrder, digest_of
 from hotseat.types import Prompt

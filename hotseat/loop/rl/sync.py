@@ -20,17 +20,11 @@ from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
 from hotseat.placement import Plan
 from hotseat.registry.roles import role_entry
-from hotseat.weights import (
-    LOOPBACK,
-    TIMEOUT_S,
-    BroadcastData,
-    BroadcastGroup,
-    Bucket,
-    Transport,
-    TransportPlan,
-    check_digests,
-    merge,
-)
+from hotseat.weights.broadcast import LOOPBACK, TIMEOUT_S, BroadcastData, BroadcastGroup
+from hotseat.weights.bucket import Bucket
+from hotseat.weights.device_ipc import merge
+from hotseat.weights.transfer import check_digests
+from hotseat.weights.transports import Transport, TransportPlan
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from hotseat.algorithms import normalise_rewards
+from hotseat.algorithms.shaping import normalise_rewards
 from hotseat.errors import UserError
 from hotseat.observe.noise import without_log_lines
 from hotseat.vision import sees_images

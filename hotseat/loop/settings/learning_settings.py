@@ -16,7 +16,7 @@ from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
 from hotseat.registry.corrections import correction_entry
 from hotseat.user_functions import absolute
-from hotseat.weights import TransportPlan, choose_transports
+from hotseat.weights.transports import TransportPlan, choose_transports
 
 
 def policy_settings(
@@ -55,7 +55,7 @@ def _policy_objective(config: Config, kl_coefficient: float, max_lag: int) -> Po
     algorithm, correction = config.algorithm, config.algorithm.correction
     weighing = correction_entry(correction_kind(config))
     return PolicyObjective(
-        ratio=absolute(algorithm.policy_loss),
+        policy_loss=absolute(algorithm.policy_loss),
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         dual_clip=algorithm.dual_clip,

@@ -44,6 +44,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         sequence_parallel_size=train.sequence_parallel_size,
         max_non_finite=train.max_skipped_steps,
         timeout_s=config.cluster.call_timeout_s,
+        trust_remote_code=config.trust_remote_code,
         backend=train.backend,
         zero=_zero(config, is_trained),
     )

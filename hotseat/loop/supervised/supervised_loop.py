@@ -203,7 +203,7 @@ def worker_arguments(
         config.seed,
         reference_settings(config, is_reference_offloaded),
     )
-    return config.actor.model, options, task, config.trust_remote_code
+    return config.actor.model, options, task
 
 
 def launch_ranks(

@@ -84,18 +84,16 @@ class SupervisedWorker(BackendWorker):
         model: str,
         options: TrainOptions,
         task: SupervisedTask,
-        trust_remote_code: bool = False,
         *,
         rank: int,
         num_ranks: int,
         folder_proof: FolderProof | None = None,
     ):
-        super().__init__(model, options, trust_remote_code, folder_proof=folder_proof)
-        self._trust_remote_code = trust_remote_code
+        super().__init__(model, options, folder_proof=folder_proof)
         self._task = task
         self._reference: Reference | None = None  # that scores in every step
         if task.reference is not None and task.reference.folder is None:
-            self._reference = load_reference(task.reference, self._backend, trust_remote_code)
+            self._reference = load_reference(task.reference, self._backend)
         self._preparation: Iterator[Preparation] | None = None
         self._items, self._held_out = task.items, task.held_out
         self._cut = task.cut
@@ -135,7 +133,7 @@ class SupervisedWorker(BackendWorker):
         num_done, num_to_do = 0, sum(map(len, missing.values()))
         reference = self._reference
         if missing and reference is None:
-            reference = load_reference(settings, self._backend, self._trust_remote_code)
+            reference = load_reference(settings, self._backend)
         for what, items in missing.items():
             assert reference is not None
             made: list[tuple[float, float]] = []

@@ -24,7 +24,8 @@ from hotseat.rollout.kinds import EngineProcess, EngineSettings, engine_kind
 from hotseat.rollout.vllm_progress import stages_shown
 from hotseat.train.lora import target_layers
 from hotseat.types import Completion, Moved, Request
-from hotseat.weights import Bucket, Receiver
+from hotseat.weights.bucket import Bucket
+from hotseat.weights.transfer import Receiver
 
 _STREAM_S = 0.02  # between two looks at the tokens of requests that stream
 

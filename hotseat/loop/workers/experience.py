@@ -16,23 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hotseat.algorithms import (
-    Aggregation,
-    KlEstimator,
-    Moments,
-    StepTotals,
-    TurnCredit,
-    compute_advantages,
-    distillation_advantages,
-    estimate_kl,
-    loss_weights,
-    mask_truncated,
-    overlong_penalty,
-    penalise_truncation,
-    step_starts,
-    step_totals,
-)
-from hotseat.algorithms.time_steps import mean_on_tokens
+from hotseat.algorithms.advantages import Moments, compute_advantages
+from hotseat.algorithms.aggregation import Aggregation, StepTotals, loss_weights, mask_truncated, step_totals
+from hotseat.algorithms.kl import KlEstimator, distillation_advantages, estimate_kl
+from hotseat.algorithms.shaping import overlong_penalty, penalise_truncation
+from hotseat.algorithms.time_steps import mean_on_tokens, step_starts
+from hotseat.algorithms.turns import TurnCredit
 from hotseat.loop.workers.losses import (
     ADVANTAGES,
     LAGS,

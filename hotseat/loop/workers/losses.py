@@ -9,23 +9,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hotseat.algorithms import (
+from hotseat.algorithms.aggregation import weighted_sum
+from hotseat.algorithms.corrections import (
     CorrectionWeights,
-    KlEstimator,
-    PolicyLoss,
     Rejection,
     WeightTotals,
     correction_weights,
-    entropy_bonus,
-    estimate_kl,
     rejection_weights,
-    sft_loss,
-    value_loss,
     weight_totals,
-    weighted_sum,
 )
-from hotseat.algorithms.policy_loss import call_policy_loss
+from hotseat.algorithms.kl import KlEstimator, estimate_kl
+from hotseat.algorithms.policy_loss import PolicyLoss, call_policy_loss, entropy_bonus
 from hotseat.algorithms.quantiles import count_sizes
+from hotseat.algorithms.supervised_loss import sft_loss
+from hotseat.algorithms.value_loss import value_loss
 from hotseat.extensions import load
 from hotseat.registry.policy_losses import policy_loss_entry
 from hotseat.train.backend import Outputs
@@ -62,7 +59,7 @@ class PolicyObjective:
     max_lag: the largest lag of a token; above 0, gaps between engine and trainer are also measured for each lag.
     """
 
-    ratio: str  # a policy loss of the table, or FILE.py:FUNCTION of a user
+    policy_loss: str  # a policy loss of the table, or FILE.py:FUNCTION of a user
     clip_low: float
     clip_high: float
     dual_clip: float | None
@@ -91,7 +88,7 @@ class PolicyObjective:
         """
         layout, learned = batch.layout, batch.mask
         has_others = REFERENCE_LOG_PROBS in batch.fields or self.needs_entropy
-        if not has_others and not policy_loss_entry(self.ratio).learns_without_advantage:
+        if not has_others and not policy_loss_entry(self.policy_loss).learns_without_advantage:
             learned = learned & (batch.fields[ADVANTAGES] != 0)
         is_token = learned.to(torch.int64)
         num_tokens = torch.zeros(layout.num_episodes, dtype=torch.int64).index_add_(0, layout.token_episode, is_token)
@@ -150,7 +147,7 @@ class PolicyObjective:
 
     def _surrogate(self, log_probs: Tensor, old: Tensor, batch: MicroBatch) -> PolicyLoss:
         """Call the policy loss with what its entry says that it takes."""
-        entry = policy_loss_entry(self.ratio)
+        entry = policy_loss_entry(self.policy_loss)
         options: dict[str, Any] = {"eps_low": self.clip_low, "eps_high": self.clip_high}
         if entry.has_dual_clip:
             options["dual_clip"] = self.dual_clip
@@ -158,7 +155,7 @@ class PolicyObjective:
             options["starts"] = _ratio_starts(batch)
         if entry.has_episode_ratio:
             options["ratio_base_log_probs"] = batch.fields[ROLLOUT_LOG_PROBS] if self.ratio_to == "rollout" else None
-        function = own_function(self.ratio) if is_own(self.ratio) else load(entry.function)
+        function = own_function(self.policy_loss) if is_own(self.policy_loss) else load(entry.function)
         advantages, takes_mask = batch.fields[ADVANTAGES], entry.takes_mask
         return call_policy_loss(function, log_probs, old, advantages, batch.layout, takes_mask=takes_mask, **options)
 

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotseat.algorithms import Aggregation, Moments, StepTotals, WeightTotals
 from hotseat.algorithms.adapters import WeightForm, merge_apart
+from hotseat.algorithms.advantages import Moments
+from hotseat.algorithms.aggregation import Aggregation, StepTotals
+from hotseat.algorithms.corrections import WeightTotals
 from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, RunError
 from hotseat.loop.devices.held_memory import HoldsMemory, device_of_process, release_cache_here
@@ -51,11 +53,14 @@ from hotseat.loop.workers.records import Recorder, TokenRecord
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
 from hotseat.planning.budgets import Use
 from hotseat.train.backend import Backend, Loss, TrainOptions, UpdateReport
-from hotseat.train.exact import NO_8_BITS, EightBits, ExactScores, exact_log_probs, missing_bytes
+from hotseat.train.exact import NO_FP8, ExactScores, Fp8Parts, exact_log_probs, missing_bytes
 from hotseat.train.make import make_backend
 from hotseat.train.packing import split_by_tokens, take
 from hotseat.types import MicroBatch, Moved
-from hotseat.weights import BUCKET_BYTES, BroadcastGroup, Bucket, Receiver, Sender, Transport
+from hotseat.weights.broadcast import BroadcastGroup
+from hotseat.weights.bucket import Bucket
+from hotseat.weights.transfer import BUCKET_BYTES, Receiver, Sender
+from hotseat.weights.transports import Transport
 
 _CANARY_TOKENS = 4096  # in one forward, unless a single sequence is longer
 
@@ -101,7 +106,6 @@ class BackendWorker(HoldsMemory):
         self,
         model: str,
         options: TrainOptions,
-        trust_remote_code: bool = False,
         *,
         folder_proof: FolderProof | None = None,
     ):
@@ -110,9 +114,7 @@ class BackendWorker(HoldsMemory):
             with activity.doing("looking for the folder of checkpoints"):
                 folder_proof.give(int(os.environ.get("RANK", "0")))
         with activity.doing("loading weights"):
-            self._backend = make_backend(
-                model, options, device=device_of_process(), trust_remote_code=trust_remote_code
-            )
+            self._backend = make_backend(model, options, device=device_of_process())
         self._cutter = MicroBatcher(self._backend)
         self._sequence_parallel_size = options.sequence_parallel_size
 
@@ -235,8 +237,8 @@ class ModelWorker(BackendWorker):
 class InferenceWorker(ModelWorker):
     """One rank of a copy of the policy: computes old log-probs on its own devices, and gets weights as engines do."""
 
-    def __init__(self, model: str, options: TrainOptions, engine_dtype: str, trust_remote_code: bool = False):
-        super().__init__(model, options, trust_remote_code)
+    def __init__(self, model: str, options: TrainOptions, engine_dtype: str):
+        super().__init__(model, options)
         self._dtype = getattr(torch, engine_dtype)
         self._receiver = Receiver(_ReceivingBackend(self._backend, self._dtype))
 
@@ -283,16 +285,15 @@ class ActorWorker(ModelWorker):
         model: str,
         options: TrainOptions,
         engine_dtype: str,
-        trust_remote_code: bool = False,
         folder_proof: FolderProof | None = None,
     ):
-        super().__init__(model, options, trust_remote_code, folder_proof=folder_proof)
+        super().__init__(model, options, folder_proof=folder_proof)
         self._steps: list[MicroBatch | None] = []
         self._totals: list[StepTotals] = []
         self._returns = BySample()
         self._recorder: Recorder | None = None
         self._rank = int(os.environ.get("RANK", "0"))
-        self._model, self._trust_remote_code = model, trust_remote_code
+        self._model, self._trust_remote_code = model, options.trust_remote_code
         self._dtype = getattr(torch, engine_dtype)
         self._form: WeightForm = "merged"  # of the last push to engines
         self._sender = Sender(self._outgoing, device_of_process())
@@ -410,13 +411,11 @@ class ActorWorker(ModelWorker):
         """Return the bytes of device memory that `score_exactly` lacks for sequences of up to `longest` tokens."""
         return missing_bytes(self._model, device_of_process(), longest, self._trust_remote_code)
 
-    def score_exactly(
-        self, canary: Canary, is_merged: bool = True, eight_bits: EightBits = NO_8_BITS
-    ) -> ExactScores | str | None:
+    def score_exactly(self, canary: Canary, is_merged: bool = True, fp8: Fp8Parts = NO_FP8) -> ExactScores | str | None:
         """Score with a float32 forward of the weights that engines got. Collective; only the first rank returns scores.
 
         is_merged: False if engines got adapters apart from their weights: the sum of the two has not been rounded.
-        eight_bits: what engines have in FP8.
+        fp8: what engines have in FP8.
 
         If the forward fails the first rank returns why: a run can continue without this yardstick.
         """
@@ -436,7 +435,7 @@ class ActorWorker(ModelWorker):
                     device=device_of_process(),
                     trust_remote_code=self._trust_remote_code,
                     images=canary.images,
-                    eight_bits=eight_bits,
+                    fp8=fp8,
                 )
             except (torch.OutOfMemoryError, RunError) as error:
                 scores = str(error).partition("\n")[0]

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hotseat.algorithms import PairwiseKind, StepTotals, loss_weights, pairwise_loss, step_totals
+from hotseat.algorithms.aggregation import StepTotals, loss_weights, step_totals
+from hotseat.algorithms.supervised_loss import PairwiseKind, pairwise_loss
 from hotseat.data import Example, Pair
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.losses import SupervisedObjective

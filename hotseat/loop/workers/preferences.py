@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hotseat.algorithms import PreferenceLoss, answer_nll, episode_log_probs
+from hotseat.algorithms.supervised_loss import PreferenceLoss, answer_nll, episode_log_probs
 from hotseat.data import Pair
 from hotseat.extensions import load
 from hotseat.loop.workers.cutting import BatchSettings

@@ -87,13 +87,11 @@ class Reference:
             release_cache_here()
 
 
-def load_reference(settings: ReferenceSettings, policy: Backend, trust_remote_code: bool) -> Reference:
+def load_reference(settings: ReferenceSettings, policy: Backend) -> Reference:
     if settings.options is None:
         return Reference(policy, is_policy=True)
     with activity.doing("loads the reference model"):
-        backend = make_backend(
-            settings.model, settings.options, device=device_of_process(), trust_remote_code=trust_remote_code
-        )
+        backend = make_backend(settings.model, settings.options, device=device_of_process())
     if settings.is_offloaded:
         backend.offload([Part.WEIGHTS])
     return Reference(backend, is_policy=False, is_offloaded=settings.is_offloaded)

@@ -11,8 +11,8 @@ from hotseat.loop.workers.experience import Share, flatten, groups_of
 from hotseat.loop.workers.model_workers import BySample, ModelWorker
 from hotseat.placement.role_names import Part
 from hotseat.planning.budgets import Use
-from hotseat.train import TrainOptions, make_backend
-from hotseat.train.backend import Backend
+from hotseat.train.backend import Backend, TrainOptions
+from hotseat.train.make import make_backend
 
 
 class TeachersWorker(ModelWorker):
@@ -27,10 +27,9 @@ class TeachersWorker(ModelWorker):
         models: Mapping[str, str],
         weights: Mapping[str, float] | None,
         options: TrainOptions,
-        trust_remote_code: bool = False,
     ):
         (first, model), *others = models.items()
-        super().__init__(model, options, trust_remote_code)
+        super().__init__(model, options)
         self._weights = weights
         self._backends: dict[str, Backend] = {first: self._backend}
         self._cutters = {first: self._cutter}
@@ -38,9 +37,7 @@ class TeachersWorker(ModelWorker):
         for name, model in others:
             self._backend.offload([Part.WEIGHTS])
             with activity.doing("loading weights"):
-                self._backend = self._backends[name] = make_backend(
-                    model, options, device=device_of_process(), trust_remote_code=trust_remote_code
-                )
+                self._backend = self._backends[name] = make_backend(model, options, device=device_of_process())
             self._cutter = self._cutters[name] = MicroBatcher(self._backend)
             self._present = name
 

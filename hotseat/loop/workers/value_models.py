@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hotseat.algorithms import normalise_rewards
+from hotseat.algorithms.shaping import normalise_rewards
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.experience import (
     Share,
@@ -46,10 +46,9 @@ class CriticWorker(ModelWorker):
         self,
         model: str,
         options: TrainOptions,
-        trust_remote_code: bool = False,
         folder_proof: FolderProof | None = None,
     ):
-        super().__init__(model, options, trust_remote_code, folder_proof=folder_proof)
+        super().__init__(model, options, folder_proof=folder_proof)
         self._batch: MicroBatch | None = None  # the rollout whose values were computed last
         self._starts: Tensor | None = None  # first tokens of its steps of time; None: each token is one
         self._sample_steps: dict[str, int] = {}

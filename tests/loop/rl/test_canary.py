@@ -12,13 +12,13 @@ from hotseat.loop.rl.canary import ANSWER_TOKENS, CanaryGuard
 from hotseat.loop.rl.canary_state import CanarySettings
 from hotseat.loop.rl.sync import PushReport
 from hotseat.loop.workers.weight_check import Canary
-from hotseat.train.exact import NO_8_BITS, EightBits, ExactScores
+from hotseat.train.exact import NO_FP8, ExactScores, Fp8Parts
 from hotseat.types import Prompt
 
 SETTINGS = CanarySettings(
     num_tokens=1024, rounding_factor=4.0, drift_factor=4.0, dtype="bf16", temperature=1.0, max_length=256, seed=0
 )
-OF_8_BITS = 0.15  # size of the gaps that they make
+OF_FP8 = 0.15  # size of the gaps that they make
 PROMPTS = [Prompt(index, "", (5,) * (3 + index)) for index in range(40)]
 
 
@@ -63,12 +63,12 @@ class FakeActor(FakeWorkers):
     def lacks_bytes_for_exact(self, longest):
         return self.lacks_bytes
 
-    def score_exactly(self, canary, is_merged=True, eight_bits=NO_8_BITS):
+    def score_exactly(self, canary, is_merged=True, fp8=NO_FP8):
         self.num_sets += 1
         exact = [-1.0 - gap for gap in noise(canary, self.size(), salt=1)]
-        if eight_bits == NO_8_BITS:
+        if fp8 == NO_FP8:
             return ExactScores(exact, exact)
-        coarse = noise(canary, OF_8_BITS, salt=2)
+        coarse = noise(canary, OF_FP8, salt=2)
         return ExactScores(exact, exact, [each + gap for each, gap in zip(exact, coarse, strict=True)])
 
 
@@ -194,18 +194,18 @@ def test_without_memory_for_a_float32_forward_usual_rounding_is_the_measure():
         Case(FakeActor(0.0, lacks_bytes=1), FakeWorkers(0.3)).guard.start(0)
 
 
-def test_engines_in_8_bits_are_judged_by_what_8_bits_do():
-    case = Case(FakeActor(0.02), FakeWorkers(OF_8_BITS), eight_bits=EightBits(weights=True))
+def test_fp8_engines_are_judged_by_what_fp8_does():
+    case = Case(FakeActor(0.02), FakeWorkers(OF_FP8), fp8=Fp8Parts(weights=True))
     case.guard.start(0)
     assert case.guard.metrics()["canary_use"] == pytest.approx(0.25, rel=0.2)
     with pytest.raises(
-        WeightError, match="4 times what rounding to 16 and to 8 bits alone does, by float32 forwards of"
+        WeightError, match="4 times what rounding to 16 bits and to FP8 alone does, by float32 forwards of"
     ):
-        Case(FakeActor(0.02), FakeWorkers(5 * OF_8_BITS), eight_bits=EightBits(cache=True)).guard.start(0)
+        Case(FakeActor(0.02), FakeWorkers(5 * OF_FP8), fp8=Fp8Parts(cache=True)).guard.start(0)
     with pytest.raises(WeightError, match="4 times what rounding alone does, by a float32 forward"):
-        Case(FakeActor(0.02), FakeWorkers(OF_8_BITS)).guard.start(0)
-    with pytest.raises(WeightError, match=r"4 times what rounding to 8 bits usually does \(it was not measured\)"):
-        Case(FakeActor(0.0, lacks_bytes=1), FakeWorkers(0.5), eight_bits=EightBits(weights=True)).guard.start(0)
+        Case(FakeActor(0.02), FakeWorkers(OF_FP8)).guard.start(0)
+    with pytest.raises(WeightError, match=r"4 times what rounding to FP8 usually does \(it was not measured\)"):
+        Case(FakeActor(0.0, lacks_bytes=1), FakeWorkers(0.5), fp8=Fp8Parts(weights=True)).guard.start(0)
 
 
 def test_in_fp32_limits_are_small_and_no_forward_is_needed_to_know_them():
@@ -298,37 +298,37 @@ def test_a_run_that_resumes_on_a_machine_that_rounds_more_is_compared_with_that_
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(EightBits(weights=True), NO_8_BITS), (NO_8_BITS, EightBits(weights=True, cache=True))]
+    ("before", "after"), [(Fp8Parts(weights=True), NO_FP8), (NO_FP8, Fp8Parts(weights=True, cache=True))]
 )
-def test_a_run_that_resumes_with_other_things_in_8_bits_starts_new_limits(before, after):
-    sizes = {each: 0.02 if each == NO_8_BITS else OF_8_BITS for each in (before, after)}
-    case = Case(FakeActor(0.02), FakeWorkers(sizes[before]), eight_bits=before)
+def test_a_run_that_resumes_with_other_things_in_fp8_starts_new_limits(before, after):
+    sizes = {each: 0.02 if each == NO_FP8 else OF_FP8 for each in (before, after)}
+    case = Case(FakeActor(0.02), FakeWorkers(sizes[before]), fp8=before)
     case.guard.start(0)
     state = json.loads(json.dumps(case.guard.state()))
-    same = Case(FakeActor(0.02), FakeWorkers(sizes[before]), eight_bits=before)
+    same = Case(FakeActor(0.02), FakeWorkers(sizes[before]), fp8=before)
     same.guard.restore(state)
     assert same.guard.limits == case.guard.limits
 
-    resumed = Case(FakeActor(0.02), FakeWorkers(sizes[after]), eight_bits=after)
+    resumed = Case(FakeActor(0.02), FakeWorkers(sizes[after]), fp8=after)
     resumed.guard.restore(state)
     assert resumed.guard.limits == ()
     resumed.guard.start(1)
-    assert resumed.guard.limits[0].basis.count("to 8 bits") == (after != NO_8_BITS)
-    assert (resumed.guard.limits[0].median < case.guard.limits[0].median / 2) == (after == NO_8_BITS)
+    assert resumed.guard.limits[0].basis.count("to FP8") == (after != NO_FP8)
+    assert (resumed.guard.limits[0].median < case.guard.limits[0].median / 2) == (after == NO_FP8)
     assert resumed.guard.state()["num_sets"] == 2
-    if after == NO_8_BITS:
-        resumed.engines.sizes = (0.02, OF_8_BITS)
+    if after == NO_FP8:
+        resumed.engines.sizes = (0.02, OF_FP8)
         with pytest.raises(WeightError, match="disagree on version 2"):
-            resumed.push(OF_8_BITS, version=2)
+            resumed.push(OF_FP8, version=2)
 
 
-def test_a_checkpoint_that_does_not_say_what_was_in_8_bits_had_nothing_in_them():
+def test_a_checkpoint_that_does_not_say_what_was_in_fp8_had_nothing_in_them():
     case = Case(FakeActor(0.02), FakeWorkers(0.02))
     case.guard.start(0)
     state = case.guard.state()
     del state["eight_bits"]
-    for eight_bits, is_kept in ((NO_8_BITS, True), (EightBits(cache=True), False)):
-        resumed = Case(FakeActor(0.02), FakeWorkers(0.02), eight_bits=eight_bits)
+    for fp8, is_kept in ((NO_FP8, True), (Fp8Parts(cache=True), False)):
+        resumed = Case(FakeActor(0.02), FakeWorkers(0.02), fp8=fp8)
         resumed.guard.restore(state)
         assert (resumed.guard.limits == case.guard.limits) == is_kept
 
@@ -391,7 +391,7 @@ class BrokenActor(FakeActor):
     def score_canary(self, canary):
         return [self.log_prob] * canary.num_sampled
 
-    def score_exactly(self, canary, is_merged=True, eight_bits=NO_8_BITS):
+    def score_exactly(self, canary, is_merged=True, fp8=NO_FP8):
         return "CUDA out of memory"
 
 

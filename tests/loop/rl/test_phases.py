@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from phase_fakes import Case, FakeGroup, FakeJournal, facts_of, report, silent_alarms
 
-from hotseat.algorithms import AdaptiveKl, FixedKl
+from hotseat.algorithms.kl import AdaptiveKl, FixedKl
 from hotseat.cluster.lease import DeviceMemory
 from hotseat.config import loads, to_saved
 from hotseat.config.schema import LogConfig
@@ -34,7 +34,7 @@ from hotseat.loop.workers.group_facts import EVALUATION
 from hotseat.loop.workers.records import TokenRecord
 from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.planning.config_plan import make_plan
-from hotseat.weights import TransportPlan
+from hotseat.weights.transports import TransportPlan
 
 REWARD_MODEL = ("reward.function=null", "reward.model=none")
 FILTERED = ("algorithm.filtering.enabled=true", "algorithm.filtering.low=0.0", "algorithm.filtering.high=1.0")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop_cases import make_group, make_segment
 
-from hotseat.algorithms import Moments
+from hotseat.algorithms.advantages import Moments
 from hotseat.config import loads
 from hotseat.loop.settings.learning_settings import policy_settings
 from hotseat.loop.workers.experience import (

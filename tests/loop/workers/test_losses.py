@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hotseat.algorithms import WeightTotals
+from hotseat.algorithms.corrections import WeightTotals
 from hotseat.loop.workers.losses import (
     ADVANTAGES,
     CORRECTION_SCALES,
@@ -24,7 +24,7 @@ from hotseat.types import MicroBatch
 
 def objective(**changes) -> PolicyObjective:
     values = {
-        "ratio": "ppo",
+        "policy_loss": "ppo",
         "clip_low": 0.2,
         "clip_high": 0.2,
         "dual_clip": None,
@@ -84,7 +84,7 @@ def test_old_log_probs_clip_the_ratio():
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens():
     given = outputs(0.0, -0.5, -1.0)
-    loss, metrics = objective(ratio="cispo")(given, batch(**{OLD_LOG_PROBS: [0.0, -1.0, -1.0]}))
+    loss, metrics = objective(policy_loss="cispo")(given, batch(**{OLD_LOG_PROBS: [0.0, -1.0, -1.0]}))
     # Weights 1.2 (ratio e^0.5) and 1: -(1.2 x 1 x -0.5 + 1 x -2 x -1) / 2
     assert loss.item() == pytest.approx(-0.7)
     loss.backward()
@@ -117,7 +117,7 @@ def test_weights_are_normalised_and_answers_rejected_beside_them():
 
 def test_gspo_is_corrected_by_one_ratio_to_the_engine():
     """Log π − log π_rollout is 0.3 and −0.1 on the two tokens: the ratio is e^0.1 for both, and no weight besides."""
-    given, corrected = outputs(0.0, -0.7, -1.1), objective(ratio="gspo", ratio_to="rollout")
+    given, corrected = outputs(0.0, -0.7, -1.1), objective(policy_loss="gspo", ratio_to="rollout")
     loss, metrics = corrected(given, batch(**{OLD_LOG_PROBS: [0.0, -0.6, -1.4]}))
     ratio = math.exp(0.1)
     assert loss.item() == pytest.approx((-ratio * 1.0 + ratio * 2.0) / 2)
@@ -130,7 +130,7 @@ def test_gspo_is_corrected_by_one_ratio_to_the_engine():
 
 def test_gspos_ratio_to_the_engine_is_clipped():
     # A gap of 0.5 on both tokens: held at 1.2 where the advantage is positive.
-    loss, metrics = objective(ratio="gspo", ratio_to="rollout")(outputs(0.0, -0.5, -0.5), batch())
+    loss, metrics = objective(policy_loss="gspo", ratio_to="rollout")(outputs(0.0, -0.5, -0.5), batch())
     assert loss.item() == pytest.approx((-1.2 + math.exp(0.5) * 2) / 2)
     assert metrics["clipped"] == 1
 

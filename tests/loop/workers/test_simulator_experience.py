@@ -199,7 +199,7 @@ PAIRS += [("chunk", step) for step in ("token", "action", "chunk")]
 
 def objective(correction: str | None) -> PolicyObjective:
     return PolicyObjective(
-        ratio="ppo",
+        policy_loss="ppo",
         clip_low=LOW,
         clip_high=HIGH,
         dual_clip=DUAL,
