@@ -10,8 +10,9 @@ from transport_cases import as_rank, engines, push, weights
 
 from hotseat.algorithms.digest import tensor_digest
 from hotseat.errors import DeadlineError, RunError, WeightError
-from hotseat.weights import BroadcastData, BroadcastGroup, Sender
+from hotseat.weights.broadcast import BroadcastData, BroadcastGroup
 from hotseat.weights.device_ipc import SharedData, merge
+from hotseat.weights.transfer import Sender
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,8 @@
 import pytest
 
 from hotseat.errors import UserError
-from hotseat.weights import BroadcastGroup, choose_transports
+from hotseat.weights.broadcast import BroadcastGroup
+from hotseat.weights.transports import choose_transports
 
 ACTOR = [(0,), (1,)]
 
