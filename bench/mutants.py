@@ -71,8 +71,8 @@ MUTANTS = (
     Mutant(
         "algorithms/policy_loss.py",
         "GSPO has the ratio of the episode where its tokens have different advantages, too",
-        "ratio = torch.where(_has_one_advantage(advantages, layout)[layout.token_episode], episode_log_ratio, of_token)",
-        "ratio = episode_log_ratio",
+        "of_token = episode_log_ratio.detach() + log_ratio - log_ratio.detach()",
+        "of_token = episode_log_ratio",
         "test_gspo_has_one_ratio_per_episode_over_all_its_segments test_surrogates_equal_a_loop_in_loss_and_gradient",
     ),
     Mutant(
@@ -290,8 +290,8 @@ MUTANTS = (
     Mutant(
         "cluster/local.py",
         "a coroutine of a worker that was replaced meanwhile returns its result",
-        "                    result = await result\n                    self._refuse_if_replaced(rank, called, method)\n",
-        "                    result = await result\n",
+        "await result\n                    self._refuse_if_replaced(rank, called, method)\n",
+        "await result\n",
         "test_a_coroutine_that_ends_after_the_restart_fails_too",
     ),
     # --- config, planning

@@ -63,7 +63,7 @@ def launch_groups(
             cluster,
             algebra.schedule_length,
             engines,
-            host if recording is None else _replaying(host, recording),
+            host if recording is None else replaying(host, recording),
             proof,
             is_replay=recording is not None,
         )
@@ -193,7 +193,7 @@ def check_spool(hosts: WorkerGroup[RolloutHost], folder: Path) -> None:
         )
 
 
-def _replaying(host: HostSettings, recording: Recording) -> HostSettings:
+def replaying(host: HostSettings, recording: Recording) -> HostSettings:
     """Return the settings of hosts that read groups from a recording: they neither sample nor score."""
     folder = str(recording.folder.absolute())
     return replace(
