@@ -60,14 +60,14 @@ __all__ = [
 _HOMES = {
     "actor": ("FSDPActor",),
     "channel": ("DEFAULT_KEY", "Channel"),
-    "cluster": ("Cluster",),
-    "group": ("WorkerGroup", "WorkerGroupFuncResult"),
-    "placement": (
+    "rlinf_cluster": ("Cluster",),
+    "worker_group": ("WorkerGroup", "WorkerGroupFuncResult"),
+    "rlinf_placement": (
         *("ComponentPlacement", "HybridComponentPlacement", "ModelParallelComponentPlacement", "PlacementStrategy"),
         *("FlexiblePlacementStrategy", "NodePlacementStrategy", "PackedPlacementStrategy"),
     ),
     "work": ("AsyncWork",),
-    "worker": ("Worker",),
+    "rlinf_worker": ("Worker",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

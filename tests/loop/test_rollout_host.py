@@ -7,9 +7,7 @@ from test_engine_client import FakeEngines
 
 from hotseat.config import loads
 from hotseat.loop.rl.launch import replaying
-from hotseat.loop.rl.replay_stream import Recording
 from hotseat.loop.settings.host_settings import host_settings
-from hotseat.loop.state.run_dir import ARRIVALS, ROLLOUTS
 from hotseat.loop.workers.group_facts import Job
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.types import Prompt, Sampling
@@ -80,13 +78,14 @@ def test_an_agent_that_draws_draws_the_same_for_the_same_samples(task):
 
 def test_a_replay_starts_no_graders(tmp_path):
     """Nor anything else that scores: the groups of a recording have their rewards."""
-    (tmp_path / ROLLOUTS).mkdir()
-    (tmp_path / ARRIVALS).touch()
-    scored = "{function: reward.py, graders: [{kind: exact}], judge: {rubric: good, model: judge}}"
+    (tmp_path / "rubric.txt").write_text("Is it right?")
+    scored = (
+        f"{{function: reward.py, graders: [{{kind: exact}}], judge: {{rubric: {tmp_path}/rubric.txt, model: judge}}}}"
+    )
     evaluated = "{path: held_out.jsonl, graders: [{kind: number}]}"
     settings = host_settings(loads(rl_yaml(tmp_path, reward=scored, eval=evaluated)), tmp_path)
     assert settings.graders
     assert settings.eval_graders
-    host = replaying(settings, Recording(tmp_path))
+    host = replaying(settings, tmp_path)
     assert (host.agent, host.reward, host.eval_reward, host.judge) == (None,) * 4
     assert (host.graders, host.eval_graders, host.reward_urls) == ((),) * 3
