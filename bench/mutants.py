@@ -428,7 +428,7 @@ def main() -> None:
         with mutant.applied():
             failed = failed_tests(mutant.tests.split())
         num_survivors += not failed
-        noticed = f"caught by {re.sub(r'[[].*', '', failed[0])}" if failed else f"NOT CAUGHT by {mutant.tests}"
+        noticed = f"caught by {failed[0].partition('[')[0]}" if failed else f"NOT CAUGHT by {mutant.tests}"
         print(f"hotseat/{mutant.file}:{line}\n    {mutant.words}\n    {noticed}", flush=True)
     print(f"\n{len(chosen)} mutants, {len(chosen) - num_survivors} caught")
     if num_survivors:
