@@ -309,11 +309,15 @@ def test_normalising_nothing_gives_zeros():
 # --------------------------------------------------------------------------------------------------------- estimators
 
 
+OPENRLHFS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+
+
 def test_the_table_of_estimators_says_what_openrlhf_does():
-    assert {name for name, facts in ESTIMATORS.items() if facts.discounts} == {"gae", "reinforce"}
-    assert {name for name, facts in ESTIMATORS.items() if facts.needs_critic} == {"gae"}
-    assert set(GROUP_ESTIMATORS) == {"reinforce_baseline", "group_norm", "dr_grpo", "rloo"}
-    normalised = {name for name, facts in ESTIMATORS.items() if facts.normalisation == "batch"}
+    entries = [ESTIMATORS[name] for name in OPENRLHFS]
+    assert {entry.name for entry in entries if entry.discounts} == {"gae", "reinforce"}
+    assert {entry.name for entry in entries if entry.needs_critic} == {"gae"}
+    assert {entry.name for entry in entries if entry.needs_group} == {*OPENRLHFS} - {"gae", "reinforce"}
+    normalised = {entry.name for entry in entries if entry.normalisation == "batch"}
     assert normalised == {"gae", "reinforce", "reinforce_baseline"}
 
 
@@ -451,6 +455,20 @@ def test_the_first_token_sees_the_sum_of_turn_and_episode_rewards(estimator, epi
     assert_close(by_turn.returns[first], by_sum.returns[first], 1e-9)
 
 
+def compared(estimator, at, rewards, divide_by_std=True):
+    """Compare a reward with its group's, in Python's own floats. Every built-in estimator has its formula here."""
+    own, mean = rewards[at], sum(rewards) / len(rewards)
+    std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+    return {
+        "gae": own,
+        "reinforce": own,
+        "reinforce_baseline": own - mean,
+        "group_norm": (own - mean) / (std + 1e-9 if divide_by_std else 1),
+        "dr_grpo": own - mean,
+        "rloo": own - (sum(rewards) - own) / (len(rewards) - 1),
+    }[estimator]
+
+
 def oracle_of_turns(estimator, episodes, groups, rewards, turn_rewards, credit):
     """Advantages by a walk over lists, in Python's own floats: each turn's credit against that of its siblings."""
     turns = []  # of each episode: its turns, each the flat positions of its tokens
@@ -478,13 +496,7 @@ def oracle_of_turns(estimator, episodes, groups, rewards, turn_rewards, credit):
                 credits = {other: sum(rows[other][turn:]) + rewards[other] for other in siblings}
             else:
                 credits = {other: rows[other][turn] if turn < len(rows[other]) else 0.0 for other in siblings}
-            mean = sum(credits.values()) / len(siblings)
-            std = math.sqrt(sum((value - mean) ** 2 for value in credits.values()) / (len(siblings) - 1))
-            value = credits[at] - mean
-            if estimator == "rloo":
-                value = credits[at] - sum(credits[other] for other in siblings if other != at) / (len(siblings) - 1)
-            elif estimator == "group_norm":
-                value /= std + 1e-9
+            value = compared(estimator, siblings.index(at), list(credits.values()))
             for token in tokens:
                 advantages[token] = value
     if estimator == "reinforce_baseline":
@@ -734,17 +746,9 @@ def test_estimators_equal_a_loop_from_the_formulas(estimator, episodes, seed, di
 
     advantages = [0.0] * layout.num_tokens
     for episode in range(len(episodes)):
-        members = [float(r) for r, group in zip(rewards, groups, strict=True) if group == groups[episode]]
-        own, mean = float(rewards[episode]), sum(members) / len(members)
-        std = math.sqrt(sum((member - mean) ** 2 for member in members) / (len(members) - 1))
-        shaped = {
-            "gae": own,
-            "reinforce": own,
-            "reinforce_baseline": own - mean,
-            "group_norm": (own - mean) / (std + 1e-9 if divide_by_std else 1),
-            "dr_grpo": own - mean,
-            "rloo": own - (sum(members) - own) / (len(members) - 1),
-        }[estimator]
+        members = [other for other in range(len(episodes)) if groups[other] == groups[episode]]
+        rewards_of_group = [float(rewards[other]) for other in members]
+        shaped = compared(estimator, members.index(episode), rewards_of_group, divide_by_std)
         tokens = sampled_tokens(layout, episode)
         following, next_value = 0.0, 0.0
         for token in reversed(tokens):

@@ -7,6 +7,7 @@ from hotseat.config import Config, load, loads, to_yaml
 from hotseat.config.load import fields_of, valid_keys
 from hotseat.config.yaml_lines import parse_value
 from hotseat.errors import ConfigError
+from hotseat.registry.engines import ENGINES
 
 
 def problems_of(text: str, *overrides: str) -> list[str]:
@@ -49,7 +50,7 @@ critic:
         "run.yaml:4: rollout.temprature: unknown key; did you mean rollout.temperature?",
         "run.yaml:5: rollout.top_p: given 1.5, must be at most 1.0",
         "run.yaml:6: rollout.batch_size: given true, must be a whole number",
-        "run.yaml:7: rollout.engine: given 'vlm', must be one of transformers, vllm; did you mean vllm?",
+        f"run.yaml:7: rollout.engine: given 'vlm', must be one of {', '.join(ENGINES)}; did you mean vllm?",
         "run.yaml:8: rollout.enforce_eager: has no effect: rollout.engine is transformers; this is for vllm; remove it",
         "run.yaml:11: critic.optimizer.learning_rate: has no effect: algorithm.estimator is group_norm, which has no"
         " critic; only gae has one; remove it",

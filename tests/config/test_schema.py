@@ -17,6 +17,7 @@ import pytest
 from loop_cases import dpo_yaml, make_task, make_value_model, ppo_yaml, rl_yaml, rm_yaml, sft_yaml
 from pydantic import BaseModel
 
+import hotseat
 from hotseat.config import Config, loads
 from hotseat.config import conditions as when
 from hotseat.config.annotations import tables_of
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 # Code that checks a key, or advises another value, does not do what the key says.
 NOT_USERS = (
-    *("config/checks/", "config/conditions.py", "config/load.py", "config/unsupported.py", "config/changes.py"),
+    *("config/conflicts/", "config/conditions.py", "config/load.py", "config/unsupported.py", "config/changes.py"),
     *("checks/named_files.py", "checks/cpu.py", "planning/advisor.py"),
 )
 # Keys that loading a config uses up.
@@ -232,6 +233,10 @@ def test_every_key_is_refused_by_each_condition_that_does_not_hold():
 def sft(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, set[str]]:
     text = sft_yaml(make_task(tmp_path_factory.mktemp("sft")), **SAVED | SHORT)
     return text, used_by(text)
+
+
+def test_the_code_that_checks_keys_is_where_it_is_looked_for():
+    assert all((Path(hotseat.__file__).parent / each).exists() for each in NOT_USERS)
 
 
 def test_every_other_value_is_valid():

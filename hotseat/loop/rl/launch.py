@@ -65,7 +65,7 @@ def launch_groups(
             cluster,
             algebra.schedule_length,
             engines,
-            host if recording is None else _replaying(host, recording),
+            host if recording is None else replaying(host, recording.folder),
             proof,
             is_replay=recording is not None,
         )
@@ -194,7 +194,7 @@ def check_spool(hosts: WorkerGroup[RolloutHost], folder: Path) -> None:
         )
 
 
-def _replaying(host: HostSettings, recording: Recording) -> HostSettings:
-    """Return the settings of hosts that read groups from a recording: they neither sample nor score."""
-    folder = str(recording.folder.absolute())
+def replaying(host: HostSettings, recorded: Path) -> HostSettings:
+    """Return the settings of hosts that read groups from a folder of a recorded run: they neither sample nor score."""
+    folder = str(recorded.absolute())
     return replace(host, agent=None, scorers=ScorerSettings(), spool=folder, kept_rollouts=folder)

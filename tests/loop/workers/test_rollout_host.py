@@ -2,8 +2,12 @@
 
 import random
 
+from loop_cases import rl_yaml
 from test_engine_client import FakeEngines
 
+from hotseat.config import loads
+from hotseat.loop.rl.launch import replaying
+from hotseat.loop.settings.host_settings import host_settings
 from hotseat.loop.workers.group_facts import Job
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.scorers import ScorerSettings
@@ -67,3 +71,18 @@ def test_an_agent_that_draws_draws_the_same_for_the_same_samples(task):
         random.setstate(before)
         first.close()
         replaced.close()
+
+
+def test_a_replay_starts_no_graders(tmp_path):
+    """Nor anything else that scores: the groups of a recording have their rewards."""
+    (tmp_path / "rubric.txt").write_text("Is it right?")
+    scored = (
+        f"{{function: reward.py, graders: [{{kind: exact}}], judge: {{rubric: {tmp_path}/rubric.txt, model: judge}}}}"
+    )
+    evaluated = "{path: held_out.jsonl, graders: [{kind: number}]}"
+    settings = host_settings(loads(rl_yaml(tmp_path, reward=scored, eval=evaluated)), tmp_path)
+    assert settings.scorers.graders
+    assert settings.scorers.eval_graders
+    host = replaying(settings, tmp_path)
+    assert host.agent is None
+    assert host.scorers == ScorerSettings()
