@@ -1,4 +1,7 @@
-"""Finished groups on disk: one line each, appended as they finish, so that a killed command resumes without loss."""
+"""Finished groups on disk, and the choice of those of their samples that are written. Needs neither torch nor Ray.
+
+Groups are lines that are appended as they finish, so that a killed command resumes without loss.
+"""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ from hotseat.loop.workers.losses import (
     RETURNS,
     PolicyObjective,
 )
-from hotseat.loop.workers.records import Recorder, TokenRecord
+from hotseat.loop.workers.records import RecordedObjective, Recorder, TokenRecord
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
 from hotseat.planning.budgets import Use
 from hotseat.train.backend import Backend, Loss, TrainOptions, UpdateReport
@@ -347,7 +347,9 @@ class ActorWorker(ModelWorker):
     def update(self, settings: PolicySettings) -> list[UpdateReport]:
         """Make every optimizer step of the prepared rollout. Collective."""
         reports = []
-        loss = settings.objective if self._recorder is None else self._recorder.recorded(settings.objective)
+        loss: Loss = settings.objective
+        if self._recorder is not None:
+            loss = RecordedObjective(settings.objective, self._recorder)
         for _ in range(settings.max_epochs):
             for batch, totals in zip(self._steps, self._totals, strict=True):
                 whole = None

@@ -128,10 +128,6 @@ class Recorder:
                 mine = self.tokens.setdefault(name, [])
                 mine.append(TokenRecord(log_probs[name][len(mine)].tolist(), values.tolist()))
 
-    def recorded(self, objective: PolicyObjective) -> RecordedObjective:
-        """Return the objective, recording what it does to tokens."""
-        return RecordedObjective(objective, self)
-
     def mark_skipped(self, batches: Sequence[MicroBatch]) -> None:
         """Mark the samples of an update that was not finite, and so was skipped."""
         for name in {name for batch in batches for name in batch.sample_ids} & self.tokens.keys():
