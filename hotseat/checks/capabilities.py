@@ -69,7 +69,7 @@ def critic_warmup(context: TrainingContext) -> Iterator[Problem]:
         )
 
 
-def eight_bits(context: DeviceContext) -> Iterator[Problem]:
+def fp8(context: DeviceContext) -> Iterator[Problem]:
     """Find weights or caches of engines in FP8, where the dtype or the devices do not have them."""
     rollout = context.config.rollout
     for key in ("quantization", "kv_cache_dtype"):

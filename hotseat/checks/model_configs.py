@@ -126,7 +126,7 @@ def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel
 
 
 def _check_quantisation(model_config: Any) -> None:
-    """Raise if the weights of a model of this config cannot be pushed to engines that keep them in 8 bits."""
+    """Raise if the weights of a model of this config cannot be pushed to engines that keep them in FP8."""
     text = model_config.get_text_config()
     if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         name = type(model_config).__name__.removesuffix("Config")

@@ -69,7 +69,7 @@ TOKENIZERS: Stage[TokenizerContext] = (tokenizers.readers,)
 DATA: Stage[DataContext] = (reward_columns.columns, model_configs.teachers)
 TRAINING: Stage[TrainingContext] = (capabilities.backends, capabilities.critic_warmup)
 # On the devices of the cluster, right before models load.
-DEVICES: Stage[DeviceContext] = (capabilities.eight_bits, capabilities.engine_dtype)
+DEVICES: Stage[DeviceContext] = (capabilities.fp8, capabilities.engine_dtype)
 
 
 def startup_problems(config: Config) -> list[Problem]:

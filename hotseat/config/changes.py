@@ -20,7 +20,7 @@ from hotseat.config.schema import Config, changeable_keys
 from hotseat.errors import UserError
 
 # They decide the default of algorithm.correction, so a change of them counts even where another engine has neither.
-_IN_8_BITS = ("rollout.quantization", "rollout.kv_cache_dtype")
+_FP8 = ("rollout.quantization", "rollout.kv_cache_dtype")
 # The length of a run, and so of its schedules.
 NUM_STEPS = (*changeable_keys(MayChange.STEPS), *changeable_keys(MayChange.PASSES))
 _NEVER = ("task", "seed")  # refused even if the user names them: the order of prompts follows from the seed
@@ -65,7 +65,7 @@ def changes_between(saved: str, config: Config) -> list[Change]:
         # What the run chose before is taken from the checkpoint.
         is_budget = key.endswith("chosen_tokens_per_device")
         is_taken_over = (is_budget and new is None) or (key == "train.checkpointed_layers" and new == "auto")
-        is_idle = key in idle and key not in _IN_8_BITS
+        is_idle = key in idle and key not in _FP8
         if is_taken_over or is_idle or _is_below(key, _SILENT):
             continue
         if _is_below(key, free):

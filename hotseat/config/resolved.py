@@ -75,7 +75,7 @@ def overlap_queue(config: Config) -> int:
     return overlap.staleness if overlap.queue is None else overlap.queue
 
 
-def samples_in_8_bits(config: Config) -> bool:
+def samples_in_fp8(config: Config) -> bool:
     """Tell whether engines compute in fewer bits than the trainer, and so sample from a slightly other policy."""
     return config.rollout.quantization is not None or config.rollout.kv_cache_dtype is not None
 
@@ -84,7 +84,7 @@ def correction_kind(config: Config) -> str:
     """Return the off-policy correction of a run: the one that is set, or one that fits the origin of its samples."""
     if config.algorithm.correction.kind is not None:
         return config.algorithm.correction.kind
-    if config.overlap.staleness == 0 and not samples_in_8_bits(config):
+    if config.overlap.staleness == 0 and not samples_in_fp8(config):
         return NO_CORRECTION
     has_episode_ratio = policy_loss_entry(config.algorithm.policy_loss).has_episode_ratio
     return OFF_POLICY_EPISODE_CORRECTION if has_episode_ratio else OFF_POLICY_CORRECTION
@@ -187,9 +187,9 @@ def resolved_notes(config: Config) -> list[str]:
             f"warning: overlap.staleness is {config.overlap.staleness} and algorithm.correction.kind is none: samples"
             " of older weights are learned from as if they were of the current policy; leave it unset to correct that"
         )
-    elif samples_in_8_bits(config) and correction_kind(config) == NO_CORRECTION:
+    elif samples_in_fp8(config) and correction_kind(config) == NO_CORRECTION:
         notes.append(
-            "warning: engines sample in 8 bits and algorithm.correction.kind is none: samples are learned from as if"
+            "warning: engines sample in FP8 and algorithm.correction.kind is none: samples are learned from as if"
             " they were of the trainer's policy; leave it unset to correct that"
         )
     is_limit_used = config.reward.overlong.buffer_length > 0 or used == "constant"

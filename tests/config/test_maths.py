@@ -62,9 +62,7 @@ def test_samples_in_8_bits_are_corrected_unless_it_is_set_otherwise(text, used):
 
 def test_samples_in_8_bits_without_a_correction_are_noted():
     [note] = resolved_notes(loads("rollout: {engine: vllm, quantization: fp8}\nalgorithm: {correction: {kind: none}}"))
-    assert note.startswith(
-        "warning: engines sample in 8 bits and algorithm.correction.kind is none: samples are learned"
-    )
+    assert note.startswith("warning: engines sample in FP8 and algorithm.correction.kind is none: samples are learned")
 
 
 def test_a_lower_bound_of_cispos_weights_is_noted():

@@ -12,7 +12,7 @@ import torch
 from model_shells import make_shell
 from rich.console import Console
 
-from hotseat.checks.capabilities import eight_bits
+from hotseat.checks.capabilities import fp8
 from hotseat.checks.pipeline import check_prerequisites
 from hotseat.checks.stage import DeviceContext, run_checks
 from hotseat.config import Config, loads
@@ -211,7 +211,7 @@ def test_8_bits_reach_the_engine(tmp_path):
 
 
 def check_8_bits(config: Config, on_gpu: bool) -> None:
-    run_checks(DeviceContext(config=config, on_gpu=on_gpu), [eight_bits])
+    run_checks(DeviceContext(config=config, on_gpu=on_gpu), [fp8])
 
 
 def test_8_bits_need_a_16_bit_model_and_an_8_bit_cache_needs_a_gpu():

@@ -21,7 +21,7 @@ def heads_of_other_names(config: Config) -> Problems:
 
 
 @conflict(RL)
-def engines_in_8_bits_of_fp32(config: Config) -> Problems:
+def fp8_engines_of_fp32(config: Config) -> Problems:
     for key in ("quantization", "kv_cache_dtype"):
         if getattr(config.rollout, key) is not None and config.train.dtype == "fp32":
             why = "fp8 is for 16-bit models, and train.dtype is fp32: set that to bf16, or leave this unset"
@@ -29,14 +29,14 @@ def engines_in_8_bits_of_fp32(config: Config) -> Problems:
 
 
 @conflict(RL)
-def engines_in_8_bits_beside_adapters(config: Config) -> Problems:
+def fp8_engines_beside_adapters(config: Config) -> Problems:
     if config.rollout.quantization is not None and config.rollout.lora_sync == "adapter":
         why = "fp8 has not been tried with adapters that vLLM applies itself: set rollout.lora_sync to merged"
         yield "rollout.quantization", why
 
 
 @conflict(RL)
-def deterministic_engines_in_8_bits(config: Config) -> Problems:
+def deterministic_fp8_engines(config: Config) -> Problems:
     if config.rollout.quantization is not None and config.train.full_determinism:
         yield (
             "rollout.quantization",
