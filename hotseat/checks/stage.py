@@ -1,4 +1,4 @@
-"""What the checks of a stage look at, and how their problems become one error."""
+"""Inputs of the checks of a stage, and the one error that their problems become."""
 
 from __future__ import annotations
 

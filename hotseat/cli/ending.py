@@ -1,4 +1,4 @@
-"""How commands end: exit codes, errors on standard error, Ctrl-C and SIGTERM."""
+"""Ends of commands: exit codes, errors on standard error, Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 

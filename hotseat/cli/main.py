@@ -8,12 +8,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hotseat import __version__, clock, interrupts
 from hotseat.cli import completion, help_texts, new, offline_arguments, serving
 from hotseat.cli.ending import OK, REFUSED, reported
 from hotseat.errors import UserError
 from hotseat.openmp import wait_passively
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def entry() -> None:
@@ -67,6 +71,42 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hotseat {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
+    _add_runs(commands, command)
+    _add_offline(commands)
+    _add_planning(commands)
+    show = _command(commands, "config", _config, "check a config and print what differs from the defaults")
+    _add_config_arguments(show)
+
+    options = _command(commands, "options", _options, "list every config key with its default and meaning")
+    options.add_argument("section", nargs="?", default="", help="only keys below this one, such as rollout")
+    options.add_argument("--json", action="store_true", help="print a JSON list instead, an object for each key")
+
+    _command(
+        commands,
+        "openrlhf-path",
+        _openrlhf_path,
+        "print the directory that runs `python -m openrlhf.cli...` on Hotseat",
+    )
+
+    rlinf = _command(
+        commands,
+        "rlinf-config",
+        "rlinf.config_command:run_rlinf_config",
+        "print a config of RLinf in our keys, and what is left",
+    )
+    rlinf.add_argument("config", metavar="RLINF.yaml", help="a config of RLinf")
+    offline_arguments.takes_overrides(rlinf, "further settings, in our keys")
+
+    completion.add_arguments(
+        _command(
+            commands, "completion", completion.run_completion, "print a script with which a shell completes commands"
+        )
+    )
+    return parser
+
+
+def _add_runs(commands: _Commands, command: str) -> None:
+    """Add the commands that train, or read what a run wrote. command: the one in use."""
     new.add_arguments(
         _command(commands, "new", new.run_new, "write the files of a first run: config, data, reward, model")
     )
@@ -108,6 +148,9 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         "--output", metavar="FILE", help="where the page goes (default: RUN_DIR/report.html; for several, report.html)"
     )
 
+
+def _add_offline(commands: _Commands) -> None:
+    """Add the commands that work on models without a run, and the demo."""
     offline_arguments.add_generate_arguments(
         _command(commands, "generate", "cli.offline:run_generate", "answer prompts with a model, and write JSON lines")
     )
@@ -149,6 +192,9 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         _command(commands, "serve-rm", serving.run_serve_rm, "serve a reward model by HTTP, for runs with reward.url")
     )
 
+
+def _add_planning(commands: _Commands) -> None:
+    """Add the commands that plan a run, or measure for plans."""
     plan = _command(commands, "plan", _plan, "show where roles go, what is on which device when, and whether it fits")
     _add_config_arguments(plan)
     plan.add_argument(
@@ -191,42 +237,9 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         "--num-rows", type=int, metavar="N", help="rows of the data set; default: data.max_samples, which bounds it"
     )
 
-    show = _command(commands, "config", _config, "check a config and print what differs from the defaults")
-    _add_config_arguments(show)
 
-    options = _command(commands, "options", _options, "list every config key with its default and meaning")
-    options.add_argument("section", nargs="?", default="", help="only keys below this one, such as rollout")
-    options.add_argument("--json", action="store_true", help="print a JSON list instead, an object for each key")
-
-    _command(
-        commands,
-        "openrlhf-path",
-        _openrlhf_path,
-        "print the directory that runs `python -m openrlhf.cli...` on Hotseat",
-    )
-
-    rlinf = _command(
-        commands,
-        "rlinf-config",
-        "rlinf.config_command:run_rlinf_config",
-        "print a config of RLinf in our keys, and what is left",
-    )
-    rlinf.add_argument("config", metavar="RLINF.yaml", help="a config of RLinf")
-    offline_arguments.add_overrides(rlinf, "further settings, in our keys")
-
-    completion.add_arguments(
-        _command(
-            commands, "completion", completion.run_completion, "print a script with which a shell completes commands"
-        )
-    )
-    return parser
-
-
-def _command(commands: argparse._SubParsersAction, name: str, run: object, text: str) -> argparse.ArgumentParser:  # type: ignore[type-arg]
-    """Add a subcommand.
-
-    run: function that runs it, which gets the parsed arguments; or its name as `module:function`, to load it only then.
-    """
+def _command(commands: _Commands, name: str, run: object, text: str) -> argparse.ArgumentParser:
+    """Add a command. run: its function; or module:function, of a module to load when the command runs."""
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,

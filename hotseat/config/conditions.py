@@ -7,9 +7,9 @@ The schema puts them beside the type of an option or of a section, with this mod
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from hotseat.config.presence import (
@@ -84,7 +84,7 @@ class Beside:
 
     def problem(self, config: Config, section: str) -> str | None:
         """Return why an option in a section has no effect, or None where it has one."""
-        value = functools.reduce(getattr, (*section.split("."), self.name), config)
+        value = attrgetter(f"{section}.{self.name}")(config)
         if self.holds(value):
             return None
         because = self.because if isinstance(self.because, str) else self.because(value)

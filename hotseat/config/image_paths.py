@@ -1,4 +1,4 @@
-"""Where prepared images are kept."""
+"""Paths of prepared images."""
 
 from __future__ import annotations
 

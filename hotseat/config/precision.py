@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Literal
 
 from hotseat.config.schema import Config
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 
-_FOR_16_BITS = (("train", "fp32_master"), ("rollout", "fp32_head"))  # options that change nothing in fp32
+_FOR_16_BITS = ("train.fp32_master", "rollout.fp32_head")  # options that change nothing in fp32
 
 
 def dtype_of(config: Config) -> Dtype:
@@ -32,22 +33,13 @@ def with_dtype_of(config: Config, other: Config) -> Config:
 def idle_in_fp32(config: Config) -> list[str]:
     """List the keys of options for 16-bit computations that a config sets."""
     default = Config()
-    return [
-        f"{section}.{name}"
-        for section, name in _FOR_16_BITS
-        if getattr(getattr(config, section), name) != getattr(getattr(default, section), name)
-    ]
+    return [key for key in _FOR_16_BITS if attrgetter(key)(config) != attrgetter(key)(default)]
 
 
 def _with(config: Config, dtype: Dtype) -> Config:
-    config = config.model_copy(update={"train": config.train.model_copy(update={"dtype": dtype})})
+    config = config.with_options({"train.dtype": dtype})
     if dtype != "fp32":
         return config
     # Reset options without effect, which are errors in a file: a run's saved config must load again.
     default = Config()
-    for name, option in _FOR_16_BITS:
-        section = getattr(config, name)
-        if getattr(section, option) != getattr(getattr(default, name), option):
-            value = getattr(getattr(default, name), option)
-            config = config.model_copy(update={name: section.model_copy(update={option: value})})
-    return config
+    return config.with_options({key: attrgetter(key)(default) for key in idle_in_fp32(config)})

@@ -163,7 +163,7 @@ _PRESENT: dict[str, Callable[[Config], bool]] = {
 
 
 def roles_of(config: Config) -> tuple[str, ...]:
-    """Return the roles, those of one's own components included, in the order in which they work in a step.
+    """Return the roles, custom components included, in the order in which they work in a step.
 
     Outside of RL the actor is the first: a reference scores what it learns from.
     """

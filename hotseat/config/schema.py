@@ -10,7 +10,7 @@ derives the roles of a run from the tree; what contradicts what is in `checks`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -111,7 +111,7 @@ class ClusterConfig(Section):
     component_placement: dict[str, str | int | PoolPlacementConfig] = {}
     """Role, or comma-joined roles, to selection: `0-7`, `all`, `2x8`, `@actor`, `cpu*4`, `none`, `pool/0-3`."""
     component_names: dict[str, RoleName] = {}
-    """Names of one's own for roles, such as `simulator: env`, to use in `component_placement` and in `flow`."""
+    """Custom names for roles, such as `simulator: env`, to use in `component_placement` and in `flow`."""
     node_groups: list[NodePoolConfig] = []
     """Named pools of nodes with environment variables of their own."""
     profile: Annotated[str | None, RL] = None
@@ -145,7 +145,7 @@ class OverlapConfig(Section):
     order: Annotated[Literal["prompt", "arrival"], when.AHEAD] = "prompt"
     """A batch is made of the next prompts, whoever is slow, or of the groups that are finished first."""
     in_flight: Annotated[Literal["wait", "keep", "recompute", "restart"], when.AHEAD] = "wait"
-    """Open requests at a push: finish first, go on with old or recomputed keys and values, or start over."""
+    """Open requests at a push: finish first, continue with the old or a recomputed KV cache, or start over."""
 
 
 # --- models and roles -------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class EnvConfig(Section):
 
 class ComponentConfig(Section):
     path: Annotated[str, Field(pattern=_CLASS)]
-    """Class of one's own: `FILE.py:CLASS` or `package.module:CLASS`."""
+    """Custom class: `FILE.py:CLASS` or `package.module:CLASS`."""
     kwargs: dict[str, Any] = {}
     """Arguments of its constructor."""
     memory_gib: Annotated[float, Field(ge=0)] = 0.0
@@ -994,7 +994,7 @@ class Config(Section):
     env: Annotated[EnvConfig, RL, when.ENV] = EnvConfig()
     """Simulators."""
     components: Annotated[dict[str, ComponentConfig], RL] = {}
-    """Classes of one's own, by name, which score or filter the groups of a step before it is learned."""
+    """Custom classes, by name, which score or filter the groups of a step before it is learned."""
     agent: Annotated[AgentConfig, RL] = AgentConfig()
     """How prompts become episodes."""
     data: DataConfig = DataConfig()
@@ -1009,6 +1009,14 @@ class Config(Section):
     """Checkpoints and exported models."""
     log: Annotated[LogConfig, MayChange.LOGGING] = LogConfig()
     """Metrics and samples to record."""
+
+    def with_options(self, options: Mapping[str, Any]) -> Config:
+        """Return the config with other values at dotted keys of two words, which are not checked."""
+        config = self
+        for key, value in options.items():
+            section, name = key.split(".")
+            config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+        return config
 
     @property
     def task_entry(self) -> TaskEntry:

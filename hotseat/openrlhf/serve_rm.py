@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(arguments: argparse.Namespace, *, is_newer: bool) -> int:
-    """is_newer: the dotted spelling is used, whose default type is bf16."""
+    """Serve. is_newer: the dotted spelling is used, whose default type is bf16."""
     if arguments.model is None:
         raise UserError("--reward_pretrain is not set: give the folder or the hub name of a reward model")
     if arguments.load_in_4bit:

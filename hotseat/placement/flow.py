@@ -314,7 +314,7 @@ def check_flow(flow: Flow, roles: Collection[str]) -> None:
 _KEYS: dict[Kind, str] = {"rollout": "run", "prepare": "run", "update": "train", "sync": "push"}
 # When a run takes a role among those of its kind, whatever the flow says.
 _NUMBERS: dict[Kind, dict[str, int]] = {"prepare": {"judge": 0, "reward": 0, "actor": 3}, "update": {"critic": 0}}
-_COMPONENT, _OTHER = 1, 2  # the numbers of components of one's own, and of all other roles
+_COMPONENT, _OTHER = 1, 2  # the numbers of custom components, and of all other roles
 
 
 def check_runs(flow: Flow, task: str, roles: Collection[str], components: Sequence[str] = ()) -> None:

@@ -171,7 +171,7 @@ class EngineMemory:
     layer_bytes: int | None = None  # bytes of a weight of linear layers; None: `weight_bytes`
     cuda_graphs: bool = True
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
-    kept_prompts: int = 0  # of full length, whose keys and values are kept beside the slots
+    kept_prompts: int = 0  # of full length, whose KV cache is kept beside the slots
     encodes_by_prompt: bool = False  # images of one prompt, or of small ones, at a time; else of all that a step begins
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class SimulatorMemory:
 
 @dataclass(frozen=True, slots=True)
 class ComponentMemory:
-    """Memory of one process of a component of one's own on its device; 0: it has nothing there."""
+    """Memory of one process of a custom component on its device; 0: it has nothing there."""
 
     gib: float
 
@@ -666,13 +666,13 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
 
 
 def kv_bytes_per_token(model: ModelShape, kv_bytes: int, tp: int = 1) -> float:
-    """Count the bytes of one token's keys and values in all layers. With fewer heads than ranks, heads are copied."""
+    """Count the bytes of one token's KV cache in all layers. With fewer heads than ranks, heads are copied."""
     heads = max(1.0, model.num_kv_heads / tp)
     return 2 * model.num_layers * heads * model.head_dim * kv_bytes
 
 
 def useful_cache_gib(memory: EngineMemory, model: ModelShape, tp: int = 1) -> float:
-    """Return the GiB of keys and values beyond which an engine's cache is of no use."""
+    """Return the GiB beyond which an engine's cache is of no use."""
     return USEFUL_CACHE * memory.slots * memory.max_tokens * kv_bytes_per_token(model, memory.kv_bytes, tp) / GIB
 
 

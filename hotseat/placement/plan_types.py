@@ -1,4 +1,4 @@
-"""What the planner takes and makes: roles, and a plan with its groups of devices and hosts."""
+"""Inputs and results of the planner: roles, and a plan with its groups of devices and hosts."""
 
 from __future__ import annotations
 

@@ -34,5 +34,5 @@ def check_role(name: str, components: Collection[str] = ()) -> str:
     hint = did_you_mean(name.lower(), (*ROLES, *components))
     raise PlacementError(
         f"unknown role {name!r}: {hint}the roles are {', '.join((*ROLES, *components))}; other names for"
-        " them are declared in cluster.component_names, components of one's own in components"
+        " them are declared in cluster.component_names, custom components in components"
     )

@@ -132,7 +132,7 @@ def parse_selection(written: object, role: str = "placement", components: Collec
 
 
 def parse_placement(placement: Mapping[str, object], components: Collection[str] = ()) -> dict[str, Selection]:
-    """Parse the selections of all roles, and of these components of one's own.
+    """Parse the selections of all roles, and of these custom components.
 
     `actor,rollout: all` places both; each may be placed only once.
     """

@@ -327,7 +327,7 @@ def _reliefs(config: Config, engines: _Engines) -> Iterator[Sequence[Settings]]:
     if config.reward.judge.engine.enable_offload is False:
         yield [{"reward.judge.engine.enable_offload": None}]
     for name in ("train", "rollout") if is_rl else ("train",):
-        section = getattr(config, name)
+        section = config.train if name == "train" else config.rollout
         if section.max_tokens_per_device is not None:
             yield [{f"{name}.max_tokens_per_device": None}]
         elif section.micro_batch_size != "auto":

@@ -18,6 +18,7 @@ from typing import Literal
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, num_checkpointed, token_budget
 from hotseat.config.presence import has_simulator
+from hotseat.config.schema import RolloutConfig, TrainConfig
 from hotseat.errors import BudgetError, PlacementError, RunError
 from hotseat.placement import GIB, ModelShape, Plan
 
@@ -50,14 +51,17 @@ class ChosenBudgets:
 
 def with_budget(config: Config, use: Use, tokens: int) -> Config:
     """Return the config with a token budget that was chosen for updates or for scoring."""
-    section = getattr(config, use).model_copy(update={"chosen_tokens_per_device": tokens})
-    return config.model_copy(update={use: section})
+    return config.with_options({f"{use}.chosen_tokens_per_device": tokens})
+
+
+def _section(config: Config, use: Use) -> TrainConfig | RolloutConfig:
+    return config.train if use == "train" else config.rollout
 
 
 def uses(config: Config) -> tuple[Use, ...]:
     """List the uses (updates, scoring) whose token budget the run chooses itself."""
     names: tuple[Use, ...] = ("train", "rollout") if config.has_rollouts else ("train",)
-    return tuple(use for use in names if is_auto(getattr(config, use)))
+    return tuple(use for use in names if is_auto(_section(config, use)))
 
 
 def are_layers_chosen(config: Config) -> bool:
@@ -67,12 +71,12 @@ def are_layers_chosen(config: Config) -> bool:
 
 def with_layers(config: Config, num_layers: int | None) -> Config:
     """Return the config with so many layers that recompute their activations; None: all."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"checkpointed_layers": num_layers})})
+    return config.with_options({"train.checkpointed_layers": num_layers})
 
 
 def is_chosen(config: Config) -> bool:
     """Tell whether everything that the run chooses itself, budgets and layers, has been chosen."""
-    return are_layers_chosen(config) and all(token_budget(getattr(config, use)) is not None for use in uses(config))
+    return are_layers_chosen(config) and all(token_budget(_section(config, use)) is not None for use in uses(config))
 
 
 def with_budgets_of(config: Config, other: Config) -> Config:
@@ -80,8 +84,8 @@ def with_budgets_of(config: Config, other: Config) -> Config:
     if not are_layers_chosen(config) and are_layers_chosen(other):
         config = with_layers(config, num_checkpointed(other))
     for use in uses(config):
-        tokens = getattr(other, use).chosen_tokens_per_device
-        if tokens is not None and getattr(config, use).chosen_tokens_per_device is None:
+        tokens = _section(other, use).chosen_tokens_per_device
+        if tokens is not None and _section(config, use).chosen_tokens_per_device is None:
             config = with_budget(config, use, tokens)
     return config
 
@@ -89,7 +93,7 @@ def with_budgets_of(config: Config, other: Config) -> Config:
 def with_least_budgets(config: Config) -> Config:
     """Return the config with the smallest budgets wherever the run chooses them: if any budgets fit, these do."""
     for use in uses(config):
-        if getattr(config, use).chosen_tokens_per_device is None:
+        if _section(config, use).chosen_tokens_per_device is None:
             config = with_budget(config, use, least_tokens(config))
     return config
 
@@ -115,7 +119,7 @@ def choose_on_cpu(config: Config, token_bytes: float | None) -> ChosenBudgets:
     most = CPU_TOKENS if token_bytes is None else min(CPU_TOKENS, int(CPU_GIB * GIB / token_bytes))
     made = config if are_layers_chosen(config) else with_layers(config, None)
     for use in uses(config):
-        if getattr(config, use).chosen_tokens_per_device is None:
+        if _section(config, use).chosen_tokens_per_device is None:
             tokens = most if use == "train" else CPU_TOKENS
             made = with_budget(made, use, max(least_tokens(config), tokens // _UNIT * _UNIT))
     return ChosenBudgets(made, _notes(config, made, "on CPUs the size depends on the model alone"))
@@ -134,7 +138,7 @@ def choose(
     `plan_with` takes for granted, for the note.
     """
     least = least_tokens(config)
-    open_uses = [use for use in uses(config) if getattr(config, use).chosen_tokens_per_device is None]
+    open_uses = [use for use in uses(config) if _section(config, use).chosen_tokens_per_device is None]
     made = config if are_layers_chosen(config) else with_layers(config, None)
     for use in open_uses:
         made = with_budget(made, use, least)
@@ -248,7 +252,7 @@ def _notes(config: Config, made: Config, why: str) -> tuple[str, ...]:
 def describe(config: Config) -> str:
     """Describe the budgets that were chosen."""
     words = {"train": "updates of at most {:,} tokens on a device", "rollout": "log-probs of at most {:,}"}
-    budgets = [(use, token_budget(getattr(config, use))) for use in uses(config)]
+    budgets = [(use, token_budget(_section(config, use))) for use in uses(config)]
     return ", ".join(words[use].format(tokens) for use, tokens in budgets if tokens is not None)
 
 

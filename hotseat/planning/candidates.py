@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from hotseat.config import Config, loads, roles_of, to_yaml
@@ -184,12 +185,7 @@ def _proper_divisors(count: int) -> list[int]:
 
 def _changed(config: Config, settings: Settings) -> Settings:
     """Return the settings that the config does not have already."""
-
-    def of_config(key: str) -> Any:
-        section, name = key.split(".")
-        return getattr(getattr(config, section), name)
-
-    return {key: value for key, value in settings.items() if value != of_config(key)}
+    return {key: value for key, value in settings.items() if value != attrgetter(key)(config)}
 
 
 def _tried(config: Config, inventory: str | Inventory | None, settings: Settings) -> Candidate | Refused:
@@ -222,12 +218,9 @@ def _ranks(devices: range) -> str:
 
 def _without_overlap(config: Config) -> Settings:
     """Return what is unset together with the staleness, because it has no effect without."""
-    defaults = type(config.overlap)()
-    return {
-        f"overlap.{name}": getattr(defaults, name)
-        for name in ("queue", "order", "in_flight")
-        if getattr(config.overlap, name) != getattr(defaults, name)
-    }
+    defaults = Config()
+    keys = ("overlap.queue", "overlap.order", "overlap.in_flight")
+    return {key: value for key in keys if (value := attrgetter(key)(defaults)) != attrgetter(key)(config)}
 
 
 def _num_devices(config: Config, inventory: str | Inventory | None) -> int:

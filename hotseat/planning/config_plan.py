@@ -92,12 +92,11 @@ def with_budgets(
     if has_simulator(config) and simulator_memory(config) is None:
         # A constant would be far too small for most policies; what turns out not to fit is cut smaller in the run.
         gib = 0.0 if config.env.path in _WITHOUT_DEVICES else UNMEASURED_GIB
-        env = config.env.model_copy(update={"memory_gib": gib})
         note = f", if each process of simulators takes {gib:g} GiB, which env.memory_gib does not say"
         with suppress(PlacementError):  # so much would have to leave a device, and something may not be offloaded
-            assumed = choose(config.model_copy(update={"env": env}), num_ranks, plan_with, model, note)
+            assumed = choose(config.with_options({"env.memory_gib": gib}), num_ranks, plan_with, model, note)
             if assumed.is_priced and plan_with(assumed.config).verdict != "does_not_fit":
-                return replace(assumed, config=assumed.config.model_copy(update={"env": config.env}))
+                return replace(assumed, config=assumed.config.with_options({"env.memory_gib": None}))
     return choose(config, num_ranks, plan_with, model)
 
 
@@ -106,8 +105,7 @@ def on_all_devices(config: Config, inventory: str | Inventory | None = None) -> 
     machines = machines_of(config, inventory)
     if machines is None or config.cluster.component_placement or machines.num_devices < 2:
         return config
-    cluster = config.cluster.model_copy(update={"component_placement": {"actor": "all"}})
-    return config.model_copy(update={"cluster": cluster})
+    return config.with_options({"cluster.component_placement": {"actor": "all"}})
 
 
 def machines_of(config: Config, inventory: str | Inventory | None) -> Inventory | None:

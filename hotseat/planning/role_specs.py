@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,12 @@ def own_names(config: Config) -> Iterator[None]:
 def not_described(config: Config) -> list[str]:
     """List local models whose memory cannot be computed from their config, with why."""
     notes = []
-    models = {f"{name}.model": getattr(config, name) for name in ("actor", "critic", "reference", "reward")}
-    named = {key: (section.model, getattr(section, "shape", None)) for key, section in models.items()}
+    named = {
+        "actor.model": (config.actor.model, config.actor.shape),
+        "critic.model": (config.critic.model, config.critic.shape),
+        "reference.model": (config.reference.model, None),
+        "reward.model": (config.reward.model, config.reward.shape),
+    }
     if has_judge_engine(config):
         named["reward.judge.model"] = (config.reward.judge.model, config.reward.judge.engine.shape)
     named |= {f"reference.teachers.{name}": (model, None) for name, model in config.reference.teachers.items()}
@@ -192,7 +196,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
 
 def section_of_role(config: Config, role: str) -> Any:
     """Return the section of the config that holds a role's options."""
-    return config.components.get(role) or reduce(getattr, role_entry(role).section.split("."), config)
+    return config.components.get(role) or attrgetter(role_entry(role).section)(config)
 
 
 def _train_memory(config: Config, role: str) -> TrainMemory:

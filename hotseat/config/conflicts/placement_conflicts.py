@@ -55,7 +55,7 @@ def components_that_run_ahead(config: Config) -> Problems:
     if config.components and config.overlap.staleness > 0:
         yield (
             "overlap.staleness",
-            f"{config.overlap.staleness}, with components of one's own: they work between a rollout and the update on"
+            f"{config.overlap.staleness}, with custom components: they work between a rollout and the update on"
             " it; set it to 0",
         )
 
