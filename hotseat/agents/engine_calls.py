@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from hotseat.agents.agent import AgentError, OutOfTimeError
 from hotseat.agents.deadlines import Deadlines
 from hotseat.agents.episode_checks import check_request
-from hotseat.agents.episode_jobs import EpisodeJobs, Job
+from hotseat.agents.episode_jobs import EpisodeJob, EpisodeJobs
 from hotseat.errors import WorkerError
 from hotseat.types import Completion, Request, Sampling, WhenSampled
 
@@ -67,7 +67,7 @@ class EngineCalls:
 
     async def sample(
         self,
-        job: Job,
+        job: EpisodeJob,
         token_ids: list[int],
         sampling: Sampling,
         turn: int,
@@ -117,30 +117,30 @@ class EngineCalls:
             job.completions[request.token_ids, completion.token_ids] = completion
         return completion
 
-    def _begin_request(self, job: Job, name: str) -> None:
+    def _begin_request(self, job: EpisodeJob, name: str) -> None:
         job.in_flight.add(name)
         if job.tool_clock is not None:
             job.tool_clock.stop()
 
-    def _end_request(self, job: Job, name: str) -> None:
+    def _end_request(self, job: EpisodeJob, name: str) -> None:
         job.in_flight.discard(name)
         if not job.in_flight and job.tool_clock is not None and not job.future.done():
             job.tool_clock.start()
 
-    def _abort_request(self, job: Job, name: str) -> None:
+    def _abort_request(self, job: EpisodeJob, name: str) -> None:
         """End a request whose answer nobody waits for any more, while its episode may continue."""
         if self._requests.abort is not None:
             with contextlib.suppress(Exception):  # the reason why nobody waits is what counts
                 self._requests.abort([name])
         self._end_request(job, name)
 
-    def abort_all(self, job: Job) -> None:
+    def abort_all(self, job: EpisodeJob) -> None:
         """End the requests of an episode that has ended."""
         if job.in_flight and self._requests.abort is not None:
             with contextlib.suppress(Exception):
                 self._requests.abort(sorted(job.in_flight))
 
-    async def _ask_in_time(self, job: Job, request: Request) -> Completion:
+    async def _ask_in_time(self, job: EpisodeJob, request: Request) -> Completion:
         """Return the engine's answer, or what there is of it when the policy's time is over."""
         asked, limits = self._ask(request), self._deadlines
         awaited = asyncio.wrap_future(asked) if isinstance(asked, Future) else asked
@@ -164,7 +164,7 @@ class EngineCalls:
             if not answer.done():
                 answer.cancel()
 
-    async def _cut(self, job: Job, name: str, answer: asyncio.Future[Completion]) -> Completion:
+    async def _cut(self, job: EpisodeJob, name: str, answer: asyncio.Future[Completion]) -> Completion:
         """End a request, and return what the engine has sampled of it as if it had reached its limit of tokens.
 
         Without a token of it, the episode has no such turn: at the end of its time it consists of the earlier ones.

@@ -7,12 +7,12 @@ import math
 import torch
 
 from hotseat.agents.agent import AgentError
-from hotseat.agents.episode_jobs import Job, Outcome
+from hotseat.agents.episode_jobs import EpisodeJob, Outcome
 from hotseat.errors import UserError
 from hotseat.types import Completion, Episode, Sampling, ScoredEpisode, Segment
 
 
-def check_request(job: Job, token_ids: list[int], sampling: Sampling | None, turn: int) -> None:
+def check_request(job: EpisodeJob, token_ids: list[int], sampling: Sampling | None, turn: int) -> None:
     """Refuse a request that no episode may make. sampling: None leaves its settings to the agent."""
     for name in ("temperature", "top_p", "top_k") if sampling is not None else ():
         asked, expected = getattr(sampling, name), getattr(job.sampling, name)
@@ -27,7 +27,7 @@ def check_request(job: Job, token_ids: list[int], sampling: Sampling | None, tur
         raise AgentError("the agent asked to sample from no tokens")
 
 
-def checked(made: object, job: Job) -> Outcome:
+def checked(made: object, job: EpisodeJob) -> Outcome:
     """Return an agent's result after checking that its tokens are the engine's and its reward is a number."""
     episode = made.episode if isinstance(made, ScoredEpisode) else made
     if not isinstance(episode, Episode):

@@ -26,7 +26,7 @@ class EpisodeFuture(Future[Outcome]):
 
 
 @dataclass(eq=False)
-class Job:
+class EpisodeJob:
     prompt: Prompt
     key: SampleKey
     sampling: Sampling
@@ -50,20 +50,20 @@ class EpisodeJobs:
         self.is_broken = False
         self.closed: str | None = None  # the reason why no job is taken any more
         self._name = name
-        self._open: set[Job] = set()
+        self._open: set[EpisodeJob] = set()
         self._lock = threading.Lock()
 
-    def add(self, jobs: Iterable[Job]) -> None:
+    def add(self, jobs: Iterable[EpisodeJob]) -> None:
         with self._lock:
             if self.closed is not None:
                 raise WorkerError(self.closed) if self.is_broken else RunError(self.closed)
             self._open.update(jobs)
 
-    def discard(self, job: Job) -> None:
+    def discard(self, job: EpisodeJob) -> None:
         with self._lock:
             self._open.discard(job)
 
-    def open(self) -> list[Job]:
+    def open(self) -> list[EpisodeJob]:
         with self._lock:
             return list(self._open)
 
@@ -77,10 +77,10 @@ class EpisodeJobs:
             self.is_broken = True
             self.closed = reason
 
-    def fail(self, job: Job, reason: str) -> None:
+    def fail(self, job: EpisodeJob, reason: str) -> None:
         self.finish(job, Failed(f"{self._name}: sample {job.key}: {reason}"))
 
-    def finish(self, job: Job, outcome: Outcome | BaseException) -> None:
+    def finish(self, job: EpisodeJob, outcome: Outcome | BaseException) -> None:
         with self._lock:
             if job not in self._open:  # another thread has finished it
                 return

@@ -19,7 +19,7 @@ from hotseat.agents.agent import Agent, AgentError, SingleTurn
 from hotseat.agents.deadlines import SCORING_S, Deadlines, ToolClock
 from hotseat.agents.engine_calls import Ask, EngineCalls, OpenRequests
 from hotseat.agents.episode_checks import checked
-from hotseat.agents.episode_jobs import EpisodeFuture, EpisodeJobs, Job, Outcome
+from hotseat.agents.episode_jobs import EpisodeFuture, EpisodeJob, EpisodeJobs, Outcome
 from hotseat.agents.fair_loop import new_event_loop
 from hotseat.agents.multi_turn import MultiTurn
 from hotseat.closing import Closing
@@ -77,8 +77,8 @@ class AgentHost(Closing):
             has_own_sampling=agent.samples_by_itself,
             are_recorded=self._is_checked,
         )
-        self._waiting: deque[Job] = deque()  # for a place among the episodes that are played at a time
-        self._playing: set[Job] = set()
+        self._waiting: deque[EpisodeJob] = deque()  # for a place among the episodes that are played at a time
+        self._playing: set[EpisodeJob] = set()
         self._max_concurrent = max_concurrent
         self._loop = new_event_loop()
         self._stop = asyncio.Event()
@@ -98,7 +98,7 @@ class AgentHost(Closing):
 
     def submit_many(self, samples: Sequence[tuple[Prompt, SampleKey]], sampling: Sampling) -> list[EpisodeFuture]:
         """Queue episodes that start together, so that their first requests reach the engine together."""
-        jobs = [Job(prompt, key, sampling) for prompt, key in samples]
+        jobs = [EpisodeJob(prompt, key, sampling) for prompt, key in samples]
         self._jobs.add(jobs)
         with contextlib.suppress(RuntimeError):  # the loop has just ended, and raises its reason in the futures
             self._loop.call_soon_threadsafe(self._start, jobs)
@@ -143,7 +143,7 @@ class AgentHost(Closing):
 
     # An episode is one task with one timer: a second task to wait for the first would cost as much as its whole turn.
 
-    def _start(self, jobs: Sequence[Job]) -> None:
+    def _start(self, jobs: Sequence[EpisodeJob]) -> None:
         self._waiting.extend(jobs)
         self._give_places()
 
@@ -156,7 +156,7 @@ class AgentHost(Closing):
             self._playing.add(job)
             self._begin(job)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: EpisodeJob) -> None:
         job.started = job.future.started_s = time.monotonic()
         job.task = self._loop.create_task(self._episode(job))
         job.task.add_done_callback(lambda _: self._leave(job))
@@ -165,23 +165,23 @@ class AgentHost(Closing):
             job.tool_clock = ToolClock(self._deadlines.tool_s, lambda: self._end_overdue_tool(job))
             job.tool_clock.start()
 
-    def _end_overdue(self, job: Job) -> None:
+    def _end_overdue(self, job: EpisodeJob) -> None:
         if self._deadlines.scores_policy and (job.in_flight or job.is_out_of_time):
             job.is_out_of_time = True
             job.deadline = self._loop.call_later(SCORING_S, self._give_up_on, job)
         else:
             self._give_up_on(job)
 
-    def _give_up_on(self, job: Job) -> None:
+    def _give_up_on(self, job: EpisodeJob) -> None:
         self._cancel(job, f"the agent took longer than {self._timeout_s:g} s")
 
-    def _end_overdue_tool(self, job: Job) -> None:
+    def _end_overdue_tool(self, job: EpisodeJob) -> None:
         limit_s = self._deadlines.tool_s
         self._cancel(
             job, f"environment, tools or program took longer than {limit_s:g} s between answers (agent.tool_timeout_s)"
         )
 
-    def _cancel(self, job: Job, reason: str) -> None:
+    def _cancel(self, job: EpisodeJob, reason: str) -> None:
         """Fail an episode and cancel its task, which keeps its place for a moment if it does not end."""
         self._jobs.fail(job, reason)
         assert job.task is not None
@@ -190,7 +190,7 @@ class AgentHost(Closing):
             job.deadline.cancel()
         job.deadline = self._loop.call_later(_CANCEL_S, self._leave, job)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: EpisodeJob) -> None:
         """End what belongs to an episode that has ended, or is abandoned, and give its place to the next."""
         if job not in self._playing:
             return
@@ -204,7 +204,7 @@ class AgentHost(Closing):
         self._calls.abort_all(job)
         self._give_places()
 
-    async def _episode(self, job: Job) -> None:
+    async def _episode(self, job: EpisodeJob) -> None:
         try:
             made = await self._agent.run(job.prompt, job.key, job.sampling, partial(self._calls.sample, job))
             self._jobs.finish(job, _with_times(checked(made, job) if self._is_checked else made, job))
@@ -254,7 +254,7 @@ class _LoopWatch(threading.Thread):
                 self._give_up(overdue)
                 return
 
-    def _give_up(self, overdue: list[Job]) -> None:
+    def _give_up(self, overdue: list[EpisodeJob]) -> None:
         """Fail the episode that the loop is executing (the overdue ones if unknown), and break off the others."""
         current = asyncio.current_task(self._loop)
         blamed = [job for job in self._jobs.open() if job.task is not None and job.task is current] or overdue
@@ -266,7 +266,7 @@ class _LoopWatch(threading.Thread):
         self._jobs.finish_all(WorkerError)
 
 
-def _with_times(made: Outcome, job: Job) -> Outcome:
+def _with_times(made: Outcome, job: EpisodeJob) -> Outcome:
     """Return an outcome with how long its episode waited and took."""
     episode = made.episode if isinstance(made, ScoredEpisode) else made
     if not isinstance(episode, Episode):

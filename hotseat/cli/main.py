@@ -95,7 +95,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         "print a config of RLinf in our keys, and what is left",
     )
     rlinf.add_argument("config", metavar="RLINF.yaml", help="a config of RLinf")
-    offline_arguments.takes_overrides(rlinf, "further settings, in our keys")
+    offline_arguments.add_overrides(rlinf, "further settings, in our keys")
 
     completion.add_arguments(
         _command(

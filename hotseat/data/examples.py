@@ -73,10 +73,6 @@ def make_examples(
     tokeniser = Tokeniser(tokenizer, max_length)
 
     def draft_of(values: Mapping[str, Any]) -> Draft:
-        draft = text_draft(values)
-        return draft if image_key is None else replace(draft, images=values[image_key])
-
-    def text_draft(values: Mapping[str, Any]) -> Draft:
         if template is None:
             prompt = fill_in(input_template, text_of(values, input_key))
             if output_key is None:
@@ -93,7 +89,7 @@ def make_examples(
         return chat_draft(template, messages, output_key or input_key, every_turn=multiturn)
 
     examples, num_dropped, num_learned, lost = [], 0, 0, Lost()
-    for row, sequence in zip(rows, sequences_of(rows, draft_of, tokeniser), strict=True):
+    for row, sequence in zip(rows, sequences_of(rows, draft_of, tokeniser, image_key), strict=True):
         num_tokens = int(sequence.mask.sum())
         lost.longest = max(lost.longest, sequence.num_tokens)
         if sequence.is_truncated:
@@ -116,12 +112,15 @@ def lost_row(row: Row, draft_of: Callable[[Mapping[str, Any]], Draft], sequence:
     return LostRow(row.where, row.values, draft.text, sequence.num_tokens, first)
 
 
-def sequences_of(rows: Sequence[Row], draft_of: Any, tokeniser: Tokeniser) -> list[Any]:
+def sequences_of(
+    rows: Sequence[Row], draft_of: Callable[[Mapping[str, Any]], Draft], tokeniser: Tokeniser, image_key: str | None
+) -> list[Any]:
     """Return a sequence for each row, or raise one error with all problems of the rows."""
     problems, drafts = Problems(), []
     for row in rows:
         try:
-            drafts.append(draft_of(row.values))
+            draft = draft_of(row.values)
+            drafts.append(draft if image_key is None else replace(draft, images=row.values[image_key]))
         except BadValue as error:
             problems.add(row.where, str(error))
     problems.raise_if_any()

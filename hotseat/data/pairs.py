@@ -81,35 +81,9 @@ def make_pairs(
     template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
     check_input_template(input_template)
     tokeniser = Tokeniser(tokenizer, max_length, keep_end=keep_end)
-
-    def draft_of(values: Mapping[str, Any], key: str) -> Draft:
-        draft = text_draft(values, key)
-        return draft if image_key is None else replace(draft, images=values[image_key])
-
-    def text_draft(values: Mapping[str, Any], key: str) -> Draft:
-        if is_preference:
-            check = _check_texts if template is None else _check_messages
-            check(values, chosen_key, rejected_key, prompt_key)
-        if template is None:
-            answer = text_of(values, key)
-            if prompt_key is None:
-                return whole_draft(answer, key)
-            return plain_draft(fill_in(input_template, text_of(values, prompt_key)), answer, key)
-        if prompt_key is not None:
-            answers = messages_of(values, key, "assistant")
-            return continued_draft(template, messages_of(values, prompt_key, "user"), answers, key)
-        if isinstance(value_of(values, key), str):
-            raise BadValue(f"{key}: a string: with data.apply_chat_template set data.prompt_key, or give messages")
-        messages = messages_of(values, key, "user")
-        if is_preference:
-            other = messages_of(values, rejected_key if key == chosen_key else chosen_key, "user")
-            num_common = _num_common(messages, other)
-            if len(messages) - num_common > 1:
-                return continued_draft(template, messages[:num_common], messages[num_common:], key)
-        return chat_draft(template, messages, key, every_turn=False)
-
-    chosen = sequences_of(rows, lambda values: draft_of(values, chosen_key), tokeniser)
-    rejected = sequences_of(rows, lambda values: draft_of(values, rejected_key), tokeniser)
+    form = _Form(chosen_key, rejected_key, prompt_key, input_template, template, is_preference)
+    chosen = sequences_of(rows, partial(form.draft, key=chosen_key), tokeniser, image_key)
+    rejected = sequences_of(rows, partial(form.draft, key=rejected_key), tokeniser, image_key)
     pairs, num_no_answer, num_identical, lost = [], 0, 0, Lost()
     for row, better, worse in zip(rows, chosen, rejected, strict=True):
         if is_preference and template is None and prompt_key is None:
@@ -118,7 +92,7 @@ def make_pairs(
         longer, key = (better, chosen_key) if better.num_tokens >= worse.num_tokens else (worse, rejected_key)
         lost.longest = max(lost.longest, longer.num_tokens)
         if better.is_truncated or worse.is_truncated:
-            lost.add(partial(lost_row, row, partial(draft_of, key=key), longer), is_dropped=not is_pair)
+            lost.add(partial(lost_row, row, partial(form.draft, key=key), longer), is_dropped=not is_pair)
         if not better.mask.any() or not worse.mask.any():
             num_no_answer += 1
         elif torch.equal(better.token_ids, worse.token_ids):
@@ -142,52 +116,85 @@ def make_pairs(
 _PROMPT_HINT = "set data.prompt_key to the column of the prompt, or put the prompt before both answers"
 
 
-def _check_texts(values: Mapping[str, Any], chosen_key: str, rejected_key: str, prompt_key: str | None) -> None:
-    """Raise unless a row has two different texts as answers to a prompt."""
-    chosen, rejected = text_of(values, chosen_key), text_of(values, rejected_key)
-    if chosen == rejected:
-        raise BadValue(_same(chosen_key, rejected_key))
-    if prompt_key is not None:
-        return
-    prompt = values.get("prompt")
-    if isinstance(prompt, str) and prompt and not (chosen.startswith(prompt) and rejected.startswith(prompt)):
-        raise BadValue(f"prompt: neither the beginning of both answers nor named as data.prompt_key: {_PROMPT_HINT}")
-    if chosen[0] != rejected[0]:
-        both = f"{chosen_key} and {rejected_key}"
-        raise BadValue(f"{both} have no common beginning that would be the prompt: {_PROMPT_HINT}")
+@dataclass(frozen=True)
+class _Form:
+    """How rows hold pairs: the arguments of `make_pairs`."""
 
+    chosen_key: str
+    rejected_key: str
+    prompt_key: str | None
+    input_template: str | None
+    template: ChatTemplate | None
+    is_preference: bool
 
-def _check_messages(values: Mapping[str, Any], chosen_key: str, rejected_key: str, prompt_key: str | None) -> None:
-    """Raise unless a row has two different answers to a prompt, or conversations that end with them."""
-    if value_of(values, chosen_key) == value_of(values, rejected_key):
-        raise BadValue(_same(chosen_key, rejected_key))
-    answers = {key: messages_of(values, key, "assistant") for key in (chosen_key, rejected_key)}
-    for key, messages in answers.items():
-        if not messages[-1].get("content") and not messages[-1].get("tool_calls"):
-            raise BadValue(f"{key}[{len(messages) - 1}]: content is empty")
-        if prompt_key is not None and messages[0]["role"] != "assistant":
+    def draft(self, values: Mapping[str, Any], key: str) -> Draft:
+        """Make the draft of the answer under a key."""
+        if self.is_preference:
+            check = self._check_texts if self.template is None else self._check_messages
+            check(values)
+        if self.template is None:
+            answer = text_of(values, key)
+            if self.prompt_key is None:
+                return whole_draft(answer, key)
+            return plain_draft(fill_in(self.input_template, text_of(values, self.prompt_key)), answer, key)
+        if self.prompt_key is not None:
+            answers = messages_of(values, key, "assistant")
+            return continued_draft(self.template, messages_of(values, self.prompt_key, "user"), answers, key)
+        if isinstance(value_of(values, key), str):
+            raise BadValue(f"{key}: a string: with data.apply_chat_template set data.prompt_key, or give messages")
+        messages = messages_of(values, key, "user")
+        if self.is_preference:
+            other = messages_of(values, self.rejected_key if key == self.chosen_key else self.chosen_key, "user")
+            num_common = _num_common(messages, other)
+            if len(messages) - num_common > 1:
+                return continued_draft(self.template, messages[:num_common], messages[num_common:], key)
+        return chat_draft(self.template, messages, key, every_turn=False)
+
+    def _check_texts(self, values: Mapping[str, Any]) -> None:
+        """Raise unless a row has two different texts as answers to a prompt."""
+        chosen, rejected = text_of(values, self.chosen_key), text_of(values, self.rejected_key)
+        if chosen == rejected:
+            raise BadValue(f"{self._both} are the same: a preference needs two different answers")
+        if self.prompt_key is not None:
+            return
+        prompt = values.get("prompt")
+        if isinstance(prompt, str) and prompt and not (chosen.startswith(prompt) and rejected.startswith(prompt)):
             raise BadValue(
-                f"{key}: begins with a message by {messages[0]['role']}, but data.prompt_key {prompt_key!r} has the"
-                " prompt: give the answer alone, or leave data.prompt_key unset for whole conversations"
+                f"prompt: neither the beginning of both answers nor named as data.prompt_key: {_PROMPT_HINT}"
             )
-    if prompt_key is not None or isinstance(values[chosen_key], str) or isinstance(values[rejected_key], str):
-        return
-    num_common = _num_common(*answers.values())
-    if num_common == 0:
-        both = f"{chosen_key} and {rejected_key}"
-        raise BadValue(f"{both} have no message in common that would be the prompt: {_PROMPT_HINT}")
-    for key, messages in answers.items():
-        if len(messages) == num_common:
-            raise BadValue(f"{key}: no answer, only the messages with which both conversations begin")
-        if messages[num_common]["role"] != "assistant":
-            raise BadValue(
-                f"{key}[{num_common}]: by {messages[num_common]['role']}: chosen and rejected must diverge at an"
-                " assistant message"
-            )
+        if chosen[0] != rejected[0]:
+            raise BadValue(f"{self._both} have no common beginning that would be the prompt: {_PROMPT_HINT}")
 
+    def _check_messages(self, values: Mapping[str, Any]) -> None:
+        """Raise unless a row has two different answers to a prompt, or conversations that end with them."""
+        if value_of(values, self.chosen_key) == value_of(values, self.rejected_key):
+            raise BadValue(f"{self._both} are the same: a preference needs two different answers")
+        answers = {key: messages_of(values, key, "assistant") for key in (self.chosen_key, self.rejected_key)}
+        for key, messages in answers.items():
+            if not messages[-1].get("content") and not messages[-1].get("tool_calls"):
+                raise BadValue(f"{key}[{len(messages) - 1}]: content is empty")
+            if self.prompt_key is not None and messages[0]["role"] != "assistant":
+                raise BadValue(
+                    f"{key}: begins with a message by {messages[0]['role']}, but data.prompt_key {self.prompt_key!r}"
+                    " has the prompt: give the answer alone, or leave data.prompt_key unset for whole conversations"
+                )
+        if self.prompt_key is not None or any(isinstance(values[key], str) for key in answers):
+            return
+        num_common = _num_common(*answers.values())
+        if num_common == 0:
+            raise BadValue(f"{self._both} have no message in common that would be the prompt: {_PROMPT_HINT}")
+        for key, messages in answers.items():
+            if len(messages) == num_common:
+                raise BadValue(f"{key}: no answer, only the messages with which both conversations begin")
+            if messages[num_common]["role"] != "assistant":
+                raise BadValue(
+                    f"{key}[{num_common}]: by {messages[num_common]['role']}: chosen and rejected must diverge at an"
+                    " assistant message"
+                )
 
-def _same(chosen_key: str, rejected_key: str) -> str:
-    return f"{chosen_key} and {rejected_key} are the same: a preference needs two different answers"
+    @property
+    def _both(self) -> str:
+        return f"{self.chosen_key} and {self.rejected_key}"
 
 
 def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -24,6 +24,8 @@ from hotseat.rewards.scorer import SampleGroup, Scorer, named_samples
 from hotseat.user_functions import located
 from hotseat.words import label_text
 
+_MAX_KILLS = 3
+
 
 @dataclass(frozen=True)
 class _Job:
@@ -33,39 +35,36 @@ class _Job:
 
 
 class RewardFunction(Scorer):
-    """Scores groups with `reward_func(queries, prompts, labels)` from a file, `num_workers` groups at a time.
+    """Scores groups with `reward_func(queries, prompts, labels)` from a file, one group at a time.
 
     A function with a parameter `completions` is of TRL's form: it is called by names, with the columns of the row.
 
     `path` is `FILE.py`, `FILE.py:FUNCTION` or the name of a built-in one (`exact_match`, `number_match`). The file is
     loaded in a process of its own before the constructor returns: a file that cannot be used raises `UserError`.
-    `answers.read_answer` describes what the function may return; its output goes to `log_path`, or to standard error.
+    `answers.read_answer` describes what the function may return; its output goes to standard error.
 
     If the function raises, crashes, takes longer than `timeout_s` or does not return a finite number for each sample,
     it is called again, `retries` times at most, in a fresh process if the last one may be damaged. After that, samples
     without a reward are `Failed`, with file, function and sample named. A worker that was killed from outside is no
-    failure of the function: the group is sent again, up to `max_kills` times.
+    failure of the function: the group is sent again, three times at most.
 
     With a `seed`, Python's, numpy's and torch's generators are seeded before each call, from it and the samples' ids,
     so that a group that is scored again gets the same random numbers in any process.
 
     say: is called with notes for the user: the first time-out, and tracebacks. None: they go to standard error.
 
-    The owner threads take jobs in the order of `submit`, each gives one list to its future, and waits for its worker
-    at most `timeout_s`, for a starting one `start_timeout_s`; `close` wakes them within a tenth of a second.
+    The owner thread takes jobs in the order of `submit`, gives one list to each future, and waits for its worker at
+    most `timeout_s`, for a starting one `start_timeout_s`; `close` wakes it within a tenth of a second.
     """
 
     def __init__(
         self,
         path: str | Path,
         *,
-        num_workers: int = 1,
         timeout_s: float = 60.0,
         retries: int = 2,
-        max_kills: int = 3,
         start_timeout_s: float = 120.0,
         max_memory_bytes: int | None = None,
-        log_path: str | Path | None = None,
         seed: int | None = None,
         say: Callable[[str], object] | None = None,
     ):
@@ -74,28 +73,18 @@ class RewardFunction(Scorer):
         self._is_builtin = str(path) in builtin.FUNCTIONS
         self.timeout_s = timeout_s
         self.retries = retries
-        self.max_kills = max_kills
         self._seed = seed
-        log = None if log_path is None else Path(log_path)
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-        task = Task(str(file), function, max_memory_bytes, log)
-        self._log = log
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
         self._has_been_late = False
         self._say = say or _to_stderr
-        tracebacks = Tracebacks(self._show)
-        self._workers = [Worker(task, start_timeout_s, lambda: self._is_closed, tracebacks) for _ in range(num_workers)]
+        task = Task(str(file), function, max_memory_bytes)
+        self._worker = Worker(task, start_timeout_s, lambda: self._is_closed, Tracebacks(self._show))
         loaded: Future[None] = Future()
-        self._threads = [
-            threading.Thread(target=self._own, args=(number, loaded), name=f"reward-{number}", daemon=True)
-            for number in range(num_workers)
-        ]
+        self._thread = threading.Thread(target=self._own, args=(loaded,), name="reward", daemon=True)
         atexit.register(self.close)
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
         try:
             loaded.result(start_timeout_s + 10.0)
         except BaseException as error:
@@ -122,12 +111,12 @@ class RewardFunction(Scorer):
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the running worker processes."""
-        processes = [worker.process for worker in self._workers]
-        return [process.pid for process in processes if process is not None]
+        """Id of the running worker process, if there is one."""
+        process = self._worker.process
+        return [] if process is None else [process.pid]
 
     def close(self) -> None:
-        """End the workers and all that they started. Unfinished futures raise an error. A second call does nothing."""
+        """End the worker and all that it started. Unfinished futures raise an error. A second call does nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -138,62 +127,46 @@ class RewardFunction(Scorer):
                 job = self._jobs.get_nowait()
                 if job is not None and job.future.set_running_or_notify_cancel():
                     job.future.set_exception(RunError(f"{self.name}: closed before it scored {named_samples(job.ids)}"))
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(10.0)
+        self._jobs.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(10.0)
 
-    # --- in the owner threads -----------------------------------------------------------------------------------------
+    # --- in the owner thread ------------------------------------------------------------------------------------------
 
-    def _own(self, number: int, loaded: Future[None]) -> None:
-        """Run one owner thread, which has one worker process at a time and serves jobs until `close`."""
-        worker = self._workers[number]
+    def _own(self, loaded: Future[None]) -> None:
+        """Run the owner thread, which has one worker process at a time and serves jobs until `close`."""
         try:
-            self._load_first(number, worker, loaded)
+            try:
+                self._worker.start()
+                loaded.set_result(None)
+            except BaseException as error:
+                loaded.set_exception(error)
             while (job := self._jobs.get()) is not None:
                 if not job.future.set_running_or_notify_cancel():
                     continue
                 try:
-                    job.future.set_result(self._score(worker, job))
+                    job.future.set_result(self._score(job))
                 except Closed:
                     job.future.set_exception(RunError(f"{self.name}: closed before it scored {named_samples(job.ids)}"))
                 except BaseException as error:
                     job.future.set_exception(error)
         finally:
-            worker.end()
-
-    def _load_first(self, number: int, worker: Worker, loaded: Future[None]) -> None:
-        """Start a thread's worker. The first thread reports whether the file loads; the others wait for its result."""
-        if number == 0:
-            try:
-                worker.start()
-                loaded.set_result(None)
-            except BaseException as error:
-                loaded.set_exception(error)
-            return
-        with contextlib.suppress(Exception):
-            loaded.result()
-            worker.start()  # if this fails, the first job reports it
+            self._worker.end()
 
     def _show(self, text: str) -> None:
-        """Print a traceback where the output of the function goes, and pass it to `say`."""
-        if self._log is None:
-            _to_stderr(text)
-        else:
-            with self._log.open("a") as log:
-                log.write(f"{text}\n")
+        """Print a traceback, and pass it to `say`."""
+        _to_stderr(text)
         if self._say is not _to_stderr:
             self._say(text)
 
-    def _score(self, worker: Worker, job: _Job) -> list[Score | Failed]:
+    def _score(self, job: _Job) -> list[Score | Failed]:
         best: list[Score | Failed] | None = None
         reason, num_attempts, num_kills = "", 0, 0
         while num_attempts <= self.retries:
             try:
-                samples = self._ask(worker, job.message)
+                samples = self._ask(job.message)
             except WorkerDied as died:
-                if died.is_from_outside and num_kills < self.max_kills:
+                if died.is_from_outside and num_kills < _MAX_KILLS:
                     num_kills += 1
                     continue
                 again = f", killed {num_kills + 1} times (is there enough memory?)" if died.is_from_outside else ""
@@ -216,7 +189,8 @@ class RewardFunction(Scorer):
             return [Failed(f"{self.name}: {reason} ({attempts}; {named_samples(job.ids)})")] * len(job.ids)
         return [self._named(sample, attempts, name) for sample, name in zip(best, job.ids, strict=True)]
 
-    def _ask(self, worker: Worker, message: dict[str, Any]) -> list[Score | Failed]:
+    def _ask(self, message: dict[str, Any]) -> list[Score | Failed]:
+        worker = self._worker
         answer = worker.call(message, self.timeout_s)
         if "error" in answer:
             limit = worker.task.max_memory_bytes

@@ -5,9 +5,9 @@ The thread that starts the process has to outlive it: the kernel ends the proces
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -38,7 +38,7 @@ class Task:
     file: str
     function: str
     max_memory_bytes: int | None = None
-    log_path: Path | None = None
+    is_silent: bool = False  # its output is dropped
     extra_path: tuple[str, ...] = ()  # folders to import from, besides those of this process
 
 
@@ -67,17 +67,16 @@ class WorkerProcess(ChildProcess):
     """A process that has loaded the user's file. Ends with `end`, with its owner thread, or with this program."""
 
     def __init__(self, task: Task, timeout_s: float, is_closed: Callable[[], bool], tracebacks: Tracebacks):
-        with contextlib.ExitStack() as stack:
-            log = 2 if task.log_path is None else stack.enter_context(open(task.log_path, "ab"))
-            super().__init__(
-                _WORKER,
-                {"file": task.file, "function": task.function, "path": [*sys.path, *task.extra_path]},
-                output=(log, log),
-                env={**os.environ, **wait_policy()},
-                dies_with_thread=True,
-                max_memory_bytes=task.max_memory_bytes,
-                is_closed=is_closed,
-            )
+        output = subprocess.DEVNULL if task.is_silent else 2
+        super().__init__(
+            _WORKER,
+            {"file": task.file, "function": task.function, "path": [*sys.path, *task.extra_path]},
+            output=(output, output),
+            env={**os.environ, **wait_policy()},
+            dies_with_thread=True,
+            max_memory_bytes=task.max_memory_bytes,
+            is_closed=is_closed,
+        )
         try:
             answer = self.receive(timeout_s)
             if "error" in answer:

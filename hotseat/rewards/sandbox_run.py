@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from hotseat.errors import SandboxError
 from hotseat.rewards.sandbox_command import Runner
 from hotseat.rewards.sandbox_groups import MemoryGroup
-from hotseat.rewards.sandbox_watch import Watch, below, children_of
+from hotseat.rewards.sandbox_watch import ProcessWatch, below, children_of
 from hotseat.rewards.seccomp import system_call_filter
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Running:
         settings = self._settings
         # bwrap has one process inside; the kernel's own limit counts those of the user.
         max_processes = settings.max_processes + 2 if settings.command is None else None
-        watch = Watch(settings.max_memory_bytes, settings.max_cpu_s, max_processes)
+        watch = ProcessWatch(settings.max_memory_bytes, settings.max_cpu_s, max_processes)
         assert process.stdout is not None
         assert process.stderr is not None
         with selectors.DefaultSelector() as selector:

@@ -25,7 +25,7 @@ class _Counts:
     cpu_s: float
 
 
-class Watch:
+class ProcessWatch:
     """Looks at all processes of a program, and returns the limit that they exceed together.
 
     The kernel's counts of a process are cheap to read, but a page that processes share is in the count of each. To

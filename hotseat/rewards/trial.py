@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from hotseat.failed import Failed
@@ -61,26 +59,25 @@ def try_reward(
         message["named"] = vars(NamedArguments(columns, answers, ids))
     deadline_s = time.monotonic() + timeout_s
     process = None
-    with tempfile.TemporaryDirectory() as folder:
-        task = Task(str(file), function, max_memory_bytes, Path(folder) / "output", tuple(extra_path))
+    task = Task(str(file), function, max_memory_bytes, is_silent=True, extra_path=tuple(extra_path))
+    try:
         try:
-            try:
-                process = WorkerProcess(task, timeout_s, lambda: False, Tracebacks(lambda text: None))
-            except (WorkerDied, ProtocolError) as error:
-                return Trial("broken", f"cannot be loaded: {error}")
-            if process.takes_names and columns is None:
-                return Trial("scored")
-            answer = process.call(message, deadline_s - time.monotonic())
-        except (WorkerTimeout, LoadedTooLate):
-            return Trial("late")
-        except NotLoaded as error:
-            is_absent = str(error).startswith(_ABSENT_PACKAGES)
-            return Trial("not here" if is_absent else "broken", f"cannot be loaded: {error}")
+            process = WorkerProcess(task, timeout_s, lambda: False, Tracebacks(lambda text: None))
         except (WorkerDied, ProtocolError) as error:
-            return Trial("failed", str(error))
-        finally:
-            if process is not None:
-                process.end()
+            return Trial("broken", f"cannot be loaded: {error}")
+        if process.takes_names and columns is None:
+            return Trial("scored")
+        answer = process.call(message, deadline_s - time.monotonic())
+    except (WorkerTimeout, LoadedTooLate):
+        return Trial("late")
+    except NotLoaded as error:
+        is_absent = str(error).startswith(_ABSENT_PACKAGES)
+        return Trial("not here" if is_absent else "broken", f"cannot be loaded: {error}")
+    except (WorkerDied, ProtocolError) as error:
+        return Trial("failed", str(error))
+    finally:
+        if process is not None:
+            process.end()
     return _judged(answer, len(queries))
 
 

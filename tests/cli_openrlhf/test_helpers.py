@@ -110,8 +110,8 @@ def test_without_math_verify_the_package_to_install_is_named(monkeypatch):
         grade_answer(None, "42")
 
 
-def scores_of(file: Path, log: Path) -> list[float]:
-    with RewardFunction(file, retries=0, timeout_s=WAIT_S, log_path=log) as function:
+def scores_of(file: Path) -> list[float]:
+    with RewardFunction(file, retries=0, timeout_s=WAIT_S) as function:
         queries = [r"q so it is \boxed{0.50}", r"q \boxed{3}", "q no"]
         scores = function.submit(queries, ["q"] * 3, [r"\frac{1}{2}"] * 3, ["0/0/0", "0/0/1", "0/0/2"]).result(WAIT_S)
     return [score.reward for score in scores]
@@ -120,7 +120,7 @@ def scores_of(file: Path, log: Path) -> list[float]:
 @pytest.mark.slow
 def test_a_reward_file_of_openrlhfs_examples_is_used_unchanged(tmp_path):
     (tmp_path / "math_reward_func.py").write_text(REWARD)
-    assert scores_of(tmp_path / "math_reward_func.py", tmp_path / "log") == [1.0, 0.0, 0.0]
+    assert scores_of(tmp_path / "math_reward_func.py") == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_openrlhf_itself_is_used_where_it_is_installed(tmp_path):
         "def extract_boxed_answer(text): return text\ndef grade_answer(given, truth): return given == ' no'\n"
     )
     (tmp_path / "reward.py").write_text(REWARD)
-    assert scores_of(tmp_path / "reward.py", tmp_path / "log") == [0.0, 0.0, 1.0]
+    assert scores_of(tmp_path / "reward.py") == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_beside_the_package_with_openrlhfs_commands_the_helpers_are_found(tmp_pa
 
     monkeypatch.syspath_prepend(str(DIRECTORY))
     (tmp_path / "reward.py").write_text(REWARD)
-    assert scores_of(tmp_path / "reward.py", tmp_path / "log") == [1.0, 0.0, 0.0]
+    assert scores_of(tmp_path / "reward.py") == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.slow

@@ -240,7 +240,7 @@ def test_none_does_not_apply_and_is_not_asked_for_again(tmp_path):
         "    calls += 1\n"
         "    return [float(calls), None, float(completions[2] == answer[2])]\n"
     )
-    with RewardFunction(tmp_path / "reward.py", log_path=tmp_path / "log") as function:
+    with RewardFunction(tmp_path / "reward.py") as function:
         named = NamedArguments({"prompt": "1+1=", "answer": "2"}, ["2", "3", "2"], [[1], [2], [1]])
         args = (["1+1=2"] * 3, ["1+1="] * 3, [""] * 3, ["0/0/0", "0/0/1", "0/0/2"])
         first, second, third = function.submit(*args, named).result(WAIT_S)

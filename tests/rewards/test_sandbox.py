@@ -24,7 +24,7 @@ from hotseat.rewards import Sandbox, SandboxSettings, sandbox_command, sandbox_r
 from hotseat.rewards.code import grade_code
 from hotseat.rewards.sandbox import Run, SandboxClosed
 from hotseat.rewards.sandbox_groups import MemoryGroup, MemoryGroups, find_parent
-from hotseat.rewards.sandbox_watch import Watch, below, wait_s
+from hotseat.rewards.sandbox_watch import ProcessWatch, below, wait_s
 from hotseat.rewards.seccomp import system_call_filter
 
 TIGHT = SandboxSettings(
@@ -686,7 +686,7 @@ class FakeProcesses:
 def test_pages_are_counted_only_if_the_kernels_counts_allow_memory_above_its_limit(tmp_path):
     fake, watch = (
         FakeProcesses(tmp_path),
-        Watch(TIGHT.max_memory_bytes, TIGHT.max_cpu_s, None, str(tmp_path)),
+        ProcessWatch(TIGHT.max_memory_bytes, TIGHT.max_cpu_s, None, str(tmp_path)),
     )  # 131,072 KiB
     fake.set(1, "2 3", 1 << 30)  # outside of what is looked at
     fake.set(2, kib=40_000)  # pages that cannot be counted are not asked for

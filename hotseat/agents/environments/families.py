@@ -98,20 +98,3 @@ def _absolute(name: str | None) -> str | None:
     if not dot_py or (rest and not rest.startswith(":")):
         return name
     return os.path.abspath(os.path.expanduser(file + dot_py)) + rest
-
-
-def settings_of(
-    *,
-    family: str | None,
-    name: str | None,
-    arguments: Mapping[str, Any],
-    file: str | None,
-    python: str | None,
-    num_processes: int,
-) -> EnvironmentSettings | None:
-    """Return what runs in processes of its own; None if nothing does."""
-    if family is None and (python is None or file is None):
-        return None
-    return EnvironmentSettings(
-        family, name, json.dumps(dict(arguments)), None if family is not None else file, python, num_processes
-    )

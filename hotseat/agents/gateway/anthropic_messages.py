@@ -21,9 +21,7 @@ _KNOWN = (
 
 async def create(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
     """Answer a request for a message."""
-    fields.check_known(body, _KNOWN)
-    fields.numbers(body, ("temperature", "top_p", "top_k"))
-    fields.flag(body, "stream")
+    fields.check(body, _KNOWN, ("temperature", "top_p", "top_k"))
     if body.get("max_tokens") is None:
         raise BadRequest("max_tokens: not set", "max_tokens")
     own = own_settings({name: body.get(name) for name in ("temperature", "top_p", "top_k")}, session.sampling)
@@ -80,7 +78,7 @@ def _messages(value: Any, system: Any) -> list[dict[str, Any]]:
                 messages.append({"role": role, "content": rest})
     checked = fields.messages(messages)
     if checked[-1]["role"] == "assistant":
-        raise BadRequest("messages: an answer that is begun by the client is not built in this gateway", "messages")
+        raise BadRequest("messages: an answer that is begun by the client is not supported by this gateway", "messages")
     return checked
 
 

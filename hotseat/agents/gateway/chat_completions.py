@@ -60,7 +60,7 @@ async def completions(body: Mapping[str, Any], session: Session, begin: Begin | 
     _check(body, _TEXT)
     for name in ("echo", "suffix"):
         if body.get(name):
-            raise BadRequest(f"{name}: not built in this gateway", name)
+            raise BadRequest(f"{name}: not supported by this gateway", name)
     number = fields.integer(body, "n", most=fields.MAX_ANSWERS) or 1
     if (fields.integer(body, "best_of") or number) != number:
         raise BadRequest("best_of: only the value of n is possible, because every answer is learned from", "best_of")
@@ -83,10 +83,8 @@ async def completions(body: Mapping[str, Any], session: Session, begin: Begin | 
 
 
 def _check(body: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    fields.check_known(body, known)
-    fields.numbers(body, _NUMBERS)
-    for name in ("stream", "return_token_ids"):
-        fields.flag(body, name)
+    fields.check(body, known, _NUMBERS)
+    fields.flag(body, "return_token_ids")
     if not isinstance(body.get("stream_options") or {}, dict):
         raise BadRequest("stream_options: not an object", "stream_options")
 

@@ -12,11 +12,16 @@ MAX_ANSWERS = 128  # of one request
 _MAX_STOPS = 16
 
 
-def check_known(body: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse fields that are not understood, unless they are null."""
+def check(body: Mapping[str, Any], known: Collection[str], numbers: Sequence[str]) -> None:
+    """Refuse fields that are not understood, unless they are null, and numbers that are none."""
     unknown = sorted(name for name, value in body.items() if name not in known and value is not None)
     if unknown:
-        raise BadRequest(f"{', '.join(unknown)}: not built in this gateway", unknown[0])
+        raise BadRequest(f"{', '.join(unknown)}: not supported by this gateway", unknown[0])
+    flag(body, "stream")
+    for name in numbers:
+        value = body.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or abs(value) == inf):
+            raise BadRequest(f"{name}: {value!r:.80} is not a number", name)
 
 
 def integer(body: Mapping[str, Any], name: str, *, least: int = 1, most: int | None = None) -> int | None:
@@ -45,14 +50,6 @@ def stops(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
     if not isinstance(listed, list) or len(listed) > _MAX_STOPS or not all(isinstance(s, str) and s for s in listed):
         raise BadRequest(f"{name}: not a string, nor a list of at most {_MAX_STOPS} strings", name)
     return tuple(listed)
-
-
-def numbers(body: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Check that fields are numbers where they are set."""
-    for name in names:
-        value = body.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or abs(value) == inf):
-            raise BadRequest(f"{name}: {value!r:.80} is not a number", name)
 
 
 def messages(value: Any, name: str = "messages") -> list[dict[str, Any]]:
@@ -85,5 +82,7 @@ def tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     for tool in value if isinstance(value, list) else [None]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRequest("tools: not a list of functions with names; other kinds of tools are not built", "tools")
+            raise BadRequest(
+                "tools: not a list of functions with names; other kinds of tools are not supported", "tools"
+            )
     return value

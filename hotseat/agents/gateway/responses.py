@@ -23,9 +23,7 @@ _KNOWN = (
 
 async def create(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
     """Answer a request for a response."""
-    fields.check_known(body, _KNOWN)
-    fields.numbers(body, ("temperature", "top_p", "top_k"))
-    fields.flag(body, "stream")
+    fields.check(body, _KNOWN, ("temperature", "top_p", "top_k"))
     for name, neutral in (("truncation", "disabled"), ("background", False), ("include", [])):
         if body.get(name) not in (None, neutral):
             raise BadRequest(f"{name}: only {neutral!r} is possible here", name)
@@ -79,7 +77,7 @@ def _messages(value: Any, instructions: Any) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind != "reasoning":
-            raise BadRequest(f"input[{at}]: items of type {kind} are not built in this gateway", "input")
+            raise BadRequest(f"input[{at}]: items of type {kind} are not supported by this gateway", "input")
     return fields.messages(messages, "input")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from hotseat.agents import Deadlines, ProgramSettings
-from hotseat.agents.environments.families import EnvironmentSettings, settings_of
+from hotseat.agents.environments.families import EnvironmentSettings
 from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_text
 from hotseat.config.image_paths import image_folder
@@ -175,14 +176,16 @@ def program_settings(config: Config) -> ProgramSettings:
 
 def environment_settings(config: Config) -> EnvironmentSettings | None:
     """Return the environments that play episodes in their own processes; None if there are none."""
-    agent = config.agent
-    return settings_of(
-        family=agent.environment.family,
-        name=agent.environment.name,
-        arguments=agent.environment.arguments,
-        file=agent.path,
-        python=agent.python,
-        num_processes=agent.environment.num_processes,
+    agent, environment = config.agent, config.agent.environment
+    if environment.family is None and (agent.python is None or agent.path is None):
+        return None
+    return EnvironmentSettings(
+        environment.family,
+        environment.name,
+        json.dumps(dict(environment.arguments)),
+        None if environment.family is not None else agent.path,
+        agent.python,
+        environment.num_processes,
     )
 
 

@@ -249,7 +249,7 @@ def num_tokens(question: str) -> int:
 
 
 REFUSED_CHATS = [
-    ({"audio": {}}, "audio: not built in this gateway"),
+    ({"audio": {}}, "audio: not supported by this gateway"),
     ({"n": 0}, "n: 0 is not a whole number from 1 to 128"),
     ({"stop": [""]}, "stop: not a string, nor a list of at most 16 strings"),
     ({"temperature": "hot"}, "temperature: 'hot' is not a number"),
@@ -287,13 +287,13 @@ REFUSED_CHATS = [
     ),
     (
         {"tools": [{"type": "web_search"}]},
-        "tools: not a list of functions with names; other kinds of tools are not built",
+        "tools: not a list of functions with names; other kinds of tools are not supported",
     ),
 ]
 REFUSED_TEXTS = [
     ({"prompt": [10**9]}, f"prompt: token 1000000000 is not one of the model's {len(tokenizer_of('smollm2'))}"),
     ({"prompt": [{}]}, "prompt: neither a text, nor token ids, nor a list of either"),
-    ({"prompt": "a", "echo": True}, "echo: not built in this gateway"),
+    ({"prompt": "a", "echo": True}, "echo: not supported by this gateway"),
     ({"prompt": "a", "best_of": 2}, "best_of: only the value of n is possible, because every answer is learned from"),
     (
         {"prompt": "a", "logprobs": 2},
@@ -754,7 +754,9 @@ def test_anthropics_protocol_with_a_tool_whole_and_streamed():
             async with theirs.messages.stream(messages=said, **fixed) as stream:
                 assert "".join([piece async for piece in stream.text_stream]) == "dad"
                 assert (await stream.get_final_message()).usage.output_tokens > 0
-            with pytest.raises(anthropic.BadRequestError, match="an answer that is begun by the client is not built"):
+            with pytest.raises(
+                anthropic.BadRequestError, match="an answer that is begun by the client is not supported"
+            ):
                 await theirs.messages.create(messages=[*QUESTION, {"role": "assistant", "content": "A"}], **fixed)
             with pytest.raises(anthropic.AuthenticationError):
                 await theirs.with_options(api_key="guessed").messages.create(messages=QUESTION, **fixed)
@@ -775,9 +777,9 @@ def test_what_the_other_protocols_cannot_is_refused_with_the_reason():
         ("/messages", {**question, "messages": []}),
     ) == [
         "input: neither a text nor a list of items",
-        "input[0]: items of type web_search_call are not built in this gateway",
+        "input[0]: items of type web_search_call are not supported by this gateway",
         "background: only False is possible here",
-        "previous_response_id: not built in this gateway",
+        "previous_response_id: not supported by this gateway",
         "max_tokens: not set",
         "tools: only tools of your own are possible, with name and input_schema",
         "messages: not a list with at least one message",
