@@ -82,15 +82,15 @@ class StartsAtThe(RayConnection):
 def test_ray_is_started_once_more_where_its_daemons_were_too_slow():
     slow = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
     connection = StartsAtThe(Exception(slow))
-    connection._start_own(1, None, 1 << 20, False)
+    connection._start_own({"num_gpus": 1})
     assert connection.num_starts == 2
     twice = StartsAtThe(Exception(slow), Exception(slow))
     with pytest.raises(Exception, match="timed out during startup"):
-        twice._start_own(1, None, 1 << 20, False)
+        twice._start_own({"num_gpus": 1})
     assert twice.num_starts == 2
     other = StartsAtThe(ValueError("num_gpus"))
     with pytest.raises(ValueError, match="num_gpus"):
-        other._start_own(1, None, 1 << 20, False)
+        other._start_own({"num_gpus": 1})
     assert other.num_starts == 1
 
 

@@ -424,7 +424,7 @@ def test_a_cluster_inside_a_cluster_shares_ray_and_leaves_it_running(ray_cluster
         with pytest.raises(PlacementError, match="leave num_devices out"):
             Cluster(num_devices=2)
     with pytest.raises(RunError, match="the cluster is closed"):
-        inner.put(1)
+        inner.launch("late", Plain)
     assert pair.call(Plain.add, 3) == [13, 13]
 
 
