@@ -142,5 +142,4 @@ def test_no_other_file_names_an_estimator_or_a_loss():
         if not file.startswith(HOMES):
             words = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
             found[file] = (words & names) - OTHERWISE.get(file, set())
-    exports = {"algorithms/__init__.py": {"gae"}}  # a function
-    assert {file: words for file, words in found.items() if words} == exports
+    assert not {file: words for file, words in found.items() if words}
