@@ -279,11 +279,6 @@ def normalise_by(advantages: Tensor, mask: Tensor, batch: Moments, *, with_std: 
     return sampled_only((values.to(torch.float64) - mean) * scale, mask).to(values.dtype)
 
 
-def normalise_globally(advantages: Tensor, mask: Tensor, *, with_std: bool = True) -> Tensor:
-    """Normalise a batch that is all on one rank by its own moments (see `normalise_by`)."""
-    return normalise_by(advantages, mask, moments(advantages, mask), with_std=with_std)
-
-
 # --------------------------------------------------------------------------------------------------------- estimators
 
 
@@ -352,7 +347,9 @@ def compute_advantages(
     A function takes the place of the baseline: see `call_estimator`. It compares whole episodes, by their totals.
     """
     facts = _facts(estimator, gamma, lam)
-    function = _comparison(estimator, facts)
+    function: Callable[..., Tensor] | None = None if isinstance(estimator, str) else estimator
+    if facts.compare is not None:
+        function = load(facts.compare)
     rewards = floating(rewards).to(layout.mask.device)
     alive = layout.sampled_per_episode > 0
     _refuse_failed("episode", torch.where(alive, rewards, 0.0))
@@ -475,13 +472,6 @@ def _facts(estimator: str | Callable[..., Tensor], gamma: float, lam: float) -> 
         others = " or ".join(names_that(ESTIMATORS, "needs_critic"))
         raise UserError(f"lambda {lam} has no effect with estimator {estimator!r}: set it to 1, or use {others}")
     return facts
-
-
-def _comparison(estimator: str | Callable[..., Tensor], facts: EstimatorEntry) -> Callable[..., Tensor] | None:
-    """Return the function that compares rewards with those of their group; None: they are not compared."""
-    if not isinstance(estimator, str):
-        return estimator
-    return None if facts.compare is None else load(facts.compare)
 
 
 def _refuse_failed(whose: str, rewards: Tensor) -> None:

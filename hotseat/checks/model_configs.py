@@ -68,7 +68,7 @@ def _model(
 
     from hotseat.train.liger import check_liger
     from hotseat.train.lora import check_language_targets, check_targets
-    from hotseat.train.policy_models import check_fit, check_length, check_stored_head, check_value_head
+    from hotseat.train.model_checks import check_fit, check_length, check_stored_head, check_value_head
 
     try:
         model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)

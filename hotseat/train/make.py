@@ -16,7 +16,7 @@ from hotseat.errors import UserError
 from hotseat.extensions import load
 from hotseat.registry.backends import backend_entry
 from hotseat.train.backend import Backend, TrainOptions, ZeroOptions
-from hotseat.train.policy_models import check_attention
+from hotseat.train.model_checks import check_attention
 
 
 def make_backend(

@@ -34,7 +34,6 @@ from hotseat.algorithms.advantages import (
     leave_one_out,
     moments,
     normalise_by,
-    normalise_globally,
     place_rewards,
 )
 from hotseat.algorithms.time_steps import step_starts
@@ -48,6 +47,11 @@ TWO = [[[0, 1, 1]], [[0, 1]]]  # two episodes, of 2 and 1 sampled tokens
 
 
 # ---------------------------------------------------------------------------------------------- baselines per episode
+
+
+def normalised(advantages, mask, *, with_std=True):
+    """Normalise a batch that is all on one rank."""
+    return normalise_by(advantages, mask, moments(advantages, mask), with_std=with_std)
 
 
 def test_group_mean_is_subtracted_in_uneven_groups_out_of_order():
@@ -269,14 +273,14 @@ def test_normalising_takes_mean_and_population_std_of_the_sampled_tokens():
     advantages = torch.tensor([1.0, NAN, 2.0, 3.0], dtype=torch.float64)
     mask = torch.tensor([True, False, True, True])
     assert moments(advantages, mask) == Moments(3, 6.0, 14.0)
-    assert_close(normalise_globally(advantages, mask), [-math.sqrt(1.5), 0, 0, math.sqrt(1.5)])
-    assert_close(normalise_globally(advantages, mask, with_std=False), [-1, 0, 0, 1])
+    assert_close(normalised(advantages, mask), [-math.sqrt(1.5), 0, 0, math.sqrt(1.5)])
+    assert_close(normalised(advantages, mask, with_std=False), [-1, 0, 0, 1])
 
 
 def test_the_variance_has_a_floor():
     # 0 and 2e-5: mean 1e-5, variance 1e-10 < 1e-8, so divided by 1e-4: -0.1, 0.1
     advantages = torch.tensor([0.0, 2e-5], dtype=torch.float64)
-    assert_close(normalise_globally(advantages, torch.ones(2, dtype=torch.bool)), [-0.1, 0.1], 1e-9)
+    assert_close(normalised(advantages, torch.ones(2, dtype=torch.bool)), [-0.1, 0.1], 1e-9)
 
 
 @quick
@@ -287,7 +291,7 @@ def test_normalising_equals_a_loop_over_the_tokens(layout, seed, with_std):
     mean = sum(kept) / len(kept) if kept else 0.0
     std = math.sqrt(max(sum((a - mean) ** 2 for a in kept) / len(kept), 1e-8)) if kept and with_std else 1.0
     expected = [(float(a) - mean) / std if m else 0.0 for a, m in zip(advantages, layout.mask, strict=True)]
-    actual = normalise_globally(with_rubbish(advantages, layout.mask), layout.mask, with_std=with_std)
+    actual = normalised(with_rubbish(advantages, layout.mask), layout.mask, with_std=with_std)
     assert_close(actual, expected, 1e-9)
 
 
@@ -298,12 +302,12 @@ def test_ranks_that_add_up_moments_normalise_like_one(seed, cuts):
     parts = torch.tensor_split(torch.arange(20), sorted(cuts))
     batch = reduce(add, [moments(advantages[part], mask[part]) for part in parts])
     together = torch.cat([normalise_by(advantages[part], mask[part], batch) for part in parts])
-    assert_close(together, normalise_globally(advantages, mask), 1e-9)
+    assert_close(together, normalised(advantages, mask), 1e-9)
 
 
 def test_normalising_nothing_gives_zeros():
     nothing = torch.zeros(3, dtype=torch.bool)
-    assert_close(normalise_globally(torch.full((3,), NAN), nothing), [0, 0, 0])
+    assert_close(normalised(torch.full((3,), NAN), nothing), [0, 0, 0])
 
 
 # --------------------------------------------------------------------------------------------------------- estimators

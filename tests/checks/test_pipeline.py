@@ -13,7 +13,7 @@ from hotseat.config import loads
 from hotseat.errors import BatchError, DataError, HotseatError, UnsupportedError, UserError
 from hotseat.loop.run import start
 from hotseat.loop.settings.training_options import reward_options, train_options
-from hotseat.train.policy_models import check_value_head
+from hotseat.train.model_checks import check_value_head
 
 KL = "{kl: {coef: 0.1}}"
 TWO = "{component_placement: {actor: 0-1}}"

@@ -185,5 +185,4 @@ def test_no_other_file_names_an_estimator_a_loss_a_correction_or_a_task():
         if not file.startswith(HOMES):
             words = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
             found[file] = (words & names) - OTHERWISE.get(file, set())
-    exports = {"algorithms/__init__.py": {"gae"}}  # a function
-    assert {file: words for file, words in found.items() if words} == exports
+    assert not {file: words for file, words in found.items() if words}

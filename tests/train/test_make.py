@@ -56,7 +56,7 @@ def test_a_chosen_attention_is_used_and_computes_the_same(attention: str) -> Non
     ],
 )
 def test_an_attention_that_is_not_there_is_refused(attention: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotseat.train.policy_models.find_spec", lambda name: None)
+    monkeypatch.setattr("hotseat.train.model_checks.find_spec", lambda name: None)
     with pytest.raises(UserError, match=says):
         check_options(TrainOptions(layout="padded", attention=attention))
 
