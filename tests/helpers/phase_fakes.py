@@ -89,13 +89,13 @@ class FakeGroup(WorkerGroup[Any]):
     def named(self, method: str) -> list[Call]:
         return [call for call in self.calls if call.method == method]
 
-    def alive(self) -> list[bool]:
-        return list(self._is_alive)
+    def states(self) -> list[str]:
+        return ["running" if is_alive else "gone" for is_alive in self._is_alive]
 
     def kill(self, rank: int = 0) -> None:
         self._is_alive[rank] = False
 
-    def restart(self, rank: int, *, timeout_s: float | None = None) -> None:
+    def restart(self, rank: int) -> None:
         self._log.append(f"restart {self.name} {rank}")
         self.workers[rank] = self._make(rank)
         self._is_alive[rank] = True
