@@ -49,7 +49,7 @@ def test_a_rank_that_is_ready_is_not_shown_as_starting_although_nobody_waits_for
     starting = SimpleNamespace(futures={0: made, 1: under_way})
     processes = [RankProcess(Process(rank, 0)) for rank in range(2)]
     group = RayGroup("actor", processes, timeout_s=1, log_directory="", start=lambda *_: starting)
-    group.begin(1)
+    group.begin(group.ranks, within_s=1)
     assert doing_in(SimpleNamespace(groups={"actor": group})) == ["actor 1: starting its process"]
 
 
