@@ -344,9 +344,7 @@ def test_models_take_the_device_one_after_another(task, monkeypatch):
         class Turn:
             def __enter__(inner):
                 found.__enter__()
-                aside = set()
-                for move in self.moves:  # everything begins on the device
-                    (aside.add if move.is_leaving else aside.discard)((move.role, move.part))
+                aside = {(name, str(part)) for (name, _), parts in self._offloaded.items() for part in parts}
                 step = next(s for s in self._plan.steps if s.phase == phase and role in s.roles)
                 [device] = self._plan.groups
                 at = next(each for each in device.steps if each.step == step.name)
