@@ -19,11 +19,11 @@ from hotseat.registry.roles import ROLES
 PACKAGE = Path(__file__).parents[2] / "hotseat"
 # Checking a field, deriving which roles there are, or advising another value, is not yet doing what it says.
 NOT_READERS = (
-    *("config/schema.py", "config/checks/", "config/conditions.py", "config/load.py", "config/unsupported.py"),
+    *("config/schema.py", "config/conflicts/", "config/conditions.py", "config/load.py", "config/unsupported.py"),
     "config/presence.py",
     *("checks/named_files.py", "checks/cpu.py", "planning/advisor.py", "cli/"),
 )
-_LAST = ("planning/config_plan.py", "config/")  # these size a run; others carry it out
+_LAST = ("planning/config_plan.py", "planning/role_specs.py", "config/")  # these size a run; others carry it out
 
 Names = dict[str, tuple[str, ...]]  # variable -> the dotted sections it may be; the whole config is ""
 
@@ -94,8 +94,8 @@ def _resolve(node: ast.expr, names: Names) -> Iterator[str]:
         if isinstance(node, ast.Name) and parts[0].lstrip("_") == "config":  # of an object that holds the config
             yield ".".join(parts[1:])
             return
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_section":  # of any role
-        for role in ROLES.values():
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "section_of_role":
+        for role in ROLES.values():  # it may be any
             yield ".".join([role.section, *parts])
     if isinstance(node, ast.Name):
         for section in names.get(node.id, ()):
