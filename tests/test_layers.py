@@ -59,6 +59,7 @@ ALLOWED_SIBLINGS = {
     ("config", "words"),
     ("config", "registry"),
     ("registry", "errors"),
+    ("registry", "user_functions"),
     ("vision", "errors"),
     ("user_functions", "errors"),
 }
