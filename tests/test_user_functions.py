@@ -236,7 +236,8 @@ def test_paths_mean_the_same_in_every_process(tmp_path, monkeypatch):
 
 
 OWN = """
-from hotseat.algorithms import group_normalised, ppo_loss
+from hotseat.algorithms.advantages import group_normalised
+from hotseat.algorithms.policy_loss import ppo_loss
 
 
 def loss(log_probs, old_log_probs, advantages, layout, *, eps_low, eps_high):

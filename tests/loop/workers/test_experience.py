@@ -245,7 +245,7 @@ def groups_with_equal_rewards(draw: random.Random, num_groups: int):
 def test_equal_rewards_have_exactly_no_advantage_however_turns_divide_them(estimator, tmp_path):
     if estimator == "user":
         file = tmp_path / "mine.py"
-        file.write_text("from hotseat.algorithms import group_normalised as mine\n")
+        file.write_text("from hotseat.algorithms.advantages import group_normalised as mine\n")
         estimator = f"{file}:mine"
     groups = groups_with_equal_rewards(random.Random(3), 100)
     batch = flatten(groups)
