@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Triton kernels for what a Llama-like layer computes between matrix products: norms, rotations, gated activations.
+"""Triton kernels for what a Llama-like layer computes between matrix products: norms, rotations, attention, activation.
 
 Each reads its inputs and writes its outputs once, and computes in float32. Numbers are rounded to the model's type
 where a comment says so, and when they are stored.
@@ -11,6 +11,8 @@ import triton.language as tl
 
 _COLUMNS = 1024  # of a row of gates that one program computes at most
 _MANY_ROWS = 1024  # from which on a program rotates 16 heads instead of 4: there are programs enough for the device
+_MANY_PROGRAMS = 512  # that keep a device busy
+_MAX_SPLITS = 16  # of the keys of one sequence
 
 
 @triton.jit
@@ -183,4 +185,134 @@ def silu_product(gate_up: torch.Tensor) -> torch.Tensor:
     block = min(_COLUMNS, triton.next_power_of_2(size))
     with torch.cuda.device_of(gate_up):
         _silu_product_kernel[(rows, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _attend_kernel(
+    qkv,  # [rows, heads, DIM], of which the first NUM_KV * GROUPS heads are queries
+    positions,  # [rows] int64
+    keys,  # [slots, NUM_KV, max_keys, DIM]
+    values,
+    out,  # [rows, NUM_KV * GROUPS, DIM]; with SPLITS > 1 [rows, NUM_KV * GROUPS, SPLITS, DIM] float32
+    stats,  # [rows, NUM_KV * GROUPS, SPLITS, 2] float32: maximum and sum of the weights; with SPLITS > 1
+    row_stride,
+    max_keys,
+    scale,
+    NUM_KV: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # 64 bits: a cache may have more than 2^31 elements.
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    num_keys = tl.load(positions + row).to(tl.int32) + 1
+    span = tl.cdiv(tl.cdiv(num_keys, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
+    start = split * span
+    end = tl.minimum(num_keys, start + span)
+
+    group = tl.arange(0, BLOCK_GROUPS)
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    head = kv_head * GROUPS + group
+    is_query = (group < GROUPS)[:, None] & (column < DIM)
+    query = tl.load(qkv + row * row_stride + head[:, None] * DIM + column, mask=is_query, other=0.0)
+    first = (row * NUM_KV + kv_head) * max_keys * DIM
+    highest = tl.full([BLOCK_GROUPS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_GROUPS], tl.float32)
+    attended = tl.zeros([BLOCK_GROUPS, BLOCK_DIM], tl.float32)
+    for at in range(start, end, BLOCK_KEYS):
+        key = at + tl.arange(0, BLOCK_KEYS)
+        is_key = key < end
+        place = first + key[:, None] * DIM + column
+        is_there = is_key[:, None] & (column < DIM)
+        score = tl.dot(query, tl.trans(tl.load(keys + place, mask=is_there, other=0.0)), input_precision=PRECISION)
+        score = tl.where(is_key[None, :], score * scale, float("-inf"))
+        raised = tl.maximum(highest, tl.max(score, axis=1))
+        weight = tl.exp(score - raised[:, None])
+        kept = tl.exp(highest - raised)
+        total = total * kept + tl.sum(weight, axis=1)
+        value = tl.load(values + place, mask=is_there, other=0.0)
+        # Rounded to the model's type, as by torch's fused attention.
+        attended = attended * kept[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        highest = raised
+
+    place = (row * (NUM_KV * GROUPS) + head) * SPLITS + split
+    if SPLITS == 1:
+        attended = (attended / total[:, None]).to(out.dtype.element_ty)
+    else:
+        tl.store(stats + 2 * place, highest, mask=group < GROUPS)
+        tl.store(stats + 2 * place + 1, total, mask=group < GROUPS)
+    tl.store(out + place[:, None] * DIM + column, attended, mask=is_query)
+
+
+@triton.jit
+def _merge_kernel(
+    parts,  # [rows, SPLITS, DIM] float32
+    stats,  # [rows, SPLITS, 2] float32
+    out,  # [rows, DIM]
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    split = row * SPLITS + tl.arange(0, SPLITS)
+    column = tl.arange(0, BLOCK_DIM)
+    highest = tl.load(stats + 2 * split)
+    share = tl.exp(highest - tl.max(highest, axis=0))  # 0 where a split has no keys
+    total = tl.sum(tl.load(stats + 2 * split + 1) * share, axis=0)
+    part = tl.load(parts + split[:, None] * DIM + column[None, :], mask=(column < DIM)[None, :], other=0.0)
+    attended = tl.sum(part * share[:, None], axis=0) / total
+    tl.store(out + row * DIM + column, attended.to(out.dtype.element_ty), mask=column < DIM)
+
+
+def attend(
+    qkv: torch.Tensor, num_heads: int, positions: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Attend from one query per slot to the keys of its slot, up to its position.
+
+    qkv: [rows, num_heads + 2 * kv_heads, dim], contiguous, of which queries are read. positions: [rows] int64. cache:
+    keys and values, each [slots, kv_heads, max_keys, dim]; row r reads slot r. -> [rows, num_heads * dim].
+
+    Where rows are few, the keys of each are split over several programs, whose results are merged.
+    """
+    rows, heads, dim = qkv.shape
+    num_kv = (heads - num_heads) // 2
+    keys, values = cache
+    num_splits = min(_MAX_SPLITS, triton.next_power_of_2(triton.cdiv(_MANY_PROGRAMS, rows * num_kv)))
+    block_dim = max(16, triton.next_power_of_2(dim))
+    out = qkv.new_empty(rows, num_heads * dim)
+    parts, stats = out, out
+    if num_splits > 1:
+        parts = qkv.new_empty(rows, num_heads, num_splits, dim, dtype=torch.float32)
+        stats = qkv.new_empty(rows, num_heads, num_splits, 2, dtype=torch.float32)
+    with torch.cuda.device_of(qkv):
+        _attend_kernel[(rows, num_kv, num_splits)](
+            qkv,
+            positions,
+            keys,
+            values,
+            parts,
+            stats,
+            qkv.stride(0),
+            keys.shape[2],
+            dim**-0.5,
+            NUM_KV=num_kv,
+            GROUPS=num_heads // num_kv,
+            DIM=dim,
+            SPLITS=num_splits,
+            BLOCK_GROUPS=max(16, triton.next_power_of_2(num_heads // num_kv)),
+            BLOCK_KEYS=64,
+            BLOCK_DIM=block_dim,
+            PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
+            num_warps=4,
+            num_stages=3,
+        )
+        if num_splits > 1:
+            _merge_kernel[(rows * num_heads,)](parts, stats, out, DIM=dim, SPLITS=num_splits, BLOCK_DIM=block_dim)
     return out

@@ -5,9 +5,6 @@ LLaVA's language models are among these: its visual encoder runs as it is, and t
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3Model,
 )
+from transformers.activations import SiLUActivation
 
 from hotseat.algorithms.head import HALVES, project
 from hotseat.errors import RunError
@@ -44,6 +42,7 @@ from hotseat.rollout.slot_cache import (
     padded,
     without_last,
 )
+from hotseat.rollout.triton_kernels import triton_kernels
 from hotseat.vision import Vision
 
 _LLAMA_LIKE = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -124,24 +123,6 @@ class _Norm:
         self.eps: float = norm.variance_epsilon
 
 
-@functools.cache
-def _cuda_kernels(device: torch.device) -> Any:
-    """Return the module of Triton kernels, or None if Triton is missing or does not work: it needs a C compiler."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    one = torch.ones(1, 16, device=device)
-    try:
-        from hotseat.rollout import llama_kernels
-
-        llama_kernels.rms_norm(one, one[0], 0.0)
-    except Exception as error:
-        warnings.warn(
-            f"layers are computed without the faster kernels, since Triton does not work here: {error}", stacklevel=2
-        )
-        return None
-    return llama_kernels
-
-
 def _rms_norm(x: Tensor, norm: _Norm) -> Tensor:
     weight, eps = norm.weight, norm.eps
     if x.dtype == torch.float32:
@@ -160,9 +141,13 @@ class _Layer:
         has_head_norms = hasattr(attention, "q_norm")
         self.q_norm = _Norm(attention.q_norm) if has_head_norms else None
         self.k_norm = _Norm(attention.k_norm) if has_head_norms else None
+        # Weight and epsilon of the norm of query heads, and of key heads.
+        self.head_norms: tuple[Tensor, float, Tensor, float] | None = None
+        if self.q_norm is not None and self.k_norm is not None:
+            self.head_norms = (self.q_norm.weight, self.q_norm.eps, self.k_norm.weight, self.k_norm.eps)
         self.out, self.out_bias = _fuse([attention.o_proj], in_major)
         self.gate_up, self.gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj], in_major)
-        self.act = F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn
+        self.act = F.silu if isinstance(mlp.act_fn, nn.SiLU | SiLUActivation) else mlp.act_fn
         self.down, self.down_bias = _fuse([mlp.down_proj], in_major)
 
 
@@ -253,7 +238,8 @@ class LlamaSlots:
         # Kernels that read and write less. Their last bits may depend on the rows beside, which matters on a CPU alone.
         self._is_lean = device.type == "cuda"
         # Triton's, where it works: one or two kernels between two matrix products, instead of up to six.
-        self._kernels = _cuda_kernels(device) if device.type == "cuda" else None
+        kernels = triton_kernels(device) if device.type == "cuda" else None
+        self._kernels = kernels and kernels.layers
 
     def _rms_norm(self, x: Tensor, norm: _Norm) -> Tensor:
         if self._kernels is None:
@@ -267,28 +253,20 @@ class LlamaSlots:
             return self._cos, self._sin
         return self._cos[positions][:, None], self._sin[positions][:, None]
 
-    def _heads(
-        self,
-        layer: _Layer,
-        x: Tensor,
-        positions: Tensor,
-        angles: tuple[Tensor, Tensor],
-        into: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project and rotate: [rows, hidden] -> query [rows, heads, dim], key and value [rows, kv_heads, dim].
-
-        into: a layer's keys and values in the cache, [slots, kv_heads, max_keys, dim] each. Kernels write rotated keys
-        and values there, and the returned key is not rotated then. Without kernels nothing is written.
-        """
-        num_heads, num_kv = self._num_heads, self._num_kv_heads
+    def _project(self, layer: _Layer, x: Tensor) -> Tensor:
+        """Project to queries, keys and values: [rows, hidden] -> [rows, heads + 2 * kv_heads, dim]."""
         qkv = _linear(self._rms_norm(x, layer.norm_1), layer.qkv, layer.qkv_bias)
-        qkv = qkv.view(x.shape[0], num_heads + 2 * num_kv, self._head_dim)
+        return qkv.view(x.shape[0], self._num_heads + 2 * self._num_kv_heads, self._head_dim)
+
+    def _heads(
+        self, layer: _Layer, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project and rotate: [rows, hidden] -> query [rows, heads, dim], key and value [rows, kv_heads, dim]."""
+        num_heads, num_kv = self._num_heads, self._num_kv_heads
+        qkv = self._project(layer, x)
         qk, value = qkv[:, : num_heads + num_kv], qkv[:, num_heads + num_kv :]
         if self._kernels is not None:
-            norms = None
-            if layer.q_norm is not None and layer.k_norm is not None:
-                norms = (layer.q_norm.weight, layer.q_norm.eps, layer.k_norm.weight, layer.k_norm.eps)
-            self._kernels.rotate(qkv, num_heads, positions, angles, norms, into)
+            self._kernels.rotate(qkv, num_heads, positions, angles, layer.head_norms)
             return qk[:, :num_heads], qk[:, num_heads:], value
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = torch.cat([_rms_norm(qk[:, :num_heads], layer.q_norm), _rms_norm(qk[:, num_heads:], layer.k_norm)], 1)
@@ -327,10 +305,14 @@ class LlamaSlots:
     def step_shape(self, num_rows: int, num_keys: int) -> tuple[int, int]:
         if self._graphs is None:
             return padded(num_rows), padded(num_keys)
-        # Few shapes, since each is recorded: powers of two, and for keys three between.
+        # Few shapes, since each is recorded: powers of two, for many rows one between, for keys three.
         rows, keys = ROWS, 128
         while rows < num_rows:
             rows *= 2
+        if rows >= _MANY_ROWS and 3 * rows // 4 >= num_rows:
+            rows = 3 * rows // 4
+        if self._kernels is not None:  # which read as many keys as there are
+            return min(rows, self.cache.num_slots), self.cache.max_keys
         while keys < num_keys:
             keys *= 2
         keys = next(k for k in (5 * keys // 8, 6 * keys // 8, 7 * keys // 8, keys) if k >= num_keys)
@@ -350,13 +332,19 @@ class LlamaSlots:
         rows = tokens.shape[0]
         x = F.embedding(tokens, self._embedding)
         angles = self._angles(positions)
+        if self._kernels is not None:
+            for index, layer in enumerate(self._layers):
+                cache = self.cache.layers[index]
+                qkv = self._project(layer, x)
+                self._kernels.rotate(qkv, self._num_heads, positions, angles, layer.head_norms, cache)
+                x = self._rest(layer, x, self._kernels.attend(qkv, self._num_heads, positions, cache))
+            return self.logits(x)
         bias = causal_bias(positions, num_keys, x.dtype)
-        at = self.cache.rows_at(positions) if self._kernels is None else None
+        at = self.cache.rows_at(positions)
         for index, layer in enumerate(self._layers):
             keys, values = self.cache.layers[index]
-            query, key, value = self._heads(layer, x, positions, angles, (keys, values))
-            if at is not None:
-                self.cache.append(index, at, key, value)
+            query, key, value = self._heads(layer, x, positions, angles)
+            self.cache.append(index, at, key, value)
             # The query heads of a group share their keys, so they can be computed as several queries of one head.
             attended = F.scaled_dot_product_attention(
                 query.reshape(rows, self._num_kv_heads, self._groups, self._head_dim),

@@ -35,12 +35,19 @@ class EngineSequence:
         """Count the keys in its slot after the next step, which adds those of the newest token."""
         return len(self.prompt) + len(self.token_ids)
 
-    def append(self, token_id: int, log_prob: float, version: int) -> Literal["stop", "length"] | None:
-        """Append one sampled token; return why it was the last, or None."""
-        self.token_ids.append(token_id)
-        self.log_probs.append(log_prob)
-        self.versions.append(version)
-        if token_id in self.stop_ids:
+    @property
+    def max_keys(self) -> int:
+        """Count the keys in its slot after the last step that it may take."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+    def extend(
+        self, token_ids: Sequence[int], log_probs: Sequence[float], version: int
+    ) -> Literal["stop", "length"] | None:
+        """Append sampled tokens, of which only the last may end it; return why it does, or None."""
+        self.token_ids += token_ids
+        self.log_probs += log_probs
+        self.versions += [version] * len(token_ids)
+        if self.token_ids and self.token_ids[-1] in self.stop_ids:
             return "stop"
         return "length" if len(self.token_ids) == self.max_new_tokens else None
 

@@ -166,9 +166,11 @@ class SlotCache:
             _copy(self.keys[:, run, :, : prefix.num_tokens], prefix.keys[:, None])
             _copy(self.values[:, run, :, : prefix.num_tokens], prefix.values[:, None])
 
-    def move(self, source: int, target: int, num_keys: int) -> None:
-        for cache in (self.keys, self.values):
-            cache[:, target, :, :num_keys] = cache[:, source, :, :num_keys]
+    def move(self, sources: Tensor, targets: Tensor, num_keys: int) -> None:
+        """Copy the first keys of some slots to others, layer by layer: [count] int64 each."""
+        for layer in self.layers:
+            for cache in layer:
+                cache[targets, :, :num_keys] = cache[sources, :, :num_keys]
 
     def erase(self, slot: int) -> None:
         self.keys[:, slot] = 0

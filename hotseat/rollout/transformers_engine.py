@@ -7,12 +7,12 @@ values of a prompt, computed once for all samples of it.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +40,8 @@ class SlotOptions:
     one is known. fp32_head: logits of a 16-bit model are float32, as the trainer's are; False rounds them to the
     model's type. prefix_cache_tokens: how many prompt tokens to keep for other samples of the same prompt; by default
     8 * max_length. keeps_cache: requests in flight keep their keys and values when weights change; False recomputes
-    them. tokens_at_once: how many tokens of each sequence are sampled before the host looks at them, where only the
-    number of tokens ends sequences, as chunks of actions do; by default 16 on a CUDA device and 1 on a CPU.
+    them. tokens_at_once: how many tokens of each sequence are sampled at most before the host looks at them; by default
+    16 on a CUDA device and 1 on a CPU.
     """
 
     device: str | torch.device = "cpu"
@@ -123,6 +123,7 @@ class TransformersEngine(Engine):
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # to be appended next
         self._positions = torch.zeros_like(self._tokens)  # of that token
         self._first = torch.zeros_like(self._tokens)  # position of the last prompt token
+        self._last = torch.zeros_like(self._tokens)  # position of the last token that may be decoded
         self._shifts = torch.zeros_like(self._tokens) if self._slots.has_shifts else None  # see `SlotModel.decode`
         self._temperatures = torch.ones(rows, device=self._device)
         self._is_greedy = torch.zeros(rows, dtype=torch.bool, device=self._device)
@@ -150,70 +151,94 @@ class TransformersEngine(Engine):
     def _step(self) -> None:
         """Append tokens to every running sequence, after free slots were given to waiting ones."""
         self._admit()
-        running = self._running
-        if not running:
+        active = [(slot, sequence) for slot, sequence in enumerate(self._running) if sequence is not None]
+        if not active:
             return
+        sequences = [sequence for _, sequence in active]
+        filters = _Filters.of(active, self._device)
+        is_greedy = self._is_greedy if any(s.is_greedy for s in sequences) else None
         # [tokens, 2, rows]: all tokens and log-probs come in one transfer.
-        sampled = torch.stack([self._sample(ahead) for ahead in range(self._num_at_once())]).tolist()
+        sampled = torch.stack(
+            [self._sample(sequences, ahead, filters, is_greedy) for ahead in range(self._num_at_once(sequences))]
+        )
+        self._take(active, sampled.cpu().numpy())
+
+    def _take(self, active: Sequence[tuple[int, EngineSequence]], sampled: Any) -> None:
+        """Append what was sampled, [tokens, 2, rows], to the sequences in these slots; complete those that end."""
+        tokens, log_probs = sampled[:, 0], sampled[:, 1]
+        num_tokens = len(tokens)
+        counts = np.full(tokens.shape[1], num_tokens)  # of the tokens of each row, up to one that ends it
+        rows_of: dict[frozenset[int], list[int]] = {}
+        for slot, sequence in active:
+            rows_of.setdefault(sequence.stop_ids, []).append(slot)
+        for stop_ids, rows in rows_of.items():
+            is_stop = np.isin(tokens[:, rows], list(stop_ids))
+            counts[rows] = np.where(is_stop.any(0), is_stop.argmax(0) + 1, num_tokens)
+        is_finite = np.isfinite(log_probs)
+        num_finite = np.where(is_finite.all(0), num_tokens, is_finite.argmin(0)).tolist()
+        by_row, scores = tokens.T.astype(np.int64).tolist(), log_probs.T.tolist()
         done: list[tuple[EngineSequence, Completion | HotseatError]] = []
-        for tokens, log_probs in sampled:
-            for slot, sequence in enumerate(running):
-                if sequence is None:  # it ended before the others
-                    continue
-                log_prob = log_probs[slot]
-                if not math.isfinite(log_prob):
-                    done.append((sequence, sequence.not_finite(self._serving.version)))
-                    self._slots.cache.erase(slot)  # a NaN that is masked would stay NaN for the next sequence here
-                    running[slot] = None
-                    continue
-                finish = sequence.append(int(tokens[slot]), log_prob, self._serving.version)
-                if finish is not None:
-                    done.append((sequence, sequence.completion(finish)))
-                    running[slot] = None
-            self._steps.record(len(running))
+        ended = []
+        num_sampled = 0
+        for slot, sequence in active:
+            limit = min(int(counts[slot]), sequence.max_new_tokens - len(sequence.token_ids))
+            count = min(limit, num_finite[slot])
+            finish = sequence.extend(by_row[slot][:count], scores[slot][:count], self._serving.version)
+            num_sampled += count
+            if count < limit:
+                done.append((sequence, sequence.not_finite(self._serving.version)))
+                self._slots.cache.erase(slot)  # a NaN that is masked would stay NaN for the next sequence here
+                ended.append(slot)
+            elif finish is not None:
+                done.append((sequence, sequence.completion(finish)))
+                ended.append(slot)
+        for slot in ended:
+            self._running[slot] = None
+        self._clear(ended)
+        self._steps.record(num_sampled)
         self._requests.complete(done)
 
-    def _num_at_once(self) -> int:
+    def _num_at_once(self, sequences: Sequence[EngineSequence]) -> int:
         """Count the tokens to sample before the host looks at them.
 
-        What may end on a token is looked at after each, except for placeholders of images: these are rare, and what
-        follows one is dropped.
+        What follows a token that ends its sequence is dropped: rows are computed in vain for a while, where otherwise
+        the device would wait for the host after every token. Placeholders of images end sequences too, but are rare.
         """
-        sequences = [sequence for sequence in self._running if sequence is not None]
-        if self._max_at_once == 1 or any(not s.stop_ids <= self.placeholder_ids for s in sequences):
+        if self._max_at_once == 1:
             return 1
-        return min(self._max_at_once, *(s.max_new_tokens - len(s.token_ids) for s in sequences))
+        left = [sequence.max_new_tokens - len(sequence.token_ids) for sequence in sequences]
+        if all(sequence.stop_ids <= self.placeholder_ids for sequence in sequences):
+            return min(self._max_at_once, min(left))
+        # The host takes about as long for every sequence; with few of them, answers should not wait for long.
+        return min(self._max_at_once, max(left), max(4, len(sequences) // 16))
 
-    def _sample(self, ahead: int) -> Tensor:
+    def _sample(
+        self, sequences: Sequence[EngineSequence], ahead: int, filters: _Filters | None, is_greedy: Tensor | None
+    ) -> Tensor:
         """Decode and sample one token of every slot, `ahead` tokens after those that sequences know of.
 
         Returns tokens and log-probs, [2, rows] float64, in which both are exact. Nothing waits for the device.
         """
         faults.reach("generation.during")
-        running = self._running
-        num_keys = max(s.num_keys for s in running if s is not None) + ahead
-        rows, num_keys = self._slots.step_shape(len(running), num_keys)
+        num_running = len(self._running)
+        num_keys = max(min(s.num_keys + ahead, s.max_keys) for s in sequences)
+        rows, num_keys = self._slots.step_shape(num_running, num_keys)
         positions = self._positions[:rows]
         shifts = None if self._shifts is None else self._shifts[:rows]
         logits = self._slots.decode(self._tokens[:rows], positions, num_keys, shifts)
-
-        logits = logits / self._temperatures[:rows, None]
-        filters = [(i, s.request.sampling) for i, s in enumerate(running) if s is not None and s.is_filtered]
-        if filters:
-            vocab_size = logits.shape[1]
-            chosen = self._column([slot for slot, _ in filters], torch.int64)
-            top_k = self._column([min(s.top_k or vocab_size, vocab_size) for _, s in filters], torch.int64)
-            top_p = self._column([s.top_p for _, s in filters], torch.float64)
-            logits[chosen] = filtered(logits[chosen], top_k, top_p)
-        has_greedy = any(s is not None and s.is_greedy for s in running)
+        temperatures = self._temperatures[:rows]
+        if filters is not None:
+            logits = filters.apply(logits / temperatures[:, None])
+            temperatures = torch.ones_like(temperatures)
         uniform = self._uniforms[:rows].gather(1, (positions - self._first[:rows])[:, None])[:, 0]
-        tokens, log_probs = sample(logits, uniform, self._is_greedy[:rows] if has_greedy else None)
-        self._tokens[: len(running)] = tokens[: len(running)]
-        self._positions[: len(running)] += 1
+        tokens, log_probs = sample(logits, temperatures, uniform, None if is_greedy is None else is_greedy[:rows])
+        self._tokens[:num_running] = tokens[:num_running]
+        # Sequences that end stay at their last position until the host has looked.
+        torch.minimum(positions[:num_running] + 1, self._last[:num_running], out=positions[:num_running])
         return torch.stack([tokens.double(), log_probs.double()])
 
     def _admit(self) -> None:
-        """Give free slots to waiting sequences, and close the gaps that remain, so that running ones come first."""
+        """Give free slots to waiting sequences; close the gaps that remain where fewer rows can be decoded then."""
         running = self._running
         gaps = [slot for slot, sequence in enumerate(running) if sequence is None]
         admitted = self._requests.take_waiting(self._num_slots - len(running) + len(gaps))
@@ -223,13 +248,13 @@ class TransformersEngine(Engine):
             running[slot] = sequence
         if admitted:
             self._fill(slots, admitted)
-        for slot in gaps[len(admitted) :]:
-            while running and running[-1] is None:
-                self._clear(len(running) - 1)
-                running.pop()
-            if slot < len(running):
-                self._move(len(running) - 1, slot)
-                running[slot] = running.pop()
+        num_active = sum(sequence is not None for sequence in running)
+        if self._slots.step_shape(num_active, 1)[0] < self._slots.step_shape(len(running), 1)[0]:
+            sources = [slot for slot in range(num_active, len(running)) if running[slot] is not None]
+            if sources:
+                self._move(sources, [slot for slot in range(num_active) if running[slot] is None])
+        while running and running[-1] is None:
+            running.pop()
 
     def _fill(self, slots: list[int], sequences: list[EngineSequence]) -> None:
         """Put prompts into slots, without the last token: it is decoded with the others and gives the first logits."""
@@ -246,6 +271,7 @@ class TransformersEngine(Engine):
         at = column(slots, torch.int64)
         self._tokens[at] = column([s.prompt[-1] for s in sequences], torch.int64)
         self._positions[at] = self._first[at] = column([len(s.prompt) - 1 for s in sequences], torch.int64)
+        self._last[at] = column([s.max_keys - 1 for s in sequences], torch.int64)
         if self._shifts is not None:
             self._shifts[at] = column([self._slots.shift(s.prompt, s.request.images) for s in sequences], torch.int64)
         self._temperatures[at] = column([s.request.sampling.temperature or 1.0 for s in sequences], torch.float32)
@@ -309,27 +335,32 @@ class TransformersEngine(Engine):
                 rows = [[*contexts[i][0], *[0] * (length - len(contexts[i][0]))] for i in batch]
                 yield batch, torch.tensor(rows, dtype=torch.int64, device=self._device)
 
-    def _move(self, source: int, target: int) -> None:
-        sequence = self._running[source]
-        assert sequence is not None
-        self._slots.cache.move(source, target, sequence.num_keys)
-        for state in (
-            self._tokens,
-            self._positions,
-            self._first,
-            self._temperatures,
-            self._is_greedy,
-            self._uniforms,
-            *(() if self._shifts is None else (self._shifts,)),
-        ):
-            state[target] = state[source]
-        self._clear(source)
+    @property
+    def _slot_state(self) -> list[Tensor]:
+        state = [self._tokens, self._positions, self._first, self._last, self._temperatures, self._is_greedy]
+        return [*state, self._uniforms, *(() if self._shifts is None else (self._shifts,))]
 
-    def _clear(self, slot: int) -> None:
-        for state in (self._tokens, self._positions, self._first):
-            state[slot] = 0
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        """Move the sequences of some slots to free ones."""
+        running = self._running
+        num_keys = max(sequence.num_keys for slot in sources if (sequence := running[slot]) is not None)
+        at, to = self._column(sources, torch.int64), self._column(targets, torch.int64)
+        self._slots.cache.move(at, to, num_keys)
+        for state in self._slot_state:
+            state[to] = state[at]
+        for source, target in zip(sources, targets, strict=True):
+            running[target], running[source] = running[source], None
+        self._clear(sources)
+
+    def _clear(self, slots: list[int]) -> None:
+        """Have slots decode token 0 at position 0 from here on, which nobody looks at."""
+        if not slots:
+            return
+        at = self._column(slots, torch.int64)
+        for state in (self._tokens, self._positions, self._first, self._last):
+            state[at] = 0
         if self._shifts is not None:
-            self._shifts[slot] = 0
+            self._shifts[at] = 0
 
     # --- what is asked between steps --------------------------------------------------------------------------------
 
@@ -360,7 +391,10 @@ class TransformersEngine(Engine):
 
     def _drop(self, sequences: list[EngineSequence]) -> None:
         dropped = {id(sequence) for sequence in sequences}
-        self._running = [None if s is not None and id(s) in dropped else s for s in self._running]
+        slots = [slot for slot, s in enumerate(self._running) if s is not None and id(s) in dropped]
+        for slot in slots:
+            self._running[slot] = None
+        self._clear(slots)
 
     def _offload_parts(self, parts: frozenset[Part], keep_weights: bool) -> tuple[int, int]:
         resident = self._resident_bytes()
@@ -438,6 +472,33 @@ class TransformersEngine(Engine):
 
     def _digest(self, names: Collection[str] | None) -> dict[str, int]:
         return self._weights.digest(names)
+
+
+@dataclass(frozen=True)
+class _Filters:
+    """Rows that sample from their most probable tokens alone: [filters] each."""
+
+    rows: Tensor  # int64
+    top_k: Tensor  # int64, 0: all
+    top_p: Tensor  # float64
+
+    @staticmethod
+    def of(active: Sequence[tuple[int, EngineSequence]], device: torch.device) -> _Filters | None:
+        chosen = [(slot, s.request.sampling) for slot, s in active if s.is_filtered]
+        if not chosen:
+            return None
+        return _Filters(
+            torch.tensor([slot for slot, _ in chosen], device=device),
+            torch.tensor([sampling.top_k for _, sampling in chosen], device=device),
+            torch.tensor([sampling.top_p for _, sampling in chosen], dtype=torch.float64, device=device),
+        )
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Set logits that are left out to -inf, in place: [rows, vocab]."""
+        vocab_size = logits.shape[1]
+        top_k = torch.where(self.top_k == 0, vocab_size, self.top_k).clamp_(max=vocab_size)
+        logits[self.rows] = filtered(logits[self.rows], top_k, self.top_p)
+        return logits
 
 
 def _context(sequence: EngineSequence) -> Context:

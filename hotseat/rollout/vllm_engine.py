@@ -128,7 +128,7 @@ class VllmEngine(Engine):
                 if not math.isfinite(log_prob):
                     done.append((sampled.request_id, sequence.not_finite(self._serving.version)))
                     break
-                finish = sequence.append(token_id, log_prob, self._serving.version)
+                finish = sequence.extend([token_id], [log_prob], self._serving.version)
                 num_sampled += 1
                 if finish is not None:
                     done.append((sampled.request_id, sequence.completion(finish)))

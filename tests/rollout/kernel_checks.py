@@ -37,13 +37,13 @@ GROUPED = {**SHAPE, "num_key_value_heads": 2}
 
 
 @functools.cache
-def kernels() -> Any:
-    """Import the module of kernels without its package, which would import transformers."""
+def kernels(name: str = "llama_kernels") -> Any:
+    """Import a module of kernels without its package, which would import transformers."""
     package = importlib.util.find_spec("hotseat")
     assert package is not None
     assert package.submodule_search_locations is not None
-    path = Path(package.submodule_search_locations[0]) / "rollout" / "llama_kernels.py"
-    spec = importlib.util.spec_from_file_location("llama_kernels", path)
+    path = Path(package.submodule_search_locations[0]) / "rollout" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -148,6 +148,100 @@ def heads_are_rotated_and_written(device: torch.device, is_whole: bool = True) -
                     assert not part.any()
 
 
+def attended(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """Attend in float64, rounded once: [rows, heads, dim] to the keys of each row's slot -> [rows, heads * dim]."""
+    rows = []
+    for row, position in enumerate(positions.tolist()):
+        groups = query.shape[1] // keys.shape[1]
+        key, value = (part[row, :, : position + 1].double().repeat_interleave(groups, 0) for part in (keys, values))
+        weights = torch.softmax(torch.einsum("hd,hkd->hk", query[row].double(), key) * query.shape[2] ** -0.5, dim=-1)
+        rows.append(torch.einsum("hk,hkd->hd", weights, value).flatten())
+    return torch.stack(rows).to(query.dtype)
+
+
+def attention_reads_keys_up_to_the_position(device: torch.device, is_whole: bool = True) -> None:
+    """Check attention with the keys of a row in one program, and split over several."""
+    shapes = ((4, 2, 64), (7, 1, 128), (3, 3, 20), (14, 2, 64))
+    for dtype in DTYPES if is_whole else (torch.float32, torch.float16):
+        for index, (num_heads, num_kv, dim) in enumerate(shapes if is_whole else shapes[:1]):
+            max_keys = 208
+            positions = torch.tensor([0, 63, 64, 207, 130], device=device)
+            rows = len(positions)
+            qkv = randn(rows, num_heads + 2 * num_kv, dim, device=device, dtype=dtype, seed=index)
+            cache = [randn(rows + 1, num_kv, max_keys, dim, device=device, dtype=dtype, seed=seed) for seed in (7, 8)]
+            for row, position in enumerate(positions.tolist()):  # nothing beyond is read
+                for part in cache:
+                    part[row, :, position + 1 :] = torch.nan
+            expected = attended(qkv[:, :num_heads], *cache, positions)
+            for many in (1, 64):  # programs: of one split each, and of several
+                with patch.object(kernels(), "_MANY_PROGRAMS", many):
+                    actual = kernels().attend(qkv, num_heads, positions, tuple(cache))
+                assert_close(actual, expected, 4, scale=1.0)
+
+
+def tokens_are_sampled_as_by_torch(device: torch.device, is_whole: bool = True) -> None:
+    """Compare tokens and log-probs with the inverse CDF in float64, in rows of one block and of several."""
+    for vocab_size in (5, 2048, 5000) if is_whole else (5, 5000):
+        rows = 6
+        logits = 3 * randn(rows, vocab_size, device=device, dtype=torch.float32)
+        logits[1, ::2] = -torch.inf
+        logits[2] = -torch.inf
+        logits[2, vocab_size - 2] = 1.0
+        temperatures = torch.tensor([1.0, 0.5, 1.0, 2.0, 1.0, 0.7], device=device)
+        is_greedy = torch.tensor([False, False, False, False, True, True], device=device)
+        mass = torch.softmax(logits.double() / temperatures.double()[:, None], dim=-1)
+        for uniform in (0.0, 0.3, 0.999, 1 - 2**-52):
+            uniforms = torch.full((rows,), uniform, dtype=torch.float64, device=device)
+            tokens, log_probs = kernels("sampling_kernels").sample(logits, temperatures, uniforms, is_greedy)
+            sampled_alone, _ = kernels("sampling_kernels").sample(logits, temperatures, uniforms, None)
+            assert tokens[:4].tolist() == sampled_alone[:4].tolist()
+            assert tokens[4:].tolist() == logits[4:].argmax(-1).tolist()
+            upto = mass.cumsum(-1)
+            for row in range(4):
+                token = int(tokens[row])
+                assert float(mass[row, token]) > 0
+                before = float(upto[row, token - 1]) if token else 0.0
+                assert before - 1e-6 <= uniform <= float(upto[row, token]) + 1e-6
+            expected = mass.gather(1, tokens[:, None])[:, 0].log().float()
+            torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
+
+
+def no_token_without_probability_is_sampled(device: torch.device) -> None:
+    """Flat and peaked rows, tokens without probability in front, in between and at the end, and the ends of [0, 1)."""
+    rows = 300 if device.type == "cuda" else 24  # the interpreter takes long
+    for vocab_size in (7, 256, 5000):
+        generator = torch.Generator().manual_seed(vocab_size)
+        logits = torch.randn(rows, vocab_size, generator=generator) * torch.logspace(-2, 2, rows)[:, None]
+        logits[torch.rand(logits.shape, generator=generator) < 0.3] = -torch.inf
+        logits[::3, : vocab_size // 2] = -torch.inf
+        logits[1::3, vocab_size // 2 :] = -torch.inf
+        logits[:, vocab_size // 3] = 0.5
+        logits[:, -1 - vocab_size // 3] = 0.25
+        logits = logits.to(device)
+        mass = torch.softmax(logits.double(), dim=-1)
+        upto = mass.cumsum(-1)
+        for uniform in (torch.rand(rows, generator=generator).double(), torch.zeros(rows).double(), None):
+            at_end = torch.full((rows,), 1 - 2.0**-52, dtype=torch.float64)
+            uniforms = (at_end if uniform is None else uniform).to(device)
+            ones = torch.ones(rows, device=device)
+            tokens = kernels("sampling_kernels").sample(logits, ones, uniforms, None)[0][:, None]
+            assert bool((mass.gather(1, tokens) > 0).all())
+            after = upto.gather(1, tokens)[:, 0]
+            before = after - mass.gather(1, tokens)[:, 0]
+            assert bool(((before - 1e-6 <= uniforms) & (uniforms <= after + 1e-6)).all())
+
+
+def rows_without_a_distribution_get_no_log_prob(device: torch.device) -> None:
+    logits = torch.zeros(4, 3000, device=device)
+    logits[0, 2500] = torch.nan
+    logits[1, 7] = torch.inf
+    logits[2] = -torch.inf
+    ones, uniforms = torch.ones(4, device=device), torch.full((4,), 0.9, dtype=torch.float64, device=device)
+    tokens, log_probs = kernels("sampling_kernels").sample(logits, ones, uniforms, None)
+    assert log_probs.isfinite().tolist() == [False, False, False, True]
+    assert 0 <= int(tokens.min()) <= int(tokens.max()) < 3000
+
+
 class PlainKernels:
     """Functions of torch that compute what the kernels do, on any device."""
 
@@ -174,6 +268,10 @@ class PlainKernels:
             return
         for part, new in zip(cache, (turned(key, cos, sin, of_key), value), strict=True):
             part[torch.arange(len(qkv)), :, positions] = new
+
+    @staticmethod
+    def attend(qkv: Tensor, num_heads: int, positions: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+        return attended(qkv[:, :num_heads], *cache, positions)
 
     @staticmethod
     def silu_product(gate_up: Tensor) -> Tensor:
@@ -254,13 +352,21 @@ CHECKS: list[Callable[..., None]] = [
     a_large_norm_does_not_overflow_in_sixteen_bits,
     products_of_gate_and_up_are_those_of_torch,
     heads_are_rotated_and_written,
+    attention_reads_keys_up_to_the_position,
+    tokens_are_sampled_as_by_torch,
+    no_token_without_probability_is_sampled,
+    rows_without_a_distribution_get_no_log_prob,
     models_compute_the_same_with_kernels,
 ]
 
 
 def main(is_whole: bool) -> None:
     began_s = time.perf_counter()
-    part = [*CHECKS[:3], functools.partial(heads_are_rotated_and_written, is_whole=False)]
+    part = [
+        *CHECKS[:3],
+        *(functools.partial(check, is_whole=False) for check in CHECKS[3:6]),
+        rows_without_a_distribution_get_no_log_prob,
+    ]
     for check in CHECKS if is_whole else part:
         check(torch.device("cpu"))
         print(f"checked after {time.perf_counter() - began_s:.1f} s", flush=True)

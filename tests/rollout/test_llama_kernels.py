@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotseat.rollout.llama_slots import _cuda_kernels
+from hotseat.rollout.triton_kernels import triton_kernels
 
 from . import kernel_checks
 from .conformance import PATIENCE_S
@@ -26,9 +26,9 @@ def test_models_compute_the_same_with_kernels() -> None:
 
 @needs_triton
 def test_layers_are_computed_without_kernels_where_triton_does_not_work() -> None:
-    _cuda_kernels.cache_clear()
+    triton_kernels.cache_clear()
     with pytest.warns(UserWarning, match="without the faster kernels, since Triton does not work here"):
-        assert _cuda_kernels(torch.device("cpu")) is None  # compiled kernels cannot read a CPU's memory
+        assert triton_kernels(torch.device("cpu")) is None  # compiled kernels cannot read a CPU's memory
 
 
 @needs_triton

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hotseat.rollout.sampling import _blockwise, _inverse, filtered, sample, uniforms
+from hotseat.rollout.sampling import filtered, sample, uniforms
 
 MASK = (1 << 64) - 1
 
@@ -40,7 +40,7 @@ def test_uniforms_depend_on_seed_and_step_alone() -> None:
 def test_inverse_cdf_by_hand() -> None:
     logits = torch.tensor([[math.log(0.25), math.log(0.5), -math.inf, math.log(0.25)]])
     for uniform, token in ((0.0, 0), (0.24, 0), (0.26, 1), (0.74, 1), (0.76, 3), (1 - 2**-52, 3)):
-        tokens, log_probs = sample(logits, torch.tensor([uniform], dtype=torch.float64), None)
+        tokens, log_probs = sample(logits, torch.ones(1), torch.tensor([uniform], dtype=torch.float64), None)
         assert tokens.tolist() == [token]
         assert log_probs.tolist() == pytest.approx([float(logits[0, token])])
 
@@ -48,19 +48,19 @@ def test_inverse_cdf_by_hand() -> None:
 def test_a_token_without_probability_is_never_taken() -> None:
     logits = torch.tensor([[0.0, 0.0, -math.inf]] * 2 + [[-math.inf, 0.0, 0.0]] * 2)
     extremes = torch.tensor([0.0, 1 - 2**-52] * 2, dtype=torch.float64)
-    assert sample(logits, extremes, None)[0].tolist() == [0, 1, 1, 2]
+    assert sample(logits, torch.ones(4), extremes, None)[0].tolist() == [0, 1, 1, 2]
 
 
 def test_greedy_rows_take_the_largest() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]] * 2)
-    tokens, log_probs = sample(logits, torch.tensor([0.0, 0.0]).double(), torch.tensor([True, False]))
+    tokens, log_probs = sample(logits, torch.ones(2), torch.tensor([0.0, 0.0]).double(), torch.tensor([True, False]))
     assert tokens.tolist() == [1, 0]
     assert log_probs.tolist() == pytest.approx(torch.log_softmax(logits[0], 0)[[1, 0]].tolist())
 
 
 def test_rows_without_a_distribution_are_seen() -> None:
     logits = torch.tensor([[math.nan, 0.0], [0.0, 0.0], [math.inf, 0.0]])
-    tokens, log_probs = sample(logits, torch.full((3,), 0.9).double(), None)
+    tokens, log_probs = sample(logits, torch.ones(3), torch.full((3,), 0.9).double(), None)
     assert [math.isfinite(x) for x in log_probs.tolist()] == [False, True, False]
     assert tokens.max() < 2
 
@@ -89,26 +89,3 @@ def test_ties_stay_in_top_k_and_fall_to_the_lower_id_in_top_p() -> None:
     assert filtered(row, torch.tensor([4]), torch.tensor([0.5]).double()).isfinite().tolist() == [
         [True, True, False, False]
     ]
-
-
-@pytest.mark.parametrize("vocab_size", [7, 256, 1000])
-def test_tokens_found_by_blocks_are_those_of_the_whole_row(vocab_size: int) -> None:
-    """Flat and peaked rows, tokens without probability in front, in between and at the end, and the ends of [0, 1)."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randn(300, vocab_size, generator=generator) * torch.logspace(-2, 2, 300)[:, None]
-    logits[torch.rand(logits.shape, generator=generator) < 0.3] = -torch.inf
-    logits[::3, : vocab_size // 2] = -torch.inf
-    logits[1::3, vocab_size // 2 :] = -torch.inf
-    logits[:, vocab_size // 3] = 0.5
-    logits[:, -1 - vocab_size // 3] = 0.25
-    probs = torch.softmax(logits, dim=-1)
-    for uniform in (
-        torch.rand(300, generator=generator, dtype=torch.float64),
-        torch.zeros(300, dtype=torch.float64),
-    ):
-        tokens = _blockwise(probs, uniform)
-        assert torch.equal(tokens, _inverse(probs, uniform))
-        assert bool((probs.gather(1, tokens) > 0).all())
-    # At the very end, rounding decides which of the last tokens it is, but never for one without probability.
-    last = _blockwise(probs, torch.full((300,), 1 - 2.0**-52, dtype=torch.float64))
-    assert bool((probs.gather(1, last) > 0).all())

@@ -46,10 +46,10 @@ def test_an_id_is_unique_among_unfinished_requests() -> None:
         table.add([sequence("b"), sequence("a")])
     assert len(table) == 1
     [taken] = table.take_waiting(1)
-    assert taken.append(5, -1.0, 3) is None
-    assert taken.append(9, -2.0, 4) == "stop"
+    assert taken.extend([5], [-1.0], 3) is None
+    assert taken.extend([6, 9], [-1.5, -2.0], 4) == "stop"
     table.complete([(taken, taken.completion("stop"))])
-    assert taken.future.result(0).versions == (3, 4)
+    assert taken.future.result(0).versions == (3, 4, 4)
     table.add([sequence("a")])
 
 
