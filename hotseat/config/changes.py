@@ -64,7 +64,8 @@ def changes_between(saved: str, config: Config) -> list[Change]:
         old, new = then.get(key), now.get(key)
         # What the run chose before is taken from the checkpoint.
         is_budget = key.endswith("chosen_tokens_per_device")
-        is_taken_over = (is_budget and new is None) or (key == "train.checkpointed_layers" and new == "auto")
+        is_left = new is None and (is_budget or key == "rollout.num_slots")
+        is_taken_over = is_left or (key == "train.checkpointed_layers" and new == "auto")
         is_idle = key in idle and key not in _FP8_KEYS
         if is_taken_over or is_idle or _is_below(key, _SILENT):
             continue

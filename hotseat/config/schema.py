@@ -464,8 +464,8 @@ class RolloutConfig(Section):
     """Processes that run agents and score their answers; unset is one on each node with engines."""
     pipeline_stage_num: Annotated[Positive, when.STEPPED, MayChange.SIMULATORS] = 1
     """Parts of each env process's simulators; while the policy samples for one, another steps."""
-    num_slots: Annotated[Positive, when.engine_has("num_slots"), MayChange.ENGINE] = 64
-    """Sequences that one transformers engine decodes at a time."""
+    num_slots: Annotated[Positive | None, when.engine_has("num_slots"), MayChange.ENGINE] = None
+    """Sequences that one transformers engine decodes at a time; unset is 64, on GPUs as many as a step has and fit."""
     prefix_caching: Annotated[bool, when.engine_has("prefix_caching"), MayChange.ENGINE] = False
     """Reuse the cache of common prompt prefixes (vLLM)."""
     enforce_eager: Annotated[bool, when.engine_has("enforce_eager"), MayChange.ENGINE] = False

@@ -37,7 +37,15 @@ from hotseat.observe import LiveView
 from hotseat.observe.tracker_sink import renaming, trackers
 from hotseat.placement import Plan
 from hotseat.planning.budgets import describe, uses, with_budgets_of
-from hotseat.planning.config_plan import are_devices_logical, budgets_on, plan_notes, plan_on
+from hotseat.planning.config_plan import (
+    are_devices_logical,
+    budgets_on,
+    inventory_of,
+    plan_notes,
+    plan_on,
+    with_slots_on,
+)
+from hotseat.planning.slots import is_chosen_by_run
 
 if TYPE_CHECKING:
     from hotseat.cluster import Cluster, Template
@@ -167,6 +175,9 @@ def _for_devices(run: OpenRun, cluster: Cluster) -> tuple[Config, bool]:
     config = with_known_dtype(run.config, run.checkpoint, not are_devices_logical(cluster), journal)
     if run.checkpoint is not None:
         config = with_budgets_of(config, loads_saved(str(run.checkpoint.state["config"])))
+    if is_chosen_by_run(config) and not are_devices_logical(cluster):
+        config = with_slots_on(config, inventory_of(cluster))
+        journal.say(f"rollout.num_slots: {config.rollout.num_slots} sequences at a time for each engine (it is unset)")
     chosen = budgets_on(config, cluster)
     if uses(config) and chosen.config == config:
         journal.say(f"micro-batches: {describe(config)} (as this run has chosen before)")

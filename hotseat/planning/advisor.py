@@ -23,7 +23,7 @@ from hotseat.errors import BatchError, UserError
 from hotseat.placement import GroupStep, Layout, Plan, RoleSpec, estimate
 from hotseat.planning.budgets import with_least_budgets, with_whole_steps
 from hotseat.planning.config_plan import make_plan, num_data_parallel, on_all_devices, plan_as_is
-from hotseat.planning.role_specs import role_specs
+from hotseat.planning.role_specs import engine_slots, role_specs
 from hotseat.planning.search import Choice, Roles, Settings, Value, cheapest
 from hotseat.registry.backends import BACKENDS, backend_entry
 from hotseat.registry.engines import ENGINES
@@ -342,7 +342,7 @@ def _reliefs(config: Config, engines: _Engines) -> Iterator[Sequence[Settings]]:
     for role in present:
         engine = sections[role]
         if role not in engines:
-            sizes = [size for size in (32, 16, 8, 4, 2) if size < engine.num_slots]
+            sizes = [size for size in (32, 16, 8, 4, 2) if size < engine_slots(config, role)]
             if sizes:
                 yield [{f"{_ENGINES[role]}.num_slots": size} for size in sizes]
         elif not engine.enforce_eager:

@@ -39,7 +39,7 @@ from hotseat.placement import (
     token_activation_bytes,
     useful_cache_gib,
 )
-from hotseat.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen
+from hotseat.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen, with_least_budgets
 from hotseat.planning.role_specs import (
     backend_of,
     engine_of,
@@ -51,6 +51,7 @@ from hotseat.planning.role_specs import (
     shape_of_role,
     simulator_memory,
 )
+from hotseat.planning.slots import with_slots
 from hotseat.registry.roles import TRAINED_PARTS, role_entry
 from hotseat.words import quantity
 
@@ -66,9 +67,16 @@ def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_d
 
     are_devices_logical: everything runs on CPUs, and a device is only a place in the plan.
     """
+    if not are_devices_logical:
+        config = with_slots_on(config, inventory)
     chosen = with_budgets(config, inventory, are_devices_logical=are_devices_logical).config
     made = plan_as_is(chosen, inventory, are_devices_logical=are_devices_logical)
     return made if are_devices_logical else _with_scoring_together(chosen, made)
+
+
+def with_slots_on(config: Config, inventory: str | Inventory | None = None) -> Config:
+    """Return the config with the sequences that an engine decodes at a time, if the run chooses them, for devices."""
+    return with_slots(config, lambda made: plan_as_is(with_least_budgets(made), inventory), is_anything_offloaded)
 
 
 def with_budgets(

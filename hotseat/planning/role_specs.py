@@ -38,6 +38,7 @@ from hotseat.registry.engines import EngineEntry, engine_entry
 from hotseat.registry.roles import TRAINED_PARTS, role_entry
 
 _QWEN_VALUES = 6  # numbers of a pixel in a patch: three colours, twice, since a still image is a film of two
+DEFAULT_SLOTS = 64  # where `rollout.num_slots` is unset; on GPUs see `planning.slots`
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -85,7 +86,7 @@ def engine_of(config: Config, role: str = "rollout") -> EngineEntry:
 def engine_slots(config: Config, role: str = "rollout") -> int:
     """Return how many sequences one engine decodes at a time."""
     section = config.rollout if role == "rollout" else config.reward.judge.engine
-    return engine_of(config, role).num_slots or section.num_slots
+    return engine_of(config, role).num_slots or section.num_slots or DEFAULT_SLOTS
 
 
 def backend_of(config: Config) -> BackendEntry:

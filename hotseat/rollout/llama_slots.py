@@ -239,7 +239,7 @@ class LlamaSlots:
         self._is_lean = device.type == "cuda"
         # Triton's, where it works: one or two kernels between two matrix products, instead of up to six.
         kernels = triton_kernels(device) if device.type == "cuda" else None
-        self._kernels = kernels and kernels.layers
+        self._kernels: Any = None if kernels is None else kernels.layers
 
     def _rms_norm(self, x: Tensor, norm: _Norm) -> Tensor:
         if self._kernels is None:

@@ -30,7 +30,7 @@ def between(then: str, *overrides: str, allowed: str = "") -> list[Change]:
         ("checkpoint.every", 10, None),
         ("cluster.threads_per_process", 2, 1),
         ("rollout.engine", "vllm", "transformers"),
-        ("rollout.num_slots", 8, 64),
+        ("rollout.num_slots", 8, None),
         ("actor.enable_offload", True, None),
     ],
 )
@@ -131,7 +131,7 @@ def test_what_a_change_leaves_without_effect_is_no_change_and_in_nobodys_way():
         )
     )
     config = loads_saved(then, [RESUMED, "rollout.engine=vllm", "algorithm.kl.coef=0"])
-    assert (config.rollout.num_slots, config.reference.model) == (64, None)
+    assert (config.rollout.num_slots, config.reference.model) == (None, None)
     assert changes_between(then, config) == [
         Change("rollout.engine", "transformers", "vllm"),
         Change("algorithm.kl.coef", 0.1, 0.0),
