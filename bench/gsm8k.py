@@ -1,7 +1,7 @@
-"""GRPO on GSM8K by a plain `hotseat run` on one GPU: seconds of phases, tokens per second, and what is learned.
+r"""GRPO on GSM8K by a plain `hotseat run` on one GPU: seconds of phases, tokens per second, and what is learned.
 
 128 prompts x 8 answers of at most 400 tokens a step, in one optimizer step, at temperature 1, without KL. An answer is
-right if the number after its last "####" is that of the data. The whole test set is evaluated greedily.
+right if the number in its last \boxed{} is that of the data. The whole test set is evaluated greedily.
 
     python bench/gsm8k.py --model CHECKPOINT --data FOLDER              FOLDER has GSM8K's train.jsonl and test.jsonl
     python bench/gsm8k.py --model CHECKPOINT --data FOLDER --set rollout.engine=vllm --steps 4 --eval-every 0
@@ -24,8 +24,8 @@ from lib.devices import need_gpu
 from rich.console import Console
 from rich.table import Table
 
-INSTRUCTION = "Think step by step, and give the final number after ####."
-REWARD = '''"""1 where the number after the last "####" is the label, else 0."""
+INSTRUCTION = r"Solve it step by step, and put the final number into \boxed{}."
+REWARD = r'''"""1 where the number in the last \boxed{} is the label, else 0."""
 
 import re
 
@@ -33,7 +33,7 @@ import re
 def reward_func(queries, prompts, labels):
     rewards = []
     for query, prompt, label in zip(queries, prompts, labels, strict=True):
-        found = re.findall(r"####\\s*\\$?(-?[0-9.,]*[0-9])", query[len(prompt) :])
+        found = re.findall(r"boxed\{[^0-9-]*(-?[0-9.,]*[0-9])", query[len(prompt) :])
         given = found[-1].replace(",", "") if found else None
         rewards.append(1.0 if given is not None and float_of(given) == float_of(label) else 0.0)
     return rewards

@@ -125,7 +125,9 @@ def test_the_kernels_of_cuda_devices_compute_the_same(name: str) -> None:
         assert torch.allclose(plain, lean, rtol=1e-4, atol=1e-4)
 
 
-def subject(config: PreTrainedConfig, own_layers: bool = True, keeps_cache: bool = True) -> Subject:
+def subject(
+    config: PreTrainedConfig, own_layers: bool = True, keeps_cache: bool = True, tokens_at_once: int | None = None
+) -> Subject:
     @contextmanager
     def engine(num_slots: int = 8, max_length: int = 128, eos_token_ids: Any = ()) -> Iterator[TransformersEngine]:
         engine = TransformersEngine(
@@ -134,7 +136,7 @@ def subject(config: PreTrainedConfig, own_layers: bool = True, keeps_cache: bool
             max_length=max_length,
             eos_token_ids=eos_token_ids,
             num_threads=1,
-            options=SlotOptions(own_layers=own_layers, keeps_cache=keeps_cache),
+            options=SlotOptions(own_layers=own_layers, keeps_cache=keeps_cache, tokens_at_once=tokens_at_once),
             call_timeout_s=PATIENCE_S,
         )
         try:
@@ -156,6 +158,42 @@ def test_conformance_with_own_layers(check: Callable[[Subject], None]) -> None:
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_conformance_with_the_models_forward(check: Callable[[Subject], None]) -> None:
     check(subject(LLAMA_LIKE["llama, grouped, tied"], own_layers=False))
+
+
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
+def test_conformance_where_several_tokens_are_sampled_before_the_host_looks(check: Callable[[Subject], None]) -> None:
+    check(subject(LLAMA_LIKE["llama, grouped, tied"], tokens_at_once=5))
+
+
+@pytest.mark.parametrize("own_layers", [True, False])
+def test_the_number_of_tokens_before_the_host_looks_changes_no_bit(own_layers: bool) -> None:
+    """Requests that stop, fill their length or are cut by their limit, more of them than slots."""
+    asked = mixed(60, 67, longest=40)
+    made = []
+    for tokens_at_once in (1, 4, 16):
+        one = subject(LLAMA_LIKE["llama, grouped, tied"], own_layers=own_layers, tokens_at_once=tokens_at_once)
+        with one.engine(num_slots=24, max_length=64, eos_token_ids=(7, 11, 13)) as engine:
+            made.append(engine.generate(asked))
+            assert engine.health().num_sampled == sum(len(completion.token_ids) for completion in made[-1])
+    assert made[0] == made[1] == made[2]
+    assert {completion.finish for completion in made[0]} == {"stop", "length"}
+
+
+def test_slots_are_moved_only_where_that_saves_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32 sequences the first 20 end early: 16 rows are decoded for the other 12, which moved once, and right."""
+    moves = []
+    move = TransformersEngine._move
+    monkeypatch.setattr(
+        TransformersEngine, "_move", lambda self, *slots: (moves.append(slots[0]), move(self, *slots))[1]
+    )
+    lengths = [2 + index for index in range(20)] + [40] * 12
+    asked = [request(f"{i}", seed=i, max_new_tokens=length) for i, length in enumerate(lengths)]
+    with LLAMA.engine(num_slots=32) as engine:
+        completions = engine.generate(asked)
+    assert len(moves) == 1
+    assert set(moves[0]) <= set(range(16, 32))
+    with LLAMA.engine(num_slots=32) as engine:
+        assert engine.generate(asked[::-1])[::-1] == completions
 
 
 @pytest.mark.parametrize("own_layers", [True, False])
