@@ -5,8 +5,8 @@
     python bench/channel_throughput.py --cuda
 
 Each row moves items from a producer process to a consumer process and counts what arrives in the given time, after
-the first item. "one" is put and get of single items, "batches" is put_many and get_many of up to 64. The queue's rows
-do the same with its put and get, and its put_nowait_batch and get_nowait_batch.
+the first item, by put and get of single items; "batches" gets up to 64 together, by weight. The queue's rows do the
+same with its put and get, and its put_nowait_batch and get_nowait_batch.
 
 With --keys it measures nothing of that, but what stays of keys of an RLinf channel that are used once: an item is put
 under each and taken, by plain and by asynchronous operations.
@@ -28,33 +28,30 @@ import numpy as np
 
 from hotseat.cluster import Cluster
 from hotseat.rlinf.broker import Broker
-from hotseat.rlinf.queues import Queue, QueueClosed, QueueDirectory
+from hotseat.rlinf.queues import Queue, QueueDirectory
 
 TARGET = 2000  # single small items per second
 NUM_TURNS = 15
 
 
 class End:
-    """One end, in a process of its own. An empty item ends the queue's stream, which cannot be closed."""
+    """One end, in a process of its own. An empty item ends the stream."""
 
     def produce(self, channel: Queue, size: int, batch: int, seconds: float) -> None:
         item = os.urandom(size)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if batch == 1:
-                channel.put(item)
-            else:
-                channel.put_many([item] * batch)
-        channel.close()
+            channel.put(item, weight=1)
+        channel.put(b"", weight=batch)
 
     def consume(self, channel: Queue, batch: int) -> float:
-        count, begin = 0, 0.0
-        try:
-            while True:
-                count += 1 if batch == 1 and channel.get() else len(channel.get_many(batch))
-                begin = begin or time.monotonic()
-        except QueueClosed:
-            return count / (time.monotonic() - begin)
+        count, begin, is_over = 0, 0.0, False
+        while not is_over:
+            items = [channel.get()] if batch == 1 else channel.get_weight(batch)
+            is_over = not items[-1]
+            count += len(items) - is_over
+            begin = begin or time.monotonic()
+        return count / (time.monotonic() - begin)
 
     def produce_queue(self, queue: Any, size: int, batch: int, seconds: float) -> None:
         from ray.util.queue import Full
@@ -104,7 +101,7 @@ def main() -> None:
         ends = cluster.launch("ends", End, processes=2)
         rows = []
         for size, batch in ((40, 1), (40, 64), (1 << 20, 1)):
-            channel = Queue(f"{size} bytes by {batch}", bytes, 128, broker=cluster.service(Broker))
+            channel = QueueDirectory.of_node(cluster, None, 600.0).open(f"{size} bytes by {batch}", 128)
             producing = ends.on(0).start(End.produce, channel, size, batch, seconds)
             ours = ends.on(1).within(60 + seconds).call(End.consume, channel, batch)[0]
             producing.result(60)
@@ -134,7 +131,7 @@ def put_and_get(num_bytes: int) -> float:
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
         broker = Broker(folder)
-        channel = Queue("arrays", np.ndarray, 1, broker=broker.address)
+        channel = QueueDirectory(broker.address, 600.0).open("arrays", 1)
         for _ in range(NUM_TURNS):
             started_s = time.perf_counter()
             channel.put(item)
@@ -186,9 +183,10 @@ def take_tensors(there: Queue, back: Queue) -> None:
 
     torch.zeros(1, device="cuda")
     back.put(None)
-    for tensor, is_summed in there:
+    while (item := there.get()) is not None:
+        tensor, is_summed = item
         back.put(tensor.sum(dtype=torch.int64).item() if is_summed else None)
-        del tensor
+        del tensor, item
         if is_summed:
             torch.cuda.empty_cache()
 
@@ -206,10 +204,10 @@ def compare_on_cuda() -> None:
         def allocate(self, device: torch.device, num_bytes: int) -> None:
             return None
 
-    device_items.item_packing.MIN_ON_DEVICE = 0
+    device_items.packing.MIN_ON_DEVICE = 0
     with tempfile.TemporaryDirectory() as folder:
         broker = Broker(folder)
-        there, back = (Queue(name, object, 4, broker=broker.address) for name in ("there", "back"))
+        there, back = (QueueDirectory(broker.address, 600.0).open(name, 4) for name in ("there", "back"))
         taking = multiprocessing.get_context("spawn").Process(target=take_tensors, args=(there, back), daemon=True)
         taking.start()
         back.get(timeout_s=120)
@@ -235,7 +233,7 @@ def compare_on_cuda() -> None:
         torch.cuda.empty_cache()
         after = torch.cuda.mem_get_info()[0]
         print(f"device memory in use since the first: {(before - after) >> 20:+} MiB, items kept: {num_kept}")
-        there.close()
+        there.put(None)
         taking.join(60)
         broker.close()
 

@@ -130,10 +130,8 @@ ROWS_OF = {
     ),
     "rlinf/device_items": (
         ("__init__",),
-        ("item_packing",),
-        ("unpacking",),
+        ("packing",),
         ("keeper",),
-        ("devices", "form"),
         ("cuda",),
     ),
     "cluster/on_ray": (

@@ -108,6 +108,8 @@ def _main(handle: str, program: str) -> None:
 
         # The limit is on written data: libraries, above all for GPUs, reserve far more address space than they use.
         resource.setrlimit(resource.RLIMIT_DATA, (first["max_memory"], first["max_memory"]))
+    # Last: first would put all that is installed beside a package before Python's own library.
+    sys.path += first["path"]
     spec = importlib.util.spec_from_file_location("hotseat_program", program)
     assert spec is not None
     assert spec.loader is not None

@@ -68,9 +68,10 @@ class ChildProcess:
     """A process that runs `main(channel, task)` of a file, in its own session. After an error it can only be ended.
 
     task: in JSON's types. command: of the interpreter. codec: of all messages; the program sets its own end's. output:
-    standard output and error; with PIPE, the end of both is kept for `written`. dies_with_thread: the system kills the
-    process with the thread that starts it. is_closed: waits raise `Closed` once it returns True. ending_s: how long a
-    process that has closed its end may take to end.
+    standard output and error; with PIPE, the end of both is kept for `written`. imports_from: folders that it looks for
+    modules in after all others. dies_with_thread: the system kills the process with the thread that starts it.
+    is_closed: waits raise `Closed` once it returns True. ending_s: how long a process that has closed its end may take
+    to end.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         pass_fds: Sequence[int] = (),
+        imports_from: Sequence[str] = (),
         dies_with_thread: bool = False,
         max_memory_bytes: int | None = None,
         is_closed: Callable[[], bool] = lambda: False,
@@ -118,9 +120,10 @@ class ChildProcess:
             self._keeper.start()
         self.socket.setblocking(False)
         parent = os.getpid() if dies_with_thread else None
+        first = {"parent": parent, "max_memory": max_memory_bytes, "path": list(imports_from), "task": task}
         try:
             with contextlib.suppress(WorkerDied):  # `receive` raises it
-                self.send({"parent": parent, "max_memory": max_memory_bytes, "task": task})
+                self.send(first)
         except BaseException:
             self.end()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import json
 import os
@@ -14,19 +15,20 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hotseat.errors import DeadlineError, WorkerError
+from hotseat.processes import ChildProcess, WorkerDied, WorkerTimeout
 from hotseat.processes.supervisor import WORKER
 from hotseat.rlinf import device_items, wire
 
 # The broker answers at the deadline. A client that hears nothing for this much longer takes the broker for stuck. Long,
 # because a loaded machine may hold it up that much; one that died is noticed at once, by its sockets.
 _BROKER_GRACE_S = 60.0
-# Last among the places to import from: first would put all that is installed beside this package before Python's own.
-_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from hotseat.rlinf.broker_process import main; main()"
+_FIRST = 1 << 14  # bytes of an answer that are received at first
+_PROGRAM = Path(__file__).with_name("broker_process.py")
 _ROOT = str(Path(__file__).parents[2])
 
 
@@ -36,8 +38,8 @@ class BrokerAddress:
 
     path: str
     host: str | None
-    port: int
-    key: bytes = field(repr=False)
+    port: int = 0
+    key: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
 
 
 class Broker:
@@ -50,46 +52,28 @@ class Broker:
     def __init__(
         self, directory: str, *, host: str | None = None, env: dict[str, str] | None = None, timeout_s: float = 30.0
     ):
-        key = secrets.token_bytes(32)
-        self._path = os.path.join(directory, f"channels-{secrets.token_hex(4)}")
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _PROGRAM, _ROOT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        self.address = BrokerAddress(os.path.join(directory, f"channels-{secrets.token_hex(4)}"), host)
+        self._child = ChildProcess(
+            _PROGRAM,
+            {"path": self.address.path, "host": host, "key": self.address.key.hex()},
+            command=[sys.executable, "-I", "-S"],
+            imports_from=[_ROOT],
+            output=(subprocess.DEVNULL, None),
             env={**os.environ, **(env or {})},
-            cwd="/",
-            start_new_session=True,
+            cwd=Path("/"),
         )
-        # Through the pipe, because the arguments of a process are for everybody to read.
-        task = {"path": self._path, "host": host, "key": key.hex()}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(task).encode() + b"\n")
-        self._process.stdin.flush()
-        timer = threading.Timer(timeout_s, self._process.kill)
-        timer.start()
-        port = self._process.stdout.readline()
-        timer.cancel()
-        if not port:
+        try:
+            self.address = replace(self.address, port=self._child.receive(timeout_s)["port"])
+        except (WorkerTimeout, WorkerDied) as error:
             self.close()
-            raise DeadlineError(f"the channel broker did not start in {timeout_s:.0f} s in {directory}")
-        self.address = BrokerAddress(self._path, host, int(port), key)
-        self.pid = self._process.pid
+            raise DeadlineError(f"the channel broker did not start in {timeout_s:.0f} s in {directory}") from error
+        self.pid = self._child.pid
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        self._child.end(grace_s=3.0)
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(3.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(60.0)
-        self._process.stdout.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
-        forget_clients(self._path)
+            os.unlink(self.address.path)
+        forget_clients(self.address.path)
 
     @staticmethod
     def disconnect(address: BrokerAddress) -> None:
@@ -105,14 +89,14 @@ class BrokerClient:
     in the next has not left.
     """
 
-    def __init__(self, address: BrokerAddress, channel: str, capacity: int, num_producers: int):
+    def __init__(self, address: BrokerAddress, channel: str, capacity: int):
         self._address = address
-        self._hello: dict[str, Any] = {"channel": channel, "capacity": capacity, "num_producers": num_producers}
+        self.channel = channel
+        self._capacity = capacity
         self._forget()
 
     def _forget(self) -> None:
         self._pid = os.getpid()
-        self._client = secrets.token_hex(8)
         self._idle: list[socket.socket] = []
         self._lock = threading.Lock()
 
@@ -122,82 +106,63 @@ class BrokerClient:
         return self._address.path
 
     def __reduce__(self) -> Any:
-        hello = self._hello
-        return client_of, (self._address, hello["channel"], hello["capacity"], hello["num_producers"])
+        return client_of, (self._address, self.channel, self._capacity)
 
-    def put(self, items: list[Any], timeout_s: float, weight: float) -> tuple[int, Any]:
-        packed: list[Any] = []
+    def put(self, item: Any, weight: float, timeout_s: float) -> tuple[int, Any]:
+        is_passed = hasattr(os, "memfd_create") and self._is_near()  # descriptors are, where the broker is here
+        packed = [device_items.pack(item, self.channel, _who(), is_passed=is_passed)]
         try:
-            # As many descriptors as a message passes, where the broker is on this machine.
-            max_passed = wire.MAX_PASSED if hasattr(os, "memfd_create") and self._is_near() else 0
-            device_items.pack_all(items, packed, self._hello["channel"], _who(), max_passed)
-            pieces = [wire.ASK_PUT.pack(timeout_s, weight), *wire.pack_items(packed)]
-            return self._ask(wire.PUT, pieces, timeout_s, wire.passed_with(packed))
+            return self._ask(wire.PUT, timeout_s, weight, packed)
         finally:
             packed.clear()  # or an error would keep this frame, and with it descriptors
 
-    def get(self, most: int, at_least: int, timeout_s: float, weight: float = 0.0) -> tuple[int, Any]:
-        return self._ask(
-            wire.GET, [wire.ASK_GET.pack(timeout_s, min(most, wire.MAX_COUNT), at_least, weight)], timeout_s
-        )
+    def get(self, weight: float, timeout_s: float) -> tuple[int, Any]:
+        return self._ask(wire.GET, timeout_s, weight)
 
     def record(self, name: str, value: Any, replaces: bool) -> Any:
-        packed: list[Any] = []
-        device_items.pack_all([value], packed, self._hello["channel"], _who(), 0)
-        pieces = [wire.ASK_RECORD.pack(replaces, len(name.encode())), name.encode(), *packed]
-        kind, values = self._ask(wire.RECORD, pieces, 0.0)
-        return values[0] if kind == wire.ITEMS else value
+        packed = device_items.pack(value, self.channel, _who(), is_passed=False)
+        kind = wire.REPLACE if replaces else wire.RECORD
+        return self._ask(kind, 0.0, items=[name.encode(), packed])[1][0]
 
     def look_up(self, name: str, timeout_s: float) -> tuple[int, Any]:
-        return self._ask(wire.LOOK_UP, [wire.ASK_LOOK_UP.pack(timeout_s), name.encode()], timeout_s)
-
-    def close(self) -> None:
-        self._ask(wire.CLOSE, [], 0.0)
-        self.hang_up()
-
-    def fail(self, reason: str) -> None:
-        self._ask(wire.FAIL, [reason.encode()], 0.0)
+        return self._ask(wire.LOOK_UP, timeout_s, items=[name.encode()])
 
     def facts(self) -> dict[str, Any]:
-        return json.loads(bytes(self._ask(wire.SIZE, [], 0.0)[1]))
+        return json.loads(bytes(self._ask(wire.SIZE, 0.0)[1]))
 
-    def _ask(self, kind: int, pieces: list[bytes], timeout_s: float, passed: Sequence[int] = ()) -> tuple[int, Any]:
-        connection = self._take()
+    def _ask(self, kind: int, timeout_s: float, weight: float = 0.0, items: Sequence[Any] = ()) -> tuple[int, Any]:
+        connection, waits_s = self._take(), timeout_s + _BROKER_GRACE_S
         try:
-            connection.settimeout(timeout_s + _BROKER_GRACE_S)
-            _send(connection, kind, pieces, passed)
+            if connection.gettimeout() != waits_s:
+                connection.settimeout(waits_s)
+            pieces = [wire.ASK.pack(timeout_s, weight), *wire.pack_items(items)]
+            _send(connection, kind, pieces, wire.passed_with(items))
             answer, payload, descriptors = _receive(connection)
         except BaseException as error:
             # Requests on this connection are withdrawn with it; the channel itself stays open.
-            with contextlib.suppress(OSError):
-                connection.settimeout(1.0)
-                _send(connection, wire.BYE, [])
-            connection.close()
+            _say_bye(connection)
             if isinstance(error, TimeoutError):
-                raise DeadlineError(f"{self._name()}: no answer in {timeout_s + _BROKER_GRACE_S:.1f} s") from error
+                raise DeadlineError(f"{self._name()}: no answer in {waits_s:.1f} s") from error
             if isinstance(error, OSError):
                 raise WorkerError(f"{self._name()} is gone ({error})") from error
             raise
         with self._lock:
             self._idle.append(connection)
-        _used_clients[self._hello["channel"]] = self
-        if answer in (wire.CLOSED, wire.FAILED):
+        _used_clients[self.channel] = self
+        if answer == wire.FAILED:
             self._end_use()
+            return answer, bytes(payload).decode()
         if answer == wire.ITEMS:
             return answer, device_items.unpack_all(wire.unpack_items(payload, descriptors))
-        if answer == wire.FAILED:
-            return answer, bytes(payload).decode()
-        if answer == wire.LATE:
-            return answer, json.loads(bytes(payload))
-        return answer, payload
+        return answer, json.loads(bytes(payload)) if answer == wire.LATE else payload
 
     def leave(self) -> None:
         """Leave the channel in good order: what this process put in stays there when it ends."""
-        device_items.move_to_host(self._hello["channel"])
+        device_items.move_to_host(self.channel)
         self._end_use()
 
     def _end_use(self) -> None:
-        _used_clients.pop(self._hello["channel"], None)  # first: a thread that uses it meanwhile enters it again
+        _used_clients.pop(self.channel, None)  # first: a thread that uses it meanwhile enters it again
         self.hang_up()
 
     def hang_up(self) -> None:
@@ -205,12 +170,10 @@ class BrokerClient:
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
-            with contextlib.suppress(OSError):
-                _send(connection, wire.BYE, [])
-            connection.close()
+            _say_bye(connection)
 
     def _name(self) -> str:
-        return f"the broker of channel {self._hello['channel'].rpartition('/')[0]!r}"
+        return f"the broker of channel {self.channel.rpartition('/')[0]!r}"
 
     def _take(self) -> socket.socket:
         if os.getpid() != self._pid:  # a fork: its parent's connections are not for it
@@ -248,7 +211,8 @@ class BrokerClient:
             bytes(_read(connection, wire.NONCE)), wire.proof(self._address.key, mine, b"broker")
         ):
             raise ConnectionError("what answers is not the broker")
-        _send(connection, wire.HELLO, [json.dumps({**self._hello, "client": self._client, "who": _who()}).encode()])
+        hello = {"who": _who(), "channel": self.channel, "capacity": self._capacity}
+        _send(connection, wire.HELLO, [json.dumps(hello).encode()])
         _receive(connection)
 
 
@@ -257,11 +221,11 @@ _used_clients: dict[str, BrokerClient] = {}  # which stay when the channels that
 _clients_lock = threading.Lock()
 
 
-def client_of(address: BrokerAddress, channel: str, capacity: int, num_producers: int) -> BrokerClient:
+def client_of(address: BrokerAddress, channel: str, capacity: int) -> BrokerClient:
     with _clients_lock:
         client = _clients.get(channel)
         if client is None:
-            client = _clients[channel] = BrokerClient(address, channel, capacity, num_producers)
+            client = _clients[channel] = BrokerClient(address, channel, capacity)
         return client
 
 
@@ -282,40 +246,54 @@ def _who() -> str:
     return f"{group}[{rank}] (pid {os.getpid()})" if group else f"driver (pid {os.getpid()})"
 
 
+def _say_bye(connection: socket.socket) -> None:
+    """Close a connection in good order."""
+    with contextlib.suppress(OSError):
+        connection.settimeout(1.0)
+        _send(connection, wire.BYE, [])
+    connection.close()
+
+
 def _send(connection: socket.socket, kind: int, pieces: list[bytes], passed: Sequence[int] = ()) -> None:
     """Send a message; descriptors that are passed go with its first byte."""
     size = sum(map(len, pieces))
     pieces = [wire.HEAD.pack(kind, size), *pieces]
+    if size < 1 << 18:
+        pieces = [b"".join(pieces)]
     if passed:
         sent = socket.send_fds(connection, pieces[:1], passed)
         pieces[0] = pieces[0][sent:]
-    if size < 1 << 18:
-        connection.sendall(b"".join(pieces))
-    else:
-        for piece in pieces:
-            connection.sendall(piece)
+    for piece in pieces:
+        connection.sendall(piece)
 
 
 def _receive(connection: socket.socket) -> tuple[int, memoryview, deque[int]]:
-    """Receive a message: its kind, its payload, and the descriptors that came with its first byte."""
-    head, descriptors = b"", deque[int]()
+    """Receive a message, before which nothing else is sent: kind, payload, and the descriptors that came with it."""
+    descriptors = deque[int]()
     if connection.family == socket.AF_UNIX:
-        head, passed = wire.receive_with(connection, wire.HEAD.size)
+        first, passed = wire.receive_with(connection, _FIRST)
         descriptors += passed
-        if not head:
-            raise ConnectionError("the connection was closed")
+    else:
+        first = connection.recv(_FIRST)
     try:
-        kind, size = wire.HEAD.unpack(head + bytes(_read(connection, wire.HEAD.size - len(head))))
-        return kind, _read(connection, size), descriptors
+        if not first:
+            raise ConnectionError("the connection was closed")
+        if len(first) < wire.HEAD.size:
+            first += bytes(_read(connection, wire.HEAD.size - len(first)))
+        kind, size = wire.HEAD.unpack_from(first)
+        payload = memoryview(bytearray(first))[wire.HEAD.size :]  # writable, as torch wants it
+        return kind, payload if len(payload) == size else _read(connection, size, payload), descriptors
     except BaseException:
         while descriptors:
             os.close(descriptors.popleft())
         raise
 
 
-def _read(connection: socket.socket, size: int) -> memoryview:
+def _read(connection: socket.socket, size: int, begun: bytes | memoryview = b"") -> memoryview:
+    """Receive so many bytes, of which the first are there already."""
     buffer = memoryview(bytearray(size))
-    at = 0
+    at = len(begun)
+    buffer[:at] = begun
     while at < size:
         count = connection.recv_into(buffer[at:])
         if not count:

@@ -1,341 +1,319 @@
 """The broker: a process that serves any number of queues to others over sockets.
 
-It knows items as bytes only, and fails a queue when a process that used it ends without notice. It needs only
-the standard library and starts in a few hundredths of a second.
+It knows items as bytes only, and fails a queue when a process that used it ends without notice. It needs only the
+standard library and starts in a tenth of a second.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
-import heapq
 import hmac
 import json
 import math
 import os
 import resource
 import secrets
-import selectors
 import socket
 import struct
-import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine
+from typing import Any
 
+from hotseat.processes.child import Channel
 from hotseat.rlinf import wire
-from hotseat.rlinf.bounded_queue import BoundedQueue, Record, Waiter
+from hotseat.rlinf.bounded_queue import Answer, BoundedQueue, Record
 from hotseat.rlinf.wire import Kept, Memory
 
 _MAX_HELLO = 1 << 16
-_MAX_WITHDRAWN = 1000  # timers that are kept in any case
-
-
-class Timer:
-    """A call that is to be made later; None: it was withdrawn."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, call: Callable[[], None]):
-        self.call: Callable[[], None] | None = call
-
-    def run(self) -> None:
-        """Make the call, and forget it with all that it refers to."""
-        call, self.call = self.call, None
-        if call is not None:
-            call()
+_CHUNK = 1 << 16  # bytes received at a time: memory for more would come from the system each time
+_GREETING_S = 10.0  # a client that connects and does not prove itself within it is dropped
+_ROLES = {wire.PUT: "producer", wire.GET: "consumer"}
+_MALFORMED = (ValueError, TypeError, LookupError, struct.error, RecursionError, OSError)
 
 
 class _Served:
     """A queue, records beside it, and the connections to both."""
 
-    def __init__(self, name: str, queue: BoundedQueue):
+    def __init__(self, name: str, capacity: int):
         self.name = name
-        self.queue = queue
+        self.queue = BoundedQueue(capacity)
         self.records: defaultdict[str, Record] = defaultdict(Record)
         self.connections: set[_ClientConnection] = set()
-        self.done: set[str] = set()  # clients that closed: they are allowed to go
 
     def facts(self) -> bytes:
-        return json.dumps(
-            {
-                "size": len(self.queue.items),
-                "producers": sorted({c.who for c in self.connections if c.is_producer and c.client not in self.done}),
-                "consumers": sorted({c.who for c in self.connections if c.is_consumer}),
-            }
-        ).encode()
-
-
-class _Waiting(NamedTuple):
-    """The request of a client that has not been answered yet, what was asked, and its deadline."""
-
-    waiter: Waiter
-    source: BoundedQueue | Record
-    timer: Timer
+        users = {
+            f"{role}s": sorted({each.who for each in self.connections if role in each.roles})
+            for role in _ROLES.values()
+        }
+        return json.dumps({"size": len(self.queue.items), **users}).encode()
 
 
 class _ClientConnection:
     """One client connection: proof, greeting, then one request at a time."""
 
     def __init__(self, server: BrokerServer, connection: socket.socket):
-        self.stream = wire.Stream(connection)
         self._server = server
-        nonce = secrets.token_bytes(wire.NONCE)
-        self._unproven: bytes | None = nonce  # what the client has to answer; None once it has proved itself
+        self._socket = connection
+        self._loop = asyncio.get_running_loop()
+        self._received = asyncio.StreamReader()
+        self._passed: deque[int] = deque()  # descriptors that came, and belong to no item yet
+        self._unsent = bytearray()
+        self._to_pass: list[Memory | Kept] = []  # goes with the first byte that is sent next
         self._served: _Served | None = None
-        self.client = self.who = ""  # one process, and what it is called
-        self.is_producer = self.is_consumer = False
-        self._waiting: _Waiting | None = None
-        self._said_bye = False
-        self._write(nonce)
-        # A client that connects and never proves itself is dropped.
-        self._greeting_timer = server.later(10.0, self.end)
+        self._source: BoundedQueue | Record | None = None  # of the request that has not been answered yet
+        self._timer: asyncio.TimerHandle | None = None  # of its deadline
+        self.who = ""  # what the client's process is called
+        self.roles: set[str] = set()
+        self._loop.add_reader(connection, self._receive)
 
-    def on_readable(self) -> None:
-        if not self.stream.receive():
-            self.end()
-            return
-        if self._unproven is not None:
-            self.stream.drop_passed()  # a stranger's are not kept
-            if not self._check_proof(self._unproven):
-                return
-        received = self.stream.received
-        while len(received) >= wire.HEAD.size:
-            kind, length = wire.HEAD.unpack_from(received)
-            if self._served is None and (kind != wire.HELLO or length > _MAX_HELLO):
-                self.end()
-                return
-            if len(received) < wire.HEAD.size + length:
-                return
-            self.stream.take(wire.HEAD.size)
-            self._handle(kind, self.stream.take(length))
-            if self.stream.socket.fileno() < 0:  # it has ended
-                return
-
-    def on_writable(self) -> None:
-        if not self.stream.flush():
-            self.end()
-        elif not self.stream.unsent:
-            self._server.watch(self)
-
-    def end(self, how: str = "went away without closing it") -> None:
-        """End the connection, and fail the channel if the process at its other end left without notice."""
-        self.stream.drop_passed()
-        self._server.withdraw(self._greeting_timer)
-        if not self._server.forget(self) or self._served is None:
-            return
-        self._served.connections.discard(self)
-        self.stream.to_pass = []
-        if self._waiting is not None:
-            self._waiting.source.cancel(self._waiting.waiter)
-            self._stop_waiting()
-        is_missed_producer = self.is_producer and self.client not in self._served.done
-        if not self._said_bye and (is_missed_producer or self.is_consumer):
-            role = "producer" if is_missed_producer else "consumer"
-            self._served.queue.fail(f"its {role} {self.who} {how}")
-        self._server.free(self._served)
-
-    def _check_proof(self, nonce: bytes) -> bool:
-        if len(self.stream.received) < 2 * wire.NONCE:
-            return False
-        answer, theirs = self.stream.take(wire.NONCE), self.stream.take(wire.NONCE)
-        if not hmac.compare_digest(answer, wire.proof(self._server.key, nonce, b"client")):
-            self.end()
-            return False
-        self._unproven = None
-        self._write(wire.proof(self._server.key, theirs, b"broker"))
-        return True
-
-    def _handle(self, kind: int, payload: bytes) -> None:
-        """Carry out a request. One that makes no sense ends the connection: no other process has to do with it."""
+    async def serve(self) -> None:
+        """Serve the client to its end. A message that makes no sense concerns only its queue."""
+        how: str | None = None
         try:
-            carry_out = self._understood(kind, payload)
-        except (ValueError, TypeError, LookupError, struct.error, RecursionError, OSError) as error:
-            self.end(f"sent a message that makes no sense ({type(error).__name__}: {error})")
-            return
-        carry_out()
+            async with asyncio.timeout(_GREETING_S):
+                self._served = await self._greeted()
+            while how is None:
+                how = self._handle(self._served, *await self._message())
+        except EOFError:
+            how = "went away without closing it"
+        except TimeoutError:
+            pass
+        finally:
+            self._end(how)
 
-    def _understood(self, kind: int, payload: bytes) -> Callable[[], None]:
-        """Return what a request asks for, after a check of all that it says. Nothing is changed before."""
-        if kind == wire.BYE:
-            return self._leave
-        if self._waiting is not None:
-            raise ValueError("a request before the answer to another")
-        if kind == wire.HELLO:
-            return self._greeting(json.loads(payload))
-        served = self._served
-        assert served is not None
-        if kind == wire.PUT:
-            timeout_s, weight = wire.ASK_PUT.unpack_from(payload)
-            _check_numbers(timeout_s, weight)
-            items = wire.unpack_items(memoryview(payload)[wire.ASK_PUT.size :], self.stream.passed)
-            wire.check_passed(items)
-            return functools.partial(self._put, served, self._server.held(items), timeout_s, weight)
-        if kind == wire.GET:
-            timeout_s, most, at_least, weight = wire.ASK_GET.unpack(payload)
-            _check_numbers(timeout_s, weight)
-            if not 1 <= at_least <= most:
-                raise ValueError(f"{at_least} to {most} items")
-            return functools.partial(self._get, served, timeout_s, most, at_least, weight)
-        if kind == wire.CLOSE:
-            return functools.partial(self._close, served)
-        if kind == wire.FAIL:
-            return functools.partial(self._close, served, payload.decode())
-        if kind == wire.SIZE:
-            return lambda: self._answer(wire.DONE, [served.facts()])
-        if kind == wire.RECORD:
-            replaces, length = wire.ASK_RECORD.unpack_from(payload)
-            name, value = payload[wire.ASK_RECORD.size :][:length], payload[wire.ASK_RECORD.size + length :]
-            if len(name) < length:
-                raise ValueError(f"a name of {length} bytes in {len(payload)}")
-            return functools.partial(self._record, served, name.decode(), value, replaces)
-        if kind == wire.LOOK_UP:
-            (timeout_s,) = wire.ASK_LOOK_UP.unpack_from(payload)
-            _check_numbers(timeout_s)
-            return functools.partial(self._look_up, served, payload[wire.ASK_LOOK_UP.size :].decode(), timeout_s)
-        raise ValueError(f"kind {kind}")
-
-    def _greeting(self, hello: dict[str, Any]) -> Callable[[], None]:
-        if self._served is not None:
-            raise ValueError("a second greeting")
-        texts = [hello[name] for name in ("client", "who", "channel")]
-        numbers = [hello[name] for name in ("capacity", "num_producers")]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"names {texts}")
-        for text in texts:
-            text.encode()  # others are to read it
-        if any(type(number) is not int or number < 1 for number in numbers):
-            raise ValueError(f"capacity and num_producers {numbers}")
-
-        def greet() -> None:
-            self.client, self.who, channel = texts
-            self._served = self._server.served(channel, *numbers)
-            self._served.connections.add(self)
-            self._server.withdraw(self._greeting_timer)
-            self._answer(wire.DONE, [])
-
-        return greet
-
-    def _leave(self) -> None:
-        self._said_bye = True
-        self.end()
-
-    def _put(self, served: _Served, batch: list[Any], timeout_s: float, weight: float) -> None:
-        self.is_producer = True
-        self._wait(served.queue, timeout_s, lambda answer: served.queue.put(batch, answer, weight))
-
-    def _get(self, served: _Served, timeout_s: float, most: int, at_least: int, weight: float) -> None:
-        self.is_consumer = True
-        self._wait(served.queue, timeout_s, lambda answer: served.queue.get(most, at_least, answer, weight))
-
-    def _close(self, served: _Served, reason: str | None = None) -> None:
-        if reason is None:
-            served.done.add(self.client)
-            served.queue.close()
-        else:
-            served.queue.fail(reason)
+    async def _greeted(self) -> _Served:
+        """Check that the client knows the key, show that this side does, and return the queue that it asks for."""
+        nonce = secrets.token_bytes(wire.NONCE)
+        self._write(nonce)
+        proof = await self._received.readexactly(wire.NONCE)
+        theirs = await self._received.readexactly(wire.NONCE)
+        self._drop_passed()  # a stranger's are not kept
+        if not hmac.compare_digest(proof, wire.proof(self._server.key, nonce, b"client")):
+            raise EOFError
+        self._write(wire.proof(self._server.key, theirs, b"broker"))
+        kind, payload = await self._message(_MAX_HELLO)
+        try:
+            hello = json.loads(payload) if kind == wire.HELLO else {}
+            self.who, channel, capacity = (hello[name] for name in ("who", "channel", "capacity"))
+            (self.who + channel).encode()  # others are to read it
+            if type(capacity) is not int or capacity < 1:
+                raise ValueError(f"capacity {capacity}")
+        except _MALFORMED as error:
+            raise EOFError from error
+        served = self._server.served(channel, capacity)
+        served.connections.add(self)
         self._answer(wire.DONE, [])
+        return served
 
-    def _record(self, served: _Served, name: str, value: bytes, replaces: bool) -> None:
-        record = served.records[name]
-        is_written = record.write(value, replaces=replaces)
-        self._answer(wire.DONE, []) if is_written else self._give([record.value])
+    async def _message(self, max_bytes: int | None = None) -> tuple[int, bytes]:
+        kind, length = wire.HEAD.unpack(await self._received.readexactly(wire.HEAD.size))
+        if max_bytes is not None and length > max_bytes:
+            raise EOFError
+        return kind, await self._received.readexactly(length)
 
-    def _look_up(self, served: _Served, name: str, timeout_s: float) -> None:
-        record = served.records[name]
-        self._wait(record, timeout_s, record.read)
+    def _handle(self, served: _Served, kind: int, payload: bytes) -> str | None:
+        """Carry out a request, or return how it ends the connection: in good order if the text is empty."""
+        if kind == wire.BYE:
+            return ""
+        try:
+            timeout_s, weight, items = self._understood(kind, payload)
+        except _MALFORMED as error:
+            return f"sent a message that makes no sense ({type(error).__name__}: {error})"
+        if kind in _ROLES:
+            self.roles.add(_ROLES[kind])
+        if kind == wire.PUT:
+            self._wait(served.queue, functools.partial(served.queue.put, items.pop(), weight), timeout_s)
+        elif kind == wire.GET:
+            self._wait(served.queue, functools.partial(served.queue.get, weight), timeout_s)
+        elif kind == wire.SIZE:
+            self._answer(wire.DONE, [served.facts()])
+        else:
+            record = served.records[items[0]]
+            if kind != wire.LOOK_UP:
+                record.write(items[1], replaces=kind == wire.REPLACE)
+            self._wait(record, record.read, timeout_s)
+        return None
 
-    def _wait(
-        self, source: BoundedQueue | Record, timeout_s: float, ask: Callable[[Callable[[int, Any], None]], Waiter]
-    ) -> None:
-        is_answered = False
+    def _understood(self, kind: int, payload: bytes) -> tuple[float, float, list[Any]]:
+        """Return timeout, weight and items of a request, after a check of all that it says."""
+        if self._source is not None:
+            raise ValueError("a request before the answer to another")
+        if kind not in wire.NUM_ITEMS:
+            raise ValueError(f"kind {kind}")
+        timeout_s, weight = wire.ASK.unpack_from(payload)
+        if not (math.isfinite(timeout_s) and timeout_s >= 0 and weight >= 0):
+            raise ValueError(f"timeout {timeout_s}, weight {weight}")
+        items = wire.unpack_items(memoryview(payload)[wire.ASK.size :], self._passed)
+        wire.check_passed(items)
+        if len(items) != wire.NUM_ITEMS[kind]:
+            raise ValueError(f"{len(items)} items")
+        if kind == wire.PUT:
+            return timeout_s, weight, [self._server.held(items.pop())]
+        if items:  # name of a record, and its value
+            items = [str(items[0], "utf-8"), *map(bytes, items[1:])]
+        return timeout_s, weight, items
 
-        def answer(kind: int, payload: Any) -> None:
-            nonlocal is_answered
-            is_answered = True
-            self._stop_waiting()
-            if kind == wire.ITEMS:
-                self._give(payload)
-            else:
-                self._answer(kind, [payload.encode()] if payload else [])
-
-        def late() -> None:
-            if not is_answered and source.cancel(waiter):
-                self._stop_waiting()
-                assert self._served is not None
-                self._answer(wire.LATE, [self._served.facts()])
-
-        waiter = ask(answer)
-        if not is_answered:
-            self._waiting = _Waiting(waiter, source, self._server.later(timeout_s, late))
+    def _wait(self, source: BoundedQueue | Record, ask: Callable[[Answer], None], timeout_s: float) -> None:
+        self._source = source
+        ask(self._on_answer)
+        if self._source is not None:
+            self._timer = self._loop.call_later(timeout_s, self._late)
 
     def _stop_waiting(self) -> None:
-        """Forget the waiter, also in its timer, which would otherwise keep the items of a put until it runs out."""
-        if self._waiting is not None:
-            self._server.withdraw(self._waiting.timer)
-        self._waiting = None
+        self._source = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_answer(self, kind: int, payload: Any) -> None:
+        self._stop_waiting()
+        if kind == wire.ITEMS:
+            self._give(payload)
+        else:
+            self._answer(kind, [payload.encode()] if payload else [])
+
+    def _late(self) -> None:
+        if self._source is not None and self._source.cancel(self._on_answer):
+            self._stop_waiting()
+            assert self._served is not None
+            self._answer(wire.LATE, [self._served.facts()])
+
+    def _end(self, how: str | None) -> None:
+        """Close the connection, and fail the queue if the process at its other end left without notice."""
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        self._drop_passed()
+        self._to_pass = []
+        if self._source is not None:
+            self._source.cancel(self._on_answer)
+            self._stop_waiting()
+        if self._served is not None:
+            self._served.connections.discard(self)
+            if how and self.roles:
+                self._served.queue.fail(f"its {max(self.roles)} {self.who} {how}")
+            self._server.free(self._served)
+
+    # --- what is sent ---------------------------------------------------------------------------------------------
 
     def _give(self, items: list[Any]) -> None:
-        """Answer with items. Memory is passed on this machine, as far as one message takes it, and else copied.
-
-        So are tokens; where one is not passed, the item is sent with the bytes of its tensors once the producer has
-        answered with them.
-        """
-        is_near = self.stream.socket.family == socket.AF_UNIX
-        num_passed, num_asked = 0, 0
-
-        def arrived(at: int, data: bytes) -> None:
-            nonlocal num_asked
-            items[at] = data
-            num_asked -= 1
-            if num_asked == 0:
-                self._hand(items)
-
-        fetched = []
+        """Answer with items. Memory and tokens are passed on this machine, as far as one message takes them."""
+        room = wire.MAX_PASSED if self._socket.family == socket.AF_UNIX else 0
+        not_passed = []
         for at, item in enumerate(items):
-            if not isinstance(item, wire.PASSED):
-                continue
-            num_descriptors = len(wire.passed_with([item]))
-            if is_near and num_passed + num_descriptors <= wire.MAX_PASSED:
-                num_passed += num_descriptors
-            elif isinstance(item, Kept):
-                fetched.append((at, item))
-            else:
-                try:
-                    items[at] = item.read()
-                except OSError as error:  # its producer has shortened it since
-                    assert self._served is not None
-                    reason = f"an item of it cannot be read ({error})"
-                    self._served.queue.fail(reason)
-                    self._answer(wire.FAILED, [reason.encode()])
-                    return
-        num_asked = len(fetched)
-        if not fetched:
+            if isinstance(item, wire.PASSED):
+                num_descriptors = len(wire.passed_with([item]))
+                if num_descriptors <= room:
+                    room -= num_descriptors
+                else:
+                    not_passed.append(at)
+        if not_passed:
+            self._server.start(self._give_copies(items, not_passed))
+        else:
             self._hand(items)
-        for at, item in fetched:
-            self._server.fetch(item, functools.partial(arrived, at))
+
+    async def _give_copies(self, items: list[Any], not_passed: list[int]) -> None:
+        try:
+            for at in not_passed:
+                items[at] = await _in_host_memory(items[at])
+        except OSError as error:  # its producer has shortened it since
+            assert self._served is not None
+            reason = f"an item of it cannot be read ({error})"
+            self._served.queue.fail(reason)
+            self._answer(wire.FAILED, [reason.encode()])
+        else:
+            self._hand(items)
 
     def _hand(self, items: list[Any]) -> None:
-        self.stream.to_pass = [item for item in items if isinstance(item, wire.PASSED)]
+        self._to_pass = [item for item in items if isinstance(item, wire.PASSED)]
         pieces = wire.pack_items(items)
-        items.clear()  # or whoever called this later than `_give` would keep tokens open
+        items.clear()  # or whoever called this would keep tokens open
         self._answer(wire.ITEMS, pieces)
 
     def _answer(self, kind: int, pieces: list[bytes]) -> None:
         self._write(b"".join([wire.HEAD.pack(kind, sum(map(len, pieces))), *pieces]))
 
     def _write(self, data: bytes) -> None:
-        was_writing = bool(self.stream.unsent)
-        self.stream.write(data)
-        if self.stream.unsent and not was_writing:
-            self._server.watch(self)
+        """Send what the socket takes now, and the rest when it takes more."""
+        if self._unsent:
+            self._unsent += data
+            return
+        sent = self._send(memoryview(data))
+        if sent < len(data):
+            self._unsent += memoryview(data)[sent:]
+            self._loop.add_writer(self._socket, self._flush)
+
+    def _flush(self) -> None:
+        del self._unsent[: self._send(memoryview(self._unsent)[: 1 << 20])]
+        if not self._unsent:
+            self._loop.remove_writer(self._socket)
+
+    def _send(self, data: memoryview) -> int:
+        try:
+            if not self._to_pass:
+                return self._socket.send(data)
+            sent = socket.send_fds(self._socket, [data], wire.passed_with(self._to_pass))
+        except BlockingIOError:
+            return 0
+        except OSError:  # the socket will be readable, and end its connection in its turn
+            return len(data)
+        self._to_pass = []
+        return sent
+
+    # --- what comes -----------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        try:
+            if self._socket.family == socket.AF_UNIX:
+                data, descriptors = wire.receive_with(self._socket, _CHUNK)
+                self._passed += descriptors
+            else:
+                data = self._socket.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._received.feed_data(data)
+        else:
+            self._loop.remove_reader(self._socket)
+            self._received.feed_eof()
+
+    def _drop_passed(self) -> None:
+        while self._passed:
+            os.close(self._passed.popleft())
 
 
-def _check_numbers(timeout_s: float, weight: float = 0.0) -> None:
-    """Raise `ValueError` for numbers by which nothing can be ordered: a timer that is none would stop all others."""
-    if not (math.isfinite(timeout_s) and timeout_s >= 0 and weight >= 0):
-        raise ValueError(f"timeout {timeout_s}, weight {weight}")
+async def _in_host_memory(item: Memory | Kept) -> bytes:
+    """Return the bytes of an item, with those of tensors that its producer keeps.
+
+    If the producer has ended, theirs are missing, which the receiver notices.
+    """
+    if isinstance(item, Memory):
+        return item.read()
+    loop, answered = asyncio.get_running_loop(), asyncio.Event()
+    with socket.socket(fileno=item.detach_token()) as token:
+        token.setblocking(False)
+        with contextlib.suppress(OSError):  # it may have sent them, and ended
+            token.send(b"host")
+        loop.add_reader(token, answered.set)
+        try:
+            await answered.wait()
+        finally:
+            loop.remove_reader(token)
+        descriptors: list[int] = []
+        with contextlib.suppress(OSError):
+            _, descriptors = wire.receive_with(token, 4096)
+    memories = [Memory(descriptor, os.fstat(descriptor).st_size) for descriptor in descriptors]
+    data = b""
+    with contextlib.suppress(OSError):  # of what is no memory, too, nothing is there
+        data = item.data.read() if isinstance(item.data, Memory) else bytes(item.data)
+        for memory in memories:
+            data += memory.read()
+    return data
 
 
 class BrokerServer:
@@ -344,134 +322,64 @@ class BrokerServer:
     def __init__(self, path: str, host: str | None, key: bytes):
         self.key = key
         self.port = 0
-        self._selector = selectors.DefaultSelector()
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(path)
-        self._listen(listener)
+        self._listeners = [_listener(socket.AF_UNIX, path)]
         if host is not None:
-            listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-            listener.bind((host, 0))
-            self.port = listener.getsockname()[1]
-            self._listen(listener)
+            self._listeners.append(_listener(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0)))
+            self.port = self._listeners[1].getsockname()[1]
         self._queues: dict[str, _Served] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # which an event loop itself does not keep
         self._memory: weakref.WeakSet[Memory | Kept] = weakref.WeakSet()
         self._max_memory = 0
         if hasattr(os, "memfd_create"):  # otherwise nobody passes any
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             self._max_memory = min(most, 1 << 16) // 2  # the rest is for connections
-        self._timers: list[tuple[float, int, Timer]] = []
-        self._num_timers = 0  # that were ever made
-        self._num_withdrawn = 0  # among those that are left
 
     def run(self, until_ended: int) -> None:
         """Serve until the file descriptor `until_ended` is closed at its other end."""
-        self._selector.register(until_ended, selectors.EVENT_READ, None)
-        while True:
-            # Selectors refuse to wait for weeks at a time.
-            wait_s = min(max(0.0, self._timers[0][0] - time.monotonic()), 3600.0) if self._timers else None
-            for key, events in self._selector.select(wait_s):
-                if key.data is None:
-                    if not os.read(until_ended, 1024):
-                        return
-                elif isinstance(key.data, _ClientConnection):
-                    if events & selectors.EVENT_WRITE:
-                        key.data.on_writable()
-                    if events & selectors.EVENT_READ:
-                        key.data.on_readable()
-                else:
-                    key.data()
-            while self._timers and self._timers[0][0] <= time.monotonic():
-                _, _, timer = heapq.heappop(self._timers)
-                self._num_withdrawn -= timer.call is None
-                timer.run()
+        asyncio.run(self._run(until_ended))
 
-    def later(self, seconds: float, call: Callable[[], None]) -> Timer:
-        timer = Timer(call)
-        self._num_timers += 1
-        heapq.heappush(self._timers, (time.monotonic() + seconds, self._num_timers, timer))
-        return timer
+    async def _run(self, until_ended: int) -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
-    def withdraw(self, timer: Timer) -> None:
-        """Withdraw a call. Its deadline may be hours ahead, so withdrawn timers are dropped in bulk before it."""
-        if timer.call is None:
-            return
-        timer.call = None
-        self._num_withdrawn += 1
-        if self._num_withdrawn > max(_MAX_WITHDRAWN, len(self._timers) // 2):
-            self._timers = [entry for entry in self._timers if entry[2].call is not None]
-            heapq.heapify(self._timers)
-            self._num_withdrawn = 0
+        def look() -> None:
+            if not os.read(until_ended, 1024):
+                ended.set()
 
-    def held(self, items: list[wire.Packed | Kept]) -> list[Any]:
-        """Return items as queues hold them: where too many are in memory of their own, copied out of it."""
-        for at, item in enumerate(items):
-            if isinstance(item, Kept):  # of which a process has not many
-                self._memory.add(item)
-                if isinstance(item.data, Memory):
-                    self._memory.add(item.data)
-            elif isinstance(item, Memory):
-                if len(self._memory) >= self._max_memory:
-                    items[at] = item.read()
-                else:
-                    self._memory.add(item)
-        return items
+        loop.add_reader(until_ended, look)
+        for listener in self._listeners:
+            loop.add_reader(listener, self._accept, listener)
+        await ended.wait()
+        for listener in self._listeners:
+            loop.remove_reader(listener)
+            listener.close()
 
-    def fetch(self, item: Kept, answer: Callable[[bytes], None]) -> None:
-        """Ask the producer of an item for the bytes of its tensors, and answer with both.
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-        If the producer has ended, the answer lacks the bytes, which the receiver notices.
+    def held(self, item: Any) -> Any:
+        """Return an item as queues hold it: where too many are in memory of their own, copied out of it.
+
+        Items with tokens stay as they are: a process has not many.
         """
-        token = socket.socket(fileno=item.detach_token())
-        token.setblocking(False)
+        if isinstance(item, Memory) and len(self._memory) >= self._max_memory:
+            return item.read()
+        for passed in (item, item.data) if isinstance(item, Kept) else (item,):
+            if isinstance(passed, wire.PASSED):
+                self._memory.add(passed)
+        return item
 
-        def on_readable() -> None:
-            try:
-                _, descriptors = wire.receive_with(token, 4096)
-            except BlockingIOError:
-                return
-            except OSError:
-                descriptors = []
-            self._selector.unregister(token)
-            token.close()
-            memories = [Memory(descriptor, os.fstat(descriptor).st_size) for descriptor in descriptors]
-            data = b""
-            with contextlib.suppress(OSError):  # of what is no memory, too, nothing is there
-                data = item.data.read() if isinstance(item.data, Memory) else bytes(item.data)
-                for memory in memories:
-                    data += memory.read()
-            answer(data)
-
-        with contextlib.suppress(OSError):  # it may have sent them, and ended
-            token.send(b"host")
-        self._selector.register(token, selectors.EVENT_READ, on_readable)
-
-    def served(self, channel: str, capacity: int, num_producers: int) -> _Served:
+    def served(self, channel: str, capacity: int) -> _Served:
         if channel not in self._queues:
-            self._queues[channel] = _Served(channel, BoundedQueue(capacity, num_producers))
+            self._queues[channel] = _Served(channel, capacity)
         return self._queues[channel]
 
     def free(self, served: _Served) -> None:
         """Forget a queue that nobody is connected to, if the next one that connects finds the same in a new one."""
-        if not (served.connections or served.done or served.records) and served.queue.is_as_new:
+        if not (served.connections or served.records) and served.queue.is_as_new:
             del self._queues[served.name]
-
-    def watch(self, connection: _ClientConnection) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.stream.unsent else 0)
-        self._selector.modify(connection.stream.socket, events, connection)
-
-    def forget(self, connection: _ClientConnection) -> bool:
-        """Close a connection; return False if it was closed before."""
-        if connection.stream.socket.fileno() < 0:
-            return False
-        self._selector.unregister(connection.stream.socket)
-        connection.stream.socket.close()
-        return True
-
-    def _listen(self, listener: socket.socket) -> None:
-        listener.listen(512)
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -480,18 +388,19 @@ class BrokerServer:
             return
         accepted.setblocking(False)
         wire.prepare(accepted)
-        connection = _ClientConnection(self, accepted)
-        self._selector.register(accepted, selectors.EVENT_READ, connection)
+        self.start(_ClientConnection(self, accepted).serve())
 
 
-def main() -> None:
-    """Read the task from standard input, write the port, and serve until standard input ends."""
-    with open(0, "rb", buffering=0, closefd=False) as stdin:  # to the end of the line, and no further
-        task = json.loads(stdin.readline())
+def _listener(family: socket.AddressFamily, address: Any) -> socket.socket:
+    listener = socket.socket(family)
+    listener.bind(address)
+    listener.listen(512)
+    listener.setblocking(False)
+    return listener
+
+
+def main(channel: Channel, task: dict[str, Any]) -> None:
+    """Send the port, and serve until the process at the other end of the channel ends or hangs up."""
     server = BrokerServer(task["path"], task["host"], bytes.fromhex(task["key"]))
-    print(server.port, flush=True)
-    server.run(until_ended=0)
-
-
-if __name__ == "__main__":
-    main()
+    channel.send({"port": server.port})
+    server.run(until_ended=channel.socket.fileno())

@@ -32,7 +32,7 @@ _CONNECT_S = 60.0  # how long `connect` waits for a channel to be created
 class _OpenQueue:
     """A queue that this process has opened, with one lane for puts and one for gets."""
 
-    queue: Queue[Any]
+    queue: Queue
     puts: Lane = field(default_factory=Lane)
     gets: Lane = field(default_factory=Lane)
     num_uses: int = 0  # operations that have not ended; without meaning if it stays
@@ -59,7 +59,7 @@ class Post:
         self._open: dict[str, _OpenQueue] = {}
         self._idle: dict[str, None] = {}  # the names of queues to leave, the one that was not used for longest first
 
-    def queue(self, name: str, capacity: int = UNBOUNDED) -> Queue[Any]:
+    def queue(self, name: str, capacity: int = UNBOUNDED) -> Queue:
         """Open a queue that stays open."""
         return self._begin(QueueSpec(name, capacity, stays=True)).queue
 
@@ -69,12 +69,12 @@ class Post:
         work: AsyncWork | None = self._run(opened, opened.puts, lambda queue: queue.put(item, weight=weight), is_async)
         return work
 
-    def get(self, spec: QueueSpec, take: Callable[[Queue[Any]], Any], *, is_async: bool) -> Any:
+    def get(self, spec: QueueSpec, take: Callable[[Queue], Any], *, is_async: bool) -> Any:
         """Take something out of a queue, after what this process has asked of it before."""
         opened = self._begin(spec)
         return self._run(opened, opened.gets, take, is_async)
 
-    def use(self, spec: QueueSpec, operation: Callable[[Queue[Any]], Any]) -> Any:
+    def use(self, spec: QueueSpec, operation: Callable[[Queue], Any]) -> Any:
         """Run an operation on a queue at once, whatever else this process has asked of it."""
         return self._operate(self._begin(spec), operation)
 
@@ -85,11 +85,11 @@ class Post:
         for queue in queues:
             queue.leave()
 
-    def _run(self, opened: _OpenQueue, lane: Lane, operation: Callable[[Queue[Any]], Any], is_async: bool) -> Any:
+    def _run(self, opened: _OpenQueue, lane: Lane, operation: Callable[[Queue], Any], is_async: bool) -> Any:
         run = functools.partial(self._operate, opened, operation)
         return lane.start(run) if is_async else lane.run(run)
 
-    def _operate(self, opened: _OpenQueue, operation: Callable[[Queue[Any]], Any]) -> Any:
+    def _operate(self, opened: _OpenQueue, operation: Callable[[Queue], Any]) -> Any:
         try:
             return operation(opened.queue)
         finally:
@@ -237,7 +237,7 @@ class Channel:
         An item that is heavier than that comes alone. 0: one item.
         """
 
-        def take(queue: Queue[Any]) -> list[Any]:
+        def take(queue: Queue) -> list[Any]:
             return [queue.get()] if target_weight == 0 else queue.get_weight(target_weight)
 
         return self._post.get(self._spec(key), take, is_async=async_op)

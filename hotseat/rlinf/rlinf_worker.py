@@ -161,7 +161,7 @@ class Worker(metaclass=WorkerMeta):
         )
 
     def _receive(self, mail: QueueSpec, is_async: bool) -> Any:
-        def take(queue: Queue[Any]) -> Any:
+        def take(queue: Queue) -> Any:
             received, payload = queue.get()
             return received if payload is None else (received, payload)
 

@@ -1,6 +1,7 @@
 """Messages between a client and the broker: KIND, LENGTH, PAYLOAD. Items are bytes, or memory that a message passes.
 
-It needs only the standard library, as does everything that the broker's process loads.
+The payload of a request is `ASK`, then items; that of an answer is items, JSON or a text. This file needs only the
+standard library, as does everything that the broker's process loads.
 """
 
 from __future__ import annotations
@@ -13,23 +14,20 @@ import socket
 import stat
 import struct
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 HEAD = struct.Struct("!BQ")
-COUNT = struct.Struct("!I")
-LENGTH = struct.Struct("!Q")
-ASK_PUT = struct.Struct("!dd")  # timeout, weight of each item; then the items
-ASK_GET = struct.Struct("!dIId")  # timeout, most, at least, weight of the batch (0: it has no limit)
-ASK_RECORD = struct.Struct("!?I")  # whether it replaces one that is there, length of the name; then name and value
-ASK_LOOK_UP = struct.Struct("!d")  # timeout; then the name
+ASK = struct.Struct("!dd")  # timeout; weight of the item that is put, or of the batch that is taken (0: one item)
+LENGTH = struct.Struct("!Q")  # of an item
 
-MAX_COUNT = (1 << 32) - 1
 IN_MEMORY = 1 << 63  # added to the length of an item whose bytes are not in the message, but in memory that it passes
 KEPT = 1 << 62  # added to the length of an item with a token, which the message passes
 MAX_PASSED = 64  # descriptors in one message; the system takes 253
 
-HELLO, PUT, GET, CLOSE, FAIL, SIZE, BYE, RECORD, LOOK_UP = range(1, 10)  # asked
-DONE, ITEMS, CLOSED, FAILED, LATE = range(32, 37)  # answered
+HELLO, PUT, GET, SIZE, RECORD, REPLACE, LOOK_UP, BYE = range(1, 9)  # asked
+DONE, ITEMS, FAILED, LATE = range(32, 36)  # answered
+NUM_ITEMS = {PUT: 1, GET: 0, SIZE: 0, RECORD: 2, REPLACE: 2, LOOK_UP: 1}  # of a record: name and value
 
 NONCE = 32
 
@@ -105,12 +103,9 @@ class Kept:
 PASSED = (Memory, Kept)  # what has descriptors
 
 
-def pack_items(items: list[Any]) -> list[bytes]:
-    """Return the pieces of a payload: the number of items, then each item after its length.
-
-    Of an item in `Memory` the payload has the length alone.
-    """
-    pieces: list[Any] = [COUNT.pack(len(items))]
+def pack_items(items: Sequence[Any]) -> list[bytes]:
+    """Return the pieces of a payload: each item after its length, which stands alone for an item in `Memory`."""
+    pieces: list[Any] = []
     for item in items:
         if not isinstance(item, PASSED):
             pieces += (LENGTH.pack(len(item)), item)
@@ -123,21 +118,16 @@ def pack_items(items: list[Any]) -> list[bytes]:
     return pieces
 
 
-def unpack_items(payload: memoryview, passed: deque[int]) -> list[Packed | Kept]:
+def unpack_items(payload: memoryview, passed: deque[int]) -> list[Any]:
     """Return the items of a payload. passed: descriptors that came with it, of which it takes its own.
 
     Raises `ValueError`, `IndexError` or `struct.error` if they do not make up the payload.
     """
-    (count,) = COUNT.unpack_from(payload)
     items: list[Packed | Kept] = []
-    at = COUNT.size
-    for _ in range(count):
+    at = 0
+    while at < len(payload):
         (length,) = LENGTH.unpack_from(payload, at)
         at += LENGTH.size
-        if length < KEPT:
-            items.append(payload[at : at + length])
-            at += length
-            continue
         size = length & ~(IN_MEMORY | KEPT)
         data: Packed
         if length & IN_MEMORY:
@@ -151,7 +141,7 @@ def unpack_items(payload: memoryview, passed: deque[int]) -> list[Packed | Kept]
     return items
 
 
-def check_passed(items: list[Any]) -> None:
+def check_passed(items: Sequence[Any]) -> None:
     """Raise `ValueError` for descriptors that are no memory of the stated size, or no token."""
     for item in items:
         data = item.data if isinstance(item, Kept) else item
@@ -175,7 +165,7 @@ def receive_with(connection: socket.socket, size: int) -> tuple[bytes, list[int]
     return data, descriptors
 
 
-def passed_with(items: list[Any]) -> list[int]:
+def passed_with(items: Sequence[Any]) -> list[int]:
     """Return the descriptors to be passed with these items."""
     descriptors = []
     for item in items:
@@ -185,71 +175,6 @@ def passed_with(items: list[Any]) -> list[int]:
         if isinstance(item, Kept):
             descriptors.append(item.token)
     return descriptors
-
-
-class Stream:
-    """A client's socket, with what came from it and what it has not taken yet: bytes, and descriptors beside them."""
-
-    def __init__(self, connection: socket.socket):
-        self.socket = connection
-        self.received = bytearray()
-        self.passed: deque[int] = deque()  # descriptors that came, and belong to no item yet
-        self.unsent = bytearray()
-        self.to_pass: list[Memory | Kept] = []  # goes with the first byte that is sent next
-
-    def receive(self) -> bool:
-        """Take what has come. False: the client has ended."""
-        try:
-            if self.socket.family == socket.AF_UNIX:
-                data, descriptors = receive_with(self.socket, 1 << 18)
-                self.passed += descriptors
-            else:
-                data = self.socket.recv(1 << 18)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        self.received += data
-        return bool(data)
-
-    def take(self, size: int) -> bytes:
-        """Return the first bytes that came, and drop them here."""
-        data = bytes(memoryview(self.received)[:size])
-        del self.received[:size]
-        return data
-
-    def drop_passed(self) -> None:
-        while self.passed:
-            os.close(self.passed.popleft())
-
-    def write(self, data: bytes) -> None:
-        """Send what the socket takes now; the rest is for `flush`."""
-        sent = 0
-        if not self.unsent:
-            try:
-                sent = self._send(memoryview(data))
-            except BlockingIOError:
-                pass
-            except OSError:
-                return  # the socket will be readable, and end its connection in its turn
-        self.unsent += memoryview(data)[sent:]
-
-    def flush(self) -> bool:
-        """Send more of what is left. False: the connection is broken."""
-        try:
-            del self.unsent[: self._send(memoryview(self.unsent)[: 1 << 20])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            return False
-        return True
-
-    def _send(self, data: memoryview) -> int:
-        if not self.to_pass:
-            return self.socket.send(data)
-        sent = socket.send_fds(self.socket, [data], passed_with(self.to_pass))
-        self.to_pass = []
-        return sent
 
 
 def prepare(connection: socket.socket) -> None:

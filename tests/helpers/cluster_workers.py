@@ -143,15 +143,13 @@ class Plain:
     def close_other(self, group) -> None:
         group.close()
 
-    def produce(self, channel, count: int, *, close: bool = True) -> int:
+    def produce(self, channel, count: int) -> int:
         for value in range(count):
             channel.put(value, timeout_s=20)
-        if close:
-            channel.close()
         return count
 
-    def consume(self, channel) -> list:
-        return list(channel)
+    def consume(self, channel, count: int) -> list:
+        return [channel.get(timeout_s=60) for _ in range(count)]
 
     def get(self, channel, timeout_s: float):
         return channel.get(timeout_s=timeout_s)

@@ -17,7 +17,7 @@ from hotseat.rlinf import device_items
 folder, uuid, path, orders = sys.argv[1:5]
 devices = FileDevices(Path(folder), uuid)
 device_items.use(devices)
-device_items.item_packing.MIN_ON_DEVICE = 0
+device_items.packing.MIN_ON_DEVICE = 0
 channel = pickle.loads(Path(path).read_bytes())
 
 
@@ -47,7 +47,9 @@ def obey(order: str) -> object:
         return "so be it"
     if order == "num kept":
         return device_items.num_kept()
-    return getattr(channel, order)()  # close, leave
+    if order == "hang up":  # in good order, but what it has put stays on the device
+        return channel.link.hang_up()
+    return getattr(channel, order)()  # leave
 
 
 print("ready", flush=True)

@@ -13,8 +13,7 @@ import time
 from cluster_workers import Plain
 
 from hotseat.cluster import Cluster, Process
-from hotseat.rlinf.broker import Broker
-from hotseat.rlinf.queues import Queue
+from hotseat.rlinf.queues import QueueDirectory
 
 
 class Where(Plain):
@@ -38,9 +37,9 @@ def work(cluster: Cluster) -> dict:
     rollout = cluster.launch("rollout", Where, processes=rollout_at)
     numbers = {}
     for node in (0, 1):  # the queue is here, then there
-        channel = Queue("numbers", int, 4, broker=cluster.service(Broker, node=node))
+        channel = QueueDirectory.of_node(cluster, node, 600.0).open("numbers", 4)
         pending = rollout.on(0).start(Plain.produce, channel, 20)
-        numbers[node] = actor.within(60).call(Plain.consume, channel)[0]
+        numbers[node] = actor.within(60).call(Plain.consume, channel, 20)[0]
         pending.result(60)
     return {
         "pid": os.getpid(),

@@ -10,8 +10,7 @@ from cluster_workers import Plain
 
 from hotseat.cluster import Cluster, Process, started_template
 from hotseat.openmp import thread_env
-from hotseat.rlinf.broker import Broker
-from hotseat.rlinf.queues import Queue
+from hotseat.rlinf.queues import QueueDirectory
 
 
 class Holding(Plain):
@@ -25,7 +24,7 @@ class Holding(Plain):
 
 def work(cluster: Cluster) -> None:
     group = cluster.launch("work", Holding, processes=[Process(0, 0, (0, 1))])
-    channel = Queue("numbers", int, 4, broker=cluster.service(Broker))
+    channel = QueueDirectory.of_node(cluster, None, 600.0).open("numbers", 4)
     channel.put(1)
     facts = {
         "pid": os.getpid(),

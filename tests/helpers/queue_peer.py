@@ -5,19 +5,14 @@ import sys
 import time
 from pathlib import Path
 
-from hotseat.rlinf.queues import QueueClosed
-
 what, path = sys.argv[1:3]
 channel = pickle.loads(Path(path).read_bytes())
 print("ready", flush=True)
 if what == "consume":
     count = 0
-    try:
-        while True:
-            channel.get(timeout_s=300)
-            count += 1
-    except QueueClosed:
-        print(count, flush=True)
+    while channel.get(timeout_s=300) is not None:
+        count += 1
+    print(count, flush=True)
 elif what == "take one and wait":
     print(channel.get(timeout_s=300), flush=True)
     time.sleep(600)
@@ -26,12 +21,12 @@ elif what == "put one and wait":
     print("put", flush=True)
     time.sleep(600)
 elif what == "put large and wait":
-    channel.put_many([b"x" * (1 << 20), b"y" * (1 << 20)], timeout_s=300)
+    channel.put(b"x" * (1 << 20), timeout_s=300)
     print("put", flush=True)
     time.sleep(600)
-elif what == "put one, close and wait":
+elif what == "put one, leave and wait":
     channel.put(1, timeout_s=300)
-    channel.close()
+    channel.leave()
     print("put", flush=True)
     time.sleep(600)
 elif what == "wait":

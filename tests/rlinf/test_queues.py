@@ -1,4 +1,4 @@
-"""Channels: bounded, typed, closable; a closed or failed producer wakes every waiter with the reason."""
+"""Queues of channels: bounded; a failed user wakes every waiter with the reason."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hotseat.errors import DeadlineError, WorkerError
 from hotseat.rlinf import wire
 from hotseat.rlinf.bounded_queue import BoundedQueue
 from hotseat.rlinf.broker import Broker, BrokerClient
-from hotseat.rlinf.queues import Queue, QueueClosed
-from hotseat.rlinf.wire import CLOSED, DONE, FAILED, ITEMS, MAX_PASSED, receive_with
+from hotseat.rlinf.queues import Queue, QueueDirectory
+from hotseat.rlinf.wire import DONE, FAILED, ITEMS, MAX_PASSED, receive_with
 
 PEER = Path(__file__).parents[1] / "helpers" / "queue_peer.py"
 
@@ -41,75 +41,55 @@ class Answers(list):
 def test_a_full_queue_holds_producers_back_in_their_order():
     queue, answers = BoundedQueue(2), Answers()
     for name in "abcd":
-        queue.put([name], answers.to(name))
+        queue.put(name, 1.0, answers.to(name))
     assert answers == [("a", DONE, None), ("b", DONE, None)]
-    queue.get(1, 1, answers.to("get"))
+    queue.get(0.0, answers.to("get"))
     assert answers[2:] == [("get", ITEMS, ["a"]), ("c", DONE, None)]
-    queue.get(3, 1, answers.to("get"))
+    queue.get(2.0, answers.to("get"))
     assert answers[4:] == [("get", ITEMS, ["b", "c"]), ("d", DONE, None)]
 
 
-def test_a_get_waits_for_as_many_as_it_asked_for():
+def test_a_get_waits_for_the_weight_that_it_asked_for():
     queue, answers = BoundedQueue(4), Answers()
-    queue.get(3, 3, answers.to("get"))
-    queue.put([1, 2], answers.to("put"))
-    assert answers == [("put", DONE, None)]
-    queue.put([3, 4], answers.to("put"))
-    assert answers[1:] == [("put", DONE, None), ("get", ITEMS, [1, 2, 3])]
-    assert list(queue.items) == [4]
+    queue.get(3.0, answers.to("get"))
+    for item in (1, 2):
+        queue.put(item, 1.0, answers.to("put"))
+    assert answers == [("put", DONE, None)] * 2
+    queue.put(3, 1.0, answers.to("put"))
+    queue.put(4, 1.0, answers.to("put"))
+    assert answers[2:] == [("put", DONE, None), ("get", ITEMS, [1, 2, 3]), ("put", DONE, None)]
+    assert list(queue.items) == [(4, 1.0)]
 
 
-def test_a_batch_that_does_not_fit_and_a_get_that_wants_more_do_not_wait_for_each_other():
-    queue, answers = BoundedQueue(4), Answers()
-    queue.put([1, 2, 3], answers.to("put"))
-    queue.put([4, 5, 6], answers.to("put"))
-    assert answers == [("put", DONE, None)]
-    queue.get(4, 4, answers.to("get"))
-    assert answers[1:] == [("put", DONE, None), ("get", ITEMS, [1, 2, 3, 4])]
-    assert len(queue.items) == 2  # never above the capacity once settled
+def test_a_put_that_has_no_room_and_a_get_that_wants_more_do_not_wait_for_each_other():
+    queue, answers = BoundedQueue(2), Answers()
+    for item in (1, 2, 3):
+        queue.put(item, 1.0, answers.to("put"))
+    assert answers == [("put", DONE, None)] * 2
+    queue.get(3.0, answers.to("get"))
+    assert answers[2:] == [("put", DONE, None), ("get", ITEMS, [1, 2, 3])]
 
 
 def test_a_withdrawn_request_leaves_the_way_free():
     queue, answers = BoundedQueue(2), Answers()
-    many = queue.get(2, 2, answers.to("many"))
-    queue.get(1, 1, answers.to("one"))
-    queue.put(["x"], answers.to("put"))
+    many = answers.to("many")
+    queue.get(2.0, many)
+    queue.get(0.0, answers.to("one"))
+    queue.put("x", 1.0, answers.to("put"))
     assert answers == [("put", DONE, None)]
     assert queue.cancel(many)
     assert answers[1:] == [("one", ITEMS, ["x"])]
     assert not queue.cancel(many)
 
 
-def test_the_last_producer_ends_the_stream():
-    queue, answers = BoundedQueue(4, num_producers=2), Answers()
-    queue.put([1, 2, 3], answers.to("put"))
-    queue.close()
-    queue.get(2, 2, answers.to("first"))
-    queue.get(2, 2, answers.to("second"))
-    queue.get(2, 2, answers.to("third"))
-    assert answers[1:] == [("first", ITEMS, [1, 2])]
-    queue.close()
-    assert answers[2:] == [("second", ITEMS, [3]), ("third", CLOSED, None)]
-    queue.put([4], answers.to("late"))
-    assert answers[-1] == ("late", CLOSED, None)
-
-
 def test_a_failure_wakes_everybody_with_the_first_reason():
     queue, answers = BoundedQueue(1), Answers()
-    queue.get(1, 1, answers.to("a"))
-    queue.get(1, 1, answers.to("b"))
+    queue.get(0.0, answers.to("a"))
+    queue.get(0.0, answers.to("b"))
     queue.fail("disk on fire")
     queue.fail("second thoughts")
-    queue.put([1], answers.to("c"))
+    queue.put(1, 0.0, answers.to("c"))
     assert answers == [(name, FAILED, "disk on fire") for name in "abc"]
-
-
-def test_a_stream_that_was_read_to_its_end_does_not_fail_any_more():
-    queue, answers = BoundedQueue(1), Answers()
-    queue.close()
-    queue.fail("too late")
-    queue.get(1, 1, answers.to("get"))
-    assert answers == [("get", CLOSED, None)]
 
 
 # --- within a process and through a broker: the same behaviour --------------------------------------------------------
@@ -124,11 +104,9 @@ def broker(tmp_path_factory):
 
 @pytest.fixture(params=["inside", "outside"])
 def make(request):
-    def channel(item_type, capacity, **options) -> Queue:
-        if request.param == "outside":
-            served = request.getfixturevalue("broker")
-            options["broker"] = served.address
-        return Queue("numbers", item_type, capacity, **options)
+    def channel(capacity: int) -> Queue:
+        address = request.getfixturevalue("broker").address if request.param == "outside" else None
+        return QueueDirectory(address, 600.0).open("numbers", capacity)
 
     return channel
 
@@ -156,98 +134,79 @@ def in_thread(call, *args, **kwargs):
     return result
 
 
+def take(channel: Queue, count: int, timeout_s: float = 300) -> list:
+    return [channel.get(timeout_s=timeout_s) for _ in range(count)]
+
+
 def test_items_arrive_in_order(make):
-    channel = make(int, 3)
-    consumed = in_thread(lambda: list(channel))
+    channel = make(3)
+    consumed = in_thread(take, channel, 50)
     for value in range(50):
         channel.put(value)
-    channel.close()
     assert consumed() == list(range(50))
 
 
 def test_a_full_channel_holds_the_producer_back(make):
-    channel = make(int, 2)
-    channel.put_many([1, 2])
+    channel = make(2)
+    channel.put(1)
+    channel.put(2)
     waiting = in_thread(channel.put, 3)
     time.sleep(0.1)
     assert channel.size() == 2
     assert channel.get() == 1
     waiting()
-    assert channel.get_many(5) == [2, 3]
+    assert take(channel, 2) == [2, 3]
 
 
-def test_only_its_type_is_taken(make):
-    channel = make((int, str), 2)
-    channel.put("a")
-    with pytest.raises(TypeError, match="channel 'numbers' takes int or str, not float"):
-        channel.put(1.5)
-    assert channel.size() == 1
+def test_a_batch_has_the_weight_that_was_asked_for(make):
+    channel = make(8)
+    for weight in (2, 1, 3, 5):
+        channel.put(weight, weight=weight)
+    assert channel.get_weight(5) == [2, 1]
+    assert channel.get_weight(3) == [3]
+    assert channel.get_weight(1) == [5]  # too heavy by itself
+    with pytest.raises(DeadlineError, match=r"waited 0\.1 s for items of weight 2; it has 0 of 8"):
+        channel.get_weight(2, timeout_s=0.1)
+    with pytest.raises(ValueError, match="a batch of weight 0; it must be above 0"):
+        channel.get_weight(0)
 
 
 def test_waits_that_run_out_say_what_for(make):
-    channel = make(int, 1)
-    with pytest.raises(DeadlineError, match=r"channel 'numbers': waited 0\.1 s for 1 items; it has 0 of 1"):
+    channel = make(1)
+    with pytest.raises(DeadlineError, match=r"channel 'numbers': waited 0\.1 s for an item; it has 0 of 1"):
         channel.get(timeout_s=0.1)
     channel.put(1)
-    with pytest.raises(DeadlineError, match=r"waited 0\.1 s to put 1 items; it has 1 of 1"):
+    with pytest.raises(DeadlineError, match=r"waited 0\.1 s to put an item; it has 1 of 1"):
         channel.put(2, timeout_s=0.1)
-    assert channel.get_many(1) == [1]  # and the item that came too late is not in it
-    assert channel.size() == 0
+    assert channel.get() == 1
+    assert channel.size() == 0  # the item that came too late is not in it
 
 
 def test_requests_that_can_never_be_met_are_refused(make):
-    channel = make(int, 2)
-    with pytest.raises(ValueError, match="room for 2 items, not for 3 at once"):
-        channel.put_many([1, 2, 3])
-    with pytest.raises(ValueError, match="cannot wait for 3 to take 3"):
-        channel.get_many(3, at_least=3)
     with pytest.raises(ValueError, match="must be at least 1"):
-        make(int, 0)
-
-
-def test_closing_wakes_every_waiter(make):
-    channel = make(int, 1)
-    waiting = [in_thread(channel.get), in_thread(channel.get)]
-    time.sleep(0.1)
-    channel.close()
-    for wait in waiting:
-        with pytest.raises(QueueClosed, match="channel 'numbers' is closed"):
-            wait()
-    with pytest.raises(QueueClosed):
-        channel.put(1)
-
-
-def test_failing_wakes_every_waiter_with_the_reason(make):
-    channel = make(int, 1)
-    waiting = in_thread(channel.get)
-    time.sleep(0.1)
-    try:
-        raise KeyError("bad prompt")
-    except KeyError as error:
-        channel.fail(error)
-    with pytest.raises(WorkerError, match=r"(?s)channel 'numbers' failed: Traceback.*KeyError: 'bad prompt'"):
-        waiting()
+        make(0)
+    with pytest.raises(ValueError, match="timeout_s is inf; every wait has a deadline"):
+        make(1).get(timeout_s=math.inf)
 
 
 def test_many_threads_lose_and_double_nothing(make):
-    channel = make(int, 7, num_producers=4)
+    channel = make(7)
 
     def produce(first: int) -> None:
         for value in range(first, first + 100):
             channel.put(value)
-        channel.close()
 
-    producers = [in_thread(produce, 100 * index) for index in range(4)]
-    consumers = [in_thread(lambda: list(channel)) for _ in range(3)]
+    producers = [in_thread(produce, 100 * index) for index in range(3)]
+    consumers = [in_thread(take, channel, 100) for _ in range(3)]
     for wait in producers:
         wait()
     taken = [wait() for wait in consumers]
-    assert sorted(value for values in taken for value in values) == list(range(400))
+    assert sorted(value for values in taken for value in values) == list(range(300))
 
 
 def test_a_channel_inside_a_process_does_not_leave_it():
     with pytest.raises(TypeError, match="stays in its process"):
-        pickle.dumps(Queue("local", int, 1))
+        pickle.dumps(QueueDirectory(None, 60.0))
 
 
 # --- between processes ------------------------------------------------------------------------------------------------
@@ -258,8 +217,13 @@ class Big:
     data: bytes
 
 
-def outside(broker: Broker, item_type=int, capacity: int = 8, **options) -> Queue:
-    return Queue("numbers", item_type, capacity, broker=broker.address, **options)
+def outside(broker: Broker, capacity: int = 8) -> Queue:
+    return QueueDirectory(broker.address, 600.0).open("numbers", capacity)
+
+
+def linked(address, token: str, capacity: int = 4) -> Queue:
+    """Return the queue of this token, in a process that reaches the broker by this address."""
+    return Queue("numbers", capacity, BrokerClient(address, f"numbers/{token}", capacity))
 
 
 @pytest.fixture
@@ -286,7 +250,7 @@ def test_items_cross_processes(broker, peer):
     other = peer("consume", channel)
     for value in range(300):
         channel.put(value, timeout_s=300)
-    channel.close()
+    channel.put(None, timeout_s=300)
     assert other.communicate(timeout=300)[0] == "300\n"
 
 
@@ -319,17 +283,15 @@ def test_a_killed_consumer_wakes_the_producer(broker, peer):
     assert time.monotonic() - begin < 300  # it would wait 3,000
 
 
-def test_a_producer_may_go_once_it_has_closed(broker, peer):
-    channel = outside(broker, num_producers=2)
-    other = peer("put one, close and wait", channel)
+def test_a_producer_may_go_once_it_has_left(broker, peer):
+    channel = outside(broker)
+    other = peer("put one, leave and wait", channel)
     assert other.stdout.readline() == "put\n"
     other.kill()
     other.wait(60)
     time.sleep(0.1)
-    assert channel.get(timeout_s=60) == 1
     channel.put(2)
-    channel.close()
-    assert list(channel) == [2]
+    assert take(channel, 2) == [1, 2]
 
 
 @pytest.mark.slow
@@ -358,7 +320,7 @@ def test_a_killed_broker_wakes_both_ends(tmp_path, peer):
 
 
 def test_large_items_cross_too(broker):
-    channel = outside(broker, item_type=Big, capacity=2)
+    channel = outside(broker, capacity=2)
     waiting = in_thread(channel.get, timeout_s=300)
     channel.put(Big(os.urandom(1 << 10) * (30 << 10)), timeout_s=300)
     assert len(waiting().data) == 30 << 20
@@ -381,23 +343,21 @@ def wait_until(condition) -> None:
 
 
 def test_large_items_wait_in_memory_of_their_own_and_leave_none(broker):
-    channel = outside(broker, item_type=Big, capacity=200)
+    channel = outside(broker, capacity=200)
     items = [Big(bytes([number]) * (1 << 18)) for number in range(70)]  # more than one message passes
     channel.put(Big(b"small"))
-    channel.put_many(items)
-    assert memory_of(broker.pid) == 64
+    for item in items:
+        channel.put(item, weight=1)
+    assert memory_of(broker.pid) == 70
     assert memory_of("self") == 0
     assert channel.get().data == b"small"
-    assert channel.get_many(100) == items
+    assert channel.get_weight(70) == items
     assert memory_of("self") == 0
     wait_until(lambda: memory_of(broker.pid) == 0)  # it lets go of them after they are here
-    channel.put(items[0])
-    channel.fail("enough")
-    wait_until(lambda: memory_of(broker.pid) == 0)
 
 
 def test_what_waited_for_room_is_not_kept_until_its_deadline(broker):
-    channel = outside(broker, item_type=Big, capacity=1)
+    channel = outside(broker, capacity=1)
     item = Big(bytes(1 << 18))
     channel.put(item)
     waiting = in_thread(channel.put, item, timeout_s=3000)
@@ -409,10 +369,10 @@ def test_what_waited_for_room_is_not_kept_until_its_deadline(broker):
 
 
 def test_what_a_process_waited_to_put_is_not_kept_after_its_death(broker, peer):
-    channel = outside(broker, item_type=(int, bytes), capacity=2)
+    channel = outside(broker, capacity=1)
     channel.put(1)
-    other = peer("put large and wait", channel)  # two items, which have no room
-    wait_until(lambda: memory_of(broker.pid) == 2)
+    other = peer("put large and wait", channel)  # which has no room
+    wait_until(lambda: memory_of(broker.pid) == 1)
     other.kill()
     wait_until(lambda: memory_of(broker.pid) == 0)
 
@@ -429,11 +389,11 @@ def test_descriptors_that_do_not_fit_are_an_error_and_none_stays_open():
 
 @pytest.mark.parametrize("what", ["put large and wait", "take one and wait"])
 def test_a_killed_process_leaves_no_memory(broker, peer, what):
-    channel = outside(broker, item_type=(int, bytes))
+    channel = outside(broker)
     other = peer(what, channel)
     if what.startswith("put"):
         assert other.stdout.readline() == "put\n"
-        assert memory_of(broker.pid) == 2
+        assert memory_of(broker.pid) == 1
     else:
         channel.put(1, timeout_s=300)
         assert other.stdout.readline() == "1\n"
@@ -441,16 +401,19 @@ def test_a_killed_process_leaves_no_memory(broker, peer, what):
         assert memory_of(broker.pid) == 1
     other.kill()
     with pytest.raises(WorkerError, match="went away without closing it"):
-        channel.put_many([1] * 8, timeout_s=300)  # there is no room for so many
+        fill(channel)
     wait_until(lambda: memory_of(broker.pid) == 0)  # what nobody can take any more is dropped
+
+
+def fill(channel: Queue) -> None:
+    while True:
+        channel.put(1, timeout_s=300)
 
 
 def test_a_large_item_of_this_machine_reaches_another(tmp_path):
     broker = Broker(str(tmp_path), host="127.0.0.1")
     elsewhere = replace(broker.address, path=f"{broker.address.path}-of-another-machine")
-    here = Queue("numbers", Big, 4, broker=broker.address, token="one")
-    there = Queue("numbers", Big, 4, broker=broker.address, token="one")
-    there._link = BrokerClient(elsewhere, "numbers/one", 4, 1)
+    here, there = linked(broker.address, "one"), linked(elsewhere, "one")
     item = Big(os.urandom(1 << 19))
     here.put(item)
     assert memory_of(broker.pid) == 1
@@ -471,7 +434,7 @@ def test_a_fork_has_connections_of_its_own(broker):
         try:
             code = 0 if channel.get(timeout_s=60) == 1 else 2
             channel.put(5, timeout_s=60)
-            channel.get_many(1, timeout_s=60)
+            channel.get(timeout_s=60)
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
@@ -482,7 +445,7 @@ def test_strangers_are_turned_away(broker):
     assert host is None  # no port is open
     assert os.stat(os.path.dirname(path)).st_mode & 0o077 == 0
     with pytest.raises(WorkerError, match="is gone"):
-        Queue("numbers", int, 1, broker=replace(broker.address, key=b"wrong key")).put(1, timeout_s=60)
+        linked(replace(broker.address, key=b"wrong key"), "one").put(1, timeout_s=60)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(60)
         stranger.connect(path)
@@ -500,7 +463,7 @@ def greeted(broker: Broker, **hello) -> socket.socket:
     nonce = received(connection, wire.NONCE)
     connection.sendall(wire.proof(broker.address.key, nonce, b"client") + bytes(wire.NONCE))
     received(connection, wire.NONCE)
-    whole = {"client": "c", "who": "a stranger", "channel": "strange/1", "capacity": 4, "num_producers": 1}
+    whole = {"who": "a stranger", "channel": "strange/1", "capacity": 4}
     connection.sendall(message(wire.HELLO, json.dumps({**whole, **hello}).encode()))
     return connection
 
@@ -516,33 +479,35 @@ def message(kind: int, payload: bytes) -> bytes:
     return wire.HEAD.pack(kind, len(payload)) + payload
 
 
-def put_of(rest: bytes, timeout_s: float = 1.0, weight: float = 0.0) -> bytes:
-    return message(wire.PUT, wire.ASK_PUT.pack(timeout_s, weight) + rest)
+def asked(kind: int, rest: bytes = b"", timeout_s: float = 1.0, weight: float = 0.0) -> bytes:
+    return message(kind, wire.ASK.pack(timeout_s, weight) + rest)
 
 
-ONE = wire.COUNT.pack(1)
+def item(data: bytes) -> bytes:
+    return wire.LENGTH.pack(len(data)) + data
+
+
 MALFORMED = {
     "no greeting's JSON": message(wire.HELLO, b"{"),
     "deep JSON": message(wire.HELLO, b"[" * 60_000),
-    "a second greeting": message(wire.HELLO, json.dumps({"client": "", "who": "", "channel": ""}).encode()),
+    "a second greeting": message(wire.HELLO, json.dumps({"who": "", "channel": "", "capacity": 1}).encode()),
     "unknown kind": message(200, b""),
     "short put": message(wire.PUT, b"x"),
-    "no items": put_of(b""),
-    "fewer items than counted": put_of(wire.COUNT.pack(2**32 - 1)),
-    "an item longer than the message": put_of(ONE + wire.LENGTH.pack(1000) + b"x"),
-    "more than its items": put_of(ONE + wire.LENGTH.pack(1) + b"xyz"),
-    "memory that was not passed": put_of(ONE + wire.LENGTH.pack(8 | wire.IN_MEMORY)),
-    "a token that was not passed": put_of(ONE + wire.LENGTH.pack(1 | wire.KEPT) + b"x"),
-    "no time": put_of(wire.COUNT.pack(0), timeout_s=math.nan),
-    "endless time": put_of(wire.COUNT.pack(0), timeout_s=math.inf),
-    "no weight": put_of(wire.COUNT.pack(0), weight=math.nan),
-    "long get": message(wire.GET, wire.ASK_GET.pack(1.0, 1, 1, 0.0) + b"x"),
-    "get of nothing": message(wire.GET, wire.ASK_GET.pack(1.0, 0, 0, 0.0)),
-    "two gets at once": 2 * message(wire.GET, wire.ASK_GET.pack(3600.0, 1, 1, 0.0)),
-    "a reason that is no text": message(wire.FAIL, b"\xff"),
+    "no item": asked(wire.PUT),
+    "two items": asked(wire.PUT, item(b"x") + item(b"y")),
+    "an item longer than the message": asked(wire.PUT, wire.LENGTH.pack(1000) + b"x"),
+    "more than its item": asked(wire.PUT, item(b"x") + b"yz"),
+    "memory that was not passed": asked(wire.PUT, wire.LENGTH.pack(8 | wire.IN_MEMORY)),
+    "a token that was not passed": asked(wire.PUT, wire.LENGTH.pack(1 | wire.KEPT) + b"x"),
+    "no time": asked(wire.PUT, item(b"x"), timeout_s=math.nan),
+    "endless time": asked(wire.PUT, item(b"x"), timeout_s=math.inf),
+    "no weight": asked(wire.PUT, item(b"x"), weight=math.nan),
+    "long get": asked(wire.GET, b"x"),
+    "a get with an item": asked(wire.GET, item(b"x")),
+    "two gets at once": 2 * asked(wire.GET, timeout_s=3600.0),
     "short record": message(wire.RECORD, b"x"),
-    "a record's name longer than it": message(wire.RECORD, wire.ASK_RECORD.pack(True, 1000) + b"name"),
-    "a name that is no text": message(wire.LOOK_UP, wire.ASK_LOOK_UP.pack(1.0) + b"\xff"),
+    "a record without a value": asked(wire.RECORD, item(b"name")),
+    "a name that is no text": asked(wire.LOOK_UP, item(b"\xff")),
 }
 
 
@@ -555,12 +520,10 @@ def test_a_malformed_message_ends_its_connection_alone(broker, name):
         while connection.recv(4096):  # the answer to the greeting, and then the end
             pass
     bystander.put(2)
-    assert bystander.get_many(2, at_least=2) == [1, 2]
+    assert take(bystander, 2) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "hello", [{"capacity": "4"}, {"capacity": 0}, {"num_producers": None}, {"who": 5}, {"channel": "\ud800"}]
-)
+@pytest.mark.parametrize("hello", [{"capacity": "4"}, {"capacity": 0}, {"who": 5}, {"channel": "\ud800"}])
 def test_a_malformed_greeting_ends_its_connection_alone(broker, hello):
     with greeted(broker, **hello) as connection:
         assert connection.recv(4096) == b""
@@ -573,7 +536,7 @@ def test_descriptors_that_are_something_else_end_the_connection_alone(broker, is
     length = wire.LENGTH.pack(1 | wire.KEPT) + b"x" if is_token else wire.LENGTH.pack(1 << 20 | wire.IN_MEMORY)
     reading, writing = os.pipe()
     with greeted(broker) as connection:
-        socket.send_fds(connection, [put_of(ONE + length)], [reading])
+        socket.send_fds(connection, [asked(wire.PUT, length)], [reading])
         while connection.recv(4096):
             pass
     os.close(reading)
@@ -584,9 +547,9 @@ def test_descriptors_that_are_something_else_end_the_connection_alone(broker, is
 
 
 def test_the_channel_of_a_malformed_message_fails_with_the_reason(broker):
-    channel = Queue("numbers", object, 4, broker=broker.address, token="broken")
+    channel = linked(broker.address, "broken")
     with greeted(broker, channel="numbers/broken") as connection:
-        connection.sendall(put_of(ONE + wire.LENGTH.pack(1) + b"x") + message(200, b""))
+        connection.sendall(asked(wire.PUT, item(b"x")) + message(200, b""))
         while connection.recv(4096):
             pass
     with pytest.raises(
@@ -600,12 +563,12 @@ def test_memory_that_its_producer_shortens_fails_the_channel_and_not_the_broker(
     elsewhere = replace(broker.address, path=f"{broker.address.path}-of-another-machine")
     memory = wire.Memory.of(b"x" * 4096)
     with greeted(broker, channel="numbers/short") as connection:
-        socket.send_fds(connection, [put_of(ONE + wire.LENGTH.pack(4096 | wire.IN_MEMORY))], [memory.descriptor])
+        passing = asked(wire.PUT, wire.LENGTH.pack(4096 | wire.IN_MEMORY))
+        socket.send_fds(connection, [passing], [memory.descriptor])
         for _ in range(2):
             assert wire.HEAD.unpack(received(connection, wire.HEAD.size)) == (wire.DONE, 0)
         os.ftruncate(memory.descriptor, 10)
-        far = Queue("numbers", object, 4, broker=broker.address, token="short")
-        far._link = BrokerClient(elsewhere, "numbers/short", 4, 1)
+        far = linked(elsewhere, "short")
         with pytest.raises(WorkerError, match="an item of it cannot be read .* memory of 4096 bytes ends after 10"):
             far.get(timeout_s=300)
     assert outside(broker).size() == 0
@@ -615,9 +578,11 @@ def test_memory_that_its_producer_shortens_fails_the_channel_and_not_the_broker(
 def test_over_tcp_as_between_machines(tmp_path):
     broker = Broker(str(tmp_path), host="127.0.0.1")
     elsewhere = replace(broker.address, path=f"{broker.address.path}-of-another-machine")
-    channel = Queue("numbers", int, 4, broker=elsewhere)
-    channel.put_many([1, 2, 3])
-    assert channel.get_many(4) == [1, 2, 3]
+    channel = linked(elsewhere, "far")
+    large = os.urandom(1 << 20)
+    for value in (1, 2, large):
+        channel.put(value, weight=1)
+    assert channel.get_weight(3) == [1, 2, large]
     broker.close()
 
 

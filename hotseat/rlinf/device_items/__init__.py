@@ -1,6 +1,6 @@
 """Tensors on devices inside items of channels: they stay on the device, and handles travel.
 
-`pack_all` copies an item's CUDA tensors into device memory of their own, so that the item is what it was when it was
+`pack` copies an item's CUDA tensors into device memory of their own, so that the item is what it was when it was
 put, waits for that copy, and sends handles of it beside the pickle of the rest. `unpack_all` maps that memory where
 this process has the same device (by UUID), copies it into tensors of its own, waits for the copy, and unmaps it. Where
 it has not, the bytes come through host memory. A tensor arrives on the same device if the receiver sees it, else on the
@@ -20,9 +20,7 @@ process keep more than a 16th of a device's memory, or more than 256 of them.
 
 from __future__ import annotations
 
-from hotseat.rlinf.device_items.devices import Devices, use
-from hotseat.rlinf.device_items.item_packing import pack_all
 from hotseat.rlinf.device_items.keeper import move_to_host, num_kept
-from hotseat.rlinf.device_items.unpacking import unpack_all
+from hotseat.rlinf.device_items.packing import pack, unpack_all, use
 
-__all__ = ["Devices", "move_to_host", "num_kept", "pack_all", "unpack_all", "use"]
+__all__ = ["move_to_host", "num_kept", "pack", "unpack_all", "use"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,24 +15,30 @@ _MAX_SHARE = 16  # items wait in this part of a device's memory: a 16th
 
 
 class CudaDevices:
-    """The CUDA devices that this process sees; `devices.Devices` describes the methods."""
+    """The CUDA devices that this process sees. A class, so that tests need no device."""
 
-    def holds(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cuda"
+    def holds(self, tensor: Any) -> bool:
+        """Tell whether a tensor, or a storage, is on one of these devices."""
+        is_on_cuda: bool = tensor.device.type == "cuda"
+        return is_on_cuda
 
     def uuid(self, device: torch.device) -> str:
+        """Return the device's name in all processes."""
         return _uuids()[device.index]
 
     def max_bytes(self, device: torch.device) -> int:
+        """Return how much of the device's memory items of this process may take while they wait."""
         return torch.cuda.get_device_properties(device).total_memory // _MAX_SHARE
 
     def allocate(self, device: torch.device, num_bytes: int) -> Tensor | None:
+        """Return new memory, [num_bytes] uint8, or None where there is not that much."""
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         except torch.cuda.OutOfMemoryError:
             return None
 
     def export(self, block: Tensor) -> cuda_ipc.Exported | None:
+        """Return the handle by which other processes map the block, or None where it cannot be exported."""
         try:
             return cuda_ipc.own(cuda_ipc.export(block))
         except RuntimeError as error:  # the memory is of another allocator than torch's own, for one
@@ -58,6 +65,7 @@ class CudaDevices:
         return torch.device("cpu")
 
     def synchronize(self, device: torch.device) -> None:
+        """Wait for what the current stream of the device has to do."""
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hotseat.rlinf import wire
-from hotseat.rlinf.device_items.devices import Devices
-from hotseat.rlinf.device_items.form import bytes_in
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from hotseat.rlinf.device_items.cuda import CudaDevices
 
 MAX_KEPT = 256  # items of this process that wait on devices: each takes two descriptors
 
@@ -51,7 +51,7 @@ class Keeper:
         self._bytes: Counter[torch.device] = Counter()
         self._selector: selectors.BaseSelector | None = None
 
-    def reserve(self, devices: Devices, sizes: dict[torch.device, int]) -> bool:
+    def reserve(self, devices: CudaDevices, sizes: dict[torch.device, int]) -> bool:
         """Count memory that is about to be kept. False: it would be too much."""
         with self._lock:
             if self._num_reserved >= MAX_KEPT or any(
@@ -148,8 +148,10 @@ class Keeper:
 
 
 def _host_copy(blocks: Sequence[Tensor]) -> wire.Memory:
+    import torch
+
     memory = wire.Memory.empty(sum(len(block) for block in blocks))
-    data = bytes_in(mmap.mmap(memory.descriptor, memory.size))
+    data = torch.frombuffer(mmap.mmap(memory.descriptor, memory.size), dtype=torch.uint8)
     for part, block in zip(data.split([len(block) for block in blocks]), blocks, strict=True):
         part.copy_(block)
     return memory

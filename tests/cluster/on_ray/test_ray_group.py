@@ -19,8 +19,7 @@ from cluster_workers import Busy, Closing, Plain, Waiting, wait_until
 from hotseat.cluster import Cluster, Holder, Leases, Process
 from hotseat.errors import DeadlineError, PlacementError, RunError, WorkerError
 from hotseat.processes.supervisor import SESSION, WORKER, marked, process_state
-from hotseat.rlinf.broker import Broker
-from hotseat.rlinf.queues import Queue
+from hotseat.rlinf.queues import QueueDirectory
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -232,9 +231,9 @@ def test_a_killed_process_wakes_everybody_who_waits_for_it(ray_cluster, pair, si
     (holder,) = single.holders()
     leases = Leases(is_gone=ray_cluster.is_gone)
     leases.acquire("rollout", {holder: [0]}, timeout_s=5)
-    channel = Queue("numbers", int, 16, broker=ray_cluster.service(Broker))
-    single.call(Plain.produce, channel, 3, close=False)
-    assert channel.get_many(3, at_least=3) == [0, 1, 2]
+    channel = QueueDirectory.of_node(ray_cluster, None, 600.0).open("numbers", 16)
+    single.call(Plain.produce, channel, 3)
+    assert [channel.get() for _ in range(3)] == [0, 1, 2]
     (child,) = single.call(Plain.spawn_child)
     getting = pair.on(0).start(Plain.get, channel, 300.0)
     sleeping = single.start(Plain.sleep, 300)
@@ -400,9 +399,9 @@ def test_closing_asks_first_and_wakes_who_waits(ray_cluster, tmp_path):
 
 
 def test_items_go_from_one_worker_to_another(ray_cluster, pair):
-    channel = Queue("numbers", int, 16, broker=ray_cluster.service(Broker))
+    channel = QueueDirectory.of_node(ray_cluster, None, 600.0).open("numbers", 16)
     producing = pair.on(0).start(Plain.produce, channel, 500)
-    assert pair.on(1).within(60).call(Plain.consume, channel) == [list(range(500))]
+    assert pair.on(1).within(60).call(Plain.consume, channel, 500) == [list(range(500))]
     assert producing.result(60) == [500]
 
 

@@ -20,6 +20,7 @@ import preloaded
 import pytest
 import torch
 from file_devices import FileDevices
+from queue_tools import fail, queue_of
 
 from hotseat.errors import DeadlineError, WorkerError
 from hotseat.rlinf import device_items
@@ -50,7 +51,7 @@ def devices(tmp_path, monkeypatch):
     folder = tmp_path / "device"
     folder.mkdir()
     made = FileDevices(folder)
-    monkeypatch.setattr(device_items.item_packing, "MIN_ON_DEVICE", 0)
+    monkeypatch.setattr(device_items.packing, "MIN_ON_DEVICE", 0)
     device_items.use(made)
     yield made
     device_items.use(None)
@@ -58,9 +59,9 @@ def devices(tmp_path, monkeypatch):
 
 @pytest.fixture
 def channel(broker):
-    made = Queue("tensors", object, 200, broker=broker.address)
+    made = queue_of(broker, "tensors", 200)
     yield made
-    made.fail("the test is over")  # what is left in it is dropped
+    fail(made)
     wait_until(lambda: device_items.num_kept() == 0)
 
 
@@ -111,10 +112,8 @@ def peer(channel, devices, tmp_path):
 
 def far(broker: Broker, channel: Queue) -> Queue:
     """The same channel in a process on another machine."""
-    there = Queue("tensors", object, 200, broker=broker.address)
-    name = channel._link._hello["channel"]
-    there._link = BrokerClient(replace(broker.address, path=f"{broker.address.path}-of-another-machine"), name, 200, 1)
-    return there
+    elsewhere = replace(broker.address, path=f"{broker.address.path}-of-another-machine")
+    return Queue("tensors", 200, BrokerClient(elsewhere, channel.link.channel, 200))
 
 
 def wait_until(condition) -> None:
@@ -179,7 +178,7 @@ def assert_same(arrived: dict, sent: dict) -> None:
 @pytest.mark.parametrize("way", ["device", "small", "no room", "no export", "too much", "too many"])
 def test_tensors_anywhere_in_an_item_arrive(devices, channel, monkeypatch, way):
     if way == "small":
-        monkeypatch.setattr(device_items.item_packing, "MIN_ON_DEVICE", 1 << 20)
+        monkeypatch.setattr(device_items.packing, "MIN_ON_DEVICE", 1 << 20)
     elif way == "too much":
         devices.limit = 100
     elif way == "too many":
@@ -194,8 +193,9 @@ def test_tensors_anywhere_in_an_item_arrive(devices, channel, monkeypatch, way):
 
 
 def test_an_item_without_tensors_on_the_device_travels_as_ever(devices, channel):
-    channel.put_many([torch.ones(3), {"a": 1}, b"x" * (1 << 20)])
-    tensor, small, large = channel.get_many(3)
+    for item in (torch.ones(3), {"a": 1}, b"x" * (1 << 20)):
+        channel.put(item, weight=1)
+    tensor, small, large = channel.get_weight(3)
     assert torch.equal(tensor, torch.ones(3))
     assert (small, len(large)) == ({"a": 1}, 1 << 20)
     assert device_items.num_kept() == 0
@@ -253,8 +253,9 @@ def test_a_process_on_another_device_gets_them_through_host_memory(devices, chan
 def test_a_process_on_another_machine_gets_them_by_way_of_the_broker(devices, channel, broker):
     there = far(broker, channel)
     item = shared_item()
-    channel.put_many([item, "between", item])
-    first, between, last = there.get_many(3, at_least=3)
+    for each in (item, "between", item):
+        channel.put(each, weight=1)
+    first, between, last = there.get_weight(3)
     assert_same(first, item)
     assert_same(last, item)
     assert between == "between"
@@ -266,10 +267,10 @@ def test_a_process_on_another_machine_gets_them_by_way_of_the_broker(devices, ch
 
 
 def test_more_items_than_one_message_passes_tokens_of(devices, channel):
-    for first in range(0, 100, 50):
-        channel.put_many([numbers(4).fill_(number) for number in range(first, first + 50)])
+    for number in range(100):
+        channel.put(numbers(4).fill_(number), weight=1)
     assert device_items.num_kept() == 100
-    assert [tensor[0].item() for tensor in channel.get_many(100, at_least=100)] == list(range(100))
+    assert [tensor[0].item() for tensor in channel.get_weight(100)] == list(range(100))
     wait_until(lambda: in_use(devices) == device_items.num_kept() == 0)
 
 
@@ -318,12 +319,12 @@ def test_items_of_empty_tensors_arrive(devices, channel):
 def test_memory_is_freed_when_the_channel_fails(devices, channel):
     channel.put(numbers(4))
     assert in_use(devices) == 1
-    channel.fail("enough")
+    fail(channel)
     wait_until(lambda: in_use(devices) == device_items.num_kept() == 0)
 
 
 def test_memory_is_freed_when_there_was_no_room(devices, broker):
-    channel = Queue("one", object, 1, broker=broker.address)
+    channel = queue_of(broker, "one", 1)
     channel.put(1)
     with pytest.raises(DeadlineError):
         channel.put(numbers(4), timeout_s=0.1)
@@ -332,7 +333,7 @@ def test_memory_is_freed_when_there_was_no_room(devices, broker):
 
 def test_memory_is_freed_when_the_broker_dies(devices, tmp_path):
     broker = Broker(str(tmp_path))
-    Queue("short", object, 4, broker=broker.address).put(numbers(4))
+    queue_of(broker, "short", 4).put(numbers(4))
     assert in_use(devices) == 1
     os.kill(broker.pid, signal.SIGKILL)
     wait_until(lambda: in_use(devices) == device_items.num_kept() == 0)
@@ -340,16 +341,17 @@ def test_memory_is_freed_when_the_broker_dies(devices, tmp_path):
 
 
 def test_memory_is_freed_when_an_item_cannot_be_unpickled(devices, channel):
-    channel.put_many([[numbers(4), Unloadable()], numbers(4)])
+    channel.put([numbers(4), Unloadable()], weight=1)
+    channel.put(numbers(4), weight=1)
     with pytest.raises(ValueError, match="not today") as raised:
-        channel.get_many(2, at_least=2)
+        channel.get_weight(2)
     wait_until(lambda: in_use(devices) == device_items.num_kept() == 0)
     del raised  # which kept the frames
 
 
 def test_memory_is_freed_when_an_item_cannot_be_put(devices, channel, monkeypatch):
     with pytest.raises(ValueError, match="nor now") as raised:
-        channel.put_many([numbers(4), Unpicklable()])
+        channel.put([numbers(4), Unpicklable()])
     wait_until(lambda: in_use(devices) == device_items.num_kept() == 0)
     monkeypatch.setattr("socket.socketpair", lambda family: 1 / 0)
     with pytest.raises(ZeroDivisionError) as raised:
@@ -390,7 +392,7 @@ def sender(peer):
     """Return a process that has put an item, and left the channel, which its death would fail otherwise."""
     other = peer()
     assert other.ask("put 1") == "put"
-    assert other.ask("close") == "None"
+    assert other.ask("hang up") == "None"
     return other
 
 
@@ -417,7 +419,7 @@ def test_a_childs_copies_of_tokens_do_not_hide_the_senders_death(devices, channe
     assert other.ask("put 1") == "put"
     child = int(other.ask("fork"))
     try:
-        assert other.ask("close") == "None"
+        assert other.ask("hang up") == "None"
         other.end()
         with pytest.raises(WorkerError, match="ended before the tensors of its item"):
             channel.get(timeout_s=60)
@@ -435,7 +437,7 @@ def test_what_a_sender_put_outlasts_it_if_it_ends_in_good_order(devices, channel
         assert other.ask("num kept") == "0"
         other.end()
     else:
-        assert other.ask("close") == "None"
+        assert other.ask("hang up") == "None"
         other.dismiss()
         assert other.process.wait(60) == 0
     assert in_use(devices) == 0
@@ -455,7 +457,7 @@ def test_memory_that_the_sender_gave_up_during_the_copy_is_read_from_the_host(de
 def test_an_item_is_unpickled_once_with_tensors_that_are_right(devices, channel, monkeypatch):
     channel.put([numbers(3).fill_(5), Noted()])
     news = iter([False, True])  # the sender gives its memory up during the copy
-    monkeypatch.setattr(device_items.unpacking, "_has_news", lambda token: next(news))
+    monkeypatch.setattr(device_items.packing, "_has_news", lambda token: next(news))
     unpickled.clear()
     assert channel.get()[0].sum() == 15
     assert len(unpickled) == 1
@@ -491,7 +493,7 @@ def test_a_receiver_with_too_many_open_files_does_not_blame_the_sender(devices, 
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # no descriptor is below that and free
         return True
 
-    monkeypatch.setattr(device_items.unpacking, "_has_news", has_news)
+    monkeypatch.setattr(device_items.packing, "_has_news", has_news)
     device_items.move_to_host()  # so that its memory is in the token, and nobody opens a file meanwhile
     try:
         with pytest.raises(OSError, match="this process has too many open files to take the memory"):
@@ -507,6 +509,6 @@ def test_a_sender_that_does_not_answer_is_named(devices, channel, peer, monkeypa
     os.kill(other.process.pid, signal.SIGSTOP)
     threads = list(Path(f"/proc/{other.process.pid}/task").iterdir())
     wait_until(lambda: all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads))
-    monkeypatch.setattr(device_items.unpacking, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(device_items.packing, "_ANSWER_S", 0.1)
     with pytest.raises(DeadlineError, match=rf"\(pid {other.process.pid}\) did not copy 512 bytes of tensors"):
         channel.get(timeout_s=60)

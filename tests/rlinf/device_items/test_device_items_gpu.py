@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from queue_tools import fail, queue_of
 
 from hotseat.errors import WorkerError
 from hotseat.rlinf import device_items
 from hotseat.rlinf.broker import Broker
 from hotseat.rlinf.device_items.cuda import CudaDevices
-from hotseat.rlinf.queues import Queue
 from hotseat.rlinf.work import Lane
 
 pytestmark = [
@@ -38,9 +38,7 @@ class HostOnly(CudaDevices):
 
 class Peer:
     def __init__(self, folder: Path, broker: Broker, **environment: str):
-        address = broker.address
-        self.there = Queue("there", object, 8, broker=address)
-        self.back = Queue("back", object, 8, broker=address)
+        self.there, self.back = (queue_of(broker, name, 8) for name in ("there", "back"))
         path = folder / f"channels-{len(list(folder.iterdir()))}"
         path.write_bytes(pickle.dumps((self.there, self.back)))
         self.process = subprocess.Popen(
@@ -167,12 +165,12 @@ def test_memory_is_freed_whether_an_item_is_taken_or_not(peer, tmp_path):
         assert peer.ask("get").startswith(f"cuda:0 {256 << 20} mapped")
     wait_until(lambda: device_items.num_kept() == 0)
     broker = Broker(str(tmp_path))
-    dropped = Queue("dropped", object, 8, broker=broker.address)
+    dropped = queue_of(broker, "dropped", 8)
     dropped.put(torch.ones(256 << 20, dtype=torch.uint8, device="cuda"))
     dropped.put(torch.ones(256 << 20, dtype=torch.uint8, device="cuda"))
     assert device_items.num_kept() == 2
     assert torch.cuda.memory_allocated() >= allocated + (512 << 20)
-    dropped.fail("enough")
+    fail(dropped)
     wait_until(lambda: device_items.num_kept() == 0)
     broker.close()
     assert peer.ask("empty cache") == "0"
@@ -216,7 +214,7 @@ def test_tensors_in_expandable_segments_arrive(peers, capsys):
 
 def test_a_killed_sender_is_named(peer):
     assert peer.ask("put 64") == "put, 1 kept"
-    assert peer.ask("close") == "None"
+    assert peer.ask("hang up") == "None"
     peer.end()
     with pytest.raises(WorkerError, match=rf"\(pid {peer.process.pid}\) ended before the tensors of its item"):
         peer.back.get(timeout_s=60)
