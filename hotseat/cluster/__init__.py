@@ -2,7 +2,7 @@
 
 from hotseat.cluster.cluster import Cluster
 from hotseat.cluster.group import Calling, WorkerGroup
-from hotseat.cluster.lease import DeviceMemory, Holder, LeaseError, Leases
+from hotseat.cluster.lease import DeviceMemory, Holder, Leases
 from hotseat.cluster.nodes_and_processes import Process
 from hotseat.cluster.on_ray.template import Template, started_template
 from hotseat.cluster.pending import Pending, reports_death
@@ -14,7 +14,6 @@ __all__ = [
     "Cluster",
     "DeviceMemory",
     "Holder",
-    "LeaseError",
     "Leases",
     "Pending",
     "Process",

@@ -63,10 +63,9 @@ class Cluster:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._session = Session()
-        self._runtime: Runtime | None = None
         try:
             if runtime == "local":
-                self._runtime = LocalRuntime(1 if num_devices is None else num_devices)
+                self._runtime: Runtime = LocalRuntime(1 if num_devices is None else num_devices)
             else:
                 # Ray is imported only now.
                 from hotseat.cluster.on_ray.connection import RayConnection
@@ -81,7 +80,7 @@ class Cluster:
                 )
                 self._runtime = RayRuntime(connection, self._session)
         except BaseException:
-            self.close(grace_s=0)
+            self._session.close(killed=[])
             raise
         atexit.register(self.close)
 
@@ -92,11 +91,11 @@ class Cluster:
 
     @property
     def runtime(self) -> str:
-        return self._started_runtime.kind
+        return self._runtime.kind
 
     @property
     def nodes(self) -> tuple[ClusterNode, ...]:
-        return self._started_runtime.nodes
+        return self._runtime.nodes
 
     def devices_of(self, node: int) -> range:
         return devices_of(self.nodes, node)
@@ -108,7 +107,6 @@ class Cluster:
         processes: Iterable[ProcessLike],
         *,
         nodes: Iterable[Any] = (),
-        num_cpus_per_node: float = 0,
         timeout_s: float = 60.0,
     ) -> None:
         """Reserve the devices of all groups at once. `nodes` may carry an `env` for each `rank`, set in its processes.
@@ -124,7 +122,7 @@ class Cluster:
         if not devices:
             raise PlacementError("there is no process to reserve devices for")
         numbered = {node: sorted(numbers) for node, numbers in devices.items()}
-        self._started_runtime.reserve(numbered, num_cpus_per_node, timeout_s)
+        self._runtime.reserve(numbered, timeout_s)
         self._node_env = {node.rank: dict(getattr(node, "env", None) or {}) for node in nodes}
         self._is_reserved = True
 
@@ -160,7 +158,7 @@ class Cluster:
             raise PlacementError(
                 f"{name}: per_rank has {len(per_rank)} entries for {len(placed)} processes; give one per rank"
             )
-        group = self._started_runtime.launch(
+        group = self._runtime.launch(
             Launch(
                 name,
                 cls,
@@ -194,7 +192,7 @@ class Cluster:
         Give the same class, processes and threads to `launch`, and no `env`.
         """
         placed = self._placed_anew(name, processes)
-        self._started_runtime.prepare(
+        self._runtime.prepare(
             Launch(
                 name,
                 cls,
@@ -246,15 +244,15 @@ class Cluster:
         It is started when first asked for, and ends with the cluster. None: everything is in this process.
         """
         self._refuse_if_closed()
-        return self._started_runtime.service(service, node)
+        return self._runtime.service(service, node)
 
     def device_memory(self, device: int) -> DeviceMemory | None:
         """Measure the memory in use on a device of this node; None on other nodes, and without a GPU behind it."""
-        return self._started_runtime.device_memory(device)
+        return self._runtime.device_memory(device)
 
     def is_gone(self, holder: Holder) -> bool:
         """Tell whether a process no longer exists, for leases. In the local runtime it is never gone."""
-        return self._started_runtime.is_gone(holder)
+        return self._runtime.is_gone(holder)
 
     # --- ending ---------------------------------------------------------------------------------------------------
 
@@ -267,11 +265,9 @@ class Cluster:
             self._is_closed = True
         atexit.unregister(self.close)
         try:
-            if self._runtime is not None:
-                self._runtime.close(grace_s)
+            self._runtime.close(grace_s)
         finally:
-            has_leftovers = self._runtime is not None and self._session.guard is not None
-            self._session.close(killed=self._started_runtime.end_leftovers() if has_leftovers else [])
+            self._session.close(killed=[] if self._session.guard is None else self._runtime.end_leftovers())
 
     def __enter__(self) -> Cluster:
         return self
@@ -279,11 +275,6 @@ class Cluster:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error the workers may be stuck in what caused it: they are not asked.
         self.close(grace_s=5.0 if kind is None else 0.0)
-
-    @property
-    def _started_runtime(self) -> Runtime:
-        assert self._runtime is not None
-        return self._runtime
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:

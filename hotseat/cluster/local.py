@@ -242,7 +242,7 @@ class LocalRuntime:
         self._groups: dict[str, LocalGroup[Any]] = {}
         self._env_before: dict[str, str | None] = {}
 
-    def reserve(self, devices: Mapping[int, Sequence[int]], num_cpus_per_node: float, timeout_s: float) -> None:
+    def reserve(self, devices: Mapping[int, Sequence[int]], timeout_s: float) -> None:
         """Do nothing: all devices are this process's."""
 
     def prepare(self, launch: Launch[Any]) -> None:

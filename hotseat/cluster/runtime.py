@@ -87,7 +87,7 @@ class Runtime(Protocol):
     @property
     def nodes(self) -> tuple[ClusterNode, ...]: ...
 
-    def reserve(self, devices: Mapping[int, Sequence[int]], num_cpus_per_node: float, timeout_s: float) -> None:
+    def reserve(self, devices: Mapping[int, Sequence[int]], timeout_s: float) -> None:
         """Reserve these devices of each node, for all groups to come."""
 
     def prepare(self, launch: Launch[Any]) -> None:

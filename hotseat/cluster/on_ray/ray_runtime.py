@@ -52,11 +52,11 @@ class RayRuntime:
 
     # --- launching ------------------------------------------------------------------------------------------------
 
-    def reserve(self, devices: Mapping[int, Sequence[int]], num_cpus_per_node: float, timeout_s: float) -> None:
+    def reserve(self, devices: Mapping[int, Sequence[int]], timeout_s: float) -> None:
         if self._reservation is not None:
             raise PlacementError("devices are reserved once, for all groups, before the first launch")
         first = [devices_of(self.nodes, node.rank).start for node in self.nodes]
-        self._reservation = Reservation(self._connection, self._session, devices, first, num_cpus_per_node, timeout_s)
+        self._reservation = Reservation(self._connection, self._session, devices, first, timeout_s)
 
     def prepare(self, launch: Launch[Any]) -> None:
         starter = self._make_starter(launch)
@@ -91,7 +91,7 @@ class RayRuntime:
     def _make_starter(self, launch: Launch[Any]) -> ActorStarter:
         if self._reservation is None:
             everything = {node.rank: devices_of(self.nodes, node.rank) for node in self.nodes}
-            self.reserve(everything, num_cpus_per_node=0, timeout_s=60.0)
+            self.reserve(everything, timeout_s=60.0)
         assert self._reservation is not None
         refuse_unreserved(launch, self._reservation)
         master_node = launch.processes[0].node

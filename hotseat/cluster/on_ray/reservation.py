@@ -28,7 +28,6 @@ class Reservation:
         session: Session,
         devices: Mapping[int, Sequence[int]],
         first: Sequence[int],
-        num_cpus_per_node: float,
         timeout_s: float,
     ):
         self._connection = connection
@@ -36,7 +35,7 @@ class Reservation:
         self._group: Any = None
         self._bundles: dict[int, int] = {rank: index for index, rank in enumerate(sorted(devices))}
         self._names: dict[int, str] = {}  # by our number: what CUDA_VISIBLE_DEVICES calls a device
-        self._make_placement_group(devices, num_cpus_per_node, timeout_s)
+        self._make_placement_group(devices, timeout_s)
         try:
             for rank in self._bundles:
                 numbers = sorted(devices[rank])
@@ -82,17 +81,13 @@ class Reservation:
 
         remove_placement_group(self._group)
 
-    def _make_placement_group(
-        self, devices: Mapping[int, Sequence[int]], num_cpus_per_node: float, timeout_s: float
-    ) -> None:
+    def _make_placement_group(self, devices: Mapping[int, Sequence[int]], timeout_s: float) -> None:
         from ray.util.placement_group import placement_group, remove_placement_group
 
         nodes, order = self._connection.nodes, sorted(devices)
-        bundles = []
-        for rank in order:
-            bundle = {"GPU": len(devices[rank]), "CPU": num_cpus_per_node}
-            bundle = {resource: amount for resource, amount in bundle.items() if amount > 0}
-            bundles.append(bundle or {f"node:{nodes[rank].address}": 0.001})
+        bundles = [
+            {"GPU": len(devices[rank])} if devices[rank] else {f"node:{nodes[rank].address}": 0.001} for rank in order
+        ]
         self._group = placement_group(
             bundles,
             strategy="PACK",
@@ -103,11 +98,8 @@ class Reservation:
             remove_placement_group(self._group)
             request = ", ".join(f"node {rank}: {len(devices[rank])} devices" for rank in order)
             raise PlacementError(
-                f"could not reserve {request}"
-                + (f" and {num_cpus_per_node:g} CPUs each" if num_cpus_per_node else "")
-                + f" in {timeout_s:.0f} s:"
-                f" Ray has {free.get('GPU', 0):g} devices and {free.get('CPU', 0):g} CPUs free;"
-                " wait for other jobs to end, or place the roles on fewer devices"
+                f"could not reserve {request} in {timeout_s:.0f} s: Ray has {free.get('GPU', 0):g} devices free; wait"
+                " for other jobs to end, or place the roles on fewer devices"
             )
 
     def _physical(self, rank: int, count: int) -> list[str]:

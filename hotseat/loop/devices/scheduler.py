@@ -1,10 +1,10 @@
 """Schedules devices: carries out the plan's residency, lease by lease.
 
 A lease is for a step of the plan. Before it is granted, parts that must not be on its devices are offloaded, and the
-holders of the previous lease report how much they freed; then the parts that the step needs are onloaded. Where the
-devices have room for both, parts come while others leave: that is faster, and memory that another process has just
-freed would be cleared by the driver while it is filled again, which halves the speed of the copy. All processes move at
-once. The end of a lease moves nothing: what has to move is known only when the next lease is requested.
+memory that this freed is measured; then the parts that the step needs are onloaded. Where the devices have room for
+both, parts come while others leave: that is faster, and memory that another process has just freed would be cleared by
+the driver while it is filled again, which halves the speed of the copy. All processes move at once. The end of
+a lease moves nothing: what has to move is known only when the next lease is requested.
 """
 
 from __future__ import annotations
@@ -220,7 +220,6 @@ class DeviceScheduler:
         self, leaving: Mapping[Process, Mapping[Part, bool]], step: str, coming: Mapping[Process, list[Part]]
     ) -> None:
         """Have the last holders give up what the next ones do not need. coming: parts that need not wait for it."""
-        freed_bytes: dict[Process, int] = {}
         for keys in _at_once(leaving):
             parts = {key: list(leaving[key]) for key in keys}
             dropping = {key for key in keys if not leaving[key].get(Part.WEIGHTS, True)}
@@ -235,15 +234,9 @@ class DeviceScheduler:
                     {device: sum(shares) + ALLOWANCE_BYTES * len(shares) for device, shares in came.items()}
                 )
             coming = {}
-            freed_bytes |= {key: each.num_bytes for key, each in offload.moved.items()}
         if self._lease is not None:
             self._draw_lease(self._lease)
-            for holder, devices in self._lease.holders.items():
-                if self._is_gone(holder):
-                    continue  # it cannot report anything; `Leases` waits until the memory of its device is free
-                # Processes that span several devices free an equal share on each.
-                share = freed_bytes.get((holder.group, holder.rank), 0) // len(devices)
-                self._lease.report(holder, dict.fromkeys(devices, share))
+            self._leases.end(self._lease)
             self._lease = None
 
     def _make_room(self, step: PhaseStep) -> None:

@@ -247,7 +247,7 @@ def test_a_killed_process_wakes_everybody_who_waits_for_it(ray_cluster, pair, si
         with pytest.raises(WorkerError, match=r"its producer single\[0\] \(pid \d+\) went away without closing it"):
             getting.result(100)
         leases.acquire("update", {Holder("actor", 0): [0]}, timeout_s=100)
-    assert leases.holders(0) == (Holder("actor", 0),)
+    assert leases._devices[0].holders == (Holder("actor", 0),)
     assert single.alive() == [False]
     wait_until_gone(child)
     with pytest.raises(WorkerError, match="single rank 0: its process"):
@@ -411,7 +411,7 @@ def test_items_go_from_one_worker_to_another(ray_cluster, pair):
 def test_a_cluster_inside_a_cluster_shares_ray_and_leaves_it_running(ray_cluster, pair):
     with Cluster() as inner:
         assert [node.num_devices for node in inner.nodes] == [8]
-        taken = r"could not reserve node 0: 1 devices in 0 s: Ray has 0 devices and \S+ CPUs free; wait for other jobs"
+        taken = r"could not reserve node 0: 1 devices in 0 s: Ray has 0 devices free; wait for other jobs"
         with pytest.raises(PlacementError, match=taken):
             inner.reserve([Process(0, 0, (3,))], timeout_s=0.3)
         inner.reserve([Process(0)])
