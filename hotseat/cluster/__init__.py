@@ -1,11 +1,10 @@
 """Processes: groups of plain classes on Ray or in this process, services of nodes, leases on devices."""
 
 from hotseat.cluster.cluster import Cluster
-from hotseat.cluster.group import Calling, WorkerGroup
+from hotseat.cluster.group import Calling, Pending, WorkerGroup, reports_death
 from hotseat.cluster.lease import DeviceMemory, Holder, Leases
 from hotseat.cluster.nodes_and_processes import Process
 from hotseat.cluster.on_ray.template import Template, started_template
-from hotseat.cluster.pending import Pending, reports_death
 from hotseat.cluster.refs import Ref, as_arguments
 from hotseat.processes.supervisor import in_worker_process
 

@@ -18,12 +18,11 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from hotseat.cluster.group import WorkerGroup
+from hotseat.cluster.group import CallObserver, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.local import LocalRuntime
 from hotseat.cluster.nodes_and_processes import ClusterNode, Process, ProcessLike, devices_of
 from hotseat.cluster.on_ray.template import Template
-from hotseat.cluster.pending import CallObserver
 from hotseat.cluster.runtime import Launch, NodeService, Runtime
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError

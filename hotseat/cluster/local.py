@@ -19,10 +19,9 @@ from concurrent.futures import Future
 from typing import Any, Literal, NoReturn, TypeVar
 
 from hotseat.cluster.environment import environment, restore_environment
-from hotseat.cluster.group import Arguments, WorkerGroup
+from hotseat.cluster.group import Arguments, Pending, WorkerGroup, under_way_at_restart, worker_error
 from hotseat.cluster.lease import Holder
 from hotseat.cluster.nodes_and_processes import ClusterNode
-from hotseat.cluster.pending import Pending, under_way_at_restart, worker_error
 from hotseat.cluster.ports import free_port
 from hotseat.cluster.refs import Ref, resolve
 from hotseat.cluster.runtime import Launch, NodeService

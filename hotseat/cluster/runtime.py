@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -56,27 +55,6 @@ class NodeService(Protocol[Address_co]):
     @staticmethod
     def disconnect(address: Any) -> None:
         """Close this process's connections to one that has ended."""
-
-
-class NodeServices:
-    """The services of the node that this process is on."""
-
-    def __init__(self, directory: str, env: Mapping[str, str]):
-        self._directory = directory
-        self._env = dict(env)
-        self._started: dict[type[NodeService[Any]], NodeService[Any]] = {}
-
-    def address(self, service: type[NodeService[Address_co]], host: str | None) -> Address_co:
-        """Return the address of a service, which is started when first asked for."""
-        if service not in self._started:
-            os.makedirs(self._directory, mode=0o700, exist_ok=True)
-            self._started[service] = service(self._directory, host=host, env=self._env)
-        return self._started[service].address
-
-    def close(self) -> None:
-        """End all services of this node."""
-        for service in self._started.values():
-            service.close()
 
 
 class Runtime(Protocol):

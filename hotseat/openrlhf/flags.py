@@ -16,6 +16,12 @@ MANY = 1_000_000  # number of values of a flag without a bound
 UNBOUNDED = 100_000_000  # OpenRLHF's defaults from this number on stand for no limit
 NO_RING = "ranks that share sequences exchange all heads at once (Ulysses), not in a ring; the result is the same"
 FLASH_ALWAYS = "attention is torch's own in any case, with its flash kernels on GPUs in 16 bits"
+NEVER_REENTRANT = "recomputation is never reentrant; the gradients are the same"
+EXPERTS = "transformers chooses how experts are computed; the result is the same"
+UNIVERSAL = "every checkpoint loads under another stage or number of ranks"
+OWN_TOKENIZER = "a tokenizer is loaded as its checkpoint defines it"
+NO_LOADER = "rows are tokenised before training, so no loader runs beside it"
+TASKS_PER_ENGINE = "OPENRLHF_ASYNC_NUM_TASKS says how many episodes an engine takes"
 SAME: Any = object()  # marks a newer default that equals the older one
 
 
@@ -130,18 +136,13 @@ def _shared(model: str) -> tuple[Flag, ...]:
         _switch(
             "--gradient_checkpointing_use_reentrant",
             f"--{model}.gradient_checkpointing_reentrant",
-            because="recomputation is never reentrant; the gradients are the same",
+            because=NEVER_REENTRANT,
         ),
         _switch("--bf16", None, "train.dtype", by="dtype"),
         _text("--param_dtype", "--ds.param_dtype", None, "train.dtype", by="dtype", newer_default="bf16"),
         _switch("--flash_attn", None, by="attention", because=FLASH_ALWAYS),
         _text("--attn_implementation", "--ds.attn_implementation", None, "train.attention", by="attention"),
-        _text(
-            "--experts_implementation",
-            "--ds.experts_implementation",
-            None,
-            because="transformers chooses how experts are computed; the result is the same",
-        ),
+        _text("--experts_implementation", "--ds.experts_implementation", None, because=EXPERTS),
         _switch("--use_liger_kernel", "--ds.use_liger_kernel", "train.liger_kernel"),
         _switch("--torch_compile", None, because="layers are compiled on a GPU wherever there is a compiler"),
         _switch("--packing_samples", "--ds.packing_samples", "train.packing", by="micro_batches"),
@@ -171,11 +172,7 @@ def _shared(model: str) -> tuple[Flag, ...]:
         _text("--grad_accum_dtype", "--ds.grad_accum_dtype", None, "train.deepspeed.grad_accum_dtype"),
         _switch("--deepcompile", "--ds.deepcompile", "train.deepspeed.deepcompile"),
         _int("--ds_tensor_parallel_size", "--ds.tensor_parallel_size", 1, "train.deepspeed.tensor_parallel_size"),
-        _switch(
-            "--use_ds_universal_ckpt",
-            "--ds.use_universal_ckpt",
-            because="every checkpoint loads under another stage or number of ranks",
-        ),
+        _switch("--use_ds_universal_ckpt", "--ds.use_universal_ckpt", because=UNIVERSAL),
         # batches
         _int("--train_batch_size", "--train.batch_size", 128, "train.batch_size"),
         _int_or_auto("--micro_train_batch_size", "--train.micro_batch_size", 8, "train.micro_batch_size"),
@@ -186,17 +183,8 @@ def _shared(model: str) -> tuple[Flag, ...]:
         _int("--max_samples", "--data.max_samples", UNBOUNDED, "data.max_samples", convert=unless_unbounded),
         _text("--input_template", "--data.input_template", None, "data.input_template", by="template"),
         _switch("--apply_chat_template", "--data.apply_chat_template", "data.apply_chat_template"),
-        _switch(
-            "--disable_fast_tokenizer",
-            "--data.disable_fast_tokenizer",
-            because="a tokenizer is loaded as its checkpoint defines it",
-        ),
-        _int(
-            "--dataloader_num_workers",
-            "--data.dataloader_num_workers",
-            0,
-            because="rows are tokenised before training, so no loader runs beside it",
-        ),
+        _switch("--disable_fast_tokenizer", "--data.disable_fast_tokenizer", because=OWN_TOKENIZER),
+        _int("--dataloader_num_workers", "--data.dataloader_num_workers", 0, because=NO_LOADER),
         # evaluation, checkpoints, logs
         _text("--eval_dataset", "--eval.dataset", None, "eval.path"),
         _text("--eval_split", "--eval.split", "train", "eval.split"),
@@ -279,6 +267,13 @@ def _optimizers(*roles: str, dotted: bool) -> tuple[Flag, ...]:
 # --- reinforcement learning -------------------------------------------------------------------------------------------
 
 _PLACEMENT = "cluster.component_placement"
+_OVERLAP = ("overlap.queue", "overlap.staleness")
+_PARTIAL = ("overlap.staleness", "overlap.order", "overlap.in_flight")
+_BUDGETS = ("train.max_tokens_per_device", "rollout.max_tokens_per_device", "train.packing")
+_CLIP = ("algorithm.clip_low", "algorithm.clip_high")
+_BOUNDS = ("algorithm.correction.low", "algorithm.correction.high")
+_CORRECTION = ("algorithm.correction.kind", *_BOUNDS)
+_FILTERED = ("algorithm.filtering.low", "algorithm.filtering.high")
 
 
 def _size(role: str, dotted: str) -> tuple[Flag, ...]:
@@ -319,18 +314,11 @@ _RL: tuple[Flag, ...] = (
     _switch("--enforce_eager", "--vllm.enforce_eager", "rollout.enforce_eager"),
     _switch("--vllm_enable_sleep", "--vllm.enable_sleep", "rollout.enable_offload", by="offload"),
     _float("--vllm_gpu_memory_utilization", "--vllm.gpu_memory_utilization", 0.95, "rollout.memory_share"),
-    _int(
-        "--rollout_tasks_per_gpu", None, 32, because="OPENRLHF_ASYNC_NUM_TASKS says how many episodes an engine takes"
-    ),
+    _int("--rollout_tasks_per_gpu", None, 32, because=TASKS_PER_ENGINE),
     # overlap and agents
-    _switch("--async_train", "--train.async_enable", ("overlap.queue", "overlap.staleness"), by="overlap"),
-    _int("--async_queue_size", "--train.async_queue_size", 1, ("overlap.queue", "overlap.staleness"), by="overlap"),
-    _switch(
-        "--partial_rollout",
-        "--train.partial_rollout_enable",
-        ("overlap.staleness", "overlap.order", "overlap.in_flight"),
-        by="overlap",
-    ),
+    _switch("--async_train", "--train.async_enable", _OVERLAP, by="overlap"),
+    _int("--async_queue_size", "--train.async_queue_size", 1, _OVERLAP, by="overlap"),
+    _switch("--partial_rollout", "--train.partial_rollout_enable", _PARTIAL, by="overlap"),
     _text("--agent_func_path", "--train.agent_func_path", None, "agent.path"),
     _int("--max_steps", None, None, "agent.max_steps"),
     # batches and lengths
@@ -339,20 +327,9 @@ _RL: tuple[Flag, ...] = (
         "--micro_rollout_batch_size", "--rollout.micro_batch_size", 8, "rollout.micro_batch_size", newer_default=1
     ),
     _int("--n_samples_per_prompt", "--rollout.n_samples_per_prompt", 1, "rollout.samples_per_prompt"),
-    _int(
-        "--vllm_generate_batch_size",
-        "--rollout.vllm_generate_batch_size",
-        None,
-        ("overlap.queue", "overlap.staleness"),
-        by="overlap",
-    ),
+    _int("--vllm_generate_batch_size", "--rollout.vllm_generate_batch_size", None, _OVERLAP, by="overlap"),
     _int("--num_episodes", "--train.num_episodes", 1, "train.num_episodes"),
-    _switch(
-        "--use_dynamic_batch",
-        "--train.dynamic_batch_enable",
-        ("train.max_tokens_per_device", "rollout.max_tokens_per_device", "train.packing"),
-        by="micro_batches",
-    ),
+    _switch("--use_dynamic_batch", "--train.dynamic_batch_enable", _BUDGETS, by="micro_batches"),
     _int(
         "--train_max_tokens_per_gpu",
         "--train.max_tokens_per_gpu",
@@ -368,12 +345,7 @@ _RL: tuple[Flag, ...] = (
         by="micro_batches",
     ),
     _int(
-        "--prompt_max_len",
-        None,
-        1024,
-        ("data.prompt_max_length", "data.max_length"),
-        by="lengths",
-        newer_default=None,
+        "--prompt_max_len", None, 1024, ("data.prompt_max_length", "data.max_length"), by="lengths", newer_default=None
     ),
     _int(
         "--generate_max_len",
@@ -414,15 +386,8 @@ _RL: tuple[Flag, ...] = (
     _float("--lambd", "--algo.advantage.lambd", 1.0, "algorithm.gae_lambda"),
     _switch("--no_advantage_std_norm", "--algo.advantage.no_std_norm", "algorithm.std_norm", by="estimator"),
     _text("--policy_loss_type", "--actor.policy_loss_type", "ppo", "algorithm.policy_loss"),
-    _float("--eps_clip", "--actor.eps_clip", 0.2, ("algorithm.clip_low", "algorithm.clip_high"), by="clip"),
-    _float(
-        "--eps_clip_low_high",
-        "--actor.eps_clip_low_high",
-        None,
-        ("algorithm.clip_low", "algorithm.clip_high"),
-        by="clip",
-        num_values=(2, 2),
-    ),
+    _float("--eps_clip", "--actor.eps_clip", 0.2, _CLIP, by="clip"),
+    _float("--eps_clip_low_high", "--actor.eps_clip_low_high", None, _CLIP, by="clip", num_values=(2, 2)),
     _float("--clip_eps_low", None, None, "algorithm.clip_low", by="clip"),
     _float("--clip_eps_high", None, None, "algorithm.clip_high", by="clip"),
     _float("--dual_clip", "--actor.dual_clip", None, "algorithm.dual_clip"),
@@ -433,12 +398,7 @@ _RL: tuple[Flag, ...] = (
     _int("--kl_horizon", "--algo.kl.horizon", 10000, "algorithm.kl.horizon"),
     _text("--kl_estimator", "--algo.kl.estimator", "k1", "algorithm.kl.estimator", by="kl"),
     _switch("--use_kl_loss", "--algo.kl.use_loss", "algorithm.kl.as_loss"),
-    _switch(
-        "--enable_vllm_is_correction",
-        "--algo.advantage.is_correction_enable",
-        ("algorithm.correction.kind", "algorithm.correction.low", "algorithm.correction.high"),
-        by="correction",
-    ),
+    _switch("--enable_vllm_is_correction", "--algo.advantage.is_correction_enable", _CORRECTION, by="correction"),
     _text(
         "--vllm_is_correction_type",
         "--algo.advantage.is_correction_type",
@@ -450,7 +410,7 @@ _RL: tuple[Flag, ...] = (
         "--vllm_is_truncated_threshold",
         "--algo.advantage.is_correction_threshold",
         None,
-        ("algorithm.correction.low", "algorithm.correction.high"),
+        _BOUNDS,
         by="correction",
         num_values=(1, 2),
     ),
@@ -459,7 +419,7 @@ _RL: tuple[Flag, ...] = (
         "--dynamic_filtering_reward_range",
         "--algo.dynamic_filtering_range",
         [0.0, 1.0],
-        ("algorithm.filtering.low", "algorithm.filtering.high"),
+        _FILTERED,
         by="filtering",
         num_values=(2, 2),
     ),

@@ -13,6 +13,7 @@ device (`device_items/`).
 from __future__ import annotations
 
 import math
+import queue
 import secrets
 import threading
 from collections import defaultdict
@@ -33,7 +34,7 @@ class Queue:
     Any number of workers may put and get; they are served in the order in which they ask.
     """
 
-    def __init__(self, name: str, capacity: int, link: BrokerClient | _LocalQueue, *, timeout_s: float = 600.0):
+    def __init__(self, name: str, capacity: int, link: BrokerClient | _LocalLink, *, timeout_s: float = 600.0):
         if capacity < 1:
             raise ValueError(f"channel {name!r}: capacity {capacity} must be at least 1")
         self.name = name
@@ -109,7 +110,15 @@ class QueueDirectory:
         self.timeout_s = timeout_s
         self._broker = broker
         self.token = secrets.token_hex(8)
-        self._local = _LocalQueues() if broker is None else None
+        self._local: dict[str, _LocalLink] = {}  # without a broker
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._broker is None:
+            raise TypeError(
+                "a channel of the local runtime stays in its process; make it with a cluster on Ray to send it to"
+                " another"
+            )
+        return self.__dict__
 
     @classmethod
     def of_node(cls, cluster: Cluster, node: int | None, timeout_s: float) -> QueueDirectory:
@@ -118,63 +127,50 @@ class QueueDirectory:
 
     def open(self, name: str, capacity: int) -> Queue:
         """Return the queue of this name."""
-        link = (
-            self._client(f"{name}/{self.token}", capacity) if self._local is None else self._local.open(name, capacity)
-        )
-        return Queue(name, capacity, link, timeout_s=self.timeout_s)
+        return Queue(name, capacity, self._link(name, capacity), timeout_s=self.timeout_s)
 
-    def forget(self, queue: Queue) -> None:
+    def forget(self, left: Queue) -> None:
         """Free what this directory itself keeps of a queue, unless something is in it.
 
         Nobody may use the object any more then; the same name opens another.
         """
-        if self._local is not None:
-            self._local.forget(queue.name)
+        if self._broker is None and self._local[left.name].is_as_new():
+            del self._local[left.name]
 
     def record(self, name: str, value: Any, *, replaces: bool = True) -> Any:
         """Have all processes find a value by this name, and return it.
 
         replaces: in place of one that is there. Otherwise that one stays and is returned.
         """
-        return self._records().record(name, value, replaces)
+        return self._link("records", 1).record(name, value, replaces)
 
     def look_up(self, name: str, *, timeout_s: float | None = None) -> Any:
         """Return the value that was recorded by this name, or will be soon."""
         waits = self.timeout_s if timeout_s is None else timeout_s
-        kind, values = self._records().look_up(name, waits)
+        kind, values = self._link("records", 1).look_up(name, waits)
         if kind != wire.ITEMS:
             raise DeadlineError(f"waited {waits:.1f} s for {name!r}, which nobody has recorded")
         return values[0]
 
-    def _records(self) -> _LocalQueues | BrokerClient:
-        return self._client(f"records/{self.token}", 1) if self._local is None else self._local
-
-    def _client(self, channel: str, capacity: int) -> BrokerClient:
-        assert self._broker is not None
-        return client_of(self._broker, channel, capacity)
+    def _link(self, name: str, capacity: int) -> BrokerClient | _LocalLink:
+        if self._broker is not None:
+            return client_of(self._broker, f"{name}/{self.token}", capacity)
+        return self._local.get(name) or self._local.setdefault(name, _LocalLink(capacity))
 
 
-# --- within a process -------------------------------------------------------------------------------------------------
+class _LocalLink:
+    """A queue of this process, and records beside it: asked as a broker is."""
 
-
-class _LocalQueues:
-    """Queues and records of this process, by name."""
-
-    def __init__(self) -> None:
-        self._queues: dict[str, _LocalQueue] = {}
+    def __init__(self, capacity: int):
+        self._queue = BoundedQueue(capacity)
         self._records: defaultdict[str, Record] = defaultdict(Record)
         self._lock = threading.Lock()
 
-    def open(self, name: str, capacity: int) -> _LocalQueue:
-        with self._lock:
-            if name not in self._queues:
-                self._queues[name] = _LocalQueue(capacity)
-            return self._queues[name]
+    def put(self, item: Any, weight: float, timeout_s: float) -> tuple[int, Any]:
+        return self._ask(self._queue, partial(self._queue.put, item, weight), timeout_s)
 
-    def forget(self, name: str) -> None:
-        with self._lock:
-            if self._queues[name].is_as_new():
-                del self._queues[name]
+    def get(self, weight: float, timeout_s: float) -> tuple[int, Any]:
+        return self._ask(self._queue, partial(self._queue.get, weight), timeout_s)
 
     def record(self, name: str, value: Any, replaces: bool) -> Any:
         with self._lock:
@@ -185,27 +181,7 @@ class _LocalQueues:
     def look_up(self, name: str, timeout_s: float) -> tuple[int, Any]:
         with self._lock:
             record = self._records[name]
-        return _answered(self._lock, record, record.read, timeout_s) or (wire.LATE, None)
-
-    def __len__(self) -> int:
-        return len(self._queues)
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a channel of the local runtime stays in its process; make it with a cluster on Ray to send it to another"
-        )
-
-
-class _LocalQueue:
-    def __init__(self, capacity: int):
-        self._queue = BoundedQueue(capacity)
-        self._lock = threading.Lock()
-
-    def put(self, item: Any, weight: float, timeout_s: float) -> tuple[int, Any]:
-        return self._ask(partial(self._queue.put, item, weight), timeout_s)
-
-    def get(self, weight: float, timeout_s: float) -> tuple[int, Any]:
-        return self._ask(partial(self._queue.get, weight), timeout_s)
+        return self._ask(record, record.read, timeout_s)
 
     def leave(self) -> None:
         """Do nothing: a queue of this process ends with it."""
@@ -218,24 +194,18 @@ class _LocalQueue:
         with self._lock:
             return self._queue.is_as_new
 
-    def _ask(self, ask: Callable[[Answer], None], timeout_s: float) -> tuple[int, Any]:
-        return _answered(self._lock, self._queue, ask, timeout_s) or (wire.LATE, self.facts())
+    def _ask(self, source: BoundedQueue | Record, ask: Callable[[Answer], None], timeout_s: float) -> tuple[int, Any]:
+        """Ask with the lock held, and wait for the answer without it; at the deadline the request is withdrawn."""
+        answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
+        def answer(kind: int, payload: Any) -> None:
+            answers.put((kind, payload))
 
-def _answered(
-    lock: threading.Lock, source: BoundedQueue | Record, ask: Callable[[Answer], None], timeout_s: float
-) -> tuple[int, Any] | None:
-    """Ask with the lock held, and wait for the answer without it; None: the request was withdrawn at the deadline."""
-    is_answered, answers = threading.Event(), []
-
-    def answer(kind: int, payload: Any) -> None:
-        answers.append((kind, payload))
-        is_answered.set()
-
-    with lock:
-        ask(answer)
-    if not is_answered.wait(timeout_s):
-        with lock:
-            if source.cancel(answer):
-                return None
-    return answers[0]
+        with self._lock:
+            ask(answer)
+        try:
+            return answers.get(timeout=timeout_s)
+        except queue.Empty:
+            with self._lock:
+                is_withdrawn = source.cancel(answer)
+        return (wire.LATE, self.facts()) if is_withdrawn else answers.get()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hotseat import cluster as machinery
@@ -13,11 +14,33 @@ from hotseat.placement import Inventory
 from hotseat.planning.config_plan import inventory_of, with_node_groups
 from hotseat.rlinf.configs import checked_cluster
 from hotseat.rlinf.failures import Failures
-from hotseat.rlinf.place import current_place
 from hotseat.rlinf.queues import QueueDirectory
 
 _TIMEOUT = "RLINF_TIMEOUT"  # minutes
 _DEFAULT_TIMEOUT_MIN = 180.0
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Group, rank, node and devices of one worker, and the directory of the cluster's channels."""
+
+    group: str
+    rank: int
+    world_size: int
+    node: int
+    devices: tuple[int, ...]
+    node_rank: int  # among the group's workers on this node
+    node_world_size: int
+    inventory: Inventory
+    directory: QueueDirectory
+
+
+_current_place: WorkerPlace | None = None  # of the worker whose process this is
+
+
+def set_current_place(place: WorkerPlace) -> None:
+    global _current_place
+    _current_place = place
 
 
 class Cluster:
@@ -51,7 +74,7 @@ class Cluster:
         self._groups: dict[str, Any] = {}
         self.failures = Failures()
         self._is_owner = False
-        place = current_place()
+        place = _current_place  # None in the driver
         if place is not None and on is None:
             self._cluster: machinery.Cluster | None = None
             self.inventory: Inventory = place.inventory

@@ -13,8 +13,7 @@ from hotseat import cluster as machinery
 from hotseat.cluster import Pending, Process
 from hotseat.errors import PlacementError
 from hotseat.rlinf.failures import Call
-from hotseat.rlinf.place import WorkerPlace
-from hotseat.rlinf.rlinf_cluster import Cluster
+from hotseat.rlinf.rlinf_cluster import Cluster, WorkerPlace
 from hotseat.rlinf.rlinf_placement import PlacementStrategy, default_strategy
 from hotseat.rlinf.routing import record_size
 

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from hotseat.cluster import Ref, WorkerGroup
+from hotseat.cluster.group import Pending
 from hotseat.cluster.lease import Holder
-from hotseat.cluster.pending import Pending
 from hotseat.cluster.refs import resolve
 from hotseat.config import loads
 from hotseat.config.batches import batch_algebra

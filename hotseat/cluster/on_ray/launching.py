@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hotseat.cluster.group import Pending
 from hotseat.cluster.nodes_and_processes import ProcessLike
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
 from hotseat.cluster.on_ray.reservation import Reservation
-from hotseat.cluster.pending import Pending
 from hotseat.cluster.runtime import Launch
 from hotseat.cluster.worker_process import AsyncObjectHost, ObjectHost, ProcessIdentity, is_async
 from hotseat.errors import PlacementError

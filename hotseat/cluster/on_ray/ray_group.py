@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from hotseat.cluster.group import Arguments, WorkerGroup
+from hotseat.cluster.group import Arguments, Pending, WorkerGroup, raise_failure, under_way_at_restart, worker_error
 from hotseat.cluster.lease import Holder
 from hotseat.cluster.nodes_and_processes import Process, ProcessLike
 from hotseat.cluster.on_ray.library import import_ray
-from hotseat.cluster.pending import Pending, raise_failure, under_way_at_restart, worker_error
 from hotseat.cluster.refs import Ref
 from hotseat.cluster.worker_process import Failure, ProcessIdentity
 from hotseat.errors import ClusterError, DeadlineError, RunError, WorkerError

@@ -11,7 +11,7 @@ from hotseat.cluster.device_memory import device_memory
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.nodes_and_processes import devices_of
 from hotseat.cluster.on_ray.connection import RayConnection
-from hotseat.cluster.on_ray.daemons import DaemonWatch, NodeWatch
+from hotseat.cluster.on_ray.daemons import Watch, watch_daemons, watch_nodes
 from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
 from hotseat.cluster.on_ray.nodes import NodeProcesses
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
@@ -38,14 +38,13 @@ class RayRuntime:
         self._prepared: dict[str, tuple[ActorStarter, list[RankProcess]]] = {}  # groups that are not launched yet
         self._reservation: Reservation | None = None
         self._num_launched = 0
-        self._daemons: DaemonWatch | None = None
-        self._node_watch: NodeWatch | None = None
+        self._watch: Watch | None = None
         try:
             self.nodes = connection.nodes
             if connection.is_own:
-                self._daemons = DaemonWatch(connection.daemons(), self._lose)
+                self._watch = watch_daemons(connection.daemons(), self._lose)
             elif len(self.nodes) > 1:
-                self._node_watch = NodeWatch(self._nodes_in_use, connection.live_nodes, self._lose)
+                self._watch = watch_nodes(self._nodes_in_use, connection.live_nodes, self._lose)
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -134,8 +133,7 @@ class RayRuntime:
 
     def lost(self, *, asks_ray: bool = False) -> ClusterError | None:
         """Return why the run has to end: a daemon that was started here is gone, or a node of the cluster is."""
-        watch = self._daemons or self._node_watch
-        return None if watch is None else watch.lost(asks_ray=asks_ray)
+        return None if self._watch is None else self._watch.lost(asks_ray=asks_ray)
 
     def _nodes_in_use(self) -> dict[int, str]:
         """Describe the nodes that have processes of ours, by rank."""
@@ -144,7 +142,7 @@ class RayRuntime:
         return {rank: f"node {rank} ({node.hostname}, {node.address})" for rank, node in nodes.items()}
 
     def _is_without_ray(self) -> bool:
-        return self._daemons is not None and self._daemons.lost() is not None
+        return self._connection.is_own and self.lost() is not None
 
     def _lose(self, error: ClusterError) -> None:
         for group in list(self._groups.values()):
@@ -155,14 +153,12 @@ class RayRuntime:
     def close(self, grace_s: float) -> None:
         """Take down what is ours. Called once; each step is tried even if the one before it failed."""
         groups = list(self._groups.values())
-        if self._node_watch is not None:
-            self._node_watch.close()
-        if self._daemons is not None:
-            self._daemons.close()
+        if self._watch is not None:
+            self._watch.close()
             if self._is_without_ray():
                 self._close_without_ray(groups)
                 return
-            self._daemons = None  # from here on they end because we end them
+            self._watch = None  # from here on what it watches ends because we end it
         if grace_s > 0:
             threads = [threading.Thread(target=g.ask_to_close, args=(grace_s,), daemon=True) for g in groups]
             for thread in threads:

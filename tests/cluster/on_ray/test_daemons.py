@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hotseat.cluster.on_ray.connection import RayConnection
-from hotseat.cluster.on_ray.daemons import DaemonWatch, NodeWatch
+from hotseat.cluster.on_ray.daemons import watch_daemons, watch_nodes
 from hotseat.cluster.on_ray.ray_group import RayGroup
 from hotseat.errors import ClusterError
 
@@ -34,7 +34,7 @@ def test_a_daemon_that_is_killed_is_reported_once_by_name(process, name, words):
         told.append(error)
         heard.set()
 
-    daemons = DaemonWatch({name: [SimpleNamespace(process=process)], "monitor": []}, lose)
+    daemons = watch_daemons({name: [SimpleNamespace(process=process)], "monitor": []}, lose)
     assert daemons.lost() is None
     process.kill()
     assert heard.wait(60)
@@ -45,7 +45,7 @@ def test_a_daemon_that_is_killed_is_reported_once_by_name(process, name, words):
 
 def test_daemons_that_live_until_they_are_closed_are_not_reported(process):
     told: list[ClusterError] = []
-    daemons = DaemonWatch({"raylet": [SimpleNamespace(process=process)]}, told.append)
+    daemons = watch_daemons({"raylet": [SimpleNamespace(process=process)]}, told.append)
     daemons.close()
     process.kill()
     process.wait(60)
@@ -109,7 +109,7 @@ def test_a_node_in_use_that_ray_has_lost_is_reported_once_and_others_are_not():
         told.append(error)
         heard.set()
 
-    watch = NodeWatch(lambda: {0: "node 0 (a, 10.0.0.1)", 1: "node 1 (b, 10.0.0.2)"}, live_nodes, lose, period_s=0.01)
+    watch = watch_nodes(lambda: {0: "node 0 (a, 10.0.0.1)", 1: "node 1 (b, 10.0.0.2)"}, live_nodes, lose, period_s=0.01)
     live.discard(2)  # nothing of ours is there
     assert asked.wait(60)
     assert watch.lost() is None
@@ -123,7 +123,7 @@ def test_a_node_in_use_that_ray_has_lost_is_reported_once_and_others_are_not():
 def test_a_node_is_known_to_be_lost_as_soon_as_somebody_asks():
     """A process that died with its node is not taken for one that died alone, however long the watch sleeps."""
     live = {0, 1}
-    watch = NodeWatch(lambda: {1: "node 1 (b, 10.0.0.2)"}, lambda: live, lambda error: None, period_s=3600.0)
+    watch = watch_nodes(lambda: {1: "node 1 (b, 10.0.0.2)"}, lambda: live, lambda error: None, period_s=3600.0)
     live.discard(1)
     assert watch.lost() is None
     assert "Ray has lost node 1" in str(watch.lost(asks_ray=True))
