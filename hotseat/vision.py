@@ -24,7 +24,7 @@ What is in transformers 5.17 and 5.19, found out with tiny random models on a CP
   attend window by window, in as many calls as there are windows, unless the name of their attention has "flash" in it:
   then it gets the ends of all windows (`train.attention.image_attention`).
 - torchvision from PyPI is built for CUDA and fails beside a CPU build of torch (`operator torchvision::nms does not
-  exist`), which is why `make setup` removes it. vLLM's files of models import it; `rollout._vllm_images` does without.
+  exist`), which is why `make setup` removes it. vLLM's files of models import it; `rollout.vllm_images` does without.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import atexit
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from hotseat.cluster.group import CallObserver, WorkerGroup
@@ -152,24 +153,20 @@ class Cluster:
         wait: False returns at once, so that several groups can start together; `WorkerGroup.ready` waits, and so does
             the first call. A group has to be ready before it is passed to another worker.
         """
-        placed = self._placed_anew(name, processes)
-        if per_rank is not None and len(per_rank) != len(placed):
+        launch = self._launch(name, cls, processes, num_threads, timeout_s)
+        num_ranks = len(launch.processes)
+        if per_rank is not None and len(per_rank) != num_ranks:
             raise PlacementError(
-                f"{name}: per_rank has {len(per_rank)} entries for {len(placed)} processes; give one per rank"
+                f"{name}: per_rank has {len(per_rank)} entries for {num_ranks} processes; give one per rank"
             )
         group = self._runtime.launch(
-            Launch(
-                name,
-                cls,
-                placed,
+            replace(
+                launch,
                 env_on=lambda node: {**self._node_env.get(node, {}), **(env or {})},
-                num_threads=num_threads,
-                max_concurrency=max_concurrency or getattr(cls, "max_concurrency", None) or 1,
-                timeout_s=timeout_s or self.timeout_s,
-                start_timeout_s=max(_LEAST_START_S, timeout_s or self.timeout_s),
+                max_concurrency=max_concurrency or launch.max_concurrency,
                 args=tuple(args),
                 kwargs=kwargs or {},
-                per_rank=per_rank or [{}] * len(placed),
+                per_rank=per_rank or [{}] * num_ranks,
                 wait=wait,
             )
         )
@@ -190,23 +187,24 @@ class Cluster:
 
         Give the same class, processes and threads to `launch`, and no `env`.
         """
-        placed = self._placed_anew(name, processes)
-        self._runtime.prepare(
-            Launch(
-                name,
-                cls,
-                placed,
-                env_on=lambda node: self._node_env.get(node, {}),
-                num_threads=num_threads,
-                max_concurrency=getattr(cls, "max_concurrency", None) or 1,
-                timeout_s=timeout_s or self.timeout_s,
-                start_timeout_s=self.timeout_s,
-            )
-        )
+        self._runtime.prepare(self._launch(name, cls, processes, num_threads, timeout_s))
 
     @property
     def groups(self) -> Mapping[str, WorkerGroup[Any]]:
         return self._groups
+
+    def _launch(self, name: str, cls: type[T], processes: Any, num_threads: int, timeout_s: float | None) -> Launch[T]:
+        timeout_s = timeout_s or self.timeout_s
+        return Launch(
+            name,
+            cls,
+            self._placed_anew(name, processes),
+            env_on=lambda node: self._node_env.get(node, {}),
+            num_threads=num_threads,
+            max_concurrency=getattr(cls, "max_concurrency", None) or 1,
+            timeout_s=timeout_s,
+            start_timeout_s=max(_LEAST_START_S, timeout_s),
+        )
 
     def _placed_anew(self, name: str, processes: Any) -> list[ProcessLike]:
         """Return the places of a group to be launched. Raises if it exists."""
