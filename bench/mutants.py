@@ -282,9 +282,9 @@ MUTANTS = (
     # --- cluster
     Mutant(
         "cluster/lease.py",
-        "a process that died during its lease is reported as a holder that asks twice",
-        "(holder in self._waited_for(device) and not self._is_gone(holder))",
-        "holder in self._waited_for(device)",
+        "a dead holder that asks again waits for itself",
+        "if alive := [holder for holder in state.holders if not self._is_gone(holder)]:",
+        "if alive := [*state.holders]:",
         "test_a_dead_holder_that_asks_again_gets_the_device_so_that_the_next_call_to_it_reports_the_death",
     ),
     Mutant(

@@ -85,8 +85,8 @@ class BrokerClient:
     """The client of a broker. Each thread that waits has a connection to itself; idle ones are kept for the next.
 
     There is one for each channel in a process, however often the channel is sent there. Once it is used, it lasts as
-    long as the process, the stream or the broker, or until `leave`: a worker that returns from one call and continues
-    in the next has not left.
+    long as the process or the broker, or until `leave`: a worker that returns from one call and continues in the next
+    has not left.
     """
 
     def __init__(self, address: BrokerAddress, channel: str, capacity: int):
