@@ -11,7 +11,7 @@ gone and the memory is seen free.
 
 Nothing here knows Ray or CUDA: the two callables return who is gone and how much memory a device has in use. Memory
 counts as free, after a death, when the device holds no more than it did when the dead holder's phase got it, within
-`slack_bytes`; without a death, any measurement is enough.
+`SLACK_BYTES`; without a death, any measurement is enough.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from hotseat.errors import DeadlineError
+
+SLACK_BYTES = 64 << 20  # by which measurements of the same memory differ
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,12 @@ class Leases:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
         poll_s: float = 0.05,
-        slack_bytes: int = 64 << 20,
     ):
         self._measure = measure
         self._is_gone = is_gone
         self._clock = clock
         self._sleep = sleep
         self._poll_s = poll_s
-        self._slack_bytes = slack_bytes
         self._devices: dict[int, _Device] = {}
 
     def acquire(self, phase: str, holders: Mapping[Holder, Iterable[int]], *, timeout_s: float) -> Lease:
@@ -140,7 +140,7 @@ class Leases:
             return f"device {device}: held by {_names(alive)} {since}", None
         memory = self._measure(device)
         used, before = None if memory is None else memory.used, state.used_at_grant
-        if state.holders and used is not None and before is not None and used > before + self._slack_bytes:
+        if state.holders and used is not None and before is not None and used > before + SLACK_BYTES:
             reason = (
                 f"device {device}: {_names(state.holders)}, which held it {since}, died, but {used} bytes are in use;"
                 f" {before} were when the phase began"

@@ -166,11 +166,6 @@ class ObjectHost:
 class AsyncObjectHost(ObjectHost):
     """Carries an object of a class with coroutine methods. All its methods run on one event loop, plain ones too."""
 
-    async def construct(  # type: ignore[override]  # Ray awaits it
-        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
-    ) -> ProcessIdentity | Failure:
-        return ObjectHost.construct(self, cls, args, kwargs, timeout_s)
-
     async def invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float) -> Any:
         with activity.activity.doing(repr(method)):
             try:
