@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from hotseat import extensions
 from hotseat.agents.agent import Agent, AgentError, SingleTurn
-from hotseat.agents.gateway.program_settings import ProgramSettings
+from hotseat.agents.gateway.program_session import ProgramSettings
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import Environment, MultiTurn
 from hotseat.errors import UnsupportedError, UserError

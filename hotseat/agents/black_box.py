@@ -24,9 +24,7 @@ from hotseat.agents.blocking_calls import OwnThread
 from hotseat.agents.branches import Answer, in_order, learned_order, segments_of
 from hotseat.agents.gateway.gateway_server import Address, Gateway
 from hotseat.agents.gateway.message_images import content_of
-from hotseat.agents.gateway.parsing import parser_of
-from hotseat.agents.gateway.program_session import Policy, Session
-from hotseat.agents.gateway.program_settings import ProgramSettings
+from hotseat.agents.gateway.program_session import Policy, ProgramSettings, Session
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import number
 from hotseat.agents.programs import ProgramHost, environment
@@ -70,32 +68,20 @@ class BlackBox(Agent):
         max_steps: int | None = None,
         preparer: ImagePreparer | None = None,
     ):
-        if settings.tool_parser is not None:
-            parser_of(tokenizer, settings.tool_parser)  # raises if it cannot be
-        self._max_length = max_length
-        self._max_steps = max_steps
         self._preparer = preparer  # of a VLM's images
         self._tokenizer = tokenizer
-        self._policy: Policy | None = None
         self._settings = settings
-        self._gateway: Gateway | None = None
+        self._policy = Policy(tokenizer, settings, preparer, max_length=max_length, max_answers=max_steps)
+        if settings.tool_parser is not None:
+            _ = self._policy.parser  # raises if it cannot be
+        max_image_bytes = 0 if preparer is None else preparer.max_image_bytes
+        self._gateway = Gateway(settings.bind, settings.advertise_url, max_image_bytes)
 
     async def run(
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
-        if self._gateway is None or self._policy is None:
-            max_image_bytes = 0 if self._preparer is None else self._preparer.max_image_bytes
-            self._gateway = Gateway(self._settings.bind, self._settings.advertise_url, max_image_bytes)
-            self._policy = Policy(
-                self._tokenizer,
-                self._settings,
-                self._preparer,
-                max_length=self._max_length,
-                max_answers=self._max_steps,
-            )
-        gateway, policy = self._gateway, self._policy
-        session = Session(policy, sample, sampling, prompt)
-        address = await gateway.open(session)
+        session = Session(self._policy, sample, sampling, prompt)
+        address = await self._gateway.open(session)
         try:
             result = await _unless_failed(self.play(prompt, self._client(address, prompt, key)), session)
         except Exception:
@@ -103,8 +89,8 @@ class BlackBox(Agent):
                 raise
             result = None  # the program could not go on without the policy: the run scores what there is
         finally:
-            gateway.end(address)
-        return await policy.work(_episode, session, key, result)
+            self._gateway.end(address)
+        return await self._policy.work(_episode, session, key, result)
 
     def _client(self, address: Address, prompt: Prompt, key: SampleKey) -> Client:
         seed = episode_seed(key, self._settings.run_seed)
@@ -118,12 +104,7 @@ class BlackBox(Agent):
 
     async def close(self) -> None:
         """Close the gateway. Called in the event loop; the next episode opens another one."""
-        if self._gateway is not None:
-            gateway, self._gateway = self._gateway, None
-            await gateway.close()
-        if self._policy is not None:
-            self._policy.close()
-            self._policy = None
+        await self._gateway.close()
 
 
 class PlayFunction(BlackBox):

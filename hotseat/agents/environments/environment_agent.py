@@ -18,7 +18,7 @@ from hotseat.agents.agent import AgentError
 from hotseat.agents.black_box import BlackBox, Client
 from hotseat.agents.confinement import best_confinement, warn_if_open
 from hotseat.agents.environments.families import EnvironmentSettings
-from hotseat.agents.gateway.program_settings import ProgramSettings
+from hotseat.agents.gateway.program_session import ProgramSettings
 from hotseat.agents.programs import check_startable, environment
 from hotseat.errors import UserError
 from hotseat.processes import ChildProcess, WorkerDied, exit_words, supervisor

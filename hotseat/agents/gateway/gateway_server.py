@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from hotseat.agents.gateway import anthropic_messages, chat_completions, responses
-from hotseat.agents.gateway.asking import BadRequest
+from hotseat.agents.gateway.fields import BadRequest
 from hotseat.agents.gateway.program_session import Session
 from hotseat.agents.gateway.reply import Begin, Reply
 from hotseat.agents.gateway.retries import Replies
@@ -109,6 +109,7 @@ class Gateway:
             runner, self._runner = self._runner, None
             self._server.close()
             await runner.cleanup()
+            self._starting = asyncio.Lock()  # a lock belongs to the loop that waited for it
 
     async def _start(self) -> None:
         app = web.Application(middlewares=[self._connections.watch, _errors, self._check])
@@ -178,7 +179,13 @@ class Gateway:
         raw = bytearray()
         try:
             await self._read(request, episode, raw)
-            return await self._reply(episode, request, bytes(raw), _parse(raw))
+            try:
+                body = json.loads(raw)
+            except (ValueError, RecursionError) as error:
+                raise BadRequest(f"the body is not JSON: {error}") from None
+            if not isinstance(body, dict):
+                raise BadRequest("the body is not a JSON object")
+            return await self._reply(episode, request, bytes(raw), body)
         finally:
             episode.num_open -= 1
             episode.num_open_bytes -= len(raw)
@@ -202,7 +209,8 @@ class Gateway:
         digest = hashlib.blake2b(request.path.encode() + b"\0" + raw, digest_size=16).digest()
         idempotency_key = request.headers.get("Idempotency-Key")
         name = f"key {idempotency_key}" if idempotency_key else f"body {digest.hex()}"
-        is_again = bool(idempotency_key) or _retry_count(request) > 0
+        retry_count = request.headers.get("x-stainless-retry-count", "0")
+        is_again = bool(idempotency_key) or (retry_count.isdecimal() and int(retry_count) > 0)
         work = episode.replies.find(name) if is_again else None
         if work is not None and work.digest != digest:
             raise BadRequest(f"the Idempotency-Key {idempotency_key!r:.80} was used for another request", status=422)
@@ -213,21 +221,6 @@ class Gateway:
             work = episode.replies.begin(name, digest, handling, begun)
         send = _stream if body.get("stream") else _whole
         return await episode.replies.wait(name, work, lambda reply: send(request, reply))
-
-
-def _retry_count(request: web.Request) -> int:
-    count = request.headers.get("x-stainless-retry-count", "0")
-    return int(count) if count.isdecimal() else 0
-
-
-def _parse(raw: bytes | bytearray) -> dict[str, Any]:
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise BadRequest("the body is not a JSON object")
-    return body
 
 
 async def _whole(request: web.Request, reply: Reply) -> web.StreamResponse:

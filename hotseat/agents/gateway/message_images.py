@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hotseat.agents.gateway.asking import BadRequest
+from hotseat.agents.gateway.fields import BadRequest
 from hotseat.agents.image_preparer import EpisodeImage
 
 _TYPES = ("image_url", "input_image", "image")

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from hotseat.agents.gateway import fields
-from hotseat.agents.gateway.asking import OWN_SETTINGS, Asked, BadRequest, own_settings
 from hotseat.agents.gateway.chat_completions import usage
+from hotseat.agents.gateway.fields import OWN_SETTINGS, Asked, BadRequest, own_settings
 from hotseat.agents.gateway.program_session import Session
 from hotseat.agents.gateway.reply import Begin, Event, GrowingAnswer, Reply, pieces, reply_to
 
