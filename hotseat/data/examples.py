@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
-from hotseat.data.lost import Lost, LostRow, shown
 from hotseat.data.prompts import check_input_template, fill_in
-from hotseat.data.row_problems import BadValue, Problems, text_of
+from hotseat.data.row_problems import BadValue, Lost, LostRow, Problems, shown, text_of
 from hotseat.data.rows import Row
 from hotseat.data.sequences import Draft, Tokeniser, TokenSequence, chat_draft, plain_draft, whole_draft
 from hotseat.errors import DataError

@@ -12,9 +12,8 @@ import torch
 
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
 from hotseat.data.examples import Example, lost_row, sequences_of
-from hotseat.data.lost import Lost, shown
 from hotseat.data.prompts import check_input_template, fill_in
-from hotseat.data.row_problems import BadValue, kind_of, text_of, value_of
+from hotseat.data.row_problems import BadValue, Lost, kind_of, shown, text_of, value_of
 from hotseat.data.rows import Row
 from hotseat.data.sequences import (
     Draft,

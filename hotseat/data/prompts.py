@@ -10,8 +10,7 @@ from typing import Any
 
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
 from hotseat.data.images import RowImages
-from hotseat.data.lost import Lost, LostRow, shown
-from hotseat.data.row_problems import BadValue, Problems, text_of, value_of
+from hotseat.data.row_problems import BadValue, Lost, LostRow, Problems, shown, text_of, value_of
 from hotseat.data.rows import Row
 from hotseat.data.sequences import encode
 from hotseat.errors import DataError

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
-import queue
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
-from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
+from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
-from hotseat.rewards.function_process import NotLoaded, Task, Tracebacks, Worker
+from hotseat.rewards.function_process import NotLoaded, OwnerThread, Task, Tracebacks, Worker
 from hotseat.rewards.scorer import SampleGroup, Scorer, named_samples
 from hotseat.user_functions import located
 from hotseat.words import label_text
 
 _MAX_KILLS = 3
-
-
-@dataclass(frozen=True)
-class _Job:
-    message: dict[str, Any]
-    ids: list[str]
-    future: Future[list[Score | Failed]]
 
 
 class RewardFunction(Scorer):
@@ -74,19 +63,14 @@ class RewardFunction(Scorer):
         self.timeout_s = timeout_s
         self.retries = retries
         self._seed = seed
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._is_closed = False
         self._has_been_late = False
         self._say = say or _to_stderr
         task = Task(str(file), function, max_memory_bytes)
-        self._worker = Worker(task, start_timeout_s, lambda: self._is_closed, Tracebacks(self._show))
-        loaded: Future[None] = Future()
-        self._thread = threading.Thread(target=self._own, args=(loaded,), name="reward", daemon=True)
+        self._worker = Worker(task, start_timeout_s, lambda: self._owner.is_closed, Tracebacks(self._show))
+        self._owner = OwnerThread(self.name, self._worker.start, self._score, self._worker.end, self._unfinished)
         atexit.register(self.close)
-        self._thread.start()
         try:
-            loaded.result(start_timeout_s + 10.0)
+            self._owner.start(start_timeout_s + 10.0)
         except BaseException as error:
             self.close()
             if isinstance(error, NotLoaded | WorkerDied | ProtocolError):
@@ -102,12 +86,7 @@ class RewardFunction(Scorer):
         if self._seed is not None:
             text = f"{self._seed}/{'/'.join(group.ids)}"
             message["seed"] = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        job = _Job(message, group.ids, Future())
-        with self._lock:
-            if self._is_closed:
-                raise RunError(f"{self.name}: closed")
-            self._jobs.put(job)
-        return job.future
+        return self._owner.submit((message, group.ids))
 
     @property
     def pids(self) -> list[int]:
@@ -117,41 +96,13 @@ class RewardFunction(Scorer):
 
     def close(self) -> None:
         """End the worker and all that it started. Unfinished futures raise an error. A second call does nothing."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
         atexit.unregister(self.close)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                job = self._jobs.get_nowait()
-                if job is not None and job.future.set_running_or_notify_cancel():
-                    job.future.set_exception(RunError(f"{self.name}: closed before it scored {named_samples(job.ids)}"))
-        self._jobs.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join(10.0)
+        self._owner.close()
+
+    def _unfinished(self, job: tuple[dict[str, Any], list[str]]) -> RunError:
+        return RunError(f"{self.name}: closed before it scored {named_samples(job[1])}")
 
     # --- in the owner thread ------------------------------------------------------------------------------------------
-
-    def _own(self, loaded: Future[None]) -> None:
-        """Run the owner thread, which has one worker process at a time and serves jobs until `close`."""
-        try:
-            try:
-                self._worker.start()
-                loaded.set_result(None)
-            except BaseException as error:
-                loaded.set_exception(error)
-            while (job := self._jobs.get()) is not None:
-                if not job.future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    job.future.set_result(self._score(job))
-                except Closed:
-                    job.future.set_exception(RunError(f"{self.name}: closed before it scored {named_samples(job.ids)}"))
-                except BaseException as error:
-                    job.future.set_exception(error)
-        finally:
-            self._worker.end()
 
     def _show(self, text: str) -> None:
         """Print a traceback, and pass it to `say`."""
@@ -159,12 +110,13 @@ class RewardFunction(Scorer):
         if self._say is not _to_stderr:
             self._say(text)
 
-    def _score(self, job: _Job) -> list[Score | Failed]:
+    def _score(self, job: tuple[dict[str, Any], list[str]]) -> list[Score | Failed]:
+        message, ids = job
         best: list[Score | Failed] | None = None
         reason, num_attempts, num_kills = "", 0, 0
         while num_attempts <= self.retries:
             try:
-                samples = self._ask(job.message)
+                samples = self._ask(message)
             except WorkerDied as died:
                 if died.is_from_outside and num_kills < _MAX_KILLS:
                     num_kills += 1
@@ -173,7 +125,7 @@ class RewardFunction(Scorer):
                 reason = f"{died}{again}"
             except WorkerTimeout:
                 reason = f"did not answer within {self.timeout_s:g} s"
-                self._warn_of_first_time_out(job, is_last=num_attempts == self.retries)
+                self._warn_of_first_time_out(ids, is_last=num_attempts == self.retries)
             except NotLoaded as error:
                 reason = f"could not be loaded again: {error}"
             except (BadAnswer, ProtocolError) as error:
@@ -186,8 +138,8 @@ class RewardFunction(Scorer):
             num_attempts += 1
         attempts = "1 attempt" if num_attempts == 1 else f"{num_attempts} attempts"
         if best is None:
-            return [Failed(f"{self.name}: {reason} ({attempts}; {named_samples(job.ids)})")] * len(job.ids)
-        return [self._named(sample, attempts, name) for sample, name in zip(best, job.ids, strict=True)]
+            return [Failed(f"{self.name}: {reason} ({attempts}; {named_samples(ids)})")] * len(ids)
+        return [self._named(sample, attempts, name) for sample, name in zip(best, ids, strict=True)]
 
     def _ask(self, message: dict[str, Any]) -> list[Score | Failed]:
         worker = self._worker
@@ -200,13 +152,12 @@ class RewardFunction(Scorer):
         is_optional = worker.process is not None and worker.process.takes_names
         return read_answer(answer["result"], len(message["queries"]), is_optional=is_optional)
 
-    def _warn_of_first_time_out(self, job: _Job, is_last: bool) -> None:
-        with self._lock:
-            is_first, self._has_been_late = not self._has_been_late, True
+    def _warn_of_first_time_out(self, ids: list[str], is_last: bool) -> None:
+        is_first, self._has_been_late = not self._has_been_late, True
         if is_first:
             then = "they have failed" if is_last else "it is called again in another process"
             self._say(
-                f"{self.name}: no answer within {self.timeout_s:g} s (reward.timeout_s) for {named_samples(job.ids)};"
+                f"{self.name}: no answer within {self.timeout_s:g} s (reward.timeout_s) for {named_samples(ids)};"
                 f" {then}. Later time-outs are counted, not shown"
             )
 

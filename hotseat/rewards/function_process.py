@@ -1,24 +1,28 @@
-"""Worker processes that have loaded a file of functions, one at a time for the thread that owns them.
+"""Worker processes that have loaded a file of functions, and the thread that owns them.
 
 The thread that starts the process has to outlive it: the kernel ends the process with the thread, not with the program.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import re
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hotseat import faults
+from hotseat.errors import RunError
 from hotseat.openmp import wait_policy
-from hotseat.processes import ChildProcess, WorkerTimeout
+from hotseat.processes import ChildProcess, Closed, WorkerTimeout
 
 _WORKER = Path(__file__).with_name("function_worker.py")
 
@@ -125,3 +129,73 @@ class Worker:
         if self.process is not None:
             self.process.end()
             self.process = None
+
+
+class OwnerThread:
+    """A thread that owns worker processes: starts them, works on jobs one after another, and ends them.
+
+    It takes jobs in the order of `submit`, and gives what `work` returns or raises to their futures. `close` wakes it:
+    jobs without a result then raise `unfinished`, also the current one, where `work` raises `Closed`. lock: held by
+    whoever submits several things that `close` must not come between.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        begin: Callable[[], object],
+        work: Callable[[Any], Any],
+        end: Callable[[], object],
+        unfinished: Callable[[Any], RunError],
+    ):
+        self.is_closed = False
+        self.lock = threading.RLock()
+        self._begin, self._work, self._end, self._unfinished = begin, work, end, unfinished
+        self._jobs: queue.SimpleQueue[tuple[Any, Future[Any]] | None] = queue.SimpleQueue()
+        self._begun: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self, timeout_s: float | None = None) -> None:
+        """Start the thread, and return when `begin` has; raises what it raised."""
+        self._thread.start()
+        self._begun.result(timeout_s)
+
+    def submit(self, job: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self.lock:
+            if self.is_closed:
+                raise RunError(f"{self._thread.name}: closed")
+            self._jobs.put((job, future))
+        return future
+
+    def close(self) -> bool:
+        """End the thread; return whether this is the first call."""
+        with self.lock:
+            is_first, self.is_closed = not self.is_closed, True
+        self._jobs.put(None)
+        if is_first and self._thread is not threading.current_thread():
+            self._thread.join(10.0)
+        return is_first
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+            self._begun.set_result(None)
+            while not self.is_closed and (taken := self._jobs.get()) is not None:
+                job, future = taken
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    future.set_result(self._work(job))
+                except Closed:
+                    future.set_exception(self._unfinished(job))
+                except BaseException as error:
+                    future.set_exception(error)
+        except BaseException as error:
+            self._begun.set_exception(error)
+        finally:
+            self._end()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    left = self._jobs.get_nowait()
+                    if left is not None and left[1].set_running_or_notify_cancel():
+                        left[1].set_exception(self._unfinished(left[0]))

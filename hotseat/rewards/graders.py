@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import queue
 import re
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
-from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
+from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
-from hotseat.rewards.function_process import NotLoaded, Task, Tracebacks, Worker, WorkerProcess
+from hotseat.rewards.function_process import NotLoaded, OwnerThread, Task, Tracebacks, Worker, WorkerProcess
 from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
 from hotseat.rewards.scorer import SampleGroup, Scorer, when_all_are_done
 from hotseat.words import label_text
@@ -119,10 +116,6 @@ class Graders(Scorer):
         self._codes = [grader for grader in graders if grader.kind == "code"]
         self._function = function
         self._judge = judge
-        self._max_memory_bytes = max_memory_bytes
-        self._is_closed = False
-        self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[tuple[_Answers, Future[list[Part]]] | None] = queue.SimpleQueue()
         self._sandbox: Sandbox | None = None
         self._pool: ThreadPoolExecutor | None = None
         for grader in graders:
@@ -134,12 +127,11 @@ class Graders(Scorer):
             self._sandbox = Sandbox(settings)
             self._sandbox.probe()
             self._pool = ThreadPoolExecutor(settings.max_concurrent or os.cpu_count() or 1, "sandbox")
-        started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._own, args=(started,), name="graders", daemon=True)
+        self._judges = [_Judge(each, max_memory_bytes, lambda: self._owner.is_closed) for each in self._texts]
+        self._owner = OwnerThread("graders", self._begin, self._judge_texts, self._end, lambda job: _closed())
         atexit.register(self.close)
-        self._thread.start()
         try:
-            started.result()
+            self._owner.start()
         except BaseException:
             self.close()
             raise
@@ -148,11 +140,8 @@ class Graders(Scorer):
         answers = [answer_of(query, prompt) for query, prompt in zip(group.queries, group.prompts, strict=True)]
         labels = [label_text(label) for label in group.labels]
         total: Future[list[Score | Failed]] = Future()
-        texts: Future[list[Part]] = Future()
-        with self._lock:
-            if self._is_closed:
-                raise RunError("graders: closed")
-            self._jobs.put((list(zip(answers, labels, strict=True)), texts))
+        with self._owner.lock:
+            texts = self._owner.submit(list(zip(answers, labels, strict=True)))
             codes = [
                 (grader, self._pool.submit(self._run_code, grader, answer, label))
                 for grader in self._codes
@@ -176,7 +165,7 @@ class Graders(Scorer):
                     parts.append((self._judge[0], judged.result()))
                 total.set_result(_sum(parts, None if own is None else own.result(), group.ids))
             except CancelledError:
-                total.set_exception(RunError("graders: closed before they scored all samples"))
+                total.set_exception(_closed())
             except BaseException as error:
                 total.set_exception(error)
 
@@ -185,18 +174,13 @@ class Graders(Scorer):
 
     def close(self) -> None:
         """End all processes of graders. Unfinished futures raise an error. A second call does nothing."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
         atexit.unregister(self.close)
-        self._jobs.put(None)
+        if not self._owner.close():
+            return
         if self._sandbox is not None:
             self._sandbox.close()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        if self._thread is not threading.current_thread():
-            self._thread.join(10.0)
         if self._function is not None:
             self._function.close()
         if self._judge is not None:
@@ -207,36 +191,25 @@ class Graders(Scorer):
         try:
             verdict = grade_code(self._sandbox, answer, label, partial=grader.partial)
         except SandboxClosed:
-            raise RunError("graders: closed before they scored all samples") from None
+            raise _closed() from None
         return verdict if isinstance(verdict, Failed) else Score(verdict, verdict)
 
     # --- in the owner thread ------------------------------------------------------------------------------------------
 
-    def _own(self, started: Future[None]) -> None:
-        """Have texts judged, group by group, until `close`. The worker processes end with this thread."""
-        judges = [_Judge(grader, self._max_memory_bytes, lambda: self._is_closed) for grader in self._texts]
-        try:
-            for judge in judges:
-                judge.start()
-            started.set_result(None)
-            while (job := self._jobs.get()) is not None:
-                answers, future = job
-                try:
-                    future.set_result([[judge.judge(answer, label) for answer, label in answers] for judge in judges])
-                except Closed:
-                    future.set_exception(RunError("graders: closed before they scored all samples"))
-                except BaseException as error:
-                    future.set_exception(error)
-        except BaseException as error:
-            started.set_exception(error)
-        finally:
-            for judge in judges:
-                judge.end()
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    job = self._jobs.get_nowait()
-                    if job is not None:
-                        job[1].set_exception(RunError("graders: closed before they scored all samples"))
+    def _begin(self) -> None:
+        for judge in self._judges:
+            judge.start()
+
+    def _judge_texts(self, answers: _Answers) -> list[Part]:
+        return [[judge.judge(answer, label) for answer, label in answers] for judge in self._judges]
+
+    def _end(self) -> None:
+        for judge in self._judges:
+            judge.end()
+
+
+def _closed() -> RunError:
+    return RunError("graders: closed before they scored all samples")
 
 
 class _Judge(Worker):

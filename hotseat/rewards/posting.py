@@ -19,7 +19,6 @@ from hotseat.errors import RunError
 from hotseat.failed import Failed
 from hotseat.rewards.answers import BadAnswer
 from hotseat.rewards.scorer import named_samples
-from hotseat.rewards.server_choice import Server, Servers
 from hotseat.words import quantity, without_url_secrets
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -28,6 +27,7 @@ _LOOK_EVERY_S = 0.1  # while no server can be reached
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_SHOWN = 200  # characters of an answer that cannot be used
 _LONGEST_PAUSE_S = 30.0
+_FIRST_REST_S, _LONGEST_REST_S = 0.5, 5.0
 _NOT_THERE = (502, 503)  # a proxy in front of a server that is down, or a server that starts or stops
 
 
@@ -240,8 +240,7 @@ class Poster(Closing):
 
     def _note_failure(self, server: Server, problem: str, *, is_reachable: bool) -> None:
         was_well = not server.num_failures
-        note = self._servers.failed if is_reachable else self._servers.unreachable
-        note(server, self._loop.time(), problem)
+        self._servers.failed(server, self._loop.time(), problem, is_reachable=is_reachable)
         if was_well:
             self._report(without_url_secrets(f"{self.kind.name} {server.url}: {problem}; trying again"))
 
@@ -273,7 +272,8 @@ class Poster(Closing):
         if status in _NOT_THERE:
             raise _Unreachable(problem)
         if status == 429:
-            raise _Busy(problem, _retry_after_s(headers.get("Retry-After", "")))
+            after = headers.get("Retry-After", "")
+            raise _Busy(problem, min(float(after), _LONGEST_PAUSE_S) if after.isdecimal() else 0.0)
         if status == 408 or status >= 500:
             raise _Broken(problem)
         if 300 <= status < 400:
@@ -300,9 +300,85 @@ def excerpt(content: bytes) -> str:
     return (text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}...") or "(empty)"
 
 
-def _retry_after_s(text: str) -> float:
-    return min(float(text), _LONGEST_PAUSE_S) if text.isdecimal() else 0.0
-
-
 def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+# --- the choice among servers, by what became of earlier requests -----------------------------------------------------
+
+
+@dataclass
+class Server:
+    """One server, and what is known of it."""
+
+    url: str
+    num_open: int = 0  # requests without an answer yet
+    num_failures: int = 0  # in a row
+    is_reachable: bool = True
+    away_since_s: float | None = None  # since then it could not be reached, as far as requests have tried
+    rests_until_s: float = 0.0  # others are preferred until then
+    last_use: int = 0  # number of the request, over all servers
+    problem: str = ""  # of the last failure
+
+
+class Servers:
+    """Chooses the server of each request: of those that work, the one with the fewest open requests.
+
+    A server that failed rests, longer after each failure in a row, while others work. One that cannot be reached gets
+    nothing meanwhile; after the rest one request tries it, and others follow when it has answered.
+    """
+
+    def __init__(self, urls: Sequence[str]):
+        self.all = [Server(url) for url in urls]
+        self._num_requests = 0
+
+    def choose(self, now_s: float, avoid: Server | None = None) -> Server | None:
+        """Return the server for a request, which counts as open from now on; None if none can take it now.
+
+        avoid: is chosen only if nothing else is left.
+        """
+        able = [each for each in self.all if each.is_reachable or (now_s >= each.rests_until_s and each.num_open == 0)]
+        if not able:
+            return None
+        chosen = min(able, key=lambda each: (now_s < each.rests_until_s, each is avoid, each.num_open, each.last_use))
+        self._num_requests += 1
+        chosen.last_use = self._num_requests
+        chosen.num_open += 1
+        return chosen
+
+    @property
+    def away_since_s(self) -> float | None:
+        """The time since which no server could be reached; None if one can, or nothing has tried."""
+        times = [each.away_since_s for each in self.all]
+        return None if None in times else max(time for time in times if time is not None)
+
+    def begin(self) -> None:
+        """Count anew how long servers are away: nothing has tried them for a while."""
+        for each in self.all:
+            each.away_since_s = None
+
+    def answered(self, server: Server) -> None:
+        """Note that a request was answered."""
+        server.num_open -= 1
+        server.num_failures = 0
+        server.is_reachable = True
+        server.away_since_s = None
+        server.rests_until_s = 0.0
+        server.problem = ""
+
+    def failed(self, server: Server, now_s: float, problem: str, *, is_reachable: bool) -> None:
+        """Note that a server took no request, or took one and gave no usable answer (is_reachable)."""
+        server.num_open -= 1
+        server.is_reachable = is_reachable
+        server.away_since_s = None if is_reachable else now_s if server.away_since_s is None else server.away_since_s
+        server.problem = problem
+        server.rests_until_s = now_s + min(_LONGEST_REST_S, _FIRST_REST_S * 2.0**server.num_failures)
+        server.num_failures = min(server.num_failures + 1, 30)
+
+    def released(self, server: Server) -> None:
+        """Note that a request ended without telling anything about the server."""
+        server.num_open -= 1
+
+    def problems(self) -> str:
+        """Return the last problem of every server that has one."""
+        return "; ".join(f"{each.url}: {each.problem}" for each in self.all if each.problem)

@@ -16,11 +16,10 @@ import threading
 from pathlib import Path
 
 from hotseat.errors import SandboxError, UserError
-from hotseat.rewards.sandbox_command import Interpreter, Runner, bubblewrap, find_interpreter
+from hotseat.rewards.sandbox_command import Interpreter, Runner, bubblewrap, find_interpreter, system_call_filter
 from hotseat.rewards.sandbox_groups import MemoryGroup, MemoryGroups, find_parent
 from hotseat.rewards.sandbox_run import Run, Running, SandboxClosed, SandboxSettings
 from hotseat.rewards.sandbox_watch import LOOK_EVERY_S
-from hotseat.rewards.seccomp import system_call_filter
 
 __all__ = ["Run", "Sandbox", "SandboxClosed", "SandboxSettings"]
 

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hotseat.errors import SandboxError
-from hotseat.rewards.sandbox_command import Runner
+from hotseat.rewards.sandbox_command import Runner, system_call_filter
 from hotseat.rewards.sandbox_groups import MemoryGroup
 from hotseat.rewards.sandbox_watch import ProcessWatch, below, children_of
-from hotseat.rewards.seccomp import system_call_filter
 
 if TYPE_CHECKING:
     from hotseat.config.schema import SandboxConfig

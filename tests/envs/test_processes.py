@@ -15,7 +15,6 @@ import pytest
 import simulator_conformance as conformance
 
 from hotseat.data.frames import film_of_pictures
-from hotseat.envs.env import Outcome
 from hotseat.envs.family_loading import (
     SimulatorSettings,
     family_names,
@@ -24,7 +23,7 @@ from hotseat.envs.family_loading import (
     make_one,
     path_problem,
 )
-from hotseat.envs.processes import ProcessEnv, _Child
+from hotseat.envs.processes import Outcome, ProcessEnv, _Child
 from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
 from hotseat.envs.simulator_child import _Batch, _step
 from hotseat.envs.tokens import NumberTokens

@@ -23,9 +23,9 @@ from hotseat.failed import Failed
 from hotseat.rewards import Sandbox, SandboxSettings, sandbox_command, sandbox_run
 from hotseat.rewards.code import grade_code
 from hotseat.rewards.sandbox import Run, SandboxClosed
+from hotseat.rewards.sandbox_command import system_call_filter
 from hotseat.rewards.sandbox_groups import MemoryGroup, MemoryGroups, find_parent
 from hotseat.rewards.sandbox_watch import ProcessWatch, below, wait_s
-from hotseat.rewards.seccomp import system_call_filter
 
 TIGHT = SandboxSettings(
     timeout_s=300.0, max_cpu_s=30.0, max_memory_bytes=128 << 20, max_processes=12, max_output_bytes=1 << 16

@@ -59,7 +59,7 @@ class Policy:
     """The model behind the gateway, as far as all episodes share it: its tokenizer, its settings, what was logged.
 
     Rendering and tokenising long conversations takes milliseconds, which the event loop does not have: one thread does
-    all of it (`work`), in the order of the calls. What it returns or raises goes to who waits. It ends with this object.
+    all of it (`work`), in the order of the calls. What it returns or raises goes to who waits.
 
     preparer: of a VLM's images; None: the run has none.
     """

@@ -18,8 +18,15 @@ from hotseat import __version__
 from hotseat.config.hiding import without_secrets
 from hotseat.errors import UserError
 from hotseat.files import write_whole
-from hotseat.observe.report.curves import Table, make_curves, make_phases, read_table, without_surplus
-from hotseat.observe.report.distributions import make_heat_maps, read_distributions
+from hotseat.observe.report.curves import (
+    Table,
+    make_curves,
+    make_heat_maps,
+    make_phases,
+    read_distributions,
+    read_table,
+    without_surplus,
+)
 from hotseat.observe.report.key_figures import headline_metric, make_facts, read_prediction, read_total
 from hotseat.observe.report.reading import (
     check_is_run,
