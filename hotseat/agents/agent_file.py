@@ -65,8 +65,9 @@ def load_agent(
     if programs.environment is not None:
         from hotseat.agents.environments.environment_agent import EnvironmentAgent
 
-        limits: dict[str, Any] = {"max_length": max_length, "max_steps": max_steps, "preparer": preparer}
-        return EnvironmentAgent(tokenizer, programs, programs.environment, **limits)
+        return EnvironmentAgent(
+            tokenizer, programs, programs.environment, max_length=max_length, max_steps=max_steps, preparer=preparer
+        )
     if programs.command is not None:
         from hotseat.agents.black_box import Program
 
@@ -74,7 +75,31 @@ def load_agent(
     if path is None:
         return SingleTurn(tokenizer)
     file, class_name = located(str(path))
-    agent = _load(file, class_name, tokenizer, {"max_length": max_length, "max_steps": max_steps}, programs, preparer)
+    source = AgentFile(file)
+    name, value, form = _choose(source.module, file, class_name)
+    limits = {"max_length": max_length, "max_steps": max_steps}
+    shared: dict[str, Any] = {**limits, "preparer": preparer}
+    if name == "play":
+        from hotseat.agents.black_box import PlayFunction
+
+        try:
+            player = PlayFunction(value, tokenizer, programs, **shared)
+        except AgentError as error:
+            raise UserError(f"{file}: {error}") from None
+        player.name = str(file)
+        return player
+    agent: Agent
+    try:
+        if form is not None:
+            agent = form.make(source, name, tokenizer, run_seed=programs.run_seed, **shared)
+        elif Environment in value.__mro__:
+            agent = MultiTurn(value, tokenizer, run_seed=programs.run_seed, **shared)
+        else:
+            agent = value(**accepted(value.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{file}: {error}") from error
+    except Exception as error:
+        raise UserError(f"{file}: {name} cannot be made: {describe(error, str(file))}") from error
     with contextlib.suppress(AttributeError):
         agent.name = str(file)  # for messages
     return agent
@@ -86,36 +111,6 @@ def load_file(file: Path, class_name: str | None) -> tuple[AgentFile, str | None
     _, value, form = _choose(source.module, file, class_name)
     is_run_again = form is not None and not inspect.isclass(value)
     return source, source.slowness() if is_run_again else None
-
-
-def _load(
-    file: Path,
-    class_name: str | None,
-    tokenizer: Any,
-    limits: dict[str, Any],
-    programs: ProgramSettings,
-    preparer: ImagePreparer | None,
-) -> Agent:
-    source = AgentFile(file)
-    name, value, form = _choose(source.module, file, class_name)
-    seed = programs.run_seed
-    if name == "play":
-        from hotseat.agents.black_box import PlayFunction
-
-        try:
-            return PlayFunction(value, tokenizer, programs, preparer=preparer, **limits)
-        except AgentError as error:
-            raise UserError(f"{file}: {error}") from None
-    if form is None and Environment in value.__mro__:
-        return MultiTurn(value, tokenizer, run_seed=seed, preparer=preparer, **limits)
-    try:
-        if form is not None:
-            return form.make(source, name, tokenizer, run_seed=seed, preparer=preparer, **limits)
-        return value(**accepted(value.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{file}: {error}") from error
-    except Exception as error:
-        raise UserError(f"{file}: {name} cannot be made: {describe(error, str(file))}") from error
 
 
 def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tuple[str, Any, AgentForm | None]:

@@ -22,7 +22,7 @@ from typing import Any
 from hotseat.agents.agent import Agent, AgentError, SampleFunction, episode_seed
 from hotseat.agents.blocking_calls import OwnThread
 from hotseat.agents.branches import Answer, in_order, learned_order, segments_of
-from hotseat.agents.gateway.gateway_server import Address, Gateway
+from hotseat.agents.gateway.gateway_server import Gateway
 from hotseat.agents.gateway.message_images import content_of
 from hotseat.agents.gateway.program_session import Policy, ProgramSettings, Session
 from hotseat.agents.image_preparer import ImagePreparer
@@ -83,7 +83,11 @@ class BlackBox(Agent):
         session = Session(self._policy, sample, sampling, prompt)
         address = await self._gateway.open(session)
         try:
-            result = await _unless_failed(self.play(prompt, self._client(address, prompt, key)), session)
+            seed = episode_seed(key, self._settings.run_seed)
+            token = "" if self._preparer is None else decode(self._tokenizer, [self._preparer.image_token_id])
+            content = content_of(prompt.text, token, len(prompt.images))
+            client = Client(address.base_url, address.token, address.root_url, seed, content=content)
+            result = await _unless_failed(self.play(prompt, client), session)
         except Exception:
             if not session.is_out_of_time or session.failure.done():
                 raise
@@ -91,12 +95,6 @@ class BlackBox(Agent):
         finally:
             self._gateway.end(address)
         return await self._policy.work(_episode, session, key, result)
-
-    def _client(self, address: Address, prompt: Prompt, key: SampleKey) -> Client:
-        seed = episode_seed(key, self._settings.run_seed)
-        token = "" if self._preparer is None else decode(self._tokenizer, [self._preparer.image_token_id])
-        content = content_of(prompt.text, token, len(prompt.images))
-        return Client(address.base_url, address.token, address.root_url, seed, content=content)
 
     async def play(self, prompt: Prompt, client: Client) -> Any:
         """Play one episode and return its result: None, a number, or a mapping with some of `_RESULT_KEYS`."""
@@ -211,7 +209,9 @@ def _episode(session: Session, key: SampleKey, result: Any) -> Episode | ScoredE
     segments, lengths = segments_of(answers)
     learned = learned_order(answers)
     is_cut = session.is_cut or session.is_out_of_time
-    episode = Episode(key, segments, session.conversation.text, is_cut, lengths, _facts(learned))
+    spans = [(answer.completion.span_s, answer.tool_calls) for answer in learned]
+    facts = EpisodeFacts(tuple(TurnFacts(*span, calls) for span, calls in spans if span is not None))
+    episode = Episode(key, segments, session.conversation.text, is_cut, lengths, facts)
     if result is None:
         return episode
     if not isinstance(result, Mapping):
@@ -231,11 +231,6 @@ def _episode(session: Session, key: SampleKey, result: Any) -> Episode | ScoredE
         raise AgentError(f"extra of the result is a {type(extra).__name__}, not numbers by name")
     numbers = {str(name): number(f"extra[{name!r}]", value, is_log=True) for name, value in extra.items()}
     return ScoredEpisode(episode, total, score, numbers, turn_rewards)
-
-
-def _facts(learned: Sequence[Answer]) -> EpisodeFacts | None:
-    spans = [(answer.completion.span_s, answer.tool_calls) for answer in learned]
-    return EpisodeFacts(tuple(TurnFacts(*span, calls) for span, calls in spans if span is not None))
 
 
 def _rewards(

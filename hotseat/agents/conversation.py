@@ -31,6 +31,7 @@ from functools import cached_property, lru_cache
 from pathlib import PurePath
 from typing import Any, Literal
 
+from hotseat.agents.agent import AgentError
 from hotseat.agents.branches import Answer
 from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
@@ -115,20 +116,23 @@ class Conversation:
         self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Mapping[str, Any] | None = None
     ) -> Context:
         """Return the context for the next answer to a conversation. options: variables of the template."""
-        images = _images_of(messages)
-        digests = _digests(messages, tools, options or {})
-        text = self._render(messages, tools, options or {})
-        said = self._longest_by_messages(messages, digests)
+        images, options = _images_of(messages), options or {}
+        text = self._render(messages, tools, options)
+        digest = _hashed([list(tools), dict(options)])
+        said: _Recorded | None = None  # the longest answer that these messages contain
+        for message in messages:
+            digest = _digest_after(digest, message)
+            if message.get("role") == "assistant":
+                said = self._by_messages.get(digest, said)
         read = self._longest_by_text(text, images)
         if said is not None and (read is None or read.num_messages < said.num_messages):
             self._when_rewritten()
             if self._history == "append":
-                tail = self._tail(messages, said, tools, options or {})
+                tail = self._tail(messages, said, tools, options)
                 if tail is not None:
-                    return self._continued(said, tail, images, digests[-1], len(messages))
-        if read is not None:
-            return self._continued(read, text[len(read.text) :], images, digests[-1], len(messages))
-        return self._continued(_NOTHING, text, images, digests[-1], len(messages))
+                    return self._continued(said, tail, images, digest, len(messages))
+        read = read or _NOTHING
+        return self._continued(read, text[len(read.text) :], images, digest, len(messages))
 
     def of_text(self, text: str) -> Context:
         """Return the context for a text to be continued."""
@@ -164,16 +168,15 @@ class Conversation:
         """Replace the token of each image by those that stand for it."""
         if self._preparer is None:
             return token_ids
-        num_places = sum(token_id == self._preparer.image_token_id for token_id in token_ids)
-        if num_places != len(images) or (self._preparer.placeholder_ids - {self._preparer.image_token_id}) & set(
-            token_ids
-        ):
+        try:
+            return tuple(self._preparer.expand(token_ids, images)[0])
+        except AgentError:
+            num_places = token_ids.count(self._preparer.image_token_id)
             tokens = ", ".join(sorted(decode(self._tokenizer, [token]) for token in self._preparer.placeholder_ids))
             raise ConversationError(
                 f"{len(images)} images, and {num_places} places for them: images are parts of messages, texts and"
                 f" tokens must be without {tokens}, and the chat template must write one place for each image"
-            )
-        return tuple(self._preparer.expand(token_ids, images)[0])
+            ) from None
 
     def _longest_by_text(self, text: str, images: Sequence[EpisodeImage] | None = None) -> _Recorded | None:
         """Return the longest recorded answer with whose context and text a text begins; the latest of several.
@@ -187,12 +190,6 @@ class Conversation:
             if text.startswith(recorded.text) and (paths is None or paths[: len(recorded.images)] == recorded.images)
         ]
         return max(fitting, key=lambda recorded: len(recorded.text), default=None)
-
-    def _longest_by_messages(self, messages: Sequence[Message], digests: Sequence[bytes]) -> _Recorded | None:
-        for message, digest in zip(reversed(messages), reversed(digests), strict=True):
-            if message.get("role") == "assistant" and digest in self._by_messages:
-                return self._by_messages[digest]
-        return None
 
     def _tail(
         self, messages: Sequence[Message], said: _Recorded, tools: Sequence[Message], options: Mapping[str, Any]
@@ -263,7 +260,8 @@ class Conversation:
         """Remember an answer. message: as the program gets it and sends it back; None if it gets only text."""
         # A placeholder that the policy sampled has no image: nothing can be read after it.
         is_end = self._preparer is not None and not self._preparer.placeholder_ids.isdisjoint(completion.token_ids)
-        calls = _shown_calls(message)
+        functions = [call["function"] for call in (message or {}).get("tool_calls") or ()]
+        calls = tuple(f"{function.get('name')}({function.get('arguments')})" for function in functions)
         answer = Answer(context.token_ids, completion, is_learned, calls, context.images, is_end)
         self.answers.append(answer)
         added = self.text_of(context, completion.token_ids)
@@ -276,12 +274,6 @@ class Conversation:
         self._recorded.append(recorded)
         if message is not None and context.messages is not None:
             self._by_messages[_digest_after(context.messages, message)] = recorded
-
-
-def _shown_calls(message: Message | None) -> tuple[str, ...]:
-    """Return the tool calls of an answer as people read them."""
-    functions = [call["function"] for call in (message or {}).get("tool_calls") or ()]
-    return tuple(f"{function.get('name')}({function.get('arguments')})" for function in functions)
 
 
 def _for_template(message: Message) -> dict[str, Any]:
@@ -354,12 +346,6 @@ def _parsed(arguments: Any) -> Any:
         return json.loads(arguments)
     except ValueError:
         return arguments
-
-
-def _digests(messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any]) -> list[bytes]:
-    """Return a digest for each prefix of a conversation: messages, and what else the template gets."""
-    digest = _hashed([list(tools), dict(options)])
-    return [digest := _digest_after(digest, message) for message in messages]
 
 
 def _digest_after(before: bytes, message: Message) -> bytes:

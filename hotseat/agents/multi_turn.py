@@ -129,8 +129,13 @@ class MultiTurn(Agent):
                 f"the first observation has {transcript.num_tokens} tokens and leaves none to sample within"
                 f" {self._max_length}"
             )
-        episode = transcript.episode(key, is_truncated=is_cut or not results[-1].is_done, last_words=last_words)
-        return _scored(episode, results)
+        last, rewards = results[-1], [result.reward for result in results]
+        episode = transcript.episode(key, is_truncated=is_cut or not last.is_done, last_words=last_words)
+        if all(reward is None for reward in rewards):
+            return episode
+        each = tuple(0.0 if reward is None else reward for reward in rewards)
+        score = sum(each) if last.score is None else last.score
+        return ScoredEpisode(episode, sum(each), score, dict(last.extra), each)
 
     async def _look(self, images: Sequence[Any], num_before: int) -> list[EpisodeImage]:
         if self._preparer is None:
@@ -150,14 +155,6 @@ class MultiTurn(Agent):
         else:
             transcript.start_again(observation, [*map(EpisodeImage.of_file, prompt.images), *images])
         return transcript
-
-
-def _scored(episode: Episode, results: list[TurnResult]) -> Episode | ScoredEpisode:
-    if all(result.reward is None for result in results):
-        return episode
-    rewards = tuple(0.0 if result.reward is None else result.reward for result in results)
-    reward, last = sum(rewards), results[-1]
-    return ScoredEpisode(episode, reward, reward if last.score is None else last.score, dict(last.extra), rewards)
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------

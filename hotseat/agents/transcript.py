@@ -64,7 +64,7 @@ class Transcript:
         self.text = text
 
     def _add(self, draft: Draft, text: str, images: Sequence[EpisodeImage]) -> None:
-        token_ids = self._encode(text)
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if self._preparer is None:
             draft.add(token_ids)
             return
@@ -78,9 +78,6 @@ class Transcript:
         segments = tuple(draft.segment() for draft in self._segments if any(draft.mask))
         facts = EpisodeFacts(tuple(self._turns))
         return Episode(key, segments, self.text + last_words, is_truncated, tuple(self._turn_lengths), facts)
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _tensor(values: Sequence[Any], kind: Any) -> torch.Tensor:

@@ -15,15 +15,7 @@ from hotseat.data.examples import Example, lost_row, sequences_of
 from hotseat.data.prompts import check_input_template, fill_in
 from hotseat.data.row_problems import BadValue, Lost, kind_of, shown, text_of, value_of
 from hotseat.data.rows import Row
-from hotseat.data.sequences import (
-    Draft,
-    Tokeniser,
-    TokenSequence,
-    chat_draft,
-    continued_draft,
-    plain_draft,
-    whole_draft,
-)
+from hotseat.data.sequences import Draft, Tokeniser, TokenSequence, chat_draft, continued_draft
 from hotseat.errors import DataError
 
 
@@ -134,8 +126,9 @@ class _Form:
         if self.template is None:
             answer = text_of(values, key)
             if self.prompt_key is None:
-                return whole_draft(answer, key)
-            return plain_draft(fill_in(self.input_template, text_of(values, self.prompt_key)), answer, key)
+                return Draft(key, answer)
+            prompt = fill_in(self.input_template, text_of(values, self.prompt_key))
+            return Draft(key, prompt + answer, prompt=prompt)
         if self.prompt_key is not None:
             answers = messages_of(values, key, "assistant")
             return continued_draft(self.template, messages_of(values, self.prompt_key, "user"), answers, key)

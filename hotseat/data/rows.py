@@ -14,11 +14,10 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hotseat.data.row_problems import Problems, kind_of
 from hotseat.errors import DataError
@@ -86,8 +85,14 @@ def load_rows(
     good = [[row for row in entries if not isinstance(row, _Bad)] for entries in loaded]  # all of them, by now
     if shares is None:
         return [row for rows in good for row in rows][:max_samples]
-    draws = _interleave([len(rows) for rows in good], shares, seed, max_samples)
-    return [good[part][number] for part, number in draws]
+    from datasets import Dataset, interleave_datasets
+
+    # Drawn by `datasets`, of the numbers of rows.
+    numbered = [
+        Dataset.from_dict({"part": [at] * len(rows), "row": list(range(len(rows)))}) for at, rows in enumerate(good)
+    ]
+    mixed = interleave_datasets(numbered, shares, seed, stopping_strategy="all_exhausted")[:max_samples]
+    return [good[part][row] for part, row in zip(mixed["part"], mixed["row"], strict=True)]
 
 
 def _shares(probs: str | Sequence[float] | None, num_parts: int) -> list[float] | None:
@@ -105,22 +110,6 @@ def _shares(probs: str | Sequence[float] | None, num_parts: int) -> list[float] 
             f"data.probs {probs!r}: each must be above 0, since every part is to be used up, and they must add up to 1"
         )
     return [share / sum(shares) for share in shares]
-
-
-def _interleave(
-    lengths: Sequence[int], shares: Sequence[float], seed: int, max_samples: int | None
-) -> Iterator[tuple[int, int]]:
-    """Yield (part, row in it) until every part is used up. Draws in blocks of 1000, to give what `datasets` gives."""
-    generator = np.random.default_rng(seed)
-    taken, num_unused, num_rows = [0] * len(lengths), len(lengths), 0
-    while True:
-        for part in generator.choice(len(lengths), size=1000, p=shares).tolist():
-            if num_unused == 0 or num_rows == max_samples:
-                return
-            yield part, taken[part] % lengths[part]
-            num_rows += 1
-            taken[part] += 1
-            num_unused -= taken[part] == lengths[part]
 
 
 # --- one part ---------------------------------------------------------------------------------------------------------
@@ -208,16 +197,9 @@ def _load_from_hub(name: str, folder: str | None, split: str) -> Sequence[Mappin
 # --- folders of files -------------------------------------------------------------------------------------------------
 
 _SPLIT_WORDS = {
-    "train": "train",
-    "training": "train",
-    "test": "test",
-    "testing": "test",
-    "eval": "test",
-    "evaluation": "test",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
 
 
@@ -347,10 +329,6 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[_Entry]:
             yield _Bad(f"{path}:{begin}", f"not UTF-8 here or soon after: {error.reason}")
 
 
-def _read_tsv(path: Path) -> Iterator[_Entry]:
-    return _read_csv(path, delimiter="\t")
-
-
 def _read_parquet(path: Path) -> Iterator[_Entry]:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -386,7 +364,7 @@ _READERS: dict[str, Callable[[Path], Iterator[_Entry]]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,
-    ".tsv": _read_tsv,
+    ".tsv": partial(_read_csv, delimiter="\t"),
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }

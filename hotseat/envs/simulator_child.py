@@ -14,13 +14,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from hotseat.envs.array_frames import ChildFrames
-from hotseat.envs.family_loading import SimulatorSettings, has_worlds, load_family, make_one, make_worlds
+from hotseat.envs.family_loading import has_worlds, load_family, make_one
 from hotseat.envs.simulator import Observation, Simulator, Worlds, WorldStep
 from hotseat.errors import UserError
 from hotseat.processes.child import Channel
@@ -40,7 +39,12 @@ def _serve(channel: Channel) -> None:
         try:
             module = load_family(settings)
             channel.receive()  # the parent lets it take memory of its device
-            worlds = _make(module, settings, num_worlds)
+            options = list(settings.tasks), settings.max_steps
+            worlds: _Separate | _Batch
+            if has_worlds(module):
+                worlds = _Batch(module.make_worlds(*options, num_worlds, **settings.kwargs))
+            else:
+                worlds = _Separate(lambda: make_one(module, settings))
         except UserError as error:
             channel.send(("refused", str(error)))
             return
@@ -55,12 +59,6 @@ def _serve(channel: Channel) -> None:
             name, items = channel.receive()
             for answer in worlds.answers(name, items):
                 channel.send(answer)
-
-
-def _make(module: ModuleType, settings: SimulatorSettings, num_worlds: int) -> _Separate | _Batch:
-    if has_worlds(module):
-        return _Batch(make_worlds(module, settings, num_worlds))
-    return _Separate(lambda: make_one(module, settings))
 
 
 def _facts(of: Simulator | Worlds) -> tuple[Any, ...]:
@@ -81,7 +79,11 @@ class _Separate:
         """Answer each item of a command by itself, in order."""
         for slot, *args in items:
             try:
-                answer: Any = _answer(self._of(slot), name, args)
+                simulator = self._of(slot)
+                if name == "step":
+                    answer: Any = _step(simulator, args[0])
+                else:
+                    answer = simulator.reset(*args) if name == "reset" else simulator.render()
             except Exception as error:
                 yield "failed", _describe(error)
             else:
@@ -135,14 +137,6 @@ class _Batch:
 
     def close(self) -> None:
         self._worlds.close()
-
-
-def _answer(simulator: Simulator, name: str, args: list[Any]) -> Any:
-    if name == "reset":
-        return simulator.reset(*args)
-    if name == "render":
-        return simulator.render()
-    return _step(simulator, args[0])
 
 
 def _step(simulator: Simulator, actions: np.ndarray) -> tuple[Observation, list[float], bool, bool, bool | None]:

@@ -139,7 +139,15 @@ class RewardFunction(Scorer):
         attempts = "1 attempt" if num_attempts == 1 else f"{num_attempts} attempts"
         if best is None:
             return [Failed(f"{self.name}: {reason} ({attempts}; {named_samples(ids)})")] * len(ids)
-        return [self._named(sample, attempts, name) for sample, name in zip(best, ids, strict=True)]
+        # Failures are named with file, function, sample and number of attempts.
+        return [
+            sample
+            if isinstance(sample, Score)
+            else NotApplicable(f"{self.name}: {sample.reason} (sample {name})")
+            if isinstance(sample, NotApplicable)
+            else Failed(f"{self.name}: {sample.reason} ({attempts}; sample {name})")
+            for sample, name in zip(best, ids, strict=True)
+        ]
 
     def _ask(self, message: dict[str, Any]) -> list[Score | Failed]:
         worker = self._worker
@@ -160,14 +168,6 @@ class RewardFunction(Scorer):
                 f"{self.name}: no answer within {self.timeout_s:g} s (reward.timeout_s) for {named_samples(ids)};"
                 f" {then}. Later time-outs are counted, not shown"
             )
-
-    def _named(self, sample: Score | Failed, attempts: str, name: str) -> Score | Failed:
-        """Add file, function, sample and number of attempts to a failure."""
-        if isinstance(sample, Score):
-            return sample
-        if isinstance(sample, NotApplicable):
-            return NotApplicable(f"{self.name}: {sample.reason} (sample {name})")
-        return Failed(f"{self.name}: {sample.reason} ({attempts}; sample {name})")
 
 
 def locate(path: str) -> tuple[Path, str]:

@@ -28,7 +28,9 @@ def main(channel: Channel, task: dict[str, Any]) -> None:
     faulthandler.enable()
     sys.path[:] = [os.path.dirname(os.path.abspath(task["file"])), *task["path"]]
     sys.argv[:] = [task["file"]]
-    _install_helpers()
+    # Files may import what examples of other frameworks import, without anything else of this package.
+    for helper in _file_of_package("extensions.py").REWARD_HELPERS:
+        _file_of_package(helper).install()
     try:
         function = load(task["file"], task["function"])
     except BaseException as error:
@@ -107,12 +109,6 @@ def named_arguments(function: Any, named: dict[str, Any] | None) -> dict[str, An
 
 def _copies(value: Any, count: int) -> list[Any]:
     return [copy.deepcopy(value) for _ in range(count)]
-
-
-def _install_helpers() -> None:
-    """Let files import what examples of other frameworks import, without loading anything else of this package."""
-    for file in _file_of_package("extensions.py").REWARD_HELPERS:
-        _file_of_package(file).install()
 
 
 def _file_of_package(file: str) -> Any:

@@ -66,7 +66,16 @@ def grader_problem(grader: Grader) -> str | None:
             re.compile(grader.pattern or "")
         except (re.error, OverflowError, RecursionError) as error:
             return f"pattern {grader.pattern!r} is no regular expression of Python's re: {error}"
-    return _schema_problem(grader) if grader.kind == "json" and package_problem(grader.kind) is None else None
+    if grader.kind == "json" and package_problem(grader.kind) is None:
+        from jsonschema.exceptions import SchemaError
+        from jsonschema.validators import validator_for
+
+        try:
+            validator_for(grader.json_schema).check_schema(grader.json_schema)
+        except SchemaError as error:
+            where = "/".join(map(str, error.absolute_path))
+            return f"json_schema is no JSON schema: {error.message}{f' (at {where})' if where else ''}"
+    return None
 
 
 def package_problem(kind: str) -> str | None:
@@ -75,18 +84,6 @@ def package_problem(kind: str) -> str | None:
     if module is None or find_spec(module) is not None:
         return None
     return f"kind {kind} needs the package {package}: pip install 'hotseat[graders]'"
-
-
-def _schema_problem(grader: Grader) -> str | None:
-    from jsonschema.exceptions import SchemaError
-    from jsonschema.validators import validator_for
-
-    try:
-        validator_for(grader.json_schema).check_schema(grader.json_schema)
-    except SchemaError as error:
-        where = "/".join(map(str, error.absolute_path))
-        return f"json_schema is no JSON schema: {error.message}{f' (at {where})' if where else ''}"
-    return None
 
 
 class Graders(Scorer):
@@ -163,7 +160,16 @@ class Graders(Scorer):
                     parts.append((grader, [future.result() for _, future in mine]))
                 if self._judge is not None and judged is not None:
                     parts.append((self._judge[0], judged.result()))
-                total.set_result(_sum(parts, None if own is None else own.result(), group.ids))
+                rewards = [None] * size if own is None else own.result()
+                sums: list[Score | Failed] = []
+                for number, name in enumerate(group.ids):
+                    reward = rewards[number]
+                    sums.append(Score(0.0, 0.0, {}) if reward is None else reward)
+                    if isinstance(reward, Score):
+                        sums[-1] = Score(reward.reward, reward.score, {**reward.extra, "function": reward.reward})
+                    for grader, verdicts in parts:
+                        sums[-1] = add_verdict(sums[-1], grader, verdicts[number], name)
+                total.set_result(sums)
             except CancelledError:
                 total.set_exception(_closed())
             except BaseException as error:
@@ -258,30 +264,6 @@ class _Judge(Worker):
             [[verdict, problem]] = result["result"]
             return Failed(problem) if verdict is None else Score(verdict, verdict)
         return Failed(f"{reason}, {_MAX_KILLS + 1} times (is there enough memory?)")
-
-
-# --- the sum ----------------------------------------------------------------------------------------------------------
-
-
-def _sum(parts: Sequence[tuple[Grader, Part]], own: Part | None, ids: Sequence[str]) -> list[Score | Failed]:
-    """Return the reward of each sample: verdicts times weights, plus the function's reward."""
-    return [
-        _sum_of_sample([(grader, part[number]) for grader, part in parts], None if own is None else own[number], name)
-        for number, name in enumerate(ids)
-    ]
-
-
-def _sum_of_sample(
-    verdicts: Sequence[tuple[Grader, Score | Failed]], own: Score | Failed | None, sample: str
-) -> Score | Failed:
-    total: Score | Failed = Score(0.0, 0.0, {})
-    if isinstance(own, Score):
-        total = Score(own.reward, own.score, {**own.extra, "function": own.reward})
-    elif own is not None:
-        total = own
-    for grader, verdict in verdicts:
-        total = add_verdict(total, grader, verdict, sample)
-    return total
 
 
 def add_verdict(total: Score | Failed, grader: Grader, verdict: Score | Failed, sample: str) -> Score | Failed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import random
 import sys
 import threading
@@ -292,6 +293,14 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
             raise _Broken(f"its answer is larger than {_MAX_ANSWER_BYTES >> 20} MiB")
         parts.append(part)
     return b"".join(parts)
+
+
+def read_json(content: bytes) -> Any:
+    """Return the JSON of an answer; raises `BadAnswer` if it is none."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise BadAnswer(f"its answer is no JSON: {excerpt(content)}") from None
 
 
 def excerpt(content: bytes) -> str:

@@ -75,7 +75,9 @@ class MemoryGroups:
                 raise SandboxError(f"control group {path} takes no limit: {error.strerror}") from None
             yield MemoryGroup(path)
         finally:
-            self._remove(path)
+            error = end_group(path, _REMOVED_WITHIN_S)
+            if error is not None:  # what its program gave is still valid
+                logger.warning("control group %s cannot be removed: %s", path, error.strerror)
 
     def remove_left(self) -> None:
         """Remove the empty groups of processes that are gone, as one leaves that was killed."""
@@ -84,12 +86,6 @@ class MemoryGroups:
             if owner.isdigit() and not Path(f"/proc/{owner}").exists():
                 with contextlib.suppress(OSError):  # it has processes, or another process removes it, too
                     path.rmdir()
-
-    def _remove(self, path: Path) -> None:
-        """Remove a group. If that fails, what its program gave is still valid: the failure is logged."""
-        error = end_group(path, _REMOVED_WITHIN_S)
-        if error is not None:
-            logger.warning("control group %s cannot be removed: %s", path, error.strerror)
 
 
 def _own_prefix() -> str:

@@ -112,8 +112,11 @@ class Running:
         with contextlib.ExitStack() as stack:
             process, info = self._start(stack)
             try:
-                if self._group is not None:
-                    self._begin_in(self._group, process)
+                if self._group is not None and process.poll() is None:
+                    # The process waits until it is in its control group.
+                    self._group.add(process.pid)
+                    with contextlib.suppress(BrokenPipeError):  # it has ended, and the watch sees it
+                        os.write(self._gate, b"\n")
                 end = self._watch(process, info, deadline_s)
             finally:
                 self._end(process)
@@ -170,13 +173,6 @@ class Running:
                 os.close(stdin)
         stack.enter_context(process)
         return process, info
-
-    def _begin_in(self, group: MemoryGroup, process: subprocess.Popen[bytes]) -> None:
-        """Put the process, which waits, into its control group, and let it run the command."""
-        if process.poll() is None:
-            group.add(process.pid)
-            with contextlib.suppress(BrokenPipeError):  # it has ended, and the watch sees it
-                os.write(self._gate, b"\n")
 
     def _watch(
         self, process: subprocess.Popen[bytes], info: int | None, deadline_s: float

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from hotseat.failed import Failed
 from hotseat.rewards.addresses import TOKEN
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
-from hotseat.rewards.posting import Poster, ServerKind, excerpt
+from hotseat.rewards.posting import Poster, ServerKind, excerpt, read_json
 from hotseat.rewards.scorer import SampleGroup, Scorer
 
 
@@ -32,10 +32,7 @@ class RewardService(Poster, Scorer):
 
 
 def _read(content: bytes, url: str, ids: Sequence[str]) -> list[Score | Failed]:
-    try:
-        answer = json.loads(content)
-    except (ValueError, RecursionError):
-        raise BadAnswer(f"its answer is no JSON: {excerpt(content)}") from None
+    answer = read_json(content)
     if not isinstance(answer, dict):
         raise BadAnswer(f"its answer is no object with 'rewards': {excerpt(content)}")
     return [

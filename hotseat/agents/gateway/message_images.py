@@ -22,18 +22,13 @@ _PROMPT = "hotseat:image/"
 _SHOWN = 60  # characters of a URL in an error
 
 
-def url_of_prompt(number: int) -> str:
-    """Return the URL by which programs show an image of the prompt."""
-    return f"{_PROMPT}{number}"
-
-
 def content_of(text: str, image_token: str, num_images: int) -> str | list[dict[str, Any]]:
     """Return a prompt as the content of a message: its text or, with images, parts of text and of images."""
     if not num_images:
         return text
     parts: list[dict[str, Any]] = []
     for at, piece in enumerate(text.split(image_token)):
-        parts += [{"type": "image_url", "image_url": {"url": url_of_prompt(at - 1)}}] if at else []
+        parts += [{"type": "image_url", "image_url": {"url": f"{_PROMPT}{at - 1}"}}] if at else []
         parts += [{"type": "text", "text": piece}] if piece else []
     return parts
 

@@ -375,7 +375,10 @@ class Tabletop(Worlds):
             self._buffers[length][0].assign(np.ascontiguousarray(actions, dtype=np.float32))
             self._end.assign(end)
             if length not in self._graphs:
-                self._warm_up(length, end)
+                # All kernels are loaded by a chunk in which no world acts: none may be while a graph is captured.
+                self._end.assign(np.full(self.num_worlds, _LATE, dtype=np.int32))
+                self._act(length)
+                self._end.assign(end)
                 with wp.ScopedCapture() as capture:
                     self._act(length)
                 self._graphs[length] = capture.graph
@@ -418,12 +421,6 @@ class Tabletop(Worlds):
                 outputs=[self._num_steps, self._left, self._num_taken, rewards, self._end],
             )
         self._look()
-
-    def _warm_up(self, length: int, end: np.ndarray) -> None:
-        """Load all kernels by a chunk in which no world acts: none may be loaded while a graph is captured."""
-        self._end.assign(np.full(self.num_worlds, _LATE, dtype=np.int32))
-        self._act(length)
-        self._end.assign(end)
 
     def _look(self) -> None:
         """Take pictures of where things are now: a step of physics ends with newer places than its kinematics."""

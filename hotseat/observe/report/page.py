@@ -18,6 +18,7 @@ from hotseat import __version__
 from hotseat.config.hiding import without_secrets
 from hotseat.errors import UserError
 from hotseat.files import write_whole
+from hotseat.observe.report import reading
 from hotseat.observe.report.curves import (
     Table,
     make_curves,
@@ -28,17 +29,7 @@ from hotseat.observe.report.curves import (
     without_surplus,
 )
 from hotseat.observe.report.key_figures import headline_metric, make_facts, read_prediction, read_total
-from hotseat.observe.report.reading import (
-    check_is_run,
-    count_samples,
-    encoded,
-    json_lines,
-    largest_that_fits,
-    read_config,
-    read_events,
-    read_plan,
-    shortened,
-)
+from hotseat.observe.report.reading import encoded, json_lines, largest_that_fits, shortened
 from hotseat.observe.report.samples import read_samples
 from hotseat.observe.report.timeline_view import read_timeline
 from hotseat.registry.tasks import DEFAULT_TASK
@@ -52,19 +43,9 @@ POINT_LIMITS = (1_500, 1_000, 600, 400, 200, 100, 50, 20, 8)
 EVENT_LIMITS = (400, 200, 100, 50, 10)
 COLUMN_LIMITS = (160, 80, 40, 20)
 SCRIPTS = (
-    "base",
-    "charts",
-    "overview",
-    "curves",
-    "timeline",
-    "phases",
-    "memory",
-    "heatmaps",
-    "conversation",
-    "samples",
-    "setup",
-    "main",
-)
+    "base", "charts", "overview", "curves", "timeline", "phases", "memory", "heatmaps", "conversation", "samples",
+    "setup", "main",
+)  # fmt: skip
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
@@ -74,7 +55,7 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
     if len(run_dirs) > MAX_RUNS:
         raise UserError(f"{len(run_dirs)} runs are too many for one page: give at most {MAX_RUNS}")
     for run_dir in run_dirs:
-        check_is_run(run_dir)
+        reading.check_is_run(run_dir)
     page = make_page(run_dirs)
     try:
         write_whole(output, page)
@@ -129,15 +110,8 @@ def content_policy(*scripts: bytes) -> bytes:
     images of prompts are in the page.
     """
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'" for script in scripts)
-    rules = (
-        "default-src 'none'",
-        f"script-src {hashes}",
-        "style-src 'unsafe-inline'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-    )
-    return "; ".join(rules).encode()
+    rules = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {hashes}; {rules}".encode()
 
 
 def label_runs(run_dirs: Sequence[Path]) -> list[str]:
@@ -159,8 +133,8 @@ def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = 
     headlines: the main metrics of the other runs on the page.
     """
     table = read_table(run_dir)
-    config = read_config(run_dir)
-    counts = count_samples(run_dir)
+    config = reading.read_config(run_dir)
+    counts = reading.count_samples(run_dir)
     distributions = read_distributions(run_dir)
     run: dict[str, Any] = {
         "label": label,
@@ -170,8 +144,8 @@ def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = 
         "headline": headline_metric(table),
         "counts": counts,
         "config": config,
-        "plan": read_plan(run_dir),
-        "events": largest_that_fits(lambda count: read_events(run_dir, count), EVENT_LIMITS, budget // 10),
+        "plan": reading.read_plan(run_dir),
+        "events": largest_that_fits(lambda count: reading.read_events(run_dir, count), EVENT_LIMITS, budget // 10),
         "phases": make_phases(table),
         "distributions": largest_that_fits(
             lambda columns: make_heat_maps(distributions, columns), COLUMN_LIMITS, budget // 8

@@ -84,6 +84,7 @@ def pack(record: dict[str, Any]) -> dict[str, Any]:
     """Pack a sample for the page. Lists that repeat a value become `[value, count]` pairs."""
     segments = [segment for segment in record.get("segments") or [] if isinstance(segment, dict)]
     num_tokens = sum(len(segment.get("text") or []) for segment in segments)
+    film = str(record.get("film") or "")
     return {
         "step": record.get("step"),
         "key": [record.get("epoch"), record.get("prompt"), record.get("sample")],
@@ -97,7 +98,8 @@ def pack(record: dict[str, Any]) -> dict[str, Any]:
         "prompt_text": shortened(record.get("prompt_text") or "", MAX_PROMPT_CHARACTERS),
         "extra": record.get("extra") if isinstance(record.get("extra"), dict) else {},
         "images": _pack_images(record.get("images")),
-        "film": _pack_film(record.get("film")),
+        # The frames of an episode, if they are an animated image that is not too large.
+        "film": film if film.startswith(_FILM) and len(film) <= MAX_FILM_CHARACTERS else None,
         "num_tokens": num_tokens,
         "turns": _pack_turns(record),
         "waited_s": finite(record.get("waited_s")),
@@ -157,11 +159,6 @@ def _pack_images(images: Any) -> list[str]:
         if len(small) <= MAX_IMAGE_BYTES:
             packed.append(f"data:image/png;base64,{base64.b64encode(small).decode()}")
     return packed
-
-
-def _pack_film(film: Any) -> str | None:
-    """Return the frames of an episode, if they are an animated image in a data URI that is not too large."""
-    return film if isinstance(film, str) and film.startswith(_FILM) and len(film) <= MAX_FILM_CHARACTERS else None
 
 
 def _pack_segments(segments: Sequence[dict[str, Any]], num_tokens: int) -> Iterator[dict[str, Any]]:
