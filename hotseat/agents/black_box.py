@@ -259,7 +259,6 @@ def _rewards(
 
 
 def _read_result(file: Path, written: str) -> Any:
-    """Return the result that a program wrote."""
     shown = f"; it wrote: {written[-_MAX_SHOWN:]}" if written else ""
     try:
         # Whatever the program made of it, opening it must not wait.

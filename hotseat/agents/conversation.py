@@ -59,7 +59,6 @@ class Context:
 
     @cached_property
     def digest(self) -> bytes:
-        """Return a digest of the tokens and images."""
         names = "/".join(PurePath(image).stem for image in self.images)  # digests of what is in them
         return hashlib.blake2b(array("q", self.token_ids).tobytes() + names.encode(), digest_size=8).digest()
 
@@ -135,7 +134,6 @@ class Conversation:
         return self._continued(read, text[len(read.text) :], images, digest, len(messages))
 
     def of_text(self, text: str) -> Context:
-        """Return the context for a text to be continued."""
         read = self._longest_by_text(text) or _NOTHING
         return self._continued(read, text[len(read.text) :])
 
@@ -323,7 +321,6 @@ def _is_image(part: Any) -> bool:
 
 
 def _images_of(messages: Sequence[Message]) -> list[EpisodeImage]:
-    """Return the images in messages, in order."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
     return [part["prepared"] for part in parts if isinstance(part.get("prepared"), EpisodeImage)]

@@ -132,7 +132,6 @@ class EngineCalls:
         self._end_request(job, name)
 
     def abort_all(self, job: EpisodeJob) -> None:
-        """End the requests of an episode that has ended."""
         if job.in_flight and self._requests.abort is not None:
             with contextlib.suppress(Exception):
                 self._requests.abort(sorted(job.in_flight))

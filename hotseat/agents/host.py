@@ -93,7 +93,6 @@ class AgentHost(Closing):
         return self._jobs.is_broken
 
     def submit(self, prompt: Prompt, key: SampleKey, sampling: Sampling) -> EpisodeFuture:
-        """Queue an episode, and return its future at once."""
         return self.submit_many([(prompt, key)], sampling)[0]
 
     def submit_many(self, samples: Sequence[tuple[Prompt, SampleKey]], sampling: Sampling) -> list[EpisodeFuture]:
@@ -259,7 +258,6 @@ class _LoopWatch(threading.Thread):
 
 
 def _with_times(made: Outcome, job: EpisodeJob) -> Outcome:
-    """Return an outcome with how long its episode waited and took."""
     episode = made.episode if isinstance(made, ScoredEpisode) else made
     if not isinstance(episode, Episode):
         return made

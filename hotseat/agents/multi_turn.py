@@ -233,7 +233,6 @@ class _EnvironmentTurns(Turns):
 
 
 def takes_seed(function: Callable[..., Any]) -> bool:
-    """Tell whether a user's function has a parameter for the seed of the episode."""
     return "seed" in inspect.signature(function).parameters
 
 

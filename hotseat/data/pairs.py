@@ -119,7 +119,6 @@ class _Form:
     is_preference: bool
 
     def draft(self, values: Mapping[str, Any], key: str) -> Draft:
-        """Make the draft of the answer under a key."""
         if self.is_preference:
             check = self._check_texts if self.template is None else self._check_messages
             check(values)

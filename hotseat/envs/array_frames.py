@@ -81,7 +81,6 @@ class ParentFrames:
         return bytearray(memoryview(self._map)[start : start + size])
 
     def close(self) -> None:
-        """Let go of the memory."""
         if self._map is not None:
             self._map.close()
             self._map = None

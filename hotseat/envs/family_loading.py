@@ -39,7 +39,6 @@ class SimulatorSettings:
 
 
 def family_names() -> list[str]:
-    """List the families that come with Hotseat."""
     return sorted(module.name for module in pkgutil.iter_modules(families.__path__))
 
 
@@ -80,7 +79,6 @@ def load_family(settings: SimulatorSettings) -> ModuleType:
 
 
 def has_worlds(module: ModuleType) -> bool:
-    """Tell whether a family makes batches of worlds."""
     return callable(getattr(module, "make_worlds", None))
 
 

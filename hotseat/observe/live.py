@@ -101,7 +101,6 @@ class LiveView:
             self._live = None
 
     def phase(self, name: str) -> None:
-        """Show a phase as the current one."""
         self._phase, self._phase_started_s = name, time.monotonic()
 
     def stage(self, text: str) -> None:
@@ -117,7 +116,6 @@ class LiveView:
         self._console.file.flush()
 
     def step(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Print the line of a finished step."""
         self._step = step
         width = len(str(self._num_steps))
         cells = [f"{self._title} {step:>{width}}/{self._num_steps}"]

@@ -5,22 +5,34 @@ from __future__ import annotations
 import atexit
 import hashlib
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
-from hotseat.rewards.function_process import NotLoaded, OwnerThread, Task, Tracebacks, Worker
-from hotseat.rewards.scorer import SampleGroup, Scorer, named_samples
+from hotseat.rewards.function_process import (
+    LoadedTooLate,
+    NotLoaded,
+    OwnerThread,
+    Task,
+    Tracebacks,
+    Worker,
+    WorkerProcess,
+)
+from hotseat.rewards.scorer import NamedArguments, SampleGroup, Scorer, named_samples
 from hotseat.user_functions import located
 from hotseat.words import label_text
 
 _MAX_KILLS = 3
+_MISTAKE = "NameError: name "  # an undefined name is a mistake whatever the function was called with
+_ABSENT_PACKAGES = ("ImportError", "ModuleNotFoundError")
 
 
 class RewardFunction(Scorer):
@@ -78,7 +90,6 @@ class RewardFunction(Scorer):
             raise
 
     def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
-        """Score one group, all samples in one call."""
         labels = [label_text(label) for label in group.labels] if self._is_builtin else group.labels
         message: dict[str, Any] = {"queries": group.queries, "prompts": group.prompts, "labels": labels}
         if group.named is not None:
@@ -105,7 +116,6 @@ class RewardFunction(Scorer):
     # --- in the owner thread ------------------------------------------------------------------------------------------
 
     def _show(self, text: str) -> None:
-        """Print a traceback, and pass it to `say`."""
         _to_stderr(text)
         if self._say is not _to_stderr:
             self._say(text)
@@ -171,7 +181,6 @@ class RewardFunction(Scorer):
 
 
 def locate(path: str) -> tuple[Path, str]:
-    """Return the file and the name of the function that `path` names."""
     if path in builtin.FUNCTIONS:
         return Path(builtin.__file__), path
     file, name = located(path)
@@ -190,3 +199,86 @@ def _to_stderr(line: str) -> None:
 
 def _num_failed(samples: list[Score | Failed]) -> int:
     return sum(isinstance(sample, Failed) and not isinstance(sample, NotApplicable) for sample in samples)
+
+
+# --- a trial call before a run starts ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Result of a trial call.
+
+    outcome: `scored`; `broken`, no call could succeed; `not here`, as `broken`, but another machine may have the
+    package that is missing; `unusable`, the returned value is not one reward per sample; `failed`, a call for other
+    samples may succeed; `late`, no answer before the deadline.
+    problem: what went wrong, with the line if it is known. returned: the returned value, converted to JSON's types.
+    """
+
+    outcome: Literal["scored", "broken", "not here", "unusable", "failed", "late"]
+    problem: str = ""
+    returned: Any = None
+
+
+def try_reward(
+    path: str,
+    queries: Sequence[str],
+    prompts: Sequence[str],
+    labels: Sequence[Any],
+    *,
+    timeout_s: float,
+    max_memory_bytes: int | None = None,
+    seed: int = 0,
+    extra_path: Sequence[str] = (),
+    columns: Mapping[str, Any] | None = None,
+) -> Trial:
+    """Load a reward function in a process of its own, call it once, and end the process.
+
+    timeout_s: for loading and calling together. Output of the function is dropped. extra_path: folders that the file
+    may import from, besides those of this process. columns: of the row, for a function that is called by names; one
+    is not called without them.
+    """
+    file, function = locate(path)
+    message = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels), "seed": seed}
+    if columns is not None:
+        answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
+        ids = [list(answer.encode()) for answer in answers]  # no tokenizer is loaded yet
+        message["named"] = vars(NamedArguments(columns, answers, ids))
+    deadline_s = time.monotonic() + timeout_s
+    process = None
+    task = Task(str(file), function, max_memory_bytes, is_silent=True, extra_path=tuple(extra_path))
+    try:
+        try:
+            process = WorkerProcess(task, timeout_s, lambda: False, Tracebacks(lambda text: None))
+        except (WorkerDied, ProtocolError) as error:
+            return Trial("broken", f"cannot be loaded: {error}")
+        if process.takes_names and columns is None:
+            return Trial("scored")
+        answer = process.call(message, deadline_s - time.monotonic())
+    except (WorkerTimeout, LoadedTooLate):
+        return Trial("late")
+    except NotLoaded as error:
+        is_absent = str(error).startswith(_ABSENT_PACKAGES)
+        return Trial("not here" if is_absent else "broken", f"cannot be loaded: {error}")
+    except (WorkerDied, ProtocolError) as error:
+        return Trial("failed", str(error))
+    finally:
+        if process is not None:
+            process.end()
+    return _judged(answer, len(queries))
+
+
+def _judged(answer: dict[str, Any], num_samples: int) -> Trial:
+    if "error" in answer:
+        problem = f"raised {answer['error']}"
+        if answer.get("is_mistake") or answer["error"].startswith(_MISTAKE):
+            return Trial("broken", problem)
+        return Trial("not here" if answer["error"].startswith(_ABSENT_PACKAGES) else "failed", problem)
+    returned = answer["result"]
+    try:
+        samples = read_answer(returned, num_samples)
+    except BadAnswer as error:
+        return Trial("unusable", str(error), returned)
+    failed = [sample for sample in samples if isinstance(sample, Failed)]
+    if len(failed) == num_samples:
+        return Trial("failed", f"scored no sample: {failed[0].reason}", returned)
+    return Trial("scored", returned=returned)

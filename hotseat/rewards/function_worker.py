@@ -112,7 +112,6 @@ def _copies(value: Any, count: int) -> list[Any]:
 
 
 def _file_of_package(file: str) -> Any:
-    """Load a file of this package by its path."""
     path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), file)
     spec = importlib.util.spec_from_file_location(f"hotseat_{os.path.basename(file).removesuffix('.py')}", path)
     assert spec is not None
@@ -143,7 +142,6 @@ def _next(channel: Channel) -> dict[str, Any] | None:
 
 
 def load(file: str, name: str) -> Any:
-    """Load the file, and return its function of that name."""
     spec = importlib.util.spec_from_file_location("hotseat_reward", file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is not a Python file")

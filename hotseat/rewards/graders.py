@@ -55,7 +55,6 @@ class Grader:
 
 
 def graders_of(graders: Sequence[GraderConfig]) -> tuple[Grader, ...]:
-    """Return graders, of samples to learn from or of evaluations."""
     return tuple(Grader(**{**dict(grader), "name": grader.name or grader.kind}) for grader in graders)
 
 

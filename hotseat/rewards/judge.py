@@ -24,7 +24,7 @@ from hotseat.failed import Failed
 from hotseat.files import opened
 from hotseat.rewards.answers import BadAnswer, Score
 from hotseat.rewards.builtin import answer_of
-from hotseat.rewards.posting import Poster, ServerKind, excerpt, read_json
+from hotseat.rewards.posting import Poster, excerpt, read_json
 from hotseat.rewards.rubrics import TOKEN, Combine, JudgeSettings
 from hotseat.rewards.scorer import SampleGroup, Scorer, when_all_are_done
 from hotseat.words import label_text, quantity
@@ -55,7 +55,7 @@ class WritesVerdicts(Protocol):
 class Endpoints(Poster):
     """A judge behind OpenAI-compatible endpoints, which share the work. The threads are those of `Poster`."""
 
-    kind = ServerKind("judge", "reward.judge.url", TOKEN)
+    kind, url_key, token_name = "judge", "reward.judge.url", TOKEN
 
     def __init__(self, settings: JudgeSettings, **options: Any):
         """options: further ones of `Poster`."""
@@ -196,7 +196,6 @@ class Judge(Scorer):
         return {**body, **settings.request}
 
     def _verdict(self, written: str) -> float | Failed:
-        """Read the verdict from what a judge wrote."""
         matches = [match[1] for match in self._pattern.finditer(written)]
         shown = repr(written if len(written) <= _MAX_SHOWN else f"...{written[-_MAX_SHOWN:]}")
         if not written:
@@ -263,7 +262,6 @@ class VerdictFile:
 
 
 def _read(content: bytes, url: str) -> str:
-    """Return the text of a chat completion."""
     answer = read_json(content)
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):

@@ -18,8 +18,9 @@ import aiohttp
 from hotseat.closing import Closing
 from hotseat.errors import RunError
 from hotseat.failed import Failed
-from hotseat.rewards.answers import BadAnswer
-from hotseat.rewards.scorer import named_samples
+from hotseat.rewards.addresses import TOKEN
+from hotseat.rewards.answers import BadAnswer, Score, read_answer
+from hotseat.rewards.scorer import SampleGroup, Scorer, named_samples
 from hotseat.words import quantity, without_url_secrets
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -53,15 +54,6 @@ class _Refused(Exception):
 
 
 @dataclass(frozen=True)
-class ServerKind:
-    """Words for messages about servers of a kind."""
-
-    name: str  # such as "reward server"
-    url_key: str  # the option that holds their addresses
-    token_name: str  # the environment variable that holds the bearer token
-
-
-@dataclass(frozen=True)
 class _Job:
     body: bytes
     ids: tuple[str, ...]
@@ -85,7 +77,9 @@ class Poster(Closing):
     One thread runs all requests; `post` may be called from any. `close` ends it within seconds.
     """
 
-    kind: ServerKind
+    kind: str  # of servers, such as "reward server"
+    url_key: str  # the option that holds their addresses
+    token_name: str  # the environment variable that holds the bearer token
 
     def __init__(
         self,
@@ -113,7 +107,7 @@ class Poster(Closing):
         self._is_closed = False
         self._num_jobs = 0  # that have no result yet
         started: Future[asyncio.AbstractEventLoop] = Future()
-        name = self.kind.name.replace(" ", "-")
+        name = self.kind.replace(" ", "-")
         self._thread = threading.Thread(target=self._serve, args=(started,), name=name, daemon=True)
         self._thread.start()
         self._loop = started.result(60.0)
@@ -134,7 +128,7 @@ class Poster(Closing):
         job = _Job(body, tuple(ids), read, failed, Future())
         with self._lock:
             if self._is_closed:
-                raise RunError(f"the client of {self.kind.name}s is closed")
+                raise RunError(f"the client of {self.kind}s is closed")
             asyncio.run_coroutine_threadsafe(self._run(job), self._loop)
         return job.future
 
@@ -187,7 +181,7 @@ class Poster(Closing):
                 result = await self._answer(job)
         except asyncio.CancelledError:
             samples = named_samples(job.ids)
-            problem = f"the client of {self.kind.name}s was closed before {samples} had an answer"
+            problem = f"the client of {self.kind}s was closed before {samples} had an answer"
             job.future.set_exception(RunError(problem))
         except BaseException as error:
             job.future.set_exception(error)
@@ -235,7 +229,7 @@ class Poster(Closing):
                 raise
             else:
                 if server.num_failures:
-                    self._report(f"{self.kind.name} {without_url_secrets(server.url)}: answers again")
+                    self._report(f"{self.kind} {without_url_secrets(server.url)}: answers again")
                 self._servers.answered(server)
                 return result
 
@@ -243,14 +237,14 @@ class Poster(Closing):
         was_well = not server.num_failures
         self._servers.failed(server, self._loop.time(), problem, is_reachable=is_reachable)
         if was_well:
-            self._report(without_url_secrets(f"{self.kind.name} {server.url}: {problem}; trying again"))
+            self._report(without_url_secrets(f"{self.kind} {server.url}: {problem}; trying again"))
 
     def _pause_s(self, num_attempts: int) -> float:
         longest_s = min(_LONGEST_PAUSE_S, self._back_off_s * 2.0 ** (num_attempts - 1))
         return longest_s * self._random.uniform(0.5, 1.0)
 
     def _failed(self, job: _Job, reason: str) -> Any:
-        return job.failed(Failed(f"{self.kind.name} {without_url_secrets(reason)}; {named_samples(job.ids)}"))
+        return job.failed(Failed(f"{self.kind} {without_url_secrets(reason)}; {named_samples(job.ids)}"))
 
     async def _ask(self, url: str, job: _Job) -> Any:
         """Make one request. Raises one of the errors above, or `BadAnswer`."""
@@ -279,9 +273,9 @@ class Poster(Closing):
             raise _Broken(problem)
         if 300 <= status < 400:
             place = headers.get("Location", "nowhere")
-            raise _Refused(f"status {status}: it redirects to {place}; set {self.kind.url_key} to where it answers")
+            raise _Refused(f"status {status}: it redirects to {place}; set {self.url_key} to where it answers")
         if status == 401:
-            raise _Refused(f"{problem}; the environment variable {self.kind.token_name} holds the token to send")
+            raise _Refused(f"{problem}; the environment variable {self.token_name} holds the token to send")
         raise _Refused(problem)
 
 
@@ -311,6 +305,36 @@ def excerpt(content: bytes) -> str:
 
 def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+# --- reward servers that speak OpenRLHF's protocol --------------------------------------------------------------------
+
+
+class RewardService(Poster, Scorer):
+    """Scores groups by one HTTP server or several, `max_open` groups at a time, each in one request; see `Poster`.
+
+    A request is a POST to the URL as given, with `query` (prompt and answer), `prompts` and `labels`, one entry per
+    sample. The answer is an object: `rewards` is required, `scores` defaults to it, `extra_logs` is optional. Where no
+    server answers, the group's samples are `Failed`. A reward in a good answer that is null or not finite fails its
+    sample alone.
+    """
+
+    kind, url_key, token_name = "reward server", "reward.url", TOKEN
+
+    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+        body = json.dumps({"query": group.queries, "prompts": group.prompts, "labels": group.labels}).encode()
+        names = group.ids
+        return self.post(body, names, lambda content, url: _read(content, url, names), lambda why: [why] * len(names))
+
+
+def _read(content: bytes, url: str, ids: Sequence[str]) -> list[Score | Failed]:
+    answer = read_json(content)
+    if not isinstance(answer, dict):
+        raise BadAnswer(f"its answer is no object with 'rewards': {excerpt(content)}")
+    return [
+        sample if isinstance(sample, Score) else Failed(f"reward server {url}: {sample.reason}; sample {name}")
+        for sample, name in zip(read_answer(answer, len(ids)), ids, strict=True)
+    ]
 
 
 # --- the choice among servers, by what became of earlier requests -----------------------------------------------------
@@ -367,7 +391,6 @@ class Servers:
             each.away_since_s = None
 
     def answered(self, server: Server) -> None:
-        """Note that a request was answered."""
         server.num_open -= 1
         server.num_failures = 0
         server.is_reachable = True

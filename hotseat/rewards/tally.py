@@ -60,7 +60,6 @@ class RewardTally:
         )
 
     def clear(self) -> None:
-        """Reset the counts."""
         self.num_samples = 0
         self._causes.clear()
         self._examples.clear()

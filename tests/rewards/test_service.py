@@ -15,8 +15,7 @@ from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed
 from hotseat.rewards import Grader, Graders, Score, Scorer
 from hotseat.rewards.addresses import TOKEN, bearer_token, connect_problems
-from hotseat.rewards.posting import Servers
-from hotseat.rewards.service import RewardService
+from hotseat.rewards.posting import RewardService, Servers
 
 SHORT_S = 0.2  # of what is waited for in vain
 

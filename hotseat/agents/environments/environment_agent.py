@@ -182,7 +182,6 @@ class _Process:
 
 
 def check_environment(settings: EnvironmentSettings, passed_on: Sequence[str] = ()) -> None:
-    """Raise if the environment cannot be loaded."""
     _ask(settings, passed_on, None)
 
 

@@ -31,7 +31,6 @@ _NUMBERS = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_pena
 
 
 async def chat(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
-    """Answer a request for a chat completion."""
     _check(body, _CHAT)
     if fields.integer(body, "top_logprobs", least=0):
         raise BadRequest("top_logprobs: the engine reports log-probs of sampled tokens only", "top_logprobs")

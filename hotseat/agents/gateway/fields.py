@@ -43,8 +43,7 @@ class Asked:
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
     "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
@@ -52,13 +51,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "ignore_eos": (False,),
     "min_tokens": (0,),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    **dict.fromkeys(("reasoning_effort", "verbosity", "structured_outputs"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
 }
 OWN_SETTINGS = ("temperature", "top_p", *_NEUTRAL)
 CAN_BE_SAMPLED = ("temperature", "top_p", "top_k")  # the engine can apply these

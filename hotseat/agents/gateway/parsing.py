@@ -17,8 +17,6 @@ from hotseat.errors import UserError
 
 @dataclass(frozen=True)
 class Parsed:
-    """The parts of an answer."""
-
     content: str
     reasoning: str | None
     calls: tuple[tuple[str, str], ...]  # name, arguments as JSON text

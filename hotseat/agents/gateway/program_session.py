@@ -261,7 +261,6 @@ class Session:
     async def _with_images(
         self, messages: Sequence[Mapping[str, Any]], preparer: ImagePreparer
     ) -> Sequence[Mapping[str, Any]]:
-        """Return messages with their images prepared."""
         urls = message_images.urls_of(messages)
         if not urls:
             return messages

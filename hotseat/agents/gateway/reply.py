@@ -20,8 +20,6 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer shows a character o
 
 @dataclass(frozen=True)
 class ClientAnswer:
-    """One answer to a client."""
-
     context: tuple[int, ...]
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -33,7 +31,6 @@ class ClientAnswer:
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return the answer as a message of the conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.tool_calls:
             message["content"] = self.text or None
@@ -153,8 +150,6 @@ def certain(text: str, stops: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """One server-sent event."""
-
     data: dict[str, Any] | str
     name: str | None = None
 
