@@ -20,17 +20,6 @@ from hotseat.agents.multi_turn import Environment, MultiTurn, Step
 from hotseat.agents.transcript import Transcript
 
 __all__ = [
-    "Agent",
-    "AgentError",
-    "AgentHost",
-    "Deadlines",
-    "Environment",
-    "MultiTurn",
-    "OpenRequests",
-    "ProgramSettings",
-    "SampleFunction",
-    "SingleTurn",
-    "Step",
-    "Transcript",
-    "load_agent",
-]
+    "Agent", "AgentError", "AgentHost", "Deadlines", "Environment", "MultiTurn", "OpenRequests", "ProgramSettings",
+    "SampleFunction", "SingleTurn", "Step", "Transcript", "load_agent",
+]  # fmt: skip

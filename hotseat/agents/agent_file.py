@@ -10,7 +10,7 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hotseat import extensions
 from hotseat.agents.agent import Agent, AgentError, SingleTurn
@@ -22,25 +22,6 @@ from hotseat.user_functions import located
 
 _MODULE = "hotseat_agent"
 _SLOW_S = 0.2  # of running a file, which happens for each episode of a function
-
-
-class AgentForm(Protocol):
-    """A form of agent files that another framework has; `extensions.AGENT_FORMS` lists them."""
-
-    def stand_in(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which what such files import can be imported."""
-
-    def make(
-        self,
-        file: AgentFile,
-        name: str,
-        tokenizer: Any,
-        *,
-        run_seed: int,
-        preparer: ImagePreparer | None,
-        **limits: Any,
-    ) -> Agent:
-        """Make the agent that is called `name` in the file. limits: `max_length` and `max_steps`."""
 
 
 def load_agent(
@@ -113,7 +94,7 @@ def load_file(file: Path, class_name: str | None) -> tuple[AgentFile, str | None
     return source, source.slowness() if is_run_again else None
 
 
-def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tuple[str, Any, AgentForm | None]:
+def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tuple[str, Any, Any]:
     """Return what in a file is the agent, under its name, and the form if it is another framework's."""
     own = {
         name: value

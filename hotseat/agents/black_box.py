@@ -81,19 +81,19 @@ class BlackBox(Agent):
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
         session = Session(self._policy, sample, sampling, prompt)
-        address = await self._gateway.open(session)
+        api_key = await self._gateway.open(session)
         try:
             seed = episode_seed(key, self._settings.run_seed)
             token = "" if self._preparer is None else decode(self._tokenizer, [self._preparer.image_token_id])
             content = content_of(prompt.text, token, len(prompt.images))
-            client = Client(address.base_url, address.token, address.root_url, seed, content=content)
+            client = Client(f"{self._gateway.url}/v1", api_key, self._gateway.url, seed, content=content)
             result = await _unless_failed(self.play(prompt, client), session)
         except Exception:
             if not session.is_out_of_time or session.failure.done():
                 raise
             result = None  # the program could not go on without the policy: the run scores what there is
         finally:
-            self._gateway.end(address)
+            self._gateway.end(api_key)
         return await self._policy.work(_episode, session, key, result)
 
     async def play(self, prompt: Prompt, client: Client) -> Any:
@@ -137,9 +137,9 @@ class Program(BlackBox):
     async def play(self, prompt: Prompt, client: Client) -> Any:
         programs = await self._opened()
         async with programs.folder() as folder:
-            result = folder.path / "hotseat_result.json"
+            result = folder / "hotseat_result.json"
             env = environment(
-                folder.path,
+                folder,
                 self._settings.passed_on,
                 {
                     "OPENAI_BASE_URL": client.base_url,

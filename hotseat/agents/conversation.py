@@ -49,13 +49,14 @@ class ConversationError(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """Tokens for the engine to continue, and the text and messages that they are of."""
+    """Tokens for the engine to continue, or an answer with its context, which a later context may continue."""
 
     token_ids: tuple[int, ...]
     text: str
     messages: bytes | None = None  # digest of the messages; None: it was made of text or of tokens
     num_messages: int = 0
     images: tuple[str, ...] = ()  # files of the images in it, in order
+    stop: str | None = None  # text of the token that ended the answer; None: it was cut
 
     @cached_property
     def digest(self) -> bytes:
@@ -63,18 +64,7 @@ class Context:
         return hashlib.blake2b(array("q", self.token_ids).tobytes() + names.encode(), digest_size=8).digest()
 
 
-@dataclass(frozen=True, eq=False)
-class _Recorded:
-    """An answer that a later context may continue."""
-
-    token_ids: tuple[int, ...]  # context and answer
-    text: str
-    num_messages: int  # with the answer
-    stop: str | None  # text of the token that ended the answer; None: it was cut
-    images: tuple[str, ...] = ()
-
-
-_NOTHING = _Recorded((), "", 0, None)
+_NOTHING = Context((), "")
 
 
 class Conversation:
@@ -102,10 +92,10 @@ class Conversation:
         self._chat_template = chat_template
         self._history = history
         self._when_rewritten = when_rewritten
-        self._recorded: list[_Recorded] = []
+        self._recorded: list[Context] = []
         if prompt is not None and prompt.images:
-            self._recorded.append(_Recorded(prompt.token_ids, prompt.text, 0, None, prompt.images))
-        self._by_messages: dict[bytes, _Recorded] = {}
+            self._recorded.append(Context(prompt.token_ids, prompt.text, images=prompt.images))
+        self._by_messages: dict[bytes, Context] = {}
         self.answers: list[Answer] = []  # in the order in which they were recorded
         self.text = ""  # of the last answer and its context
 
@@ -118,7 +108,7 @@ class Conversation:
         images, options = _images_of(messages), options or {}
         text = self._render(messages, tools, options)
         digest = _hashed([list(tools), dict(options)])
-        said: _Recorded | None = None  # the longest answer that these messages contain
+        said: Context | None = None  # the longest answer that these messages contain
         for message in messages:
             digest = _digest_after(digest, message)
             if message.get("role") == "assistant":
@@ -150,7 +140,7 @@ class Conversation:
 
     def _continued(
         self,
-        recorded: _Recorded,
+        recorded: Context,
         tail: str,
         images: Sequence[EpisodeImage] | None = None,
         digest: bytes | None = None,
@@ -176,7 +166,7 @@ class Conversation:
                 f" tokens must be without {tokens}, and the chat template must write one place for each image"
             ) from None
 
-    def _longest_by_text(self, text: str, images: Sequence[EpisodeImage] | None = None) -> _Recorded | None:
+    def _longest_by_text(self, text: str, images: Sequence[EpisodeImage] | None = None) -> Context | None:
         """Return the longest recorded answer with whose context and text a text begins; the latest of several.
 
         images: those in the text; None: it has those of the recorded answer.
@@ -190,7 +180,7 @@ class Conversation:
         return max(fitting, key=lambda recorded: len(recorded.text), default=None)
 
     def _tail(
-        self, messages: Sequence[Message], said: _Recorded, tools: Sequence[Message], options: Mapping[str, Any]
+        self, messages: Sequence[Message], said: Context, tools: Sequence[Message], options: Mapping[str, Any]
     ) -> str | None:
         """Return what the template adds after a recorded answer, up to the next one; None if it cannot be seen.
 
@@ -268,7 +258,7 @@ class Conversation:
         if is_end:
             return
         num_messages = 0 if message is None else context.num_messages + 1
-        recorded = _Recorded(answer.token_ids, self.text, num_messages, stop, context.images)
+        recorded = Context(answer.token_ids, self.text, None, num_messages, context.images, stop)
         self._recorded.append(recorded)
         if message is not None and context.messages is not None:
             self._by_messages[_digest_after(context.messages, message)] = recorded

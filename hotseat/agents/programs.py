@@ -13,7 +13,6 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -68,33 +67,30 @@ class ProgramHost:
         supervisor.dismiss_supervisor(self._supervisor)
 
     @contextlib.asynccontextmanager
-    async def folder(self) -> AsyncIterator[ProgramFolder]:
+    async def folder(self) -> AsyncIterator[Path]:
         """Make a folder for one program, and remove it with everything that the program left behind."""
-        name = f"{self.name}.{next(self._numbers)}"
-        path = self._folder / name
+        path = self._folder / f"{self.name}.{next(self._numbers)}"
         path.mkdir()
-        labels = self._folder / f"{name}.labels"
-        labels.write_text(f"{HOST_LABEL}={self.name}\n{EPISODE_LABEL}={name}\n")
+        _labels_of(path).write_text(f"{HOST_LABEL}={self.name}\n{EPISODE_LABEL}={path.name}\n")
         try:
-            yield ProgramFolder(path, name, labels)
+            yield path
         finally:
-            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._clean, path, name, labels))
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._clean, path))
 
-    def _clean(self, path: Path, name: str, labels: Path) -> None:
+    def _clean(self, path: Path) -> None:
+        name = path.name
         self._confinement.end(name)
         # Whatever the confinement: a program that may write to control groups can leave its own.
         supervisor.end_marked(supervisor.EPISODE, [name], timeout_s=5.0)
         supervisor.remove_folder(path)
-        labels.unlink(missing_ok=True)
+        _labels_of(path).unlink(missing_ok=True)
         if self._containers is not None:
             try:
                 supervisor.remove_containers(self._containers, f"{EPISODE_LABEL}={name}")
             except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
                 logger.warning("containers of episode %s cannot be removed: %s", name, error)
 
-    async def run(
-        self, command: Sequence[str], folder: ProgramFolder, env: Mapping[str, str], line: bytes
-    ) -> tuple[int, str]:
+    async def run(self, command: Sequence[str], folder: Path, env: Mapping[str, str], line: bytes) -> tuple[int, str]:
         """Run a program with a line on its standard input; return its exit code and the end of what it wrote."""
         await asyncio.get_running_loop().run_in_executor(None, check_startable, command[0])
         stores = {}
@@ -102,8 +98,8 @@ class ProgramHost:
             ours = {name: os.environ[name] for name in supervisor.CONTAINER_ENV if name in os.environ}
             stores = {"XDG_DATA_HOME": str(Path.home() / ".local" / "share"), **ours}
         mark = f"{self.name}/{folder.name}"
-        marked = {**stores, **env, supervisor.EPISODE: mark, "HOTSEAT_LABEL_FILE": str(folder.labels)}
-        code, written = await _run(self._confinement.command(command, folder.name), folder.path, marked, line)
+        marked = {**stores, **env, supervisor.EPISODE: mark, "HOTSEAT_LABEL_FILE": str(_labels_of(folder))}
+        code, written = await _run(self._confinement.command(command, folder.name), folder, marked, line)
         return self._confinement.exit_code(code), written
 
 
@@ -119,13 +115,9 @@ def check_startable(file: str) -> None:
             raise OSError(reason, os.strerror(reason), needed)
 
 
-@dataclass(frozen=True)
-class ProgramFolder:
-    """A folder for one program. name: of its episode in this process. labels: file for its containers' labels."""
-
-    path: Path
-    name: str
-    labels: Path
+def _labels_of(folder: Path) -> Path:
+    """Return the file with the labels of a program's containers."""
+    return folder.with_name(f"{folder.name}.labels")
 
 
 async def _run(command: Sequence[str], folder: Path, env: Mapping[str, str], line: bytes) -> tuple[int, str]:

@@ -21,21 +21,7 @@ from hotseat.data.row_problems import check_lost
 from hotseat.data.rows import Row, load_rows
 
 __all__ = [
-    "ChatTemplate",
-    "Example",
-    "ExampleReport",
-    "Pair",
-    "PairReport",
-    "PromptOrder",
-    "PromptReport",
-    "Row",
-    "SampledOrder",
-    "check_lost",
-    "check_saved",
-    "columns_of",
-    "digest_of",
-    "load_rows",
-    "make_examples",
-    "make_pairs",
-    "make_prompts",
-]
+    "ChatTemplate", "Example", "ExampleReport", "Pair", "PairReport", "PromptOrder", "PromptReport", "Row",
+    "SampledOrder", "check_lost", "check_saved", "columns_of", "digest_of", "load_rows", "make_examples",
+    "make_pairs", "make_prompts",
+]  # fmt: skip

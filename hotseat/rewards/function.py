@@ -17,15 +17,7 @@ from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
-from hotseat.rewards.function_process import (
-    LoadedTooLate,
-    NotLoaded,
-    OwnerThread,
-    Task,
-    Tracebacks,
-    Worker,
-    WorkerProcess,
-)
+from hotseat.rewards.function_process import LoadedTooLate, NotLoaded, OwnerThread, Task, Tracebacks, Worker
 from hotseat.rewards.scorer import NamedArguments, SampleGroup, Scorer, named_samples
 from hotseat.user_functions import located
 from hotseat.words import label_text
@@ -167,8 +159,7 @@ class RewardFunction(Scorer):
             is_full = limit is not None and answer["error"].startswith(("MemoryError", "_ArrayMemoryError"))
             hint = f" (it may take {limit / 2**30:g} GiB: reward.max_memory_gib)" if is_full and limit else ""
             raise BadAnswer(f"raised {answer['error']}{hint}")
-        is_optional = worker.process is not None and worker.process.takes_names
-        return read_answer(answer["result"], len(message["queries"]), is_optional=is_optional)
+        return read_answer(answer["result"], len(message["queries"]), is_optional=worker.takes_names)
 
     def _warn_of_first_time_out(self, ids: list[str], is_last: bool) -> None:
         is_first, self._has_been_late = not self._has_been_late, True
@@ -244,16 +235,16 @@ def try_reward(
         ids = [list(answer.encode()) for answer in answers]  # no tokenizer is loaded yet
         message["named"] = vars(NamedArguments(columns, answers, ids))
     deadline_s = time.monotonic() + timeout_s
-    process = None
     task = Task(str(file), function, max_memory_bytes, is_silent=True, extra_path=tuple(extra_path))
+    worker = Worker(task, timeout_s, lambda: False, Tracebacks(lambda text: None))
     try:
         try:
-            process = WorkerProcess(task, timeout_s, lambda: False, Tracebacks(lambda text: None))
+            worker.start()
         except (WorkerDied, ProtocolError) as error:
             return Trial("broken", f"cannot be loaded: {error}")
-        if process.takes_names and columns is None:
+        if worker.takes_names and columns is None:
             return Trial("scored")
-        answer = process.call(message, deadline_s - time.monotonic())
+        answer = worker.call(message, deadline_s - time.monotonic())
     except (WorkerTimeout, LoadedTooLate):
         return Trial("late")
     except NotLoaded as error:
@@ -262,12 +253,7 @@ def try_reward(
     except (WorkerDied, ProtocolError) as error:
         return Trial("failed", str(error))
     finally:
-        if process is not None:
-            process.end()
-    return _judged(answer, len(queries))
-
-
-def _judged(answer: dict[str, Any], num_samples: int) -> Trial:
+        worker.end()
     if "error" in answer:
         problem = f"raised {answer['error']}"
         if answer.get("is_mistake") or answer["error"].startswith(_MISTAKE):
@@ -275,10 +261,10 @@ def _judged(answer: dict[str, Any], num_samples: int) -> Trial:
         return Trial("not here" if answer["error"].startswith(_ABSENT_PACKAGES) else "failed", problem)
     returned = answer["result"]
     try:
-        samples = read_answer(returned, num_samples)
+        samples = read_answer(returned, len(queries))
     except BadAnswer as error:
         return Trial("unusable", str(error), returned)
     failed = [sample for sample in samples if isinstance(sample, Failed)]
-    if len(failed) == num_samples:
+    if len(failed) == len(queries):
         return Trial("failed", f"scored no sample: {failed[0].reason}", returned)
     return Trial("scored", returned=returned)

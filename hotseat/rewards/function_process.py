@@ -67,58 +67,54 @@ class Tracebacks:
             self._show(f"raised {count:,} times by now, the last time: {answer['error']}")
 
 
-class WorkerProcess(ChildProcess):
-    """A process that has loaded the user's file. Ends with `end`, with its owner thread, or with this program."""
-
-    def __init__(self, task: Task, timeout_s: float, is_closed: Callable[[], bool], tracebacks: Tracebacks):
-        output = subprocess.DEVNULL if task.is_silent else 2
-        super().__init__(
-            _WORKER,
-            {"file": task.file, "function": task.function, "path": [*sys.path, *task.extra_path]},
-            output=(output, output),
-            env={**os.environ, **wait_policy()},
-            dies_with_thread=True,
-            max_memory_bytes=task.max_memory_bytes,
-            is_closed=is_closed,
-        )
-        try:
-            answer = self.receive(timeout_s)
-            if "error" in answer:
-                tracebacks.add(answer)
-                raise NotLoaded(answer["error"])
-            self.takes_names = bool(answer.get("takes_names"))  # the function is called by names
-        except WorkerTimeout:
-            self.end()
-            raise LoadedTooLate(f"it did not load within {timeout_s:g} s") from None
-        except BaseException:
-            self.end()
-            raise
-
-
 class Worker:
-    """The current worker process of an owner thread, if any. After a failed call it is ended; the next starts another.
+    """The process of an owner thread that has loaded the user's file, if any. After a failed call it is ended, and the
+    next call starts another. It also ends with its owner thread, or with this program.
 
     is_closed: waits raise `Closed` once it returns True.
     """
 
     def __init__(self, task: Task, start_timeout_s: float, is_closed: Callable[[], bool], tracebacks: Tracebacks):
         self.task = task
+        self.process: ChildProcess | None = None
+        self.takes_names = False  # the function is called by names
         self._tracebacks = tracebacks
-        self.process: WorkerProcess | None = None
         self._start_timeout_s = start_timeout_s
         self._is_closed = is_closed
 
-    def start(self) -> WorkerProcess:
-        self.process = WorkerProcess(self.task, self._start_timeout_s, self._is_closed, self._tracebacks)
+    def start(self) -> None:
+        task, output = self.task, subprocess.DEVNULL if self.task.is_silent else 2
+        self.process = ChildProcess(
+            _WORKER,
+            {"file": task.file, "function": task.function, "path": [*sys.path, *task.extra_path]},
+            output=(output, output),
+            env={**os.environ, **wait_policy()},
+            dies_with_thread=True,
+            max_memory_bytes=task.max_memory_bytes,
+            is_closed=self._is_closed,
+        )
+        try:
+            answer = self.process.receive(self._start_timeout_s)
+            if "error" in answer:
+                self._tracebacks.add(answer)
+                raise NotLoaded(answer["error"])
+        except WorkerTimeout:
+            self.end()
+            raise LoadedTooLate(f"it did not load within {self._start_timeout_s:g} s") from None
+        except BaseException:
+            self.end()
+            raise
+        self.takes_names = bool(answer.get("takes_names"))
         faults.register("rewards", self.process.pid)
-        return self.process
 
     def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if self.process is not None and not self.process.is_alive():
             self.end()  # it died between two calls, so neither of them is to blame
-        process = self.process or self.start()
+        if self.process is None:
+            self.start()
+        assert self.process is not None
         try:
-            answer: dict[str, Any] = process.call(message, timeout_s)
+            answer: dict[str, Any] = self.process.call(message, timeout_s)
         except BaseException:
             self.end()
             raise

@@ -37,7 +37,11 @@ def main(channel: Channel, task: dict[str, Any]) -> None:
         channel.send(description(error, task["file"]))
         return
     channel.send({"ready": True, "takes_names": takes_names(function)})
-    while (call := _next(channel)) is not None:
+    while True:
+        try:
+            call = channel.receive()
+        except EOFError:
+            return
         if call.get("seed") is not None:
             seed_everything(call["seed"])
         try:
@@ -132,13 +136,6 @@ def seed_everything(seed: int) -> None:
 
 async def _wait(awaitable: Any) -> Any:
     return await awaitable
-
-
-def _next(channel: Channel) -> dict[str, Any] | None:
-    try:
-        return channel.receive()
-    except EOFError:
-        return None
 
 
 def load(file: str, name: str) -> Any:

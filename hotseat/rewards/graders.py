@@ -19,7 +19,7 @@ from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
-from hotseat.rewards.function_process import NotLoaded, OwnerThread, Task, Tracebacks, Worker, WorkerProcess
+from hotseat.rewards.function_process import NotLoaded, OwnerThread, Task, Tracebacks, Worker
 from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
 from hotseat.rewards.scorer import SampleGroup, Scorer, when_all_are_done
 from hotseat.words import label_text
@@ -227,11 +227,12 @@ class _Judge(Worker):
         self._grader = grader
         self._options = {"pattern": grader.pattern, "json_schema": grader.json_schema}
 
-    def start(self) -> WorkerProcess:
+    def start(self) -> None:
         """Start the process, and have it import what it needs."""
         try:
-            process = super().start()
-            answer = process.call({"queries": [], "prompts": [], "labels": []}, _START_TIMEOUT_S)
+            super().start()
+            assert self.process is not None
+            answer = self.process.call({"queries": [], "prompts": [], "labels": []}, _START_TIMEOUT_S)
         except (NotLoaded, WorkerDied, ProtocolError, WorkerTimeout) as error:
             self.end()
             why = f"it did not start within {_START_TIMEOUT_S:g} s" if isinstance(error, WorkerTimeout) else str(error)
@@ -239,7 +240,6 @@ class _Judge(Worker):
         if "error" in answer:
             self.end()
             raise UserError(f"grader {self._grader.name}: cannot be used: {answer['error']}")
-        return process
 
     def judge(self, answer: str, label: str | None) -> Score | Failed:
         message = {"queries": [answer], "prompts": [self._options], "labels": [label]}

@@ -26,15 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hotseat.errors import SandboxError, UserError
 from hotseat.rewards.sandbox_command import Interpreter, Runner, bubblewrap, find_interpreter, system_call_filter
-from hotseat.rewards.sandbox_limits import (
-    LOOK_EVERY_S,
-    MemoryGroup,
-    MemoryGroups,
-    ProcessWatch,
-    below,
-    children_of,
-    find_parent,
-)
+from hotseat.rewards.sandbox_limits import LOOK_EVERY_S, MemoryGroup, MemoryGroups, ProcessWatch, below, find_parent
 
 if TYPE_CHECKING:
     from hotseat.config.schema import SandboxConfig
@@ -373,7 +365,7 @@ class Running:
         """
         with contextlib.suppress(ValueError, KeyError):
             child = json.loads(bytes(self._info))["child-pid"]
-            if process.poll() is None and child in children_of(process.pid):
+            if process.poll() is None and child in below(process.pid):
                 with contextlib.suppress(OSError):
                     os.kill(child, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -12,7 +12,7 @@ from typing import Any
 from hotseat.agents.gateway import fields
 from hotseat.agents.gateway.fields import Asked, BadRequest, own_settings
 from hotseat.agents.gateway.program_session import Session
-from hotseat.agents.gateway.reply import Begin, Event, GrowingAnswer, Reply, pieces, reply_to
+from hotseat.agents.gateway.reply import Begin, GrowingAnswer, Reply, event, pieces, reply_to
 
 _KNOWN = (
     "model", "messages", "max_tokens", "system", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
@@ -141,12 +141,12 @@ class _Message(Reply):
             blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
         return blocks
 
-    def error(self, message: str) -> Event:
-        return Event({"type": "error", "error": {"type": "api_error", "message": message}}, "error")
+    def error(self, message: str) -> bytes:
+        return event({"type": "error", "error": {"type": "api_error", "message": message}}, "error")
 
-    async def events(self) -> AsyncIterator[Event]:
-        async for event in self._events():
-            yield Event(event, event["type"])
+    async def events(self) -> AsyncIterator[bytes]:
+        async for each in self._events():
+            yield event(each, each["type"])
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}

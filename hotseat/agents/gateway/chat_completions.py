@@ -15,7 +15,7 @@ from typing import Any
 from hotseat.agents.gateway import fields
 from hotseat.agents.gateway.fields import OWN_SETTINGS, Asked, BadRequest, own_settings
 from hotseat.agents.gateway.program_session import Session
-from hotseat.agents.gateway.reply import Begin, ClientAnswer, Event, GrowingAnswer, Reply, reply_to
+from hotseat.agents.gateway.reply import Begin, ClientAnswer, GrowingAnswer, Reply, event, reply_to
 
 # Understood, without an effect here: who asks, where it is kept, and a seed, since each request has one by its sample.
 _WITHOUT_EFFECT = (
@@ -132,16 +132,16 @@ class _OpenAI(Reply):
         shown = {"prompt_token_ids": list(answers[0].context)} if self._shows_tokens else {}
         return {**self._frame, "object": self.name, "choices": choices, "usage": usage(answers), **shown}
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncIterator[bytes]:
         frame = {**self._frame, "object": self.chunk_name}
         shown = {"prompt_token_ids": list(self.answers[0].context)} if self._shows_tokens else {}  # in the first chunk
         for index, growing in enumerate(self.answers):
             async for choice in self._parts(growing):
-                yield Event({**frame, "choices": [{"index": index, "finish_reason": None, **choice}], **shown})
+                yield event({**frame, "choices": [{"index": index, "finish_reason": None, **choice}], **shown})
                 shown = {}
         if self._shows_usage:
-            yield Event({**frame, "choices": [], "usage": usage([growing.answer for growing in self.answers])})
-        yield Event("[DONE]")
+            yield event({**frame, "choices": [], "usage": usage([growing.answer for growing in self.answers])})
+        yield event("[DONE]")
 
     def _tokens(self, answer: ClientAnswer) -> dict[str, Any]:
         return {"token_ids": list(answer.token_ids)} if self._shows_tokens else {}

@@ -43,19 +43,6 @@ _HANDLERS: dict[str, Handler] = {
 }
 
 
-@dataclass(frozen=True)
-class Address:
-    """Address at which one episode reaches the policy. base_url: with `/v1`, as OpenAI's clients take it."""
-
-    base_url: str
-    token: str
-
-    @property
-    def root_url(self) -> str:
-        """Return the address as Anthropic's clients take it."""
-        return self.base_url.removesuffix("/v1")
-
-
 @dataclass(eq=False)
 class _Work:
     """The work on a request, for which several clients may wait: the first one, and its retries."""
@@ -188,20 +175,21 @@ class Gateway:
         self._connections = Connections()
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
-        self._url = ""
+        self.url = ""  # without `/v1`, once an episode was opened
         self._starting = asyncio.Lock()
 
-    async def open(self, session: Session) -> Address:
+    async def open(self, session: Session) -> str:
+        """Make an episode reachable, at `url`; return its token."""
         async with self._starting:
             if self._runner is None:
                 await self._start()
         token = secrets.token_urlsafe(32)
         self._episodes[token] = _Open(session)
-        return Address(f"{self._url}/v1", token)
+        return token
 
-    def end(self, address: Address) -> None:
+    def end(self, token: str) -> None:
         """End an episode: its token is worth nothing from now on, and requests in progress are given up."""
-        episode = self._episodes.pop(address.token, None)
+        episode = self._episodes.pop(token, None)
         if episode is not None:
             episode.replies.cancel()
             self._connections.release(episode.holder)
@@ -238,7 +226,7 @@ class Gateway:
         self._runner = runner
         name, port = self._server.sockets[0].getsockname()[:2]
         shown = f"[{name}]" if ":" in name else name
-        self._url = (self._advertise_url or f"http://{shown}:{port}").rstrip("/").removesuffix("/v1")
+        self.url = (self._advertise_url or f"http://{shown}:{port}").rstrip("/").removesuffix("/v1")
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -335,14 +323,14 @@ async def _stream(request: web.Request, reply: Reply) -> web.StreamResponse:
     events = bytearray()
     try:
         async for event in reply.events():
-            events += event.encode()
+            events += event
             if not reply.is_complete or len(events) > _STREAM_BYTES:
                 await response.write(bytes(events))
                 events.clear()
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception as error:  # of the engine, which `Session.failure` passes on, or the end of the episode's time
-        events += reply.error(str(error)).encode()
+        events += reply.error(str(error))
     await response.write(bytes(events))
     await response.write_eof()
     return response

@@ -148,15 +148,10 @@ def certain(text: str, stops: Sequence[str]) -> str:
     return text[: max(0, len(text) - held)]
 
 
-@dataclass(frozen=True)
-class Event:
-    data: dict[str, Any] | str
-    name: str | None = None
-
-    def encode(self) -> bytes:
-        data = self.data if isinstance(self.data, str) else json.dumps(self.data)
-        head = f"event: {self.name}\n" if self.name else ""
-        return f"{head}data: {data}\n\n".encode()
+def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
+    """Encode a server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
 
 
 Begin = Callable[["Reply"], object]
@@ -181,12 +176,12 @@ class Reply(ABC):
         """Return the reply as a whole."""
 
     @abstractmethod
-    def events(self) -> AsyncIterator[Event]:
+    def events(self) -> AsyncIterator[bytes]:
         """Yield the reply in pieces, as the answers grow."""
 
-    def error(self, message: str) -> Event:
+    def error(self, message: str) -> bytes:
         """Return the event that ends a stream whose answer fails."""
-        return Event({"error": {"message": message, "type": "api_error", "param": None, "code": None}})
+        return event({"error": {"message": message, "type": "api_error", "param": None, "code": None}})
 
 
 async def reply_to(

@@ -12,7 +12,7 @@ from hotseat.agents.gateway import fields
 from hotseat.agents.gateway.chat_completions import usage
 from hotseat.agents.gateway.fields import OWN_SETTINGS, Asked, BadRequest, own_settings
 from hotseat.agents.gateway.program_session import Session
-from hotseat.agents.gateway.reply import Begin, Event, GrowingAnswer, Reply, pieces, reply_to
+from hotseat.agents.gateway.reply import Begin, GrowingAnswer, Reply, event, pieces, reply_to
 
 _KNOWN = (
     *OWN_SETTINGS, "input", "instructions", "max_output_tokens", "tools", "stream", "model", "user", "metadata",
@@ -138,13 +138,13 @@ class _Response(Reply):
             for name, call in self._calls
         ]
 
-    def error(self, message: str) -> Event:
-        return Event({"type": "error", "code": "server_error", "message": message, "param": None}, "error")
+    def error(self, message: str) -> bytes:
+        return event({"type": "error", "code": "server_error", "message": message, "param": None}, "error")
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncIterator[bytes]:
         number = 0
-        async for event in self._unnumbered():
-            yield Event({**event, "sequence_number": number}, event["type"])
+        async for each in self._unnumbered():
+            yield event({**each, "sequence_number": number}, each["type"])
             number += 1
 
     async def _unnumbered(self) -> AsyncIterator[dict[str, Any]]:

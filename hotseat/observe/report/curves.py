@@ -178,15 +178,8 @@ def make_phases(table: Table) -> dict[str, Any] | None:
 # --- distributions of rewards, lengths and others, as the cells of heat maps ------------------------------------------
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """The values of a quantity at each step, with their counts."""
-
-    steps: list[int]
-    pairs: list[np.ndarray]  # for each step: [values, 2], value and count
-
-
-def read_distributions(run_dir: Path) -> dict[str, Distribution]:
+def read_distributions(run_dir: Path) -> dict[str, dict[int, np.ndarray]]:
+    """Read the values of each quantity by step: [values, 2], value and count."""
     by_name: dict[str, dict[int, np.ndarray]] = {}
     for record in json_lines(run_dir / "distributions.jsonl"):
         step = record.pop("step", None)
@@ -196,10 +189,7 @@ def read_distributions(run_dir: Path) -> dict[str, Distribution]:
             known = _known_pairs(pairs)
             if len(known):
                 by_name.setdefault(name, {})[step] = known
-    return {
-        name: Distribution(sorted(by_step), [by_step[step] for step in sorted(by_step)])
-        for name, by_step in by_name.items()
-    }
+    return {name: dict(sorted(by_step.items())) for name, by_step in by_name.items()}
 
 
 def _known_pairs(pairs: object) -> np.ndarray:
@@ -211,7 +201,7 @@ def _known_pairs(pairs: object) -> np.ndarray:
     return numbers[np.isfinite(numbers).all(axis=1) & (numbers[:, 1] > 0)]
 
 
-def make_heat_maps(distributions: dict[str, Distribution], max_columns: int) -> dict[str, Any]:
+def make_heat_maps(distributions: dict[str, dict[int, np.ndarray]], max_columns: int) -> dict[str, Any]:
     """Make heat maps by name: ranges of steps, bounds of the rows, and the share of samples in each cell.
 
     Neighbouring steps are joined, so that there are at most `max_columns` columns.
@@ -221,12 +211,12 @@ def make_heat_maps(distributions: dict[str, Distribution], max_columns: int) -> 
     }
 
 
-def _heat_map(distribution: Distribution, is_logarithmic: bool, max_columns: int) -> dict[str, Any]:
-    steps = distribution.steps
+def _heat_map(distribution: dict[int, np.ndarray], is_logarithmic: bool, max_columns: int) -> dict[str, Any]:
+    steps, pairs_of_steps = list(distribution), list(distribution.values())
     edges = bucket_edges(len(steps), max_columns)
     column_of_step = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
-    columns = np.repeat(column_of_step, [len(pairs) for pairs in distribution.pairs])
-    values, weights = np.concatenate(distribution.pairs).T
+    columns = np.repeat(column_of_step, [len(pairs) for pairs in pairs_of_steps])
+    values, weights = np.concatenate(pairs_of_steps).T
     distinct = np.unique(values).tolist()
     bounds, is_discrete = _row_bounds(distinct, is_logarithmic)
     num_rows = len(bounds) - 1
