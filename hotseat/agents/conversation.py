@@ -26,7 +26,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import PurePath
 from typing import Any, Literal
@@ -67,37 +67,26 @@ class Context:
 _NOTHING = Context((), "")
 
 
+@dataclass(eq=False)
 class Conversation:
-    """The contexts and answers of one episode.
+    """The contexts and answers of one episode."""
 
-    chat_template: instead of the tokenizer's. when_rewritten: called when a template changes what was sampled.
-    max_characters: of a text; longer ones are refused before they are tokenised. None: no limit. preparer: of a VLM's
-    images. prompt: what a text or tokens may begin with besides recorded answers, with the images that are in it.
-    """
+    tokenizer: Any
+    _: KW_ONLY
+    chat_template: str | None = None  # instead of the tokenizer's
+    history: History = "append"
+    when_rewritten: Callable[[], object] = lambda: None  # called when a template changes what was sampled
+    max_characters: int | None = None  # of a text; longer ones are refused before they are tokenised; None: no limit
+    preparer: ImagePreparer | None = None  # of a VLM's images
+    prompt: Prompt | None = None  # what a text or tokens may begin with besides recorded answers, with its images
+    answers: list[Answer] = field(default_factory=list)  # in the order in which they were recorded
+    text: str = ""  # of the last answer and its context
+    _recorded: list[Context] = field(default_factory=list)
+    _by_messages: dict[bytes, Context] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        chat_template: str | None = None,
-        history: History = "append",
-        when_rewritten: Callable[[], object] = lambda: None,
-        max_characters: int | None = None,
-        preparer: ImagePreparer | None = None,
-        prompt: Prompt | None = None,
-    ):
-        self._preparer = preparer
-        self._max_characters = max_characters
-        self._tokenizer = tokenizer
-        self._chat_template = chat_template
-        self._history = history
-        self._when_rewritten = when_rewritten
-        self._recorded: list[Context] = []
-        if prompt is not None and prompt.images:
-            self._recorded.append(Context(prompt.token_ids, prompt.text, images=prompt.images))
-        self._by_messages: dict[bytes, Context] = {}
-        self.answers: list[Answer] = []  # in the order in which they were recorded
-        self.text = ""  # of the last answer and its context
+    def __post_init__(self) -> None:
+        if self.prompt is not None and self.prompt.images:
+            self._recorded.append(Context(self.prompt.token_ids, self.prompt.text, images=self.prompt.images))
 
     # --- contexts -----------------------------------------------------------------------------------------------------
 
@@ -115,8 +104,8 @@ class Conversation:
                 said = self._by_messages.get(digest, said)
         read = self._longest_by_text(text, images)
         if said is not None and (read is None or read.num_messages < said.num_messages):
-            self._when_rewritten()
-            if self._history == "append":
+            self.when_rewritten()
+            if self.history == "append":
                 tail = self._tail(messages, said, tools, options)
                 if tail is not None:
                     return self._continued(said, tail, images, digest, len(messages))
@@ -129,13 +118,13 @@ class Conversation:
 
     def of_tokens(self, token_ids: Sequence[int]) -> Context:
         tokens = tuple(token_ids)
-        if self._preparer is None:
-            return Context(tokens, decode(self._tokenizer, tokens))
+        if self.preparer is None:
+            return Context(tokens, decode(self.tokenizer, tokens))
         fitting = [each for each in reversed(self._recorded) if tokens[: len(each.token_ids)] == each.token_ids]
         read = max(fitting, key=lambda recorded: len(recorded.token_ids), default=_NOTHING)
         rest = tokens[len(read.token_ids) :]
         self._with_images(rest, ())
-        text = read.text + decode_after(self._tokenizer, read.token_ids, rest)
+        text = read.text + decode_after(self.tokenizer, read.token_ids, rest)
         return Context(tokens, text, images=read.images)
 
     def _continued(
@@ -154,13 +143,13 @@ class Conversation:
 
     def _with_images(self, token_ids: tuple[int, ...], images: Sequence[EpisodeImage]) -> tuple[int, ...]:
         """Replace the token of each image by those that stand for it."""
-        if self._preparer is None:
+        if self.preparer is None:
             return token_ids
         try:
-            return tuple(self._preparer.expand(token_ids, images)[0])
+            return tuple(self.preparer.expand(token_ids, images)[0])
         except AgentError:
-            num_places = token_ids.count(self._preparer.image_token_id)
-            tokens = ", ".join(sorted(decode(self._tokenizer, [token]) for token in self._preparer.placeholder_ids))
+            num_places = token_ids.count(self.preparer.image_token_id)
+            tokens = ", ".join(sorted(decode(self.tokenizer, [token]) for token in self.preparer.placeholder_ids))
             raise ConversationError(
                 f"{len(images)} images, and {num_places} places for them: images are parts of messages, texts and"
                 f" tokens must be without {tokens}, and the chat template must write one place for each image"
@@ -209,16 +198,16 @@ class Conversation:
     def _render(self, messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
-        if not (self._chat_template or getattr(self._tokenizer, "chat_template", None)):
+        if not (self.chat_template or getattr(self.tokenizer, "chat_template", None)):
             raise ConversationError("the policy's tokenizer has no chat template: set data.chat_template")
         shown = [_for_template(message) for message in messages]
-        if self._preparer is not None and not _takes_text(self._tokenizer, self._chat_template):
+        if self.preparer is not None and not _takes_text(self.tokenizer, self.chat_template):
             shown = [{**each, "content": _parts(each["content"])} for each in shown]
         try:
-            return self._tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 shown,
                 tools=[dict(tool) for tool in tools] or None,
-                chat_template=self._chat_template,
+                chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=True,
                 **options,
@@ -227,33 +216,33 @@ class Conversation:
             raise ConversationError(f"the chat template refuses these messages: {error}") from error
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        if self._max_characters is not None and len(text) > self._max_characters:
+        if self.max_characters is not None and len(text) > self.max_characters:
             raise ConversationError(f"the text has {len(text)} characters, which no model of this length can read")
         if not text.isascii():
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise ConversationError(f"the text is not Unicode: {error.reason}") from None
-        return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def text_of(self, context: Context, token_ids: Sequence[int]) -> str:
         """Return tokens as the text that follows the context, special tokens included."""
-        return decode_after(self._tokenizer, context.token_ids, token_ids)
+        return decode_after(self.tokenizer, context.token_ids, token_ids)
 
     def record(
         self, context: Context, completion: Completion, message: Message | None = None, *, is_learned: bool = True
     ) -> None:
         """Remember an answer. message: as the program gets it and sends it back; None if it gets only text."""
         # A placeholder that the policy sampled has no image: nothing can be read after it.
-        is_end = self._preparer is not None and not self._preparer.placeholder_ids.isdisjoint(completion.token_ids)
+        is_end = self.preparer is not None and not self.preparer.placeholder_ids.isdisjoint(completion.token_ids)
         functions = [call["function"] for call in (message or {}).get("tool_calls") or ()]
         calls = tuple(f"{function.get('name')}({function.get('arguments')})" for function in functions)
         answer = Answer(context.token_ids, completion, is_learned, calls, context.images, is_end)
         self.answers.append(answer)
         added = self.text_of(context, completion.token_ids)
-        stop = decode(self._tokenizer, completion.token_ids[-1:]) if completion.finish == "stop" else None
+        stop = decode(self.tokenizer, completion.token_ids[-1:]) if completion.finish == "stop" else None
         self.text = context.text + added
         if is_end:
             return

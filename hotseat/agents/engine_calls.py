@@ -7,9 +7,9 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -36,34 +36,19 @@ class OpenRequests:
     listen: Callable[[str, WhenSampled], object] | None = None
 
 
+@dataclass(eq=False)
 class EngineCalls:
-    """Asks the engine for the answers of all episodes, in the event loop of their host.
+    """Asks the engine for the answers of all episodes, in the event loop of their host."""
 
-    has_own_sampling: requests may be sampled under other settings than the run's. are_recorded: jobs keep completions,
-    by which their episodes are checked.
-    """
-
-    def __init__(
-        self,
-        ask: Ask,
-        requests: OpenRequests,
-        jobs: EpisodeJobs,
-        deadlines: Deadlines,
-        *,
-        timeout_s: float,
-        run_seed: int,
-        has_own_sampling: bool,
-        are_recorded: bool,
-    ):
-        self._ask = ask
-        self._requests = requests
-        self._jobs = jobs
-        self._deadlines = deadlines
-        self._timeout_s = timeout_s
-        self._run_seed = run_seed
-        self._has_own_sampling = has_own_sampling
-        self._are_recorded = are_recorded
-        self._numbers = itertools.count()
+    ask: Ask
+    requests: OpenRequests
+    jobs: EpisodeJobs
+    deadlines: Deadlines
+    timeout_s: float
+    run_seed: int
+    has_own_sampling: bool  # requests may be sampled under other settings than the run's
+    are_recorded: bool  # jobs keep completions, by which their episodes are checked
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     async def sample(
         self,
@@ -77,17 +62,17 @@ class EngineCalls:
         if job.future.done():
             raise AgentError("the episode is over")
         if job.is_out_of_time:
-            raise OutOfTimeError(f"the episode took longer than {self._timeout_s:g} s")
-        _check_request(job, token_ids, None if self._has_own_sampling else sampling, turn)
+            raise OutOfTimeError(f"the episode took longer than {self.timeout_s:g} s")
+        _check_request(job, token_ids, None if self.has_own_sampling else sampling, turn)
         job.turns.add(turn)
         # The number distinguishes attempts at the same sample; the seed is the same for all of them.
         name = f"{job.key}/{turn}#{next(self._numbers)}"
-        seed = job.key.seed(self._run_seed, turn)
+        seed = job.key.seed(self.run_seed, turn)
         paths = job.prompt.images if images is None else images
         request = Request(name, tuple(token_ids), sampling, seed, paths)
-        if when_sampled is not None and self._requests.listen is not None:
+        if when_sampled is not None and self.requests.listen is not None:
             request = replace(request, streams=True)
-            self._requests.listen(name, when_sampled)
+            self.requests.listen(name, when_sampled)
         asked_s = time.monotonic() - job.started
         job.in_flight.add(name)
         if job.tool_clock is not None:
@@ -96,54 +81,44 @@ class EngineCalls:
             completion = await self._ask_in_time(job, request)
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                self._abort_request(job, name)
+                self.abort([name])
             else:
                 job.engine_error = WorkerError(f"request {name} was cancelled by the engine")
-                self._end_request(job, name)
             job.turns.discard(turn)  # nobody got an answer, so the same request may come again
             raise
         except AgentError:
-            self._abort_request(job, name)
+            self.abort([name])
             raise
         except Exception as error:
             job.engine_error = error
-            self._end_request(job, name)
             raise
-        self._end_request(job, name)
+        finally:
+            job.in_flight.discard(name)
+            if not job.in_flight and job.tool_clock is not None and not job.future.done():
+                job.tool_clock.start()
         if completion.finish == "abort":
             raise AgentError(f"request {name} was aborted")
         if not completion.token_ids:
             raise AgentError(f"request {name}: the engine sampled no token")
         completion = replace(completion, span_s=(asked_s, time.monotonic() - job.started))
-        if self._are_recorded:
+        if self.are_recorded:
             job.completions[request.token_ids, completion.token_ids] = completion
         return completion
 
-    def _end_request(self, job: EpisodeJob, name: str) -> None:
-        job.in_flight.discard(name)
-        if not job.in_flight and job.tool_clock is not None and not job.future.done():
-            job.tool_clock.start()
-
-    def _abort_request(self, job: EpisodeJob, name: str) -> None:
-        """End a request whose answer nobody waits for any more, while its episode may continue."""
-        if self._requests.abort is not None:
+    def abort(self, names: list[str]) -> None:
+        """End requests whose answers nobody waits for any more."""
+        if names and self.requests.abort is not None:
             with contextlib.suppress(Exception):  # the reason why nobody waits is what counts
-                self._requests.abort([name])
-        self._end_request(job, name)
-
-    def abort_all(self, job: EpisodeJob) -> None:
-        if job.in_flight and self._requests.abort is not None:
-            with contextlib.suppress(Exception):
-                self._requests.abort(sorted(job.in_flight))
+                self.requests.abort(names)
 
     async def _ask_in_time(self, job: EpisodeJob, request: Request) -> Completion:
         """Return the engine's answer, or what there is of it when the policy's time is over."""
-        asked, limits = self._ask(request), self._deadlines
+        asked, limits = self.ask(request), self.deadlines
         awaited = asyncio.wrap_future(asked) if isinstance(asked, Future) else asked
         if limits.turn_s is None and not limits.scores_policy:
             return await awaited
         answer = asyncio.ensure_future(awaited)
-        left_s = job.started + self._timeout_s - time.monotonic() if limits.scores_policy else math.inf
+        left_s = job.started + self.timeout_s - time.monotonic() if limits.scores_policy else math.inf
         limit_s = left_s if limits.turn_s is None else min(limits.turn_s, left_s)
         try:
             done, _ = await asyncio.wait({answer}, timeout=max(0.0, limit_s))
@@ -152,7 +127,7 @@ class EngineCalls:
             is_turn = limit_s == limits.turn_s
             if not limits.scores_policy:
                 reason = f"the policy took longer than {limit_s:g} s for one answer (agent.turn_timeout_s)"
-                self._jobs.fail(job, reason)
+                self.jobs.fail(job, reason)
                 raise AgentError(reason)
             job.is_out_of_time = job.is_out_of_time or not is_turn
             return await self._cut(job, request.id, answer)
@@ -165,8 +140,8 @@ class EngineCalls:
 
         Without a token of it, the episode has no such turn: at the end of its time it consists of the earlier ones.
         """
-        if self._requests.abort is not None:
-            self._requests.abort([name])
+        if self.requests.abort is not None:
+            self.requests.abort([name])
             await asyncio.wait({answer}, timeout=_CUT_S)
         error = OutOfTimeError if job.is_out_of_time else AgentError
         if not answer.done() or answer.cancelled():

@@ -34,18 +34,17 @@ class Deadlines:
     scores_policy: bool = False
 
 
+@dataclass(eq=False)
 class ToolClock:
     """Calls `when_over` once nothing has been asked of the policy for `limit_s`. Used in one event loop."""
 
-    def __init__(self, limit_s: float | None, when_over: Callable[[], object]):
-        self._limit_s = limit_s
-        self._when_over = when_over
-        self._timer: asyncio.TimerHandle | None = None
+    limit_s: float
+    when_over: Callable[[], object]
+    _timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         self.stop()
-        if self._limit_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._when_over)
+        self._timer = asyncio.get_running_loop().call_later(self.limit_s, self.when_over)
 
     def stop(self) -> None:
         if self._timer is not None:

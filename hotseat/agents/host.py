@@ -192,7 +192,7 @@ class AgentHost(Closing):
             job.deadline.cancel()
         if job.tool_clock is not None:
             job.tool_clock.stop()
-        self._calls.abort_all(job)
+        self._calls.abort(sorted(job.in_flight))
         self._give_places()
 
     async def _episode(self, job: EpisodeJob) -> None:

@@ -67,6 +67,7 @@ class Tracebacks:
             self._show(f"raised {count:,} times by now, the last time: {answer['error']}")
 
 
+@dataclass(eq=False)
 class Worker:
     """The process of an owner thread that has loaded the user's file, if any. After a failed call it is ended, and the
     next call starts another. It also ends with its owner thread, or with this program.
@@ -74,13 +75,12 @@ class Worker:
     is_closed: waits raise `Closed` once it returns True.
     """
 
-    def __init__(self, task: Task, start_timeout_s: float, is_closed: Callable[[], bool], tracebacks: Tracebacks):
-        self.task = task
-        self.process: ChildProcess | None = None
-        self.takes_names = False  # the function is called by names
-        self._tracebacks = tracebacks
-        self._start_timeout_s = start_timeout_s
-        self._is_closed = is_closed
+    task: Task
+    start_timeout_s: float
+    is_closed: Callable[[], bool]
+    tracebacks: Tracebacks
+    process: ChildProcess | None = None
+    takes_names: bool = False  # the function is called by names
 
     def start(self) -> None:
         task, output = self.task, subprocess.DEVNULL if self.task.is_silent else 2
@@ -91,16 +91,16 @@ class Worker:
             env={**os.environ, **wait_policy()},
             dies_with_thread=True,
             max_memory_bytes=task.max_memory_bytes,
-            is_closed=self._is_closed,
+            is_closed=self.is_closed,
         )
         try:
-            answer = self.process.receive(self._start_timeout_s)
+            answer = self.process.receive(self.start_timeout_s)
             if "error" in answer:
-                self._tracebacks.add(answer)
+                self.tracebacks.add(answer)
                 raise NotLoaded(answer["error"])
         except WorkerTimeout:
             self.end()
-            raise LoadedTooLate(f"it did not load within {self._start_timeout_s:g} s") from None
+            raise LoadedTooLate(f"it did not load within {self.start_timeout_s:g} s") from None
         except BaseException:
             self.end()
             raise
@@ -118,7 +118,7 @@ class Worker:
         except BaseException:
             self.end()
             raise
-        self._tracebacks.add(answer)
+        self.tracebacks.add(answer)
         return answer
 
     def end(self) -> None:

@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -224,26 +224,19 @@ class Sandbox:
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Running:
     """One run: starts the runner, reads its output, watches its processes, and ends all of them."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        stdin: IO[bytes],
-        settings: SandboxSettings,
-        is_closed: threading.Event,
-        group: MemoryGroup | None,
-    ):
-        self._settings = settings
-        self._group = group
-        self._is_closed = is_closed
-        self._runner = runner
-        self._stdin = stdin
-        self._gate = -1  # what the process waits for, if it has a group
-        self._output = bytearray()
-        self._errors = bytearray()
-        self._info = bytearray()
+    _runner: Runner
+    _stdin: IO[bytes]
+    _settings: SandboxSettings
+    _is_closed: threading.Event
+    _group: MemoryGroup | None
+    _gate: int = -1  # what the process waits for, if it has a group
+    _output: bytearray = field(default_factory=bytearray)
+    _errors: bytearray = field(default_factory=bytearray)
+    _info: bytearray = field(default_factory=bytearray)
 
     def result(self) -> Run:
         deadline_s = time.monotonic() + self._settings.timeout_s

@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -44,6 +44,7 @@ class _Counts:
     cpu_s: float
 
 
+@dataclass(eq=False)
 class ProcessWatch:
     """Looks at all processes of a program, and returns the limit that they exceed together.
 
@@ -52,27 +53,26 @@ class ProcessWatch:
     exceeded, by the kernel's counts and how they changed since pages were counted last.
     """
 
-    def __init__(self, max_memory_bytes: int, max_cpu_s: float, max_processes: int | None, proc: str = "/proc"):
-        self._max_memory_bytes = max_memory_bytes
-        self._max_cpu_s = max_cpu_s
-        self._max_processes = max_processes
-        self._proc = proc
-        self._counted = 0  # bytes of all processes, when pages were counted
-        self._then: dict[int, _Counts] = {}  # of each process at that time
-        self._next_count_s = 0.0
-        self.wait_s = 0.0  # until the next look
+    max_memory_bytes: int
+    max_cpu_s: float
+    max_processes: int | None
+    proc: str = "/proc"
+    wait_s: float = 0.0  # until the next look
+    _counted: int = 0  # bytes of all processes, when pages were counted
+    _then: dict[int, _Counts] = field(default_factory=dict)  # of each process at that time
+    _next_count_s: float = 0.0
 
     def look(self, root: int) -> Literal["cpu", "memory", "processes"] | None:
         """Look at the processes below `root`; return the limit that they exceed, None if they exceed none."""
         begun_s = time.monotonic()
-        limit = self._max_memory_bytes
+        limit = self.max_memory_bytes
         now: dict[int, _Counts] = {}
-        for pid in below(root, self._proc):
+        for pid in below(root, self.proc):
             with contextlib.suppress(OSError, ValueError, IndexError):
-                now[pid] = _counts(pid, self._proc)
-        if self._max_processes is not None and len(now) > self._max_processes:
+                now[pid] = _counts(pid, self.proc)
+        if self.max_processes is not None and len(now) > self.max_processes:
             return "processes"
-        if sum(counts.cpu_s for counts in now.values()) > self._max_cpu_s:
+        if sum(counts.cpu_s for counts in now.values()) > self.max_cpu_s:
             return "cpu"
         most = self._most(now)
         look_s = time.monotonic() - begun_s
@@ -109,8 +109,8 @@ class ProcessWatch:
         memory = 0
         for pid in pids:
             with contextlib.suppress(OSError, ValueError, IndexError):
-                memory += _memory(pid, self._proc)
-            if memory > self._max_memory_bytes:
+                memory += _memory(pid, self.proc)
+            if memory > self.max_memory_bytes:
                 break
         return memory
 
@@ -186,11 +186,11 @@ def _read(path: str) -> bytes:
 # --- control groups ---------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class MemoryGroup:
     """One control group. With its limit exceeded, all of its processes are killed."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    path: Path
 
     def add(self, pid: int) -> None:
         """Put a process into the group; the processes that it starts from then on are in it too."""
@@ -202,19 +202,17 @@ class MemoryGroup:
     @property
     def was_exceeded(self) -> bool:
         """Tell whether processes were killed because the limit was exceeded."""
-        try:
-            lines = (self.path / "memory.events").read_text().splitlines()
-        except OSError:
-            return False
-        counts = dict(line.split() for line in lines)
-        return int(counts.get("oom_kill", 0)) > 0
+        with contextlib.suppress(OSError):
+            counts = dict(line.split() for line in (self.path / "memory.events").read_text().splitlines())
+            return int(counts.get("oom_kill", 0)) > 0
+        return False
 
 
+@dataclass
 class MemoryGroups:
     """Makes control groups below `parent`, from any thread."""
 
-    def __init__(self, parent: Path):
-        self.parent = parent
+    parent: Path
 
     @contextlib.contextmanager
     def make(self, max_bytes: int) -> Iterator[MemoryGroup]:
