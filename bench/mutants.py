@@ -260,7 +260,7 @@ MUTANTS = (
     Mutant(
         "envs/simulator_child.py",
         "a batch of worlds that returns too few results is taken",
-        "if len(results) != len(items):",
+        "if len(results) != len(where):",
         "if False:",
         "test_a_batch_that_returns_too_few_results_fails_its_episodes",
     ),

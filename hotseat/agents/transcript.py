@@ -92,16 +92,13 @@ def decode_after(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]
     return whole[len(head) :] if whole.startswith(head) else decode(tokenizer, token_ids)
 
 
-@functools.lru_cache(maxsize=1024)
-def _decode_again(tokenizer: Any, token_ids: tuple[int, ...]) -> str:
-    """Decode tokens with a cache, since all samples of a prompt follow the same tokens."""
-    return decode(tokenizer, token_ids)
-
-
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     # An array, because the tokenizer looks at each element of a list first, which takes longer than to decode it.
     ids = np.asarray(token_ids, dtype=np.int64)
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+_decode_again = functools.lru_cache(maxsize=1024)(decode)  # all samples of a prompt follow the same tokens
 
 
 class Draft:

@@ -116,7 +116,7 @@ def _shares(probs: str | Sequence[float] | None, num_parts: int) -> list[float] 
 
 
 def _read_part(part: str, split: str, hub: Callable[..., Sequence[Mapping[str, Any]]]) -> Iterator[_Entry]:
-    name, slicing = _split_name(split)
+    name, _ = _split_name(split)
     path = Path(part).expanduser()
     folder = None
     if not path.exists() and "@" in part:
@@ -131,11 +131,11 @@ def _read_part(part: str, split: str, hub: Callable[..., Sequence[Mapping[str, A
     if path.is_file():
         if folder is not None:
             raise DataError(f"{path} is a file: it has no folder {folder!r}")
-        return _sliced(_read_file(path), split if slicing else None)
+        return _sliced(_read_file(path), split)
     if path.is_dir():
         saved = (path / "dataset_dict.json").exists() or (path / "state.json").exists()
         rows = _saved_rows(path, name) if saved else _folder_rows(path, name)
-        return _sliced(rows, split if slicing else None)
+        return _sliced(rows, split)
     if part.startswith((".", "/", "~")) or path.suffix in _READERS or part.count("/") > 1:
         raise DataError(f"no such file or folder: {path}")
     return _rows_of(hub(part, folder, split), part)
@@ -149,13 +149,13 @@ def _split_name(split: str) -> tuple[str, str]:
     return match[1], match[2] or ""
 
 
-def _sliced(rows: Iterator[_Entry], split: str | None) -> Iterator[_Entry]:
-    if split is None:
+def _sliced(rows: Iterator[_Entry], split: str) -> Iterator[_Entry]:
+    name, slicing = _split_name(split)
+    if not slicing:
         return rows
     from datasets import ReadInstruction
 
     everything = list(rows)
-    name = _split_name(split)[0]
     try:
         bounds = ReadInstruction.from_spec(split).to_absolute({name: len(everything)})[0]
     except (ValueError, AssertionError) as error:

@@ -15,7 +15,7 @@ from hotseat.data.images import RowImages
 from hotseat.data.row_problems import BadValue
 from hotseat.errors import DataError
 
-_CHUNK = 1024  # texts tokenised in one call
+CHUNK = 1024  # texts tokenised in one call
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Tokeniser:
 
     def sequences(self, drafts: Sequence[Draft]) -> Iterator[TokenSequence | BadValue]:
         """Yield a sequence, or what is wrong, for each draft in order."""
-        for begin in range(0, len(drafts), _CHUNK):
-            chunk = drafts[begin : begin + _CHUNK]
+        for begin in range(0, len(drafts), CHUNK):
+            chunk = drafts[begin : begin + CHUNK]
             texts = [text for draft in chunk for text in self._texts(draft)]
             encoded = iter(encode(self._tokenizer, texts, with_offsets=any(draft.marks for draft in chunk)))
             for draft in chunk:

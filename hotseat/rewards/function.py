@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
 from hotseat.rewards.function_process import LoadedTooLate, NotLoaded, OwnerThread, Task, Tracebacks, Worker
-from hotseat.rewards.scorer import NamedArguments, SampleGroup, Scorer, named_samples
+from hotseat.rewards.scorer import NamedArguments, SampleGroup, Scorer, named_samples, to_stderr
 from hotseat.user_functions import located
 from hotseat.words import label_text
 
@@ -68,7 +67,7 @@ class RewardFunction(Scorer):
         self.retries = retries
         self._seed = seed
         self._has_been_late = False
-        self._say = say or _to_stderr
+        self._say = say or to_stderr
         task = Task(str(file), function, max_memory_bytes)
         self._worker = Worker(task, start_timeout_s, lambda: self._owner.is_closed, Tracebacks(self._show))
         self._owner = OwnerThread(self.name, self._worker.start, self._score, self._worker.end, self._unfinished)
@@ -108,8 +107,8 @@ class RewardFunction(Scorer):
     # --- in the owner thread ------------------------------------------------------------------------------------------
 
     def _show(self, text: str) -> None:
-        _to_stderr(text)
-        if self._say is not _to_stderr:
+        to_stderr(text)
+        if self._say is not to_stderr:
             self._say(text)
 
     def _score(self, job: tuple[dict[str, Any], list[str]]) -> list[Score | Failed]:
@@ -182,10 +181,6 @@ def locate(path: str) -> tuple[Path, str]:
             f" one of {', '.join(builtin.FUNCTIONS)}"
         )
     return file, function
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _num_failed(samples: list[Score | Failed]) -> int:

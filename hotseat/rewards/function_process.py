@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,13 @@ class Task:
     extra_path: tuple[str, ...] = ()  # folders to import from, besides those of this process
 
 
+@dataclass(eq=False)
 class Tracebacks:
     """Shows the traceback of each cause once, whichever process raised it, and a count at the 10th, 100th, ... time."""
 
-    def __init__(self, show: Callable[[str], object]):
-        self._show = show
-        self._lock = threading.Lock()
-        self._times_raised: Counter[str] = Counter()
+    show: Callable[[str], object]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _times_raised: Counter[str] = field(default_factory=Counter)
 
     def add(self, answer: Mapping[str, Any]) -> None:
         """Count the error in an answer, and show what is new of it."""
@@ -62,9 +62,9 @@ class Tracebacks:
             self._times_raised[answer["cause"]] += 1
             count = self._times_raised[answer["cause"]]
         if count == 1:
-            self._show(answer["traceback"])
+            self.show(answer["traceback"])
         elif re.fullmatch("10+", str(count)):
-            self._show(f"raised {count:,} times by now, the last time: {answer['error']}")
+            self.show(f"raised {count:,} times by now, the last time: {answer['error']}")
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import os
 import random
+import runpy
 import sys
 import traceback
 from collections.abc import Collection
@@ -29,8 +30,9 @@ def main(channel: Channel, task: dict[str, Any]) -> None:
     sys.path[:] = [os.path.dirname(os.path.abspath(task["file"])), *task["path"]]
     sys.argv[:] = [task["file"]]
     # Files may import what examples of other frameworks import, without anything else of this package.
-    for helper in _file_of_package("extensions.py").REWARD_HELPERS:
-        _file_of_package(helper).install()
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    for helper in runpy.run_path(os.path.join(package, "extensions.py"))["REWARD_HELPERS"]:
+        runpy.run_path(os.path.join(package, helper))["install"]()
     try:
         function = load(task["file"], task["function"])
     except BaseException as error:
@@ -113,16 +115,6 @@ def named_arguments(function: Any, named: dict[str, Any] | None) -> dict[str, An
 
 def _copies(value: Any, count: int) -> list[Any]:
     return [copy.deepcopy(value) for _ in range(count)]
-
-
-def _file_of_package(file: str) -> Any:
-    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), file)
-    spec = importlib.util.spec_from_file_location(f"hotseat_{os.path.basename(file).removesuffix('.py')}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def seed_everything(seed: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
 from hotseat.rewards.function_process import NotLoaded, OwnerThread, Task, Tracebacks, Worker
 from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
-from hotseat.rewards.scorer import SampleGroup, Scorer, when_all_are_done
+from hotseat.rewards.scorer import SampleGroup, Scorer, to_stderr, when_all_are_done
 from hotseat.words import label_text
 
 if TYPE_CHECKING:
@@ -222,7 +221,7 @@ class _Judge(Worker):
 
     def __init__(self, grader: Grader, max_memory_bytes: int | None, is_closed: Callable[[], bool]):
         task = Task(str(_FILE), _FUNCTIONS[grader.kind], max_memory_bytes)
-        tracebacks = Tracebacks(lambda text: print(text, file=sys.stderr, flush=True))
+        tracebacks = Tracebacks(to_stderr)
         super().__init__(task, _START_TIMEOUT_S, is_closed, tracebacks)
         self._grader = grader
         self._options = {"pattern": grader.pattern, "json_schema": grader.json_schema}

@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import json
 import random
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ from hotseat.errors import RunError
 from hotseat.failed import Failed
 from hotseat.rewards.addresses import TOKEN
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
-from hotseat.rewards.scorer import SampleGroup, Scorer, named_samples
+from hotseat.rewards.scorer import SampleGroup, Scorer, named_samples, to_stderr
 from hotseat.words import quantity, without_url_secrets
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -101,7 +100,7 @@ class Poster(Closing):
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._back_off_s = back_off_s
-        self._report = report or _to_stderr
+        self._report = report or to_stderr
         self._random = random.Random()  # not the global one, which agents draw from
         self._lock = threading.Lock()
         self._is_closed = False
@@ -301,10 +300,6 @@ def excerpt(content: bytes) -> str:
     """Return the beginning of an answer, for a message."""
     text = " ".join(content[: 4 * _MAX_SHOWN].decode(errors="replace").split())
     return (text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}...") or "(empty)"
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 # --- reward servers that speak OpenRLHF's protocol --------------------------------------------------------------------

@@ -6,7 +6,7 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hotseat.agents.gateway.fields import Asked
@@ -38,6 +38,7 @@ class ClientAnswer:
         return message | ({} if self.reasoning is None else {"reasoning_content": self.reasoning})
 
 
+@dataclass(eq=False)
 class GrowingAnswer:
     """An answer of which any number of clients read the text as it grows. All methods are called in one event loop.
 
@@ -45,15 +46,14 @@ class GrowingAnswer:
     come meanwhile wait, and the newest are the next.
     """
 
-    def __init__(self, context: tuple[int, ...], text_of: Callable[[tuple[int, ...]], Awaitable[str]] | None = None):
-        self.context = context
-        self._text_of = text_of
-        self._newest: tuple[int, ...] = ()
-        self._working: asyncio.Task[None] | None = None
-        self._text = ""
-        self._answer: ClientAnswer | None = None
-        self._error: BaseException | None = None
-        self._changed = asyncio.Event()
+    context: tuple[int, ...]
+    text_of: Callable[[tuple[int, ...]], Awaitable[str]] | None = None
+    _newest: tuple[int, ...] = ()
+    _working: asyncio.Task[None] | None = None
+    _text: str = ""
+    _answer: ClientAnswer | None = None
+    _error: BaseException | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
     def complete(cls, answer: ClientAnswer) -> GrowingAnswer:
@@ -83,11 +83,11 @@ class GrowingAnswer:
             self._working.cancel()
 
     async def _show(self) -> None:
-        assert self._text_of is not None
+        assert self.text_of is not None
         shown: tuple[int, ...] = ()
         while self._newest is not shown:
             shown = self._newest
-            text = await self._text_of(shown)
+            text = await self.text_of(shown)
             is_open = self._answer is None and self._error is None
             if is_open and len(text) > len(self._text) and text.startswith(self._text):
                 self._text = text
