@@ -17,7 +17,7 @@ from typing import Any
 from hotseat.agents.agent import AgentError
 from hotseat.agents.black_box import BlackBox, Client
 from hotseat.agents.confinement import best_confinement, warn_if_open
-from hotseat.agents.environments.families import EnvironmentSettings
+from hotseat.agents.environments.families import EnvironmentSettings, interpreter
 from hotseat.agents.gateway.program_session import ProgramSettings
 from hotseat.agents.programs import check_startable, environment
 from hotseat.errors import UserError
@@ -70,7 +70,7 @@ class StartedEnvironment(ChildProcess):
         self._confinement = best_confinement()
         warn_if_open(self._confinement, False)
         confined = self._confinement.prefix  # what it starts is found by its mark, too: it needs no control group
-        python = settings.interpreter
+        python = interpreter(settings.python)
         env = environment(folder, passed_on, {supervisor.EPISODE: name})
         env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])
         try:
