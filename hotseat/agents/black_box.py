@@ -130,7 +130,12 @@ class Program(BlackBox):
     def __init__(self, tokenizer: Any, settings: ProgramSettings, **limits: Any):
         super().__init__(tokenizer, settings, **limits)
         assert settings.command is not None, "a program without a command"
-        self._command = absolute_command(settings.command)
+        # Words that name files here become absolute paths: a program has a folder of its own.
+        first, *words = settings.command
+        self._command = [
+            os.path.abspath(shutil.which(first) or first),
+            *(os.path.abspath(word) if os.path.isfile(word) else word for word in words),
+        ]
         self._programs: asyncio.Future[ProgramHost] | None = None  # made by the first episode
         self.name = " ".join(settings.command)
 
@@ -138,17 +143,14 @@ class Program(BlackBox):
         programs = await self._opened()
         async with programs.folder() as folder:
             result = folder / "hotseat_result.json"
-            env = environment(
-                folder,
-                self._settings.passed_on,
-                {
-                    "OPENAI_BASE_URL": client.base_url,
-                    "OPENAI_API_KEY": client.api_key,
-                    "ANTHROPIC_BASE_URL": client.root_url,
-                    "ANTHROPIC_API_KEY": client.api_key,
-                    "HOTSEAT_RESULT": str(result),
-                },
-            )
+            own = {
+                "OPENAI_BASE_URL": client.base_url,
+                "OPENAI_API_KEY": client.api_key,
+                "ANTHROPIC_BASE_URL": client.root_url,
+                "ANTHROPIC_API_KEY": client.api_key,
+                "HOTSEAT_RESULT": str(result),
+            }
+            env = environment(folder, self._settings.passed_on, own)
             task: dict[str, Any] = {"prompt": prompt.text, "label": prompt.label, "seed": client.seed}
             if prompt.images:
                 task["content"] = client.content
@@ -179,12 +181,6 @@ class Program(BlackBox):
         if self._programs is not None:
             programs, self._programs = await self._programs, None
             await asyncio.get_running_loop().run_in_executor(None, programs.close)
-
-
-def absolute_command(command: Sequence[str]) -> list[str]:
-    """Return a command in which words that name files here are absolute paths: a program has a folder of its own."""
-    first = shutil.which(command[0]) or command[0]
-    return [os.path.abspath(first), *(os.path.abspath(w) if os.path.isfile(w) else w for w in command[1:])]
 
 
 async def _unless_failed(play: Any, session: Session) -> Any:

@@ -73,10 +73,11 @@ def make_pairs(
     check_input_template(input_template)
     tokeniser = Tokeniser(tokenizer, max_length, keep_end=keep_end)
     form = _Form(chosen_key, rejected_key, prompt_key, input_template, template, is_preference)
-    chosen = sequences_of(rows, partial(form.draft, key=chosen_key), tokeniser, image_key)
-    rejected = sequences_of(rows, partial(form.draft, key=rejected_key), tokeniser, image_key)
+    both = [
+        sequences_of(rows, partial(form.draft, key=key), tokeniser, image_key) for key in (chosen_key, rejected_key)
+    ]
     pairs, num_no_answer, num_identical, lost = [], 0, 0, Lost()
-    for row, better, worse in zip(rows, chosen, rejected, strict=True):
+    for row, better, worse in zip(rows, *both, strict=True):
         if is_preference and template is None and prompt_key is None:
             better, worse = _without_common(better, worse)
         is_pair = bool(better.mask.any() and worse.mask.any()) and not torch.equal(better.token_ids, worse.token_ids)
@@ -89,13 +90,8 @@ def make_pairs(
         elif torch.equal(better.token_ids, worse.token_ids):
             num_identical += 1
         else:
-            pairs.append(
-                Pair(
-                    Example(better.token_ids, better.mask, row.where, better.images),
-                    Example(worse.token_ids, worse.mask, row.where, worse.images),
-                    _margin(row),
-                )
-            )
+            chosen, rejected = (Example(each.token_ids, each.mask, row.where, each.images) for each in (better, worse))
+            pairs.append(Pair(chosen, rejected, _margin(row)))
     if not pairs:
         raise DataError(
             f"none of the {len(rows)} rows is a pair: {num_identical} have the same answer twice and {num_no_answer}"

@@ -112,7 +112,7 @@ class LiveView:
     def progress(self, text: str) -> None:
         """Print a line about the start-up: on a terminal above the status, elsewhere with its date."""
         stamp = "" if self._console.is_terminal else time.strftime("%Y-%m-%d %H:%M:%S  ")
-        self._console.print(f"{stamp}{text}", highlight=False, markup=False, soft_wrap=True)
+        self.say(f"{stamp}{text}")
         self._console.file.flush()
 
     def step(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -123,7 +123,7 @@ class LiveView:
             value = values.get(name)
             if value is not None and not (value == 0 and name in _SHOWN_IF_ANY):
                 cells.append(shown.format(value))
-        self._console.print("  ".join(cells), highlight=False, markup=False, soft_wrap=True)
+        self.say("  ".join(cells))
 
     def advance(self, step: int, phase: str) -> None:
         """Show how many steps are done, without a line for each; where there is no terminal, a line now and then."""

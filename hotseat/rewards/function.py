@@ -70,7 +70,7 @@ class RewardFunction(Scorer):
         self._say = say or to_stderr
         task = Task(str(file), function, max_memory_bytes)
         self._worker = Worker(task, start_timeout_s, lambda: self._owner.is_closed, Tracebacks(self._show))
-        self._owner = OwnerThread(self.name, self._worker.start, self._score, self._worker.end, self._unfinished)
+        self._owner = OwnerThread(self.name, [self._worker], self._score, self._unfinished)
         atexit.register(self.close)
         try:
             self._owner.start(start_timeout_s + 10.0)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,20 +138,19 @@ class OwnerThread:
     def __init__(
         self,
         name: str,
-        begin: Callable[[], object],
+        workers: Sequence[Worker],
         work: Callable[[Any], Any],
-        end: Callable[[], object],
         unfinished: Callable[[Any], RunError],
     ):
         self.is_closed = False
         self.lock = threading.RLock()
-        self._begin, self._work, self._end, self._unfinished = begin, work, end, unfinished
+        self._workers, self._work, self._unfinished = workers, work, unfinished
         self._jobs: queue.SimpleQueue[tuple[Any, Future[Any]] | None] = queue.SimpleQueue()
         self._begun: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, timeout_s: float | None = None) -> None:
-        """Start the thread, and return when `begin` has; raises what it raised."""
+        """Start the thread, and return when all workers have started; raises why one did not."""
         self._thread.start()
         self._begun.result(timeout_s)
 
@@ -174,7 +173,8 @@ class OwnerThread:
 
     def _run(self) -> None:
         try:
-            self._begin()
+            for worker in self._workers:
+                worker.start()
             self._begun.set_result(None)
             while not self.is_closed and (taken := self._jobs.get()) is not None:
                 job, future = taken
@@ -189,7 +189,8 @@ class OwnerThread:
         except BaseException as error:
             self._begun.set_exception(error)
         finally:
-            self._end()
+            for worker in self._workers:
+                worker.end()
             with contextlib.suppress(queue.Empty):
                 while True:
                     left = self._jobs.get_nowait()

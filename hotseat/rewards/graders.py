@@ -123,7 +123,7 @@ class Graders(Scorer):
             self._sandbox.probe()
             self._pool = ThreadPoolExecutor(settings.max_concurrent or os.cpu_count() or 1, "sandbox")
         self._judges = [_Judge(each, max_memory_bytes, lambda: self._owner.is_closed) for each in self._texts]
-        self._owner = OwnerThread("graders", self._begin, self._judge_texts, self._end, lambda job: _closed())
+        self._owner = OwnerThread("graders", self._judges, self._judge_texts, lambda job: _closed())
         atexit.register(self.close)
         try:
             self._owner.start()
@@ -200,16 +200,8 @@ class Graders(Scorer):
 
     # --- in the owner thread ------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        for judge in self._judges:
-            judge.start()
-
     def _judge_texts(self, answers: _Answers) -> list[Part]:
         return [[judge.judge(answer, label) for answer, label in answers] for judge in self._judges]
-
-    def _end(self) -> None:
-        for judge in self._judges:
-            judge.end()
 
 
 def _closed() -> RunError:

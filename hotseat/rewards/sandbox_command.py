@@ -97,15 +97,8 @@ def bubblewrap(bwrap: str, python: Interpreter, folder: Path, max_file_bytes: in
         options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         options += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-    for name, value in (
-        ("PATH", "/usr/bin"),
-        ("HOME", "/tmp"),
-        ("LANG", "C.UTF-8"),
-        ("PYTHONUTF8", "1"),
-        ("PYTHONHASHSEED", "0"),
-        ("OMP_NUM_THREADS", "1"),
-        ("OPENBLAS_NUM_THREADS", "1"),
-    ):
+    env = {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}
+    for name, value in {**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}.items():
         options += ["--setenv", name, value]
     options += ["--dir", "/usr", "--dir", "/etc"]
     for path in _SYSTEM:

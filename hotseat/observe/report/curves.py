@@ -101,7 +101,10 @@ def make_curves(table: Table, max_points: int) -> dict[str, Any]:
             numbers[key] = len(grids)
             grids.append(_grid(table, has_value, max_points))
         values = column[has_value]
-        series[name] = {"grid": numbers[key]} | _points(values, max_points)
+        # Half as many buckets as points, since their extremes take room, too.
+        parts = (values,) if len(values) <= max_points else thin(values, max_points // 2)
+        named = zip(("mean", "low", "high"), parts, strict=False)
+        series[name] = {"grid": numbers[key]} | {part: _rounded(each) for part, each in named}
         num_odd = int((~np.isfinite(values)).sum())
         if num_odd:
             series[name]["not_finite"] = num_odd
@@ -130,14 +133,6 @@ def _grid(table: Table, has_value: np.ndarray, max_points: int) -> dict[str, Any
     if seconds is not None:
         grid["seconds"] = _rounded(seconds[has_value][picked], 6)
     return grid
-
-
-def _points(values: np.ndarray, max_points: int) -> dict[str, Any]:
-    if len(values) <= max_points:
-        return {"mean": _rounded(values)}
-    # Half as many buckets as points, since their extremes take room, too.
-    means, lows, highs = thin(values, max_points // 2)
-    return {"mean": _rounded(means), "low": _rounded(lows), "high": _rounded(highs)}
 
 
 def _rounded(values: np.ndarray, num_digits: int = 5) -> list[float | int | None]:

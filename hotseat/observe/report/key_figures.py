@@ -78,9 +78,13 @@ def make_facts(
     own = headline_metric(table)
     names = dict.fromkeys([*([own] if own is not None else []), *headlines])
     facts += [_headline_fact(table, name) for name in names if len(table.values(name)[0])]
-    speed = _tokens_per_s(table)
-    if speed is not None:
-        facts.append(_fact("Tokens per second", f"{speed:,.0f}", "mean over the run"))
+    rates = table.columns.get("tokens_per_s")
+    if rates is not None:
+        weights = table.columns.get("step_s", np.ones(len(rates)))  # over the whole time
+        known = np.isfinite(rates) & np.isfinite(weights) & (weights > 0)
+        if known.any():
+            speed = float(np.average(rates[known], weights=weights[known]))
+            facts.append(_fact("Tokens per second", f"{speed:,.0f}", "mean over the run"))
     facts += _sample_facts(table, counts)
     if "engine_restarts" in table.columns:
         restarts = num_restarts(table.values("engine_restarts")[1])
@@ -106,16 +110,6 @@ def _headline_fact(table: Table, name: str) -> dict[str, str]:
     if values[best] == values[-1]:
         where = f"{word} at the end" if values[0] != values[-1] else "as at the beginning"
     return _fact(name, f"{values[0]:.4g} \u2192 {values[-1]:.4g}", where, is_headline=True)
-
-
-def _tokens_per_s(table: Table) -> float | None:
-    """Return tokens per second over the whole time: steps are weighted by their durations."""
-    rates, step_s = table.columns.get("tokens_per_s"), table.columns.get("step_s")
-    if rates is None:
-        return None
-    weights = np.ones(len(rates)) if step_s is None else step_s
-    known = np.isfinite(rates) & np.isfinite(weights) & (weights > 0)
-    return float(np.average(rates[known], weights=weights[known])) if known.any() else None
 
 
 def _sample_facts(table: Table, counts: Mapping[str, Any] | None) -> list[dict[str, str]]:

@@ -85,6 +85,7 @@ def pack(record: dict[str, Any]) -> dict[str, Any]:
     segments = [segment for segment in record.get("segments") or [] if isinstance(segment, dict)]
     num_tokens = sum(len(segment.get("text") or []) for segment in segments)
     film = str(record.get("film") or "")
+    turns = [turn for turn in record.get("turns") or [] if isinstance(turn, dict)]
     return {
         "step": record.get("step"),
         "key": [record.get("epoch"), record.get("prompt"), record.get("sample")],
@@ -101,35 +102,26 @@ def pack(record: dict[str, Any]) -> dict[str, Any]:
         # The frames of an episode, if they are an animated image that is not too large.
         "film": film if film.startswith(_FILM) and len(film) <= MAX_FILM_CHARACTERS else None,
         "num_tokens": num_tokens,
-        "turns": _pack_turns(record),
+        "turns": [
+            {
+                "length": turn.get("length"),
+                "reward": finite(turn.get("reward")),
+                "asked_s": finite(turn.get("asked_s")),
+                "answered_s": finite(turn.get("answered_s")),
+                "tool_calls": [shortened(call) for call in turn.get("tool_calls") or []],
+            }
+            for turn in turns[:MAX_TURNS]
+        ],
         "waited_s": finite(record.get("waited_s")),
         "took_s": finite(record.get("took_s")),
-        "segments": list(_pack_segments(_with_turns(segments, record), num_tokens)),
+        "segments": list(_pack_segments(_with_turns(segments, turns), num_tokens)),
     }
 
 
-def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return [turn for turn in record.get("turns") or [] if isinstance(turn, dict)]
-
-
-def _pack_turns(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "length": turn.get("length"),
-            "reward": finite(turn.get("reward")),
-            "asked_s": finite(turn.get("asked_s")),
-            "answered_s": finite(turn.get("answered_s")),
-            "tool_calls": [shortened(call) for call in turn.get("tool_calls") or []],
-        }
-        for turn in _turns(record)[:MAX_TURNS]
-    ]
-
-
-def _with_turns(segments: Sequence[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]]:
+def _with_turns(segments: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return segments with the turn of each sampled token, and what they share with an earlier one: a branch."""
-    lengths = [turn.get("length") for turn in _turns(record)]
-    turns = [at for at, length in enumerate(lengths) if isinstance(length, int) for _ in range(length)]
-    of_tokens = iter(turns)
+    lengths = [turn.get("length") for turn in turns]
+    of_tokens = iter([at for at, length in enumerate(lengths) if isinstance(length, int) for _ in range(length)])
     made: list[dict[str, Any]] = []
     for index, segment in enumerate(segments):
         sampled = segment.get("sampled") or []

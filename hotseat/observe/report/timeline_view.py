@@ -147,7 +147,10 @@ def _cut(spans: Spans, windows: list[Window], max_spans: int) -> dict[str, Any]:
     window_of_span = np.maximum(np.searchsorted(bounds, spans.starts, side="right") - 1, 0)
     num_spans = np.bincount(window_of_span, minlength=len(windows)).tolist()
     chosen = choose_windows(windows, num_spans, max_spans)
-    touching = np.flatnonzero(_touches(spans, [windows[index] for index in chosen]))
+    # Spans that lie at least partly in one of the chosen windows, which are in the order of time.
+    begins, ends = np.array([(windows[index].start, windows[index].end) for index in chosen]).T
+    last = np.searchsorted(begins, spans.ends, side="right") - 1
+    touching = np.flatnonzero((last >= 0) & (ends[last] >= spans.starts))
     longest_first = touching[np.argsort(spans.starts[touching] - spans.ends[touching], kind="stable")]
     # A single step may have more spans than a page can hold: then the short ones are left out.
     kept = longest_first[:max_spans]
@@ -187,13 +190,6 @@ def _cut(spans: Spans, windows: list[Window], max_spans: int) -> dict[str, Any]:
             for index in kept.tolist()
         ],
     }
-
-
-def _touches(spans: Spans, windows: list[Window]) -> np.ndarray:
-    """Return [spans] bool: a span lies at least partly in one of the windows, which are in the order of time."""
-    starts, ends = np.array([window.start for window in windows]), np.array([window.end for window in windows])
-    last = np.searchsorted(starts, spans.ends, side="right") - 1
-    return (last >= 0) & (ends[last] >= spans.starts)
 
 
 def _lane_order(process: str, thread: str) -> tuple[int, str, int, str]:
