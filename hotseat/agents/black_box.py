@@ -71,7 +71,7 @@ class BlackBox(Agent):
         self._preparer = preparer  # of a VLM's images
         self._tokenizer = tokenizer
         self._settings = settings
-        self._policy = Policy(tokenizer, settings, preparer, max_length=max_length, max_answers=max_steps)
+        self._policy = Policy(tokenizer, settings, preparer, max_length, max_steps)
         if settings.tool_parser is not None:
             _ = self._policy.parser  # raises if it cannot be
         max_image_bytes = 0 if preparer is None else preparer.max_image_bytes

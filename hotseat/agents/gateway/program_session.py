@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
@@ -55,34 +55,26 @@ class ProgramSettings:
     environment: EnvironmentSettings | None = None
 
 
+@dataclass(eq=False)
 class Policy:
     """The model behind the gateway, as far as all episodes share it: its tokenizer, its settings, what was logged.
 
     Rendering and tokenising long conversations takes milliseconds, which the event loop does not have: one thread does
     all of it (`work`), in the order of the calls. What it returns or raises goes to who waits.
-
-    preparer: of a VLM's images; None: the run has none.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        settings: ProgramSettings,
-        preparer: ImagePreparer | None,
-        *,
-        max_length: int,
-        max_answers: int | None,
-    ):
-        self.tokenizer = tokenizer
-        self.settings = settings
-        self.preparer = preparer
-        self.max_length = max_length
-        self.max_answers = max_answers
-        self.chat_template = settings.chat_template or (None if preparer is None else preparer.chat_template)
-        added = getattr(tokenizer, "added_tokens_decoder", {})
+    tokenizer: Any
+    settings: ProgramSettings
+    preparer: ImagePreparer | None  # of a VLM's images; None: the run has none
+    max_length: int
+    max_answers: int | None
+    _logged: set[str] = field(default_factory=set)
+    _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "conversations"))
+
+    def __post_init__(self) -> None:
+        self.chat_template = self.settings.chat_template or (self.preparer and self.preparer.chat_template)
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
-        self._logged: set[str] = set()
-        self._thread = ThreadPoolExecutor(1, "conversations")
 
     @cached_property
     def max_characters(self) -> int:
