@@ -19,6 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hotseat.data.row_problems import Problems, kind_of
 from hotseat.errors import DataError
 
@@ -85,14 +87,8 @@ def load_rows(
     good = [[row for row in entries if not isinstance(row, _Bad)] for entries in loaded]  # all of them, by now
     if shares is None:
         return [row for rows in good for row in rows][:max_samples]
-    from datasets import Dataset, interleave_datasets
-
-    # Drawn by `datasets`, of the numbers of rows.
-    numbered = [
-        Dataset.from_dict({"part": [at] * len(rows), "row": list(range(len(rows)))}) for at, rows in enumerate(good)
-    ]
-    mixed = interleave_datasets(numbered, shares, seed, stopping_strategy="all_exhausted")[:max_samples]
-    return [good[part][row] for part, row in zip(mixed["part"], mixed["row"], strict=True)]
+    draws = _interleave([len(rows) for rows in good], shares, seed, max_samples)
+    return [good[part][number] for part, number in draws]
 
 
 def _shares(probs: str | Sequence[float] | None, num_parts: int) -> list[float] | None:
@@ -110,6 +106,22 @@ def _shares(probs: str | Sequence[float] | None, num_parts: int) -> list[float] 
             f"data.probs {probs!r}: each must be above 0, since every part is to be used up, and they must add up to 1"
         )
     return [share / sum(shares) for share in shares]
+
+
+def _interleave(
+    lengths: Sequence[int], shares: Sequence[float], seed: int, max_samples: int | None
+) -> Iterator[tuple[int, int]]:
+    """Yield (part, row in it) until every part is used up. Draws in blocks of 1000, to give what `datasets` gives."""
+    generator = np.random.default_rng(seed)
+    taken, num_unused, num_rows = [0] * len(lengths), len(lengths), 0
+    while True:
+        for part in generator.choice(len(lengths), size=1000, p=shares).tolist():
+            if num_unused == 0 or num_rows == max_samples:
+                return
+            yield part, taken[part] % lengths[part]
+            num_rows += 1
+            taken[part] += 1
+            num_unused -= taken[part] == lengths[part]
 
 
 # --- one part ---------------------------------------------------------------------------------------------------------
