@@ -118,7 +118,7 @@ def messages(value: Any, name: str = "messages") -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRequest(f"{where}: not an object with a role", where)
         calls = message.get("tool_calls")
-        if calls is not None and not (isinstance(calls, list) and all(_is_call(call) for call in calls)):
+        if calls is not None and not (isinstance(calls, list) and all(map(_names_a_function, calls))):
             raise BadRequest(f"{where}.tool_calls: not a list of calls of functions", where)
         if message.get("content") is None and not calls:
             raise BadRequest(f"{where}: neither content nor tool calls", where)
@@ -126,8 +126,8 @@ def messages(value: Any, name: str = "messages") -> list[dict[str, Any]]:
     return [{**message, "role": "system"} if message["role"] == "developer" else message for message in value]
 
 
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
+def _names_a_function(tool_or_call: Any) -> bool:
+    function = tool_or_call.get("function") if isinstance(tool_or_call, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
@@ -136,10 +136,6 @@ def tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     value = body.get("tools")
     if not value or body.get("tool_choice") == "none":
         return []
-    for tool in value if isinstance(value, list) else [None]:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRequest(
-                "tools: not a list of functions with names; other kinds of tools are not supported", "tools"
-            )
+    if not (isinstance(value, list) and all(map(_names_a_function, value))):
+        raise BadRequest("tools: not a list of functions with names; other kinds of tools are not supported", "tools")
     return value
