@@ -72,7 +72,8 @@ class Policy:
     _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "conversations"))
 
     def __post_init__(self) -> None:
-        self.chat_template = self.settings.chat_template or (self.preparer and self.preparer.chat_template)
+        of_images = None if self.preparer is None else self.preparer.chat_template
+        self.chat_template = self.settings.chat_template or of_images
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
 
