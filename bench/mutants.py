@@ -237,14 +237,14 @@ MUTANTS = (
         "test_a_sample_without_a_finite_reward_or_score_fails_alone",
     ),
     Mutant(
-        "agents/gateway/growing.py",
+        "agents/gateway/reply.py",
         "a text shorter than a stop string is streamed",
         "return text[: max(0, len(text) - held)]",
         "return text[: len(text) - held] if held else text",
         "test_what_of_a_text_stays",
     ),
     Mutant(
-        "agents/gateway/retries.py",
+        "agents/gateway/gateway_server.py",
         "a retry gets the answer of an equal request, not that of the one that was given up",
         "        if self.num_given_up:\n",
         "        if False:\n",
@@ -253,14 +253,14 @@ MUTANTS = (
     Mutant(
         "agents/host.py",
         "episodes that wait for a place begin though their host closes",
-        "while self._waiting and len(self._playing) < self._max_concurrent and self._closed is None:",
+        "while self._waiting and len(self._playing) < self._max_concurrent and self._jobs.closed is None:",
         "while self._waiting and len(self._playing) < self._max_concurrent:",
         "test_what_waits_for_a_place_does_not_begin_when_the_host_closes",
     ),
     Mutant(
         "envs/simulator_child.py",
         "a batch of worlds that returns too few results is taken",
-        "if len(results) != len(items):",
+        "if len(results) != len(where):",
         "if False:",
         "test_a_batch_that_returns_too_few_results_fails_its_episodes",
     ),

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hotseat.rewards import Score
-from hotseat.rewards.service import RewardService
+from hotseat.rewards.posting import RewardService
 
 TOLERANCE = 1e-5  # a text's reward in a batch of any size, against alone
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 class AgentFormEntry(NamedTuple):
     """A form of agent files that another framework has.
 
-    form: name of the `AgentForm` that loads such files. classes, functions: a file that defines one of them has the
-    form. description: of what such a file defines, for messages.
+    form: name of the object that loads such files, such as `OpenrlhfForm`. classes, functions: a file that defines one
+    of them has the form. description: of what such a file defines, for messages.
     """
 
     form: str

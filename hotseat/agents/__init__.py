@@ -12,25 +12,14 @@ environment adds is tokenised separately and appended; no text is tokenised twic
 
 from hotseat.agents.agent import Agent, AgentError, SampleFunction, SingleTurn
 from hotseat.agents.agent_file import load_agent
-from hotseat.agents.deadlines import Deadlines
 from hotseat.agents.engine_calls import OpenRequests
-from hotseat.agents.gateway.program_settings import ProgramSettings
+from hotseat.agents.episode_jobs import Deadlines
+from hotseat.agents.gateway.program_session import ProgramSettings
 from hotseat.agents.host import AgentHost
 from hotseat.agents.multi_turn import Environment, MultiTurn, Step
 from hotseat.agents.transcript import Transcript
 
 __all__ = [
-    "Agent",
-    "AgentError",
-    "AgentHost",
-    "Deadlines",
-    "Environment",
-    "MultiTurn",
-    "OpenRequests",
-    "ProgramSettings",
-    "SampleFunction",
-    "SingleTurn",
-    "Step",
-    "Transcript",
-    "load_agent",
-]
+    "Agent", "AgentError", "AgentHost", "Deadlines", "Environment", "MultiTurn", "OpenRequests", "ProgramSettings",
+    "SampleFunction", "SingleTurn", "Step", "Transcript", "load_agent",
+]  # fmt: skip

@@ -10,11 +10,11 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hotseat import extensions
 from hotseat.agents.agent import Agent, AgentError, SingleTurn
-from hotseat.agents.gateway.program_settings import ProgramSettings
+from hotseat.agents.gateway.program_session import ProgramSettings
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import Environment, MultiTurn
 from hotseat.errors import UnsupportedError, UserError
@@ -22,25 +22,6 @@ from hotseat.user_functions import located
 
 _MODULE = "hotseat_agent"
 _SLOW_S = 0.2  # of running a file, which happens for each episode of a function
-
-
-class AgentForm(Protocol):
-    """A form of agent files that another framework has; `extensions.AGENT_FORMS` lists them."""
-
-    def stand_in(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which what such files import can be imported."""
-
-    def make(
-        self,
-        file: AgentFile,
-        name: str,
-        tokenizer: Any,
-        *,
-        run_seed: int,
-        preparer: ImagePreparer | None,
-        **limits: Any,
-    ) -> Agent:
-        """Make the agent that is called `name` in the file. limits: `max_length` and `max_steps`."""
 
 
 def load_agent(
@@ -65,8 +46,9 @@ def load_agent(
     if programs.environment is not None:
         from hotseat.agents.environments.environment_agent import EnvironmentAgent
 
-        limits: dict[str, Any] = {"max_length": max_length, "max_steps": max_steps, "preparer": preparer}
-        return EnvironmentAgent(tokenizer, programs, programs.environment, **limits)
+        return EnvironmentAgent(
+            tokenizer, programs, programs.environment, max_length=max_length, max_steps=max_steps, preparer=preparer
+        )
     if programs.command is not None:
         from hotseat.agents.black_box import Program
 
@@ -74,7 +56,31 @@ def load_agent(
     if path is None:
         return SingleTurn(tokenizer)
     file, class_name = located(str(path))
-    agent = _load(file, class_name, tokenizer, {"max_length": max_length, "max_steps": max_steps}, programs, preparer)
+    source = AgentFile(file)
+    name, value, form = _choose(source.module, file, class_name)
+    limits = {"max_length": max_length, "max_steps": max_steps}
+    shared: dict[str, Any] = {**limits, "preparer": preparer}
+    if name == "play":
+        from hotseat.agents.black_box import PlayFunction
+
+        try:
+            player = PlayFunction(value, tokenizer, programs, **shared)
+        except AgentError as error:
+            raise UserError(f"{file}: {error}") from None
+        player.name = str(file)
+        return player
+    agent: Agent
+    try:
+        if form is not None:
+            agent = form.make(source, name, tokenizer, run_seed=programs.run_seed, **shared)
+        elif Environment in value.__mro__:
+            agent = MultiTurn(value, tokenizer, run_seed=programs.run_seed, **shared)
+        else:
+            agent = value(**accepted(value.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{file}: {error}") from error
+    except Exception as error:
+        raise UserError(f"{file}: {name} cannot be made: {describe(error, str(file))}") from error
     with contextlib.suppress(AttributeError):
         agent.name = str(file)  # for messages
     return agent
@@ -88,37 +94,7 @@ def load_file(file: Path, class_name: str | None) -> tuple[AgentFile, str | None
     return source, source.slowness() if is_run_again else None
 
 
-def _load(
-    file: Path,
-    class_name: str | None,
-    tokenizer: Any,
-    limits: dict[str, Any],
-    programs: ProgramSettings,
-    preparer: ImagePreparer | None,
-) -> Agent:
-    source = AgentFile(file)
-    name, value, form = _choose(source.module, file, class_name)
-    seed = programs.run_seed
-    if name == "play":
-        from hotseat.agents.black_box import PlayFunction
-
-        try:
-            return PlayFunction(value, tokenizer, programs, preparer=preparer, **limits)
-        except AgentError as error:
-            raise UserError(f"{file}: {error}") from None
-    if form is None and Environment in value.__mro__:
-        return MultiTurn(value, tokenizer, run_seed=seed, preparer=preparer, **limits)
-    try:
-        if form is not None:
-            return form.make(source, name, tokenizer, run_seed=seed, preparer=preparer, **limits)
-        return value(**accepted(value.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{file}: {error}") from error
-    except Exception as error:
-        raise UserError(f"{file}: {name} cannot be made: {describe(error, str(file))}") from error
-
-
-def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tuple[str, Any, AgentForm | None]:
+def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tuple[str, Any, Any]:
     """Return what in a file is the agent, under its name, and the form if it is another framework's."""
     own = {
         name: value

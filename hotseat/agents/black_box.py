@@ -22,11 +22,9 @@ from typing import Any
 from hotseat.agents.agent import Agent, AgentError, SampleFunction, episode_seed
 from hotseat.agents.blocking_calls import OwnThread
 from hotseat.agents.branches import Answer, in_order, learned_order, segments_of
-from hotseat.agents.gateway.gateway_server import Address, Gateway
+from hotseat.agents.gateway.gateway_server import Gateway
 from hotseat.agents.gateway.message_images import content_of
-from hotseat.agents.gateway.parsing import parser_of
-from hotseat.agents.gateway.program_session import Policy, Session
-from hotseat.agents.gateway.program_settings import ProgramSettings
+from hotseat.agents.gateway.program_session import Policy, ProgramSettings, Session
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import number
 from hotseat.agents.programs import ProgramHost, environment
@@ -70,47 +68,33 @@ class BlackBox(Agent):
         max_steps: int | None = None,
         preparer: ImagePreparer | None = None,
     ):
-        if settings.tool_parser is not None:
-            parser_of(tokenizer, settings.tool_parser)  # raises if it cannot be
-        self._max_length = max_length
-        self._max_steps = max_steps
         self._preparer = preparer  # of a VLM's images
         self._tokenizer = tokenizer
-        self._policy: Policy | None = None
         self._settings = settings
-        self._gateway: Gateway | None = None
+        self._policy = Policy(tokenizer, settings, preparer, max_length, max_steps)
+        if settings.tool_parser is not None:
+            _ = self._policy.parser  # raises if it cannot be
+        max_image_bytes = 0 if preparer is None else preparer.max_image_bytes
+        self._gateway = Gateway(settings.bind, settings.advertise_url, max_image_bytes)
 
     async def run(
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
-        if self._gateway is None or self._policy is None:
-            max_image_bytes = 0 if self._preparer is None else self._preparer.max_image_bytes
-            self._gateway = Gateway(self._settings.bind, self._settings.advertise_url, max_image_bytes)
-            self._policy = Policy(
-                self._tokenizer,
-                self._settings,
-                self._preparer,
-                max_length=self._max_length,
-                max_answers=self._max_steps,
-            )
-        gateway, policy = self._gateway, self._policy
-        session = Session(policy, sample, sampling, prompt)
-        address = await gateway.open(session)
+        session = Session(self._policy, sample, sampling, prompt)
+        api_key = await self._gateway.open(session)
         try:
-            result = await _unless_failed(self.play(prompt, self._client(address, prompt, key)), session)
+            seed = episode_seed(key, self._settings.run_seed)
+            token = "" if self._preparer is None else decode(self._tokenizer, [self._preparer.image_token_id])
+            content = content_of(prompt.text, token, len(prompt.images))
+            client = Client(f"{self._gateway.url}/v1", api_key, self._gateway.url, seed, content=content)
+            result = await _unless_failed(self.play(prompt, client), session)
         except Exception:
             if not session.is_out_of_time or session.failure.done():
                 raise
             result = None  # the program could not go on without the policy: the run scores what there is
         finally:
-            gateway.end(address)
-        return await policy.work(_episode, session, key, result)
-
-    def _client(self, address: Address, prompt: Prompt, key: SampleKey) -> Client:
-        seed = episode_seed(key, self._settings.run_seed)
-        token = "" if self._preparer is None else decode(self._tokenizer, [self._preparer.image_token_id])
-        content = content_of(prompt.text, token, len(prompt.images))
-        return Client(address.base_url, address.token, address.root_url, seed, content=content)
+            self._gateway.end(api_key)
+        return await self._policy.work(_episode, session, key, result)
 
     async def play(self, prompt: Prompt, client: Client) -> Any:
         """Play one episode and return its result: None, a number, or a mapping with some of `_RESULT_KEYS`."""
@@ -118,12 +102,7 @@ class BlackBox(Agent):
 
     async def close(self) -> None:
         """Close the gateway. Called in the event loop; the next episode opens another one."""
-        if self._gateway is not None:
-            gateway, self._gateway = self._gateway, None
-            await gateway.close()
-        if self._policy is not None:
-            self._policy.close()
-            self._policy = None
+        await self._gateway.close()
 
 
 class PlayFunction(BlackBox):
@@ -151,25 +130,27 @@ class Program(BlackBox):
     def __init__(self, tokenizer: Any, settings: ProgramSettings, **limits: Any):
         super().__init__(tokenizer, settings, **limits)
         assert settings.command is not None, "a program without a command"
-        self._command = absolute_command(settings.command)
+        # Words that name files here become absolute paths: a program has a folder of its own.
+        first, *words = settings.command
+        self._command = [
+            os.path.abspath(shutil.which(first) or first),
+            *(os.path.abspath(word) if os.path.isfile(word) else word for word in words),
+        ]
         self._programs: asyncio.Future[ProgramHost] | None = None  # made by the first episode
         self.name = " ".join(settings.command)
 
     async def play(self, prompt: Prompt, client: Client) -> Any:
         programs = await self._opened()
         async with programs.folder() as folder:
-            result = folder.path / "hotseat_result.json"
-            env = environment(
-                folder.path,
-                self._settings.passed_on,
-                {
-                    "OPENAI_BASE_URL": client.base_url,
-                    "OPENAI_API_KEY": client.api_key,
-                    "ANTHROPIC_BASE_URL": client.root_url,
-                    "ANTHROPIC_API_KEY": client.api_key,
-                    "HOTSEAT_RESULT": str(result),
-                },
-            )
+            result = folder / "hotseat_result.json"
+            own = {
+                "OPENAI_BASE_URL": client.base_url,
+                "OPENAI_API_KEY": client.api_key,
+                "ANTHROPIC_BASE_URL": client.root_url,
+                "ANTHROPIC_API_KEY": client.api_key,
+                "HOTSEAT_RESULT": str(result),
+            }
+            env = environment(folder, self._settings.passed_on, own)
             task: dict[str, Any] = {"prompt": prompt.text, "label": prompt.label, "seed": client.seed}
             if prompt.images:
                 task["content"] = client.content
@@ -202,12 +183,6 @@ class Program(BlackBox):
             await asyncio.get_running_loop().run_in_executor(None, programs.close)
 
 
-def absolute_command(command: Sequence[str]) -> list[str]:
-    """Return a command in which words that name files here are absolute paths: a program has a folder of its own."""
-    first = shutil.which(command[0]) or command[0]
-    return [os.path.abspath(first), *(os.path.abspath(w) if os.path.isfile(w) else w for w in command[1:])]
-
-
 async def _unless_failed(play: Any, session: Session) -> Any:
     """Return what the program returns, or end it and raise as soon as the engine fails one of its requests."""
     playing = asyncio.ensure_future(play)
@@ -230,7 +205,9 @@ def _episode(session: Session, key: SampleKey, result: Any) -> Episode | ScoredE
     segments, lengths = segments_of(answers)
     learned = learned_order(answers)
     is_cut = session.is_cut or session.is_out_of_time
-    episode = Episode(key, segments, session.conversation.text, is_cut, lengths, _facts(learned))
+    spans = [(answer.completion.span_s, answer.tool_calls) for answer in learned]
+    facts = EpisodeFacts(tuple(TurnFacts(*span, calls) for span, calls in spans if span is not None))
+    episode = Episode(key, segments, session.conversation.text, is_cut, lengths, facts)
     if result is None:
         return episode
     if not isinstance(result, Mapping):
@@ -250,11 +227,6 @@ def _episode(session: Session, key: SampleKey, result: Any) -> Episode | ScoredE
         raise AgentError(f"extra of the result is a {type(extra).__name__}, not numbers by name")
     numbers = {str(name): number(f"extra[{name!r}]", value, is_log=True) for name, value in extra.items()}
     return ScoredEpisode(episode, total, score, numbers, turn_rewards)
-
-
-def _facts(learned: Sequence[Answer]) -> EpisodeFacts | None:
-    spans = [(answer.completion.span_s, answer.tool_calls) for answer in learned]
-    return EpisodeFacts(tuple(TurnFacts(*span, calls) for span, calls in spans if span is not None))
 
 
 def _rewards(
@@ -283,7 +255,6 @@ def _rewards(
 
 
 def _read_result(file: Path, written: str) -> Any:
-    """Return the result that a program wrote."""
     shown = f"; it wrote: {written[-_MAX_SHOWN:]}" if written else ""
     try:
         # Whatever the program made of it, opening it must not wait.

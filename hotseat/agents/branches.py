@@ -77,7 +77,10 @@ def _paths(answers: Sequence[Answer]) -> list[tuple[list[int], list[int]]]:
     for end in range(len(answers)):
         if end in is_inner:
             continue
-        path = _path(end, parents)
+        path, before = [end], parents[end]
+        while before is not None:
+            path.insert(0, before)
+            before = parents[before]
         new = [at for at in path if answers[at].is_learned and at not in learned]
         if new:
             learned.update(new)
@@ -97,16 +100,6 @@ def _segment(answers: Sequence[Answer], path: Sequence[int], new: set[int]) -> S
         else:
             draft.add(answer.completion.token_ids)
     return draft.segment()
-
-
-def _path(end: int, parents: Sequence[int | None]) -> list[int]:
-    """Return the answers from the root to `end`."""
-    path: list[int] = []
-    at: int | None = end
-    while at is not None:
-        path.append(at)
-        at = parents[at]
-    return path[::-1]
 
 
 def _parents(answers: Sequence[Answer]) -> list[int | None]:

@@ -30,7 +30,7 @@ _KEPT = {
     "NET_BIND_SERVICE": 10, "NET_RAW": 13, "SYS_CHROOT": 18, "AUDIT_WRITE": 29, "SETFCAP": 31,
 }  # fmt: skip
 # Succeeds if few processes can be seen, which are then those of a namespace of its own.
-_TRIAL = {"PID namespace": "set -- /proc/[0-9]*; [ $# -lt 8 ] && exit 7"}
+_SEES_FEW = "set -- /proc/[0-9]*; [ $# -lt 8 ] && exit 7"
 _ENTER = 'echo 0 > "$0/cgroup.procs" && exec "$@"'
 
 
@@ -55,20 +55,16 @@ class Confinement:
         """Return a command that runs another one in confinement. name: of the episode, with its host."""
         if self.groups is None:
             return [*self.prefix, *command]
-        group = self._group(name)
+        group = self.group_of(name)
         group.mkdir()
         return ["/bin/sh", "-c", _ENTER, str(group), *command]
 
     def end(self, name: str) -> None:
         """End what a program started beyond its process group, which has been killed."""
         if self.groups is not None:
-            end_group(self._group(name))
+            end_group(self.group_of(name))
 
-    def can_end(self, name: str) -> bool:
-        """Tell whether the system can kill a control group as a whole, which it can since Linux 5.14."""
-        return self.groups is None or (self._group(name) / "cgroup.kill").exists()
-
-    def _group(self, name: str) -> Path:
+    def group_of(self, name: str) -> Path:
         assert self.groups is not None
         host, _, number = name.partition(".")
         return self.groups / f"hotseat-{host}-{number}"
@@ -114,16 +110,14 @@ def warn_if_open(confinement: Confinement, has_containers: bool) -> None:
 
 
 def works(confinement: Confinement) -> bool:
-    """Try a way out."""
     name = f"probe.{os.getpid()}"
     try:
-        command = confinement.command(["/bin/sh", "-c", _TRIAL.get(confinement.kind, "exit 7")], name)
-        if not confinement.can_end(name):
+        trial = _SEES_FEW if confinement.hides_processes else "exit 7"
+        command = confinement.command(["/bin/sh", "-c", trial], name)
+        # Only since Linux 5.14 the system can kill a control group as a whole.
+        if confinement.groups is not None and not (confinement.group_of(name) / "cgroup.kill").exists():
             return False
-        ran = subprocess.run(
-            command,
-            capture_output=True, timeout=_PROBE_S, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        ran = subprocess.run(command, capture_output=True, timeout=_PROBE_S, stdin=subprocess.DEVNULL)
         return ran.returncode == 7
     except (OSError, subprocess.TimeoutExpired):
         return False

@@ -26,11 +26,12 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import PurePath
 from typing import Any, Literal
 
+from hotseat.agents.agent import AgentError
 from hotseat.agents.branches import Answer
 from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
@@ -48,66 +49,44 @@ class ConversationError(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """Tokens for the engine to continue, and the text and messages that they are of."""
+    """Tokens for the engine to continue, or an answer with its context, which a later context may continue."""
 
     token_ids: tuple[int, ...]
     text: str
     messages: bytes | None = None  # digest of the messages; None: it was made of text or of tokens
     num_messages: int = 0
     images: tuple[str, ...] = ()  # files of the images in it, in order
+    stop: str | None = None  # text of the token that ended the answer; None: it was cut
 
     @cached_property
     def digest(self) -> bytes:
-        """Return a digest of the tokens and images."""
         names = "/".join(PurePath(image).stem for image in self.images)  # digests of what is in them
         return hashlib.blake2b(array("q", self.token_ids).tobytes() + names.encode(), digest_size=8).digest()
 
 
-@dataclass(frozen=True, eq=False)
-class _Recorded:
-    """An answer that a later context may continue."""
-
-    token_ids: tuple[int, ...]  # context and answer
-    text: str
-    num_messages: int  # with the answer
-    stop: str | None  # text of the token that ended the answer; None: it was cut
-    images: tuple[str, ...] = ()
+_NOTHING = Context((), "")
 
 
-_NOTHING = _Recorded((), "", 0, None)
-
-
+@dataclass(eq=False)
 class Conversation:
-    """The contexts and answers of one episode.
+    """The contexts and answers of one episode."""
 
-    chat_template: instead of the tokenizer's. when_rewritten: called when a template changes what was sampled.
-    max_characters: of a text; longer ones are refused before they are tokenised. None: no limit. preparer: of a VLM's
-    images. prompt: what a text or tokens may begin with besides recorded answers, with the images that are in it.
-    """
+    tokenizer: Any
+    _: KW_ONLY
+    chat_template: str | None = None  # instead of the tokenizer's
+    history: History = "append"
+    when_rewritten: Callable[[], object] = lambda: None  # called when a template changes what was sampled
+    max_characters: int | None = None  # of a text; longer ones are refused before they are tokenised; None: no limit
+    preparer: ImagePreparer | None = None  # of a VLM's images
+    prompt: Prompt | None = None  # what a text or tokens may begin with besides recorded answers, with its images
+    answers: list[Answer] = field(default_factory=list)  # in the order in which they were recorded
+    text: str = ""  # of the last answer and its context
+    _recorded: list[Context] = field(default_factory=list)
+    _by_messages: dict[bytes, Context] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        chat_template: str | None = None,
-        history: History = "append",
-        when_rewritten: Callable[[], object] = lambda: None,
-        max_characters: int | None = None,
-        preparer: ImagePreparer | None = None,
-        prompt: Prompt | None = None,
-    ):
-        self._preparer = preparer
-        self._max_characters = max_characters
-        self._tokenizer = tokenizer
-        self._chat_template = chat_template
-        self._history = history
-        self._when_rewritten = when_rewritten
-        self._recorded: list[_Recorded] = []
-        if prompt is not None and prompt.images:
-            self._recorded.append(_Recorded(prompt.token_ids, prompt.text, 0, None, prompt.images))
-        self._by_messages: dict[bytes, _Recorded] = {}
-        self.answers: list[Answer] = []  # in the order in which they were recorded
-        self.text = ""  # of the last answer and its context
+    def __post_init__(self) -> None:
+        if self.prompt is not None and self.prompt.images:
+            self._recorded.append(Context(self.prompt.token_ids, self.prompt.text, images=self.prompt.images))
 
     # --- contexts -----------------------------------------------------------------------------------------------------
 
@@ -115,40 +94,42 @@ class Conversation:
         self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Mapping[str, Any] | None = None
     ) -> Context:
         """Return the context for the next answer to a conversation. options: variables of the template."""
-        images = _images_of(messages)
-        digests = _digests(messages, tools, options or {})
-        text = self._render(messages, tools, options or {})
-        said = self._longest_by_messages(messages, digests)
+        images, options = _images_of(messages), options or {}
+        text = self._render(messages, tools, options)
+        digest = _hashed([list(tools), dict(options)])
+        said: Context | None = None  # the longest answer that these messages contain
+        for message in messages:
+            digest = _digest_after(digest, message)
+            if message.get("role") == "assistant":
+                said = self._by_messages.get(digest, said)
         read = self._longest_by_text(text, images)
         if said is not None and (read is None or read.num_messages < said.num_messages):
-            self._when_rewritten()
-            if self._history == "append":
-                tail = self._tail(messages, said, tools, options or {})
+            self.when_rewritten()
+            if self.history == "append":
+                tail = self._tail(messages, said, tools, options)
                 if tail is not None:
-                    return self._continued(said, tail, images, digests[-1], len(messages))
-        if read is not None:
-            return self._continued(read, text[len(read.text) :], images, digests[-1], len(messages))
-        return self._continued(_NOTHING, text, images, digests[-1], len(messages))
+                    return self._continued(said, tail, images, digest, len(messages))
+        read = read or _NOTHING
+        return self._continued(read, text[len(read.text) :], images, digest, len(messages))
 
     def of_text(self, text: str) -> Context:
-        """Return the context for a text to be continued."""
         read = self._longest_by_text(text) or _NOTHING
         return self._continued(read, text[len(read.text) :])
 
     def of_tokens(self, token_ids: Sequence[int]) -> Context:
         tokens = tuple(token_ids)
-        if self._preparer is None:
-            return Context(tokens, decode(self._tokenizer, tokens))
+        if self.preparer is None:
+            return Context(tokens, decode(self.tokenizer, tokens))
         fitting = [each for each in reversed(self._recorded) if tokens[: len(each.token_ids)] == each.token_ids]
         read = max(fitting, key=lambda recorded: len(recorded.token_ids), default=_NOTHING)
         rest = tokens[len(read.token_ids) :]
         self._with_images(rest, ())
-        text = read.text + decode_after(self._tokenizer, read.token_ids, rest)
+        text = read.text + decode_after(self.tokenizer, read.token_ids, rest)
         return Context(tokens, text, images=read.images)
 
     def _continued(
         self,
-        recorded: _Recorded,
+        recorded: Context,
         tail: str,
         images: Sequence[EpisodeImage] | None = None,
         digest: bytes | None = None,
@@ -162,20 +143,19 @@ class Conversation:
 
     def _with_images(self, token_ids: tuple[int, ...], images: Sequence[EpisodeImage]) -> tuple[int, ...]:
         """Replace the token of each image by those that stand for it."""
-        if self._preparer is None:
+        if self.preparer is None:
             return token_ids
-        num_places = sum(token_id == self._preparer.image_token_id for token_id in token_ids)
-        if num_places != len(images) or (self._preparer.placeholder_ids - {self._preparer.image_token_id}) & set(
-            token_ids
-        ):
-            tokens = ", ".join(sorted(decode(self._tokenizer, [token]) for token in self._preparer.placeholder_ids))
+        try:
+            return tuple(self.preparer.expand(token_ids, images)[0])
+        except AgentError:
+            num_places = token_ids.count(self.preparer.image_token_id)
+            tokens = ", ".join(sorted(decode(self.tokenizer, [token]) for token in self.preparer.placeholder_ids))
             raise ConversationError(
                 f"{len(images)} images, and {num_places} places for them: images are parts of messages, texts and"
                 f" tokens must be without {tokens}, and the chat template must write one place for each image"
-            )
-        return tuple(self._preparer.expand(token_ids, images)[0])
+            ) from None
 
-    def _longest_by_text(self, text: str, images: Sequence[EpisodeImage] | None = None) -> _Recorded | None:
+    def _longest_by_text(self, text: str, images: Sequence[EpisodeImage] | None = None) -> Context | None:
         """Return the longest recorded answer with whose context and text a text begins; the latest of several.
 
         images: those in the text; None: it has those of the recorded answer.
@@ -188,14 +168,8 @@ class Conversation:
         ]
         return max(fitting, key=lambda recorded: len(recorded.text), default=None)
 
-    def _longest_by_messages(self, messages: Sequence[Message], digests: Sequence[bytes]) -> _Recorded | None:
-        for message, digest in zip(reversed(messages), reversed(digests), strict=True):
-            if message.get("role") == "assistant" and digest in self._by_messages:
-                return self._by_messages[digest]
-        return None
-
     def _tail(
-        self, messages: Sequence[Message], said: _Recorded, tools: Sequence[Message], options: Mapping[str, Any]
+        self, messages: Sequence[Message], said: Context, tools: Sequence[Message], options: Mapping[str, Any]
     ) -> str | None:
         """Return what the template adds after a recorded answer, up to the next one; None if it cannot be seen.
 
@@ -224,16 +198,16 @@ class Conversation:
     def _render(self, messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
-        if not (self._chat_template or getattr(self._tokenizer, "chat_template", None)):
+        if not (self.chat_template or getattr(self.tokenizer, "chat_template", None)):
             raise ConversationError("the policy's tokenizer has no chat template: set data.chat_template")
         shown = [_for_template(message) for message in messages]
-        if self._preparer is not None and not _takes_text(self._tokenizer, self._chat_template):
+        if self.preparer is not None and not _takes_text(self.tokenizer, self.chat_template):
             shown = [{**each, "content": _parts(each["content"])} for each in shown]
         try:
-            return self._tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 shown,
                 tools=[dict(tool) for tool in tools] or None,
-                chat_template=self._chat_template,
+                chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=True,
                 **options,
@@ -242,46 +216,41 @@ class Conversation:
             raise ConversationError(f"the chat template refuses these messages: {error}") from error
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        if self._max_characters is not None and len(text) > self._max_characters:
+        if self.max_characters is not None and len(text) > self.max_characters:
             raise ConversationError(f"the text has {len(text)} characters, which no model of this length can read")
         if not text.isascii():
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise ConversationError(f"the text is not Unicode: {error.reason}") from None
-        return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def text_of(self, context: Context, token_ids: Sequence[int]) -> str:
         """Return tokens as the text that follows the context, special tokens included."""
-        return decode_after(self._tokenizer, context.token_ids, token_ids)
+        return decode_after(self.tokenizer, context.token_ids, token_ids)
 
     def record(
         self, context: Context, completion: Completion, message: Message | None = None, *, is_learned: bool = True
     ) -> None:
         """Remember an answer. message: as the program gets it and sends it back; None if it gets only text."""
         # A placeholder that the policy sampled has no image: nothing can be read after it.
-        is_end = self._preparer is not None and not self._preparer.placeholder_ids.isdisjoint(completion.token_ids)
-        calls = _shown_calls(message)
+        is_end = self.preparer is not None and not self.preparer.placeholder_ids.isdisjoint(completion.token_ids)
+        functions = [call["function"] for call in (message or {}).get("tool_calls") or ()]
+        calls = tuple(f"{function.get('name')}({function.get('arguments')})" for function in functions)
         answer = Answer(context.token_ids, completion, is_learned, calls, context.images, is_end)
         self.answers.append(answer)
         added = self.text_of(context, completion.token_ids)
-        stop = decode(self._tokenizer, completion.token_ids[-1:]) if completion.finish == "stop" else None
+        stop = decode(self.tokenizer, completion.token_ids[-1:]) if completion.finish == "stop" else None
         self.text = context.text + added
         if is_end:
             return
         num_messages = 0 if message is None else context.num_messages + 1
-        recorded = _Recorded(answer.token_ids, self.text, num_messages, stop, context.images)
+        recorded = Context(answer.token_ids, self.text, None, num_messages, context.images, stop)
         self._recorded.append(recorded)
         if message is not None and context.messages is not None:
             self._by_messages[_digest_after(context.messages, message)] = recorded
-
-
-def _shown_calls(message: Message | None) -> tuple[str, ...]:
-    """Return the tool calls of an answer as people read them."""
-    functions = [call["function"] for call in (message or {}).get("tool_calls") or ()]
-    return tuple(f"{function.get('name')}({function.get('arguments')})" for function in functions)
 
 
 def _for_template(message: Message) -> dict[str, Any]:
@@ -331,7 +300,6 @@ def _is_image(part: Any) -> bool:
 
 
 def _images_of(messages: Sequence[Message]) -> list[EpisodeImage]:
-    """Return the images in messages, in order."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
     return [part["prepared"] for part in parts if isinstance(part.get("prepared"), EpisodeImage)]
@@ -354,12 +322,6 @@ def _parsed(arguments: Any) -> Any:
         return json.loads(arguments)
     except ValueError:
         return arguments
-
-
-def _digests(messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any]) -> list[bytes]:
-    """Return a digest for each prefix of a conversation: messages, and what else the template gets."""
-    digest = _hashed([list(tools), dict(options)])
-    return [digest := _digest_after(digest, message) for message in messages]
 
 
 def _digest_after(before: bytes, message: Message) -> bytes:

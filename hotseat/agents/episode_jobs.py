@@ -1,4 +1,4 @@
-"""The episodes that a host has taken and not finished, each of which gets exactly one outcome."""
+"""The episodes that a host has taken and not finished, each of which gets exactly one outcome, and their deadlines."""
 
 from __future__ import annotations
 
@@ -8,15 +8,48 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from hotseat.agents.deadlines import ToolClock
 from hotseat.errors import RunError, WorkerError
 from hotseat.types import Completion, Episode, Failed, Prompt, SampleKey, Sampling, ScoredEpisode
 
 Outcome = Episode | ScoredEpisode | Failed
+
+SCORING_S = 60.0  # that an agent has to score an episode whose policy ran out of time
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Limits within an episode, whose own limit is `AgentHost`'s; None: none but that.
+
+    turn_s: of the policy for one answer. tool_s: of environment, tools or program while the policy is not asked.
+    scores_policy: a policy that runs out of time is cut there, and its episode is scored; else the sample fails. Tools
+    that run out of time always fail it: the policy is not to blame.
+    """
+
+    turn_s: float | None = None
+    tool_s: float | None = None
+    scores_policy: bool = False
+
+
+@dataclass(eq=False)
+class ToolClock:
+    """Calls `when_over` once nothing has been asked of the policy for `limit_s`. Used in one event loop."""
+
+    limit_s: float
+    when_over: Callable[[], object]
+    _timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self.stop()
+        self._timer = asyncio.get_running_loop().call_later(self.limit_s, self.when_over)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class EpisodeFuture(Future[Outcome]):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import selectors
 import sys
 import threading
 import time
@@ -14,13 +15,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from hotseat.agents.agent import Agent, AgentError, SingleTurn
-from hotseat.agents.deadlines import SCORING_S, Deadlines, ToolClock
-from hotseat.agents.engine_calls import Ask, EngineCalls, OpenRequests
-from hotseat.agents.episode_checks import checked
-from hotseat.agents.episode_jobs import EpisodeFuture, EpisodeJob, EpisodeJobs, Outcome
-from hotseat.agents.fair_loop import new_event_loop
+from hotseat.agents.engine_calls import Ask, EngineCalls, OpenRequests, checked
+from hotseat.agents.episode_jobs import SCORING_S, Deadlines, EpisodeFuture, EpisodeJob, EpisodeJobs, Outcome, ToolClock
 from hotseat.agents.multi_turn import MultiTurn
 from hotseat.closing import Closing
 from hotseat.errors import RunError, UserError, WorkerError
@@ -28,6 +27,7 @@ from hotseat.types import Episode, EpisodeFacts, Prompt, SampleKey, Sampling, Sc
 
 _NOT_THE_USERS = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))
 _BEAT_S = 0.1
+_EVENTS = 4  # that the loop handles before it looks at its timers
 _CANCEL_S = 1.0  # how long a cancelled episode is waited for before it is abandoned
 
 
@@ -80,7 +80,7 @@ class AgentHost(Closing):
         self._waiting: deque[EpisodeJob] = deque()  # for a place among the episodes that are played at a time
         self._playing: set[EpisodeJob] = set()
         self._max_concurrent = max_concurrent
-        self._loop = new_event_loop()
+        self._loop = _new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
         self._watch = _LoopWatch(self._loop, self._thread, self._jobs, timeout_s, blocked_s)
@@ -93,7 +93,6 @@ class AgentHost(Closing):
         return self._jobs.is_broken
 
     def submit(self, prompt: Prompt, key: SampleKey, sampling: Sampling) -> EpisodeFuture:
-        """Queue an episode, and return its future at once."""
         return self.submit_many([(prompt, key)], sampling)[0]
 
     def submit_many(self, samples: Sequence[tuple[Prompt, SampleKey]], sampling: Sampling) -> list[EpisodeFuture]:
@@ -101,7 +100,7 @@ class AgentHost(Closing):
         jobs = [EpisodeJob(prompt, key, sampling) for prompt, key in samples]
         self._jobs.add(jobs)
         with contextlib.suppress(RuntimeError):  # the loop has just ended, and raises its reason in the futures
-            self._loop.call_soon_threadsafe(self._start, jobs)
+            self._loop.call_soon_threadsafe(self._give_places, jobs)
         return [job.future for job in jobs]
 
     def close(self) -> None:
@@ -143,11 +142,8 @@ class AgentHost(Closing):
 
     # An episode is one task with one timer: a second task to wait for the first would cost as much as its whole turn.
 
-    def _start(self, jobs: Sequence[EpisodeJob]) -> None:
-        self._waiting.extend(jobs)
-        self._give_places()
-
-    def _give_places(self) -> None:
+    def _give_places(self, added: Sequence[EpisodeJob] = ()) -> None:
+        self._waiting.extend(added)
         while self._waiting and len(self._playing) < self._max_concurrent and self._jobs.closed is None:
             job = self._waiting.popleft()
             if job.future.done() or not job.future.set_running_or_notify_cancel():
@@ -162,24 +158,19 @@ class AgentHost(Closing):
         job.task.add_done_callback(lambda _: self._leave(job))
         job.deadline = self._loop.call_later(self._timeout_s, self._end_overdue, job)
         if self._deadlines.tool_s is not None:
-            job.tool_clock = ToolClock(self._deadlines.tool_s, lambda: self._end_overdue_tool(job))
+            reason = "environment, tools or program took longer than {:g} s between answers (agent.tool_timeout_s)"
+            job.tool_clock = ToolClock(
+                self._deadlines.tool_s, partial(self._cancel, job, reason.format(self._deadlines.tool_s))
+            )
             job.tool_clock.start()
 
     def _end_overdue(self, job: EpisodeJob) -> None:
+        reason = f"the agent took longer than {self._timeout_s:g} s"
         if self._deadlines.scores_policy and (job.in_flight or job.is_out_of_time):
             job.is_out_of_time = True
-            job.deadline = self._loop.call_later(SCORING_S, self._give_up_on, job)
+            job.deadline = self._loop.call_later(SCORING_S, self._cancel, job, reason)
         else:
-            self._give_up_on(job)
-
-    def _give_up_on(self, job: EpisodeJob) -> None:
-        self._cancel(job, f"the agent took longer than {self._timeout_s:g} s")
-
-    def _end_overdue_tool(self, job: EpisodeJob) -> None:
-        limit_s = self._deadlines.tool_s
-        self._cancel(
-            job, f"environment, tools or program took longer than {limit_s:g} s between answers (agent.tool_timeout_s)"
-        )
+            self._cancel(job, reason)
 
     def _cancel(self, job: EpisodeJob, reason: str) -> None:
         """Fail an episode and cancel its task, which keeps its place for a moment if it does not end."""
@@ -201,7 +192,7 @@ class AgentHost(Closing):
             job.deadline.cancel()
         if job.tool_clock is not None:
             job.tool_clock.stop()
-        self._calls.abort_all(job)
+        self._calls.abort(sorted(job.in_flight))
         self._give_places()
 
     async def _episode(self, job: EpisodeJob) -> None:
@@ -267,7 +258,6 @@ class _LoopWatch(threading.Thread):
 
 
 def _with_times(made: Outcome, job: EpisodeJob) -> Outcome:
-    """Return an outcome with how long its episode waited and took."""
     episode = made.episode if isinstance(made, ScoredEpisode) else made
     if not isinstance(episode, Episode):
         return made
@@ -284,3 +274,30 @@ def _describe(error: BaseException) -> str:
     own = [frame for frame in frames if not frame.filename.startswith(others) and "site-packages" not in frame.filename]
     frame = (own or frames)[-1]
     return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """Make an event loop for thousands of connections.
+
+    A loop handles everything that is ready before it looks at its timers again. Of two thousand requests that arrive
+    together all would be read first, which takes a second. Where the system has epoll, few are taken at a time: the
+    others stay ready, and their turn comes next.
+    """
+    if not hasattr(selectors, "EpollSelector"):
+        return asyncio.new_event_loop()
+    selector = selectors.EpollSelector()
+    selector._selector = _FewEvents(selector._selector)  # type: ignore[attr-defined]
+    return asyncio.SelectorEventLoop(selector)
+
+
+class _FewEvents:
+    """The system's epoll, with a cap on events per poll so that timers are not starved."""
+
+    def __init__(self, epoll: Any):
+        self._epoll = epoll
+
+    def poll(self, timeout: float, max_events: int) -> Any:
+        return self._epoll.poll(timeout, min(max_events, _EVENTS))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._epoll, name)

@@ -56,10 +56,8 @@ class ImagePreparer:
             )
         if not images:
             return []
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._prepare, images)
-
-    def _prepare(self, images: Sequence[Any]) -> list[EpisodeImage]:
-        return [self.prepare(image) for image in images]
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: [self.prepare(image) for image in images])
 
     def expand(self, token_ids: Sequence[int], images: Sequence[EpisodeImage]) -> tuple[list[int], list[int]]:
         """Replace the token of each image by those that stand for it; return the tokens, and where each image begins.

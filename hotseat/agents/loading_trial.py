@@ -44,18 +44,20 @@ def undefined_names(code: types.CodeType, names: Iterable[str]) -> list[tuple[st
     known = {*names, *vars(builtins), *assigned}
     found = []
     for one in codes:
-        line = one.co_firstlineno
-        for each in dis.get_instructions(one):
-            line = _line_of(each) or line
+        for line, each in _by_line(one):
             if each.opname == "LOAD_GLOBAL" and each.argval not in known:
                 known.add(each.argval)  # once
                 found.append((each.argval, line, one.co_name))
     return found
 
 
-def _line_of(instruction: dis.Instruction) -> int | None:
-    positions = instruction.positions
-    return None if positions is None else positions.lineno
+def _by_line(code: types.CodeType) -> Iterator[tuple[int, dis.Instruction]]:
+    """Yield the instructions of a function, each with its line."""
+    line = code.co_firstlineno
+    for each in dis.get_instructions(code):
+        line = (each.positions and each.positions.lineno) or line
+        if each.opname != "CACHE":
+            yield line, each
 
 
 def _inside(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -70,10 +72,7 @@ def absent_names(code: types.CodeType, names: Mapping[str, Any]) -> list[tuple[s
     """List (name, line, function) of the names that functions of a module read from `hotseat`, and that it has not."""
     found = []
     for one in _inside(code):
-        instructions = [each for each in dis.get_instructions(one) if each.opname != "CACHE"]
-        line = one.co_firstlineno
-        for first, second in pairwise(instructions):
-            line = _line_of(second) or line
+        for (_, first), (line, second) in pairwise(_by_line(one)):
             module = names.get(first.argval) if first.opname == "LOAD_GLOBAL" else None
             if not isinstance(module, types.ModuleType) or module.__name__ != "hotseat":
                 continue

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from hotseat.agents.agent import Agent, AgentError, OutOfTimeError, SampleFunction, episode_seed
@@ -50,6 +49,7 @@ class Environment:
         """Release resources. Called also after a failure."""
 
 
+@dataclass(eq=False)
 class MultiTurn(Agent):
     """Plays an environment until it is done, `max_steps` turns are over, or `max_length` tokens are full.
 
@@ -57,34 +57,24 @@ class MultiTurn(Agent):
     own rewards are kept as `turn_rewards`.
     """
 
-    def __init__(
-        self,
-        env_factory: Callable[[], Environment],
-        tokenizer: Any,
-        *,
-        max_length: int,
-        max_steps: int | None = None,
-        run_seed: int = 0,
-        preparer: ImagePreparer | None = None,
-    ):
-        self._run_seed = run_seed
-        self._preparer = preparer  # of a VLM's images
-        self._make_turns: Callable[[], Turns] = partial(_EnvironmentTurns, env_factory)
-        self._tokenizer = tokenizer
-        self._max_length = max_length
-        self._max_steps = max_steps
+    env_factory: Callable[[], Environment]
+    tokenizer: Any
+    _: KW_ONLY
+    max_length: int
+    max_steps: int | None = None
+    run_seed: int = 0
+    preparer: ImagePreparer | None = None  # of a VLM's images
+    make_turns: Callable[[], Turns] | None = None  # of another form of environment, instead of `env_factory`
 
     @classmethod
     def of_turns(cls, make_turns: Callable[[], Turns], tokenizer: Any, **limits: Any) -> MultiTurn:
         """Make an agent with the same loop over another kind of `Turns`."""
-        agent = cls(Environment, tokenizer, **limits)
-        agent._make_turns = make_turns
-        return agent
+        return cls(Environment, tokenizer, make_turns=make_turns, **limits)
 
     async def run(
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
-        turns = self._make_turns()
+        turns = _EnvironmentTurns(self.env_factory) if self.make_turns is None else self.make_turns()
         try:
             return await self._play(turns, prompt, key, sampling, sample)
         finally:
@@ -93,17 +83,17 @@ class MultiTurn(Agent):
     async def _play(
         self, turns: Turns, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
-        observation = await turns.begin(prompt, episode_seed(key, self._run_seed))
+        observation = await turns.begin(prompt, episode_seed(key, self.run_seed))
         transcript = self._begin(prompt, observation, await self._look(turns.first_images, len(prompt.images)))
         results: list[TurnResult] = []
         is_cut, last_words = False, ""
-        while self._max_steps is None or len(results) < self._max_steps:
-            room = self._max_length - transcript.num_tokens
+        while self.max_steps is None or len(results) < self.max_steps:
+            room = self.max_length - transcript.num_tokens
             if room <= 0:
                 break
             asked = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
             try:
-                images = (transcript.images,) if self._preparer is not None else ()
+                images = (transcript.images,) if self.preparer is not None else ()
                 completion = await sample(transcript.context, asked, len(results), *images)
             except OutOfTimeError:
                 if not results:
@@ -118,7 +108,7 @@ class MultiTurn(Agent):
             if result.is_done:
                 last_words = result.feedback
                 break
-            if self._preparer is not None and completion.token_ids[-1] in self._preparer.placeholder_ids:
+            if self.preparer is not None and completion.token_ids[-1] in self.preparer.placeholder_ids:
                 break  # no forward can read on after a placeholder without an image
             if result.context is not None:
                 transcript.start_again(result.context, await self._look(result.images, 0))
@@ -127,21 +117,26 @@ class MultiTurn(Agent):
         if not results:
             raise AgentError(
                 f"the first observation has {transcript.num_tokens} tokens and leaves none to sample within"
-                f" {self._max_length}"
+                f" {self.max_length}"
             )
-        episode = transcript.episode(key, is_truncated=is_cut or not results[-1].is_done, last_words=last_words)
-        return _scored(episode, results)
+        last, rewards = results[-1], [result.reward for result in results]
+        episode = transcript.episode(key, is_truncated=is_cut or not last.is_done, last_words=last_words)
+        if all(reward is None for reward in rewards):
+            return episode
+        each = tuple(0.0 if reward is None else reward for reward in rewards)
+        score = sum(each) if last.score is None else last.score
+        return ScoredEpisode(episode, sum(each), score, dict(last.extra), each)
 
     async def _look(self, images: Sequence[Any], num_before: int) -> list[EpisodeImage]:
-        if self._preparer is None:
+        if self.preparer is None:
             if images:
                 raise AgentError("the environment showed images, and the run has none: set data.image_key")
             return []
-        return await self._preparer.prepare_all(images, num_before)
+        return await self.preparer.prepare_all(images, num_before)
 
     def _begin(self, prompt: Prompt, observation: str | None, images: Sequence[EpisodeImage]) -> Transcript:
         """Return what the first turn is sampled from. images: those after the prompt's."""
-        transcript = Transcript(self._tokenizer, prompt, self._preparer)
+        transcript = Transcript(self.tokenizer, prompt, self.preparer)
         if (observation is None or observation == prompt.text) and not images:
             return transcript
         observation = prompt.text if observation is None else observation
@@ -150,14 +145,6 @@ class MultiTurn(Agent):
         else:
             transcript.start_again(observation, [*map(EpisodeImage.of_file, prompt.images), *images])
         return transcript
-
-
-def _scored(episode: Episode, results: list[TurnResult]) -> Episode | ScoredEpisode:
-    if all(result.reward is None for result in results):
-        return episode
-    rewards = tuple(0.0 if result.reward is None else result.reward for result in results)
-    reward, last = sum(rewards), results[-1]
-    return ScoredEpisode(episode, reward, reward if last.score is None else last.score, dict(last.extra), rewards)
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------
@@ -236,7 +223,6 @@ class _EnvironmentTurns(Turns):
 
 
 def takes_seed(function: Callable[..., Any]) -> bool:
-    """Tell whether a user's function has a parameter for the seed of the episode."""
     return "seed" in inspect.signature(function).parameters
 
 

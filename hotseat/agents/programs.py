@@ -13,8 +13,8 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from hotseat.agents.confinement import Confinement, best_confinement, warn_if_open
 from hotseat.processes import supervisor
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 HOST_LABEL, EPISODE_LABEL = "hotseat.host", "hotseat.episode"
 _KEPT = 4096  # bytes of what a program wrote last
+_ATOMIC = 4096  # bytes that a new pipe takes without waiting
 
 # What a program gets of our environment. HOTSEAT_SESSION is how a run finds processes that were left behind.
 _PASSED_ON = (
@@ -35,12 +36,6 @@ def environment(folder: Path, passed_on: Sequence[str], own: Mapping[str, str]) 
     """Return the environment of a program: no secrets of ours, the folder as its home, and what is its own."""
     ours = {name: os.environ[name] for name in (*_PASSED_ON, *passed_on) if name in os.environ}
     return {**ours, "HOME": str(folder), "TMPDIR": str(folder), **own}
-
-
-def container_environment() -> dict[str, str]:
-    """Return the variables by which a program's containers are kept where ours are: its HOME is another."""
-    ours = {name: os.environ[name] for name in supervisor.CONTAINER_ENV if name in os.environ}
-    return {"XDG_DATA_HOME": str(Path.home() / ".local" / "share"), **ours}
 
 
 class ProgramHost:
@@ -72,39 +67,39 @@ class ProgramHost:
         supervisor.dismiss_supervisor(self._supervisor)
 
     @contextlib.asynccontextmanager
-    async def folder(self) -> AsyncIterator[ProgramFolder]:
+    async def folder(self) -> AsyncIterator[Path]:
         """Make a folder for one program, and remove it with everything that the program left behind."""
-        name = f"{self.name}.{next(self._numbers)}"
-        path = self._folder / name
+        path = self._folder / f"{self.name}.{next(self._numbers)}"
         path.mkdir()
-        labels = self._folder / f"{name}.labels"
-        labels.write_text(f"{HOST_LABEL}={self.name}\n{EPISODE_LABEL}={name}\n")
+        _labels_of(path).write_text(f"{HOST_LABEL}={self.name}\n{EPISODE_LABEL}={path.name}\n")
         try:
-            yield ProgramFolder(path, name, labels)
+            yield path
         finally:
-            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._clean, path, name, labels))
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._clean, path))
 
-    def _clean(self, path: Path, name: str, labels: Path) -> None:
+    def _clean(self, path: Path) -> None:
+        name = path.name
         self._confinement.end(name)
         # Whatever the confinement: a program that may write to control groups can leave its own.
         supervisor.end_marked(supervisor.EPISODE, [name], timeout_s=5.0)
         supervisor.remove_folder(path)
-        labels.unlink(missing_ok=True)
+        _labels_of(path).unlink(missing_ok=True)
         if self._containers is not None:
             try:
                 supervisor.remove_containers(self._containers, f"{EPISODE_LABEL}={name}")
             except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
                 logger.warning("containers of episode %s cannot be removed: %s", name, error)
 
-    async def run(
-        self, command: Sequence[str], folder: ProgramFolder, env: Mapping[str, str], line: bytes
-    ) -> tuple[int, str]:
+    async def run(self, command: Sequence[str], folder: Path, env: Mapping[str, str], line: bytes) -> tuple[int, str]:
         """Run a program with a line on its standard input; return its exit code and the end of what it wrote."""
         await asyncio.get_running_loop().run_in_executor(None, check_startable, command[0])
-        stores = {} if self._containers is None else container_environment()
+        stores = {}
+        if self._containers is not None:  # kept where ours are: the program's HOME is another
+            ours = {name: os.environ[name] for name in supervisor.CONTAINER_ENV if name in os.environ}
+            stores = {"XDG_DATA_HOME": str(Path.home() / ".local" / "share"), **ours}
         mark = f"{self.name}/{folder.name}"
-        marked = {**stores, **env, supervisor.EPISODE: mark, "HOTSEAT_LABEL_FILE": str(folder.labels)}
-        code, written = await _run(self._confinement.command(command, folder.name), folder.path, marked, line)
+        marked = {**stores, **env, supervisor.EPISODE: mark, "HOTSEAT_LABEL_FILE": str(_labels_of(folder))}
+        code, written = await _run(self._confinement.command(command, folder.name), folder, marked, line)
         return self._confinement.exit_code(code), written
 
 
@@ -120,13 +115,9 @@ def check_startable(file: str) -> None:
             raise OSError(reason, os.strerror(reason), needed)
 
 
-@dataclass(frozen=True)
-class ProgramFolder:
-    """A folder for one program. name: of its episode in this process. labels: file for its containers' labels."""
-
-    path: Path
-    name: str
-    labels: Path
+def _labels_of(folder: Path) -> Path:
+    """Return the file with the labels of a program's containers."""
+    return folder.with_name(f"{folder.name}.labels")
 
 
 async def _run(command: Sequence[str], folder: Path, env: Mapping[str, str], line: bytes) -> tuple[int, str]:
@@ -148,8 +139,9 @@ async def _run(command: Sequence[str], folder: Path, env: Mapping[str, str], lin
     os.set_blocking(output, False)
     loop.add_reader(output, _read, loop, output, written)
     try:
-        feeding = loop.run_in_executor(None, _feed, process.stdin, line) if len(line) > _ATOMIC else None
-        if feeding is None:
+        if len(line) > _ATOMIC:
+            _ = loop.run_in_executor(None, _feed, process.stdin, line)
+        else:
             _feed(process.stdin, line)
         await _ended(process.pid)
     finally:
@@ -163,15 +155,9 @@ async def _run(command: Sequence[str], folder: Path, env: Mapping[str, str], lin
     return code, bytes(written[-_KEPT:]).decode(errors="replace").strip()
 
 
-_ATOMIC = 4096  # bytes that a new pipe takes without waiting
-
-
-def _feed(pipe: object, line: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, OSError):  # a program need not read it
-        pipe.write(line)  # type: ignore[attr-defined]
-        pipe.flush()  # type: ignore[attr-defined]
-    with contextlib.suppress(BrokenPipeError, OSError):
-        pipe.close()  # type: ignore[attr-defined]
+def _feed(pipe: IO[bytes], line: bytes) -> None:
+    with contextlib.suppress(OSError), pipe:  # a program need not read it
+        pipe.write(line)
 
 
 def _read(loop: asyncio.AbstractEventLoop, output: int, written: bytearray) -> None:
@@ -188,17 +174,10 @@ def _read(loop: asyncio.AbstractEventLoop, output: int, written: bytearray) -> N
 
 async def _ended(pid: int) -> None:
     """Wait until a process has ended, without reaping it."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    handle = os.pidfd_open(pid)
+    loop, ended, handle = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(pid)
     try:
-        loop.add_reader(handle, _settle, ended)
-        await ended
+        loop.add_reader(handle, ended.set)
+        await ended.wait()
     finally:
         loop.remove_reader(handle)
         os.close(handle)
-
-
-def _settle(ended: asyncio.Future[None]) -> None:
-    if not ended.done():
-        ended.set_result(None)

@@ -64,7 +64,7 @@ class Transcript:
         self.text = text
 
     def _add(self, draft: Draft, text: str, images: Sequence[EpisodeImage]) -> None:
-        token_ids = self._encode(text)
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if self._preparer is None:
             draft.add(token_ids)
             return
@@ -79,9 +79,6 @@ class Transcript:
         facts = EpisodeFacts(tuple(self._turns))
         return Episode(key, segments, self.text + last_words, is_truncated, tuple(self._turn_lengths), facts)
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
 
 def _tensor(values: Sequence[Any], kind: Any) -> torch.Tensor:
     """Convert a list to a tensor through numpy, which reads lists several times as fast as torch."""
@@ -95,16 +92,13 @@ def decode_after(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]
     return whole[len(head) :] if whole.startswith(head) else decode(tokenizer, token_ids)
 
 
-@functools.lru_cache(maxsize=1024)
-def _decode_again(tokenizer: Any, token_ids: tuple[int, ...]) -> str:
-    """Decode tokens with a cache, since all samples of a prompt follow the same tokens."""
-    return decode(tokenizer, token_ids)
-
-
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     # An array, because the tokenizer looks at each element of a list first, which takes longer than to decode it.
     ids = np.asarray(token_ids, dtype=np.int64)
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+_decode_again = functools.lru_cache(maxsize=1024)(decode)  # all samples of a prompt follow the same tokens
 
 
 class Draft:

@@ -20,7 +20,7 @@ from hotseat.checks.stage import Context
 from hotseat.checks.user_files import line_of_function
 from hotseat.config import Config
 from hotseat.errors import Problem
-from hotseat.rewards.trial import Trial, try_reward
+from hotseat.rewards.function import Trial, try_reward
 from hotseat.words import label_text
 
 # Outcomes for which a run is refused, by whether the call was made for a row of the data. The function may be unable to

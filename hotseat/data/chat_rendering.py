@@ -58,11 +58,7 @@ class ChatTemplate:
 
     def render(self, messages: Messages, key: str, *, for_generation: bool = False) -> str:
         """Render the conversation; `for_generation` adds the text that precedes the assistant's next answer."""
-        return self._render(messages, key, for_generation=for_generation)[0]
-
-    def render_marked(self, messages: Messages, key: str) -> tuple[str, list[tuple[int, int]]]:
-        """Render the conversation, and return the first and last + 1 character of each text of the assistant."""
-        return self._render(messages, key, marked=True)
+        return self.render_marked(messages, key, for_generation=for_generation, marked=False)[0]
 
     def _ignores_messages(self) -> bool:
         """Return whether conversations look the same that have one message each, as text or as a list of parts."""
@@ -74,9 +70,10 @@ class ChatTemplate:
                 return False  # it takes other conversations, and those of the data will show
         return len(texts) == 1
 
-    def _render(
-        self, messages: Messages, key: str, *, for_generation: bool = False, marked: bool = False
+    def render_marked(
+        self, messages: Messages, key: str, *, for_generation: bool = False, marked: bool = True
     ) -> tuple[str, list[tuple[int, int]]]:
+        """Render the conversation, and return the first and last + 1 character of each text of the assistant."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:

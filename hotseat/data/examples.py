@@ -10,11 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
-from hotseat.data.lost import Lost, LostRow, shown
 from hotseat.data.prompts import check_input_template, fill_in
-from hotseat.data.row_problems import BadValue, Problems, text_of
+from hotseat.data.row_problems import BadValue, Lost, LostRow, Problems, shown, text_of
 from hotseat.data.rows import Row
-from hotseat.data.sequences import Draft, Tokeniser, TokenSequence, chat_draft, plain_draft, whole_draft
+from hotseat.data.sequences import Draft, Tokeniser, TokenSequence, chat_draft
 from hotseat.errors import DataError
 
 
@@ -76,16 +75,16 @@ def make_examples(
         if template is None:
             prompt = fill_in(input_template, text_of(values, input_key))
             if output_key is None:
-                return whole_draft(prompt, input_key)
+                return Draft(input_key, prompt)
             answer = text_of(values, output_key)
             if pretrain_mode:
-                return whole_draft(prompt + answer, input_key)
-            return plain_draft(prompt, answer, output_key)
+                return Draft(input_key, prompt + answer)
+            return Draft(output_key, prompt + answer, prompt=prompt)
         messages = messages_of(values, input_key, "user")
         if output_key is not None:
             messages = messages + messages_of(values, output_key, "assistant")
         if pretrain_mode:
-            return whole_draft(template.render(messages, input_key), input_key)
+            return Draft(input_key, template.render(messages, input_key))
         return chat_draft(template, messages, output_key or input_key, every_turn=multiturn)
 
     examples, num_dropped, num_learned, lost = [], 0, 0, Lost()

@@ -128,18 +128,16 @@ class FramePreparer:
 
 
 def _image(frame: np.ndarray) -> Any:
-    import PIL.Image
+    import PIL.Image  # only here: most runs have no images, and do not need the package
 
     return PIL.Image.fromarray(np.ascontiguousarray(frame))
 
 
 def film_of_pictures(pictures: Sequence[np.ndarray]) -> str:
     """Return pictures of [H, W, 3] uint8, in order, as a small animated image in a data URI."""
-    import PIL.Image
-
     frames = []
     for picture in pictures:
-        frame = PIL.Image.fromarray(np.ascontiguousarray(picture))
+        frame = _image(picture)
         frame.thumbnail((_FILM_EDGE, _FILM_EDGE))
         frames.append(frame)
     return _film(frames, quality=60)
@@ -153,13 +151,10 @@ def film_of(images: Sequence[str]) -> str | None:
     frames = [pixels_of(image)["pixel_values"] for image in images]
     if not frames or any(frame.ndim != 4 or frame.shape != frames[0].shape for frame in frames):
         return None
-    import PIL.Image  # only here: most runs have no images, and do not need the package
-
     pixels = torch.cat(frames).float()  # [num_frames, 3, H, W]
     low, high = pixels.min(), pixels.max()
     scaled = ((pixels - low) / (high - low).clamp(min=1e-6) * 255).round().to(torch.uint8)
-    pictures = [PIL.Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()) for picture in scaled]
-    return _film(pictures, lossless=True)
+    return _film([_image(picture.permute(1, 2, 0).numpy()) for picture in scaled], lossless=True)
 
 
 def _film(pictures: Sequence[Any], **quality: Any) -> str:

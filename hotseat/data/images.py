@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import inspect
 import io
 import json
 import shutil
@@ -188,11 +189,9 @@ def load_processor(model: str, tokenizer: Any, trust_remote_code: bool = False) 
         images = AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=trust_remote_code)
         settings, _ = own.get_processor_dict(model)
         without = {name: value for name, value in settings.items() if not name.endswith(("_processor", "_class"))}
-        return (
-            own(images, tokenizer, video_processor=None, **without)
-            if _takes_videos(whole)
-            else own(images, tokenizer, **without)
-        )
+        if "video_processor" in inspect.signature(whole.__init__).parameters:
+            without["video_processor"] = None
+        return own(images, tokenizer, **without)
     except (OSError, ValueError, TypeError, ImportError) as error:
         raise UserError(f"{model}: its processor of images cannot be made: {error}") from None
 
@@ -212,12 +211,6 @@ def processor_template(model: str) -> str | None:
     settings, _ = ProcessorMixin.get_processor_dict(model)
     template: str | dict[str, str] | None = settings.get("chat_template")
     return template.get("default") if isinstance(template, dict) else template
-
-
-def _takes_videos(kind: Any) -> bool:
-    import inspect
-
-    return "video_processor" in inspect.signature(kind.__init__).parameters
 
 
 class ImageStore:
@@ -259,9 +252,7 @@ class ImageStore:
 
     def write_filler(self, path: Path) -> None:
         """Write a small grey image, prepared, to a file."""
-        import PIL.Image
-
-        self._write(path, PIL.Image.new("RGB", (64, 64), (128, 128, 128)), "filler")
+        self._write(path, _grey_square(_SMALL), "filler")
 
     def write_largest(self, path: Path, max_tokens: int, *, with_others: bool = False) -> None:
         """Write the prepared image of the most tokens to a file, unless that has one of as many.
@@ -282,19 +273,14 @@ class ImageStore:
 
     def _largest_square(self, max_tokens: int) -> PreparedImage:
         """Prepare a grey square of about as many tokens as it may have, found by halving."""
-        import PIL.Image
-
-        def square(side: int) -> Any:
-            return PIL.Image.new("RGB", (side, side), (128, 128, 128))
-
         low, high = _SMALL, int(min(self.limits.max_pixels, _LARGE**2) ** 0.5)
         while high - low > _STEP:
             side = (low + high) // 2
-            token_ids, _ = self._process(square(side), "a grey square")
+            token_ids, _ = self._process(_grey_square(side), "a grey square")
             low, high = (side, high) if len(token_ids) <= max_tokens else (low, side)
         path = self.folder / f"grey-{self._how.hex()}-{low}.safetensors"
         if not path.exists():
-            self._write(path, square(low), "a grey square")
+            self._write(path, _grey_square(low), "a grey square")
         return self._read(path)
 
     def _process(self, image: Any, key: str) -> tuple[list[int], dict[str, Any]]:
@@ -335,6 +321,12 @@ class ImageStore:
     @property
     def num_images(self) -> int:
         return len(self._known)
+
+
+def _grey_square(side: int) -> Any:
+    import PIL.Image
+
+    return PIL.Image.new("RGB", (side, side), (128, 128, 128))
 
 
 def _beside(path: Path) -> Path:
@@ -430,7 +422,9 @@ def _with_places(messages: Messages, num_images: int, key: str) -> tuple[Message
     for message in messages:
         content = message.get("content")
         if isinstance(content, str) and MARK in content and num_images:
-            content, has_places = _cut_at_marks(content), True
+            pieces = [[{"type": "text", "text": piece}] if piece else [] for piece in content.split(MARK)]
+            content = pieces[0] + [part for piece in pieces[1:] for part in ({"type": "image"}, *piece)]
+            has_places = True
         elif isinstance(content, Sequence) and not isinstance(content, str):
             parts = [_part(part, inside, key) for part in content]
             has_places |= any(part.get("type") == "image" for part in parts)
@@ -444,14 +438,6 @@ def _with_places(messages: Messages, num_images: int, key: str) -> tuple[Message
         text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
         changed[first] = {**changed[first], "content": [*[{"type": "image"}] * num_images, *text]}
     return changed, inside
-
-
-def _cut_at_marks(text: str) -> list[dict[str, str]]:
-    parts: list[dict[str, str]] = []
-    for at, piece in enumerate(text.split(MARK)):
-        parts += [{"type": "image"}] if at else []
-        parts += [{"type": "text", "text": piece}] if piece else []
-    return parts
 
 
 def _part(part: Any, inside: list[Any], key: str) -> dict[str, Any]:

@@ -12,19 +12,10 @@ import torch
 
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
 from hotseat.data.examples import Example, lost_row, sequences_of
-from hotseat.data.lost import Lost, shown
 from hotseat.data.prompts import check_input_template, fill_in
-from hotseat.data.row_problems import BadValue, kind_of, text_of, value_of
+from hotseat.data.row_problems import BadValue, Lost, kind_of, shown, text_of, value_of
 from hotseat.data.rows import Row
-from hotseat.data.sequences import (
-    Draft,
-    Tokeniser,
-    TokenSequence,
-    chat_draft,
-    continued_draft,
-    plain_draft,
-    whole_draft,
-)
+from hotseat.data.sequences import Draft, Tokeniser, TokenSequence, chat_draft, continued_draft
 from hotseat.errors import DataError
 
 
@@ -82,10 +73,11 @@ def make_pairs(
     check_input_template(input_template)
     tokeniser = Tokeniser(tokenizer, max_length, keep_end=keep_end)
     form = _Form(chosen_key, rejected_key, prompt_key, input_template, template, is_preference)
-    chosen = sequences_of(rows, partial(form.draft, key=chosen_key), tokeniser, image_key)
-    rejected = sequences_of(rows, partial(form.draft, key=rejected_key), tokeniser, image_key)
+    both = [
+        sequences_of(rows, partial(form.draft, key=key), tokeniser, image_key) for key in (chosen_key, rejected_key)
+    ]
     pairs, num_no_answer, num_identical, lost = [], 0, 0, Lost()
-    for row, better, worse in zip(rows, chosen, rejected, strict=True):
+    for row, better, worse in zip(rows, *both, strict=True):
         if is_preference and template is None and prompt_key is None:
             better, worse = _without_common(better, worse)
         is_pair = bool(better.mask.any() and worse.mask.any()) and not torch.equal(better.token_ids, worse.token_ids)
@@ -98,13 +90,8 @@ def make_pairs(
         elif torch.equal(better.token_ids, worse.token_ids):
             num_identical += 1
         else:
-            pairs.append(
-                Pair(
-                    Example(better.token_ids, better.mask, row.where, better.images),
-                    Example(worse.token_ids, worse.mask, row.where, worse.images),
-                    _margin(row),
-                )
-            )
+            chosen, rejected = (Example(each.token_ids, each.mask, row.where, each.images) for each in (better, worse))
+            pairs.append(Pair(chosen, rejected, _margin(row)))
     if not pairs:
         raise DataError(
             f"none of the {len(rows)} rows is a pair: {num_identical} have the same answer twice and {num_no_answer}"
@@ -128,15 +115,15 @@ class _Form:
     is_preference: bool
 
     def draft(self, values: Mapping[str, Any], key: str) -> Draft:
-        """Make the draft of the answer under a key."""
         if self.is_preference:
             check = self._check_texts if self.template is None else self._check_messages
             check(values)
         if self.template is None:
             answer = text_of(values, key)
             if self.prompt_key is None:
-                return whole_draft(answer, key)
-            return plain_draft(fill_in(self.input_template, text_of(values, self.prompt_key)), answer, key)
+                return Draft(key, answer)
+            prompt = fill_in(self.input_template, text_of(values, self.prompt_key))
+            return Draft(key, prompt + answer, prompt=prompt)
         if self.prompt_key is not None:
             answers = messages_of(values, key, "assistant")
             return continued_draft(self.template, messages_of(values, self.prompt_key, "user"), answers, key)

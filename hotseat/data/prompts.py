@@ -10,10 +10,9 @@ from typing import Any
 
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
 from hotseat.data.images import RowImages
-from hotseat.data.lost import Lost, LostRow, shown
-from hotseat.data.row_problems import BadValue, Problems, text_of, value_of
+from hotseat.data.row_problems import BadValue, Lost, LostRow, Problems, shown, text_of, value_of
 from hotseat.data.rows import Row
-from hotseat.data.sequences import encode
+from hotseat.data.sequences import CHUNK, encode
 from hotseat.errors import DataError
 from hotseat.types import Prompt
 
@@ -74,7 +73,8 @@ def make_prompts(
 
     prompts: list[Prompt] = []
     lost = Lost()
-    encoded = encode_in_chunks(tokenizer, [text for text, _, _ in drafts])
+    texts = [text for text, _, _ in drafts]
+    encoded = [ids for at in range(0, len(texts), CHUNK) for ids, _ in encode(tokenizer, texts[at : at + CHUNK])]
     for row, (text, label, source), ids in zip(rows, drafts, encoded, strict=True):
         seen: RowImages | None = None if image_key is None else row.values[image_key]
         if seen is not None:
@@ -153,7 +153,3 @@ def check_input_template(template: str | None) -> None:
 
 def fill_in(template: str | None, text: str) -> str:
     return text if template is None else template.format(text)
-
-
-def encode_in_chunks(tokenizer: Any, texts: list[str], size: int = 1024) -> list[list[int]]:
-    return [ids for begin in range(0, len(texts), size) for ids, _ in encode(tokenizer, texts[begin : begin + size])]

@@ -1,8 +1,10 @@
-"""Collection of the problems of rows into one error."""
+"""What is wrong with rows: values that cannot be used, collected into one error, and rows that limits drop or cut."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,6 +12,7 @@ from hotseat.errors import DataError
 
 _SHOWN = 5  # problems in the message
 _ROWS_SHOWN = 3  # rows named for each problem
+_SHOWN_CHARACTERS = 200  # of a row that is dropped or cut
 
 
 class Problems:
@@ -65,3 +68,79 @@ def kind_of(value: Any) -> str:
     """Return the name of a value's type in JSON's terms."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
+
+
+# --- rows that limits on their tokens drop or cut, with the first of them as an example -------------------------------
+
+
+@dataclass(frozen=True)
+class LostRow:
+    """A row that is dropped or cut: its values in the file, its text after the template, and its number of tokens."""
+
+    where: str
+    values: Mapping[str, Any]
+    text: str
+    num_tokens: int
+    first_answer_token: int | None = None  # from 0; None: the row has no separate answer
+
+    def __str__(self) -> str:
+        answer = "" if self.first_answer_token is None else f", the answer from token {self.first_answer_token + 1} on"
+        return (
+            f"  {self.where} before: {_short(json.dumps(dict(self.values), ensure_ascii=False, default=str))}\n"
+            f"  after the template, {self.num_tokens} tokens{answer}: {_short(repr(self.text))}"
+        )
+
+
+@dataclass
+class Lost:
+    """Rows that a limit drops or cuts, the first of them, and the number of tokens of the longest row."""
+
+    num_dropped: int = 0
+    num_cut: int = 0
+    longest: int = 0
+    first: LostRow | None = None
+
+    @property
+    def count(self) -> int:
+        return self.num_dropped + self.num_cut
+
+    def add(self, make_row: Callable[[], LostRow], *, is_dropped: bool) -> None:
+        """Count a lost row. make_row: describes it; called only for the first one, which messages show."""
+        self.num_dropped += is_dropped
+        self.num_cut += not is_dropped
+        if self.first is None:
+            self.first = make_row()
+
+
+def shown(lost: Lost) -> str:
+    """Format the first lost row on separate lines; empty if there is none."""
+    return f"\n{lost.first}" if lost.first is not None else ""
+
+
+def check_lost(
+    lost: Lost, num_rows: int, *, source: str, limit: str, fix: str, max_fraction: float, warn_above: float
+) -> list[str]:
+    """Refuse data if a limit drops or cuts more than `max_fraction` of it; return a warning above `warn_above`.
+
+    source: the key that names the data. limit: the key of the limit, with its value. fix: what to set instead.
+    """
+    share = lost.count / num_rows if num_rows else 0.0
+    if share <= min(max_fraction, warn_above):
+        return []
+    parts = [f"{lost.num_dropped:,} dropped"] if lost.num_dropped else []
+    parts += [f"{lost.num_cut:,} cut"] if lost.num_cut else []
+    what = f"{lost.count:,} of {num_rows:,} rows ({share:.0%}) do not fit {limit}: {', '.join(parts)}"
+    cure = f"{fix} (the longest row has {lost.longest:,} tokens)"
+    if share <= max_fraction:
+        return [f"warning: {source}: {what}; {cure}. The first of them:{shown(lost)}"]
+    raise DataError(
+        f"{source}: {what}; data.max_lost_fraction allows {max_fraction:.0%}. The first of them:{shown(lost)}\n{cure},"
+        " shorten the rows, or set data.max_lost_fraction to 1 if that is as it should be"
+    )
+
+
+def _short(text: str) -> str:
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    half = _SHOWN_CHARACTERS // 2
+    return f"{text[:half]} ... {text[-half:]}"

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ def _interleave(
 
 
 def _read_part(part: str, split: str, hub: Callable[..., Sequence[Mapping[str, Any]]]) -> Iterator[_Entry]:
-    name, slicing = _split_name(split)
+    name, _ = _split_name(split)
     path = Path(part).expanduser()
     folder = None
     if not path.exists() and "@" in part:
@@ -142,11 +143,11 @@ def _read_part(part: str, split: str, hub: Callable[..., Sequence[Mapping[str, A
     if path.is_file():
         if folder is not None:
             raise DataError(f"{path} is a file: it has no folder {folder!r}")
-        return _sliced(_read_file(path), split if slicing else None)
+        return _sliced(_read_file(path), split)
     if path.is_dir():
         saved = (path / "dataset_dict.json").exists() or (path / "state.json").exists()
         rows = _saved_rows(path, name) if saved else _folder_rows(path, name)
-        return _sliced(rows, split if slicing else None)
+        return _sliced(rows, split)
     if part.startswith((".", "/", "~")) or path.suffix in _READERS or part.count("/") > 1:
         raise DataError(f"no such file or folder: {path}")
     return _rows_of(hub(part, folder, split), part)
@@ -160,13 +161,13 @@ def _split_name(split: str) -> tuple[str, str]:
     return match[1], match[2] or ""
 
 
-def _sliced(rows: Iterator[_Entry], split: str | None) -> Iterator[_Entry]:
-    if split is None:
+def _sliced(rows: Iterator[_Entry], split: str) -> Iterator[_Entry]:
+    name, slicing = _split_name(split)
+    if not slicing:
         return rows
     from datasets import ReadInstruction
 
     everything = list(rows)
-    name = _split_name(split)[0]
     try:
         bounds = ReadInstruction.from_spec(split).to_absolute({name: len(everything)})[0]
     except (ValueError, AssertionError) as error:
@@ -208,16 +209,9 @@ def _load_from_hub(name: str, folder: str | None, split: str) -> Sequence[Mappin
 # --- folders of files -------------------------------------------------------------------------------------------------
 
 _SPLIT_WORDS = {
-    "train": "train",
-    "training": "train",
-    "test": "test",
-    "testing": "test",
-    "eval": "test",
-    "evaluation": "test",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
 
 
@@ -347,10 +341,6 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[_Entry]:
             yield _Bad(f"{path}:{begin}", f"not UTF-8 here or soon after: {error.reason}")
 
 
-def _read_tsv(path: Path) -> Iterator[_Entry]:
-    return _read_csv(path, delimiter="\t")
-
-
 def _read_parquet(path: Path) -> Iterator[_Entry]:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -386,7 +376,7 @@ _READERS: dict[str, Callable[[Path], Iterator[_Entry]]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,
-    ".tsv": _read_tsv,
+    ".tsv": partial(_read_csv, delimiter="\t"),
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }

@@ -15,7 +15,7 @@ from hotseat.data.images import RowImages
 from hotseat.data.row_problems import BadValue
 from hotseat.errors import DataError
 
-_CHUNK = 1024  # texts tokenised in one call
+CHUNK = 1024  # texts tokenised in one call
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,6 @@ class TokenSequence:
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
-
-
-def whole_draft(text: str, key: str) -> Draft:
-    return Draft(key, text)
-
-
-def plain_draft(prompt: str, answer: str, key: str) -> Draft:
-    return Draft(key, prompt + answer, prompt=prompt)
 
 
 def chat_draft(template: ChatTemplate, messages: Messages, key: str, *, every_turn: bool) -> Draft:
@@ -113,8 +105,8 @@ class Tokeniser:
 
     def sequences(self, drafts: Sequence[Draft]) -> Iterator[TokenSequence | BadValue]:
         """Yield a sequence, or what is wrong, for each draft in order."""
-        for begin in range(0, len(drafts), _CHUNK):
-            chunk = drafts[begin : begin + _CHUNK]
+        for begin in range(0, len(drafts), CHUNK):
+            chunk = drafts[begin : begin + CHUNK]
             texts = [text for draft in chunk for text in self._texts(draft)]
             encoded = iter(encode(self._tokenizer, texts, with_offsets=any(draft.marks for draft in chunk)))
             for draft in chunk:
@@ -132,7 +124,7 @@ class Tokeniser:
         if draft.marks:
             spans = _spans_by_marks(draft, offsets)
         elif draft.prompt is not None:
-            if not _begins_with(ids, others[0]):
+            if ids[: len(others[0])] != others[0]:
                 # An engine will get the prompt alone, so keep the prompt's own tokens and append the answer's.
                 ids = others[0] + encode(self._tokenizer, [draft.text[len(draft.prompt) :]])[0][0]
             spans = [(len(others[0]), len(ids))]
@@ -142,20 +134,17 @@ class Tokeniser:
             spans = [(0, len(ids))]
         if draft.images is None:
             return self._finish(ids, spans)
+        image_id = draft.images.image_token_id
         ids, begins = draft.images.expand(ids, draft.key)
         sequence = self._finish(ids, [(begins[begin], begins[end]) for begin, end in spans])
-        return self._with_images(sequence, draft.images, ids, draft.key)
-
-    def _with_images(self, sequence: TokenSequence, images: RowImages, ids: list[int], key: str) -> TokenSequence:
-        """Add images to a sequence, of which no placeholder is learned."""
-        last = max((at for at, token_id in enumerate(ids) if token_id == images.image_token_id), default=-1)
+        last = max((at for at, token_id in enumerate(ids) if token_id == image_id), default=-1)
         if last >= len(sequence.token_ids):
             raise BadValue(
-                f"{key}: the images reach to token {last + 1}, and data.max_length {self._max_length} would cut them:"
-                " raise it, or make the images smaller"
+                f"{draft.key}: the images reach to token {last + 1}, and data.max_length {self._max_length} would cut"
+                " them: raise it, or make the images smaller"
             )
-        mask = sequence.mask & (sequence.token_ids != images.image_token_id)
-        return replace(sequence, mask=mask, images=images.paths)
+        mask = sequence.mask & (sequence.token_ids != image_id)  # no placeholder is learned
+        return replace(sequence, mask=mask, images=draft.images.paths)
 
     def _to_eos(self, ids: list[int], span: tuple[int, int]) -> tuple[int, int]:
         """Cut off what a template adds after the end of an answer, such as a line break, which no engine samples."""
@@ -199,13 +188,9 @@ def encode(tokenizer: Any, texts: list[str], *, with_offsets: bool = False) -> l
     return list(zip(encoded["input_ids"], offsets, strict=True))
 
 
-def _begins_with(ids: list[int], beginning: list[int]) -> bool:
-    return ids[: len(beginning)] == beginning
-
-
 def _spans_by_beginnings(draft: Draft, ids: list[int], beginnings: list[list[int]]) -> list[tuple[int, int]]:
     for text, part in zip(draft.beginnings, beginnings, strict=True):
-        if not _begins_with(ids, part):
+        if ids[: len(part)] != part:
             raise BadValue(
                 f"{draft.key}: the tokens of the conversation do not begin with those of its part up to"
                 f" {text[-20:]!r}: a token reaches over into {draft.text[len(text) : len(text) + 20]!r}, so the tokens"

@@ -1,4 +1,4 @@
 """Simulators: batches of worlds in which a policy acts.
 
-A family is one file (`families/`, or a user's). `ProcessEnv` runs it in child processes; `env.py` has the contract.
+A family is one file (`families/`, or a user's). `processes.py` runs it in child processes.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 _MIN_BYTES = 4096  # smaller arrays go through the channel
@@ -21,13 +22,13 @@ def make_memory() -> int | None:
     return os.memfd_create("hotseat-frames") if hasattr(os, "memfd_create") else None
 
 
+@dataclass(eq=False)
 class ChildFrames:
     """The child's codec. memory: the descriptor that it inherited; None: everything goes through the channel."""
 
-    def __init__(self, memory: int | None):
-        self._memory = memory
-        self._map: mmap.mmap | None = None
-        self._at = 0
+    memory: int | None
+    _map: mmap.mmap | None = None
+    _at: int = 0
 
     def loads(self, data: bytes) -> Any:
         """Return a command, with which the answers begin anew: those of earlier ones were taken."""
@@ -40,7 +41,7 @@ class ChildFrames:
 
         def is_small(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()
-            if self._memory is None or raw.nbytes < _MIN_BYTES:
+            if self.memory is None or raw.nbytes < _MIN_BYTES:
                 return True
             places.append((self._write(raw), raw.nbytes))
             return False
@@ -48,23 +49,23 @@ class ChildFrames:
         return pickle.dumps((pickle.dumps(message, protocol=5, buffer_callback=is_small), places))
 
     def _write(self, raw: memoryview) -> int:
-        assert self._memory is not None
+        assert self.memory is not None
         start, end = self._at, self._at + raw.nbytes
         if self._map is None or end > len(self._map):
             size = max(2 * end, 1 << 20)
-            os.ftruncate(self._memory, size)
-            self._map = mmap.mmap(self._memory, size)
+            os.ftruncate(self.memory, size)
+            self._map = mmap.mmap(self.memory, size)
         self._map[start:end] = raw
         self._at = -(-end // _ALIGNMENT) * _ALIGNMENT
         return start
 
 
+@dataclass(eq=False)
 class ParentFrames:
     """The parent's codec. memory: a descriptor, which this closes in the end; None: everything comes by the channel."""
 
-    def __init__(self, memory: int | None):
-        self._memory = memory
-        self._map: mmap.mmap | None = None
+    memory: int | None
+    _map: mmap.mmap | None = None
 
     def dumps(self, message: Any) -> bytes:
         return pickle.dumps(message)
@@ -75,16 +76,15 @@ class ParentFrames:
         return pickle.loads(pickled, buffers=[self._read(*place) for place in places])
 
     def _read(self, start: int, size: int) -> bytearray:
-        assert self._memory is not None
+        assert self.memory is not None
         if self._map is None or start + size > len(self._map):
-            self._map = mmap.mmap(self._memory, 0, prot=mmap.PROT_READ)
+            self._map = mmap.mmap(self.memory, 0, prot=mmap.PROT_READ)
         return bytearray(memoryview(self._map)[start : start + size])
 
     def close(self) -> None:
-        """Let go of the memory."""
         if self._map is not None:
             self._map.close()
             self._map = None
-        if self._memory is not None:
-            os.close(self._memory)
-            self._memory = None
+        if self.memory is not None:
+            os.close(self.memory)
+            self.memory = None

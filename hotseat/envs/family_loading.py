@@ -16,7 +16,7 @@ from hotseat.errors import UserError
 from hotseat.user_functions import load_file
 
 if TYPE_CHECKING:  # numpy is heavy, and refusals are not
-    from hotseat.envs.simulator import Simulator, Worlds
+    from hotseat.envs.simulator import Simulator
 
 _MODULE = "hotseat_env"
 _PACKAGES = {
@@ -39,7 +39,6 @@ class SimulatorSettings:
 
 
 def family_names() -> list[str]:
-    """List the families that come with Hotseat."""
     return sorted(module.name for module in pkgutil.iter_modules(families.__path__))
 
 
@@ -57,7 +56,20 @@ def load_family(settings: SimulatorSettings) -> ModuleType:
     problem = path_problem(settings.path)
     if problem is not None:
         raise UserError(f"env.path: {problem}")
-    module = _load(Path(settings.path).expanduser().absolute()) if settings.path.endswith(".py") else _own(settings)
+    if settings.path.endswith(".py"):
+        file = Path(settings.path).expanduser().absolute()
+        try:
+            module = load_file(file, _MODULE)
+        except Exception as error:
+            raise UserError(f"env.path: {file}: {type(error).__name__}: {error}") from None
+    else:
+        try:
+            module = importlib.import_module(f"{families.__name__}.{settings.path}")
+        except ImportError as error:
+            extra = _EXTRAS.get(settings.path, "sim")
+            raise UserError(
+                f"env.path {settings.path}: {error}; `pip install 'hotseat[{extra}]'` installs its package"
+            ) from None
     if not has_worlds(module) and not callable(getattr(module, "make", None)):
         raise UserError(
             f"env.path: {settings.path} has no function make(tasks, max_steps, **kwargs), and none for batches,"
@@ -67,7 +79,6 @@ def load_family(settings: SimulatorSettings) -> ModuleType:
 
 
 def has_worlds(module: ModuleType) -> bool:
-    """Tell whether a family makes batches of worlds."""
     return callable(getattr(module, "make_worlds", None))
 
 
@@ -75,33 +86,9 @@ def make_one(module: ModuleType, settings: SimulatorSettings) -> Simulator:
     return module.make(list(settings.tasks), settings.max_steps, **settings.kwargs)
 
 
-def make_worlds(module: ModuleType, settings: SimulatorSettings, num_worlds: int) -> Worlds:
-    return module.make_worlds(list(settings.tasks), settings.max_steps, num_worlds, **settings.kwargs)
-
-
-def _own(settings: SimulatorSettings) -> ModuleType:
-    try:
-        return importlib.import_module(f"{families.__name__}.{settings.path}")
-    except ImportError as error:
-        raise UserError(
-            f"env.path {settings.path}: {error}; `pip install 'hotseat[{_extra(settings.path)}]'` installs its package"
-        ) from None
-
-
-def _extra(family: str) -> str:
-    return _EXTRAS.get(family, "sim")
-
-
-def _load(file: Path) -> ModuleType:
-    try:
-        return load_file(file, _MODULE)
-    except Exception as error:
-        raise UserError(f"env.path: {file}: {type(error).__name__}: {error}") from None
-
-
 def import_problem(path: str) -> str | None:
     """Return which package a family lacks; None if it lacks none, or is the user's file."""
     absent = [name for name in _PACKAGES.get(path, ()) if importlib.util.find_spec(name) is None]
     if absent:
-        return f"{path} needs the package {' and '.join(absent)}: pip install 'hotseat[{_extra(path)}]'"
+        return f"{path} needs the package {' and '.join(absent)}: pip install 'hotseat[{_EXTRAS.get(path, 'sim')}]'"
     return None

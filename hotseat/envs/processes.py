@@ -15,7 +15,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 
 from hotseat.envs.array_frames import ParentFrames, make_memory
-from hotseat.envs.env import Env, Outcome
 from hotseat.envs.family_loading import SimulatorSettings
-from hotseat.envs.simulator import Observation
+from hotseat.envs.simulator import ActionSpec, Observation, Task
 from hotseat.errors import RunError, UserError
 from hotseat.processes import ChildProcess, WorkerDied, WorkerTimeout, exit_words
 from hotseat.types import Moved
@@ -40,6 +39,24 @@ class SimulatorError(RunError):
     """A simulator failed, and with it its episode."""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Results of a chunk of actions, for `n` simulators. Nothing acts after an episode's end.
+
+    Rewards of actions that were not carried out are 0. failures: why a simulator gave no result, by its slot; its rows
+    are zeros, and its episode has ended.
+    """
+
+    seen: Sequence[Observation | None]  # n, after the last action that was carried out; None: failed
+    rewards: np.ndarray  # [n, K] float64
+    num_taken: np.ndarray  # [n] int64: actions that were carried out
+    terminated: np.ndarray  # [n] bool
+    truncated: np.ndarray  # [n] bool
+    success: np.ndarray  # [n] bool
+    is_success_known: np.ndarray  # [n] bool: the simulator says whether the task is accomplished
+    failures: Mapping[int, str]
+
+
 @dataclass
 class _Episode:
     """Record of a slot since its reset: enough to play it again. digests: of every answer."""
@@ -50,11 +67,20 @@ class _Episode:
     digests: list[bytes] = field(default_factory=list)
 
 
-class ProcessEnv(Env):
-    """Simulators of one family in `num_processes` children, slot by slot in turn.
+class ProcessEnv:
+    """Simulators of one family in numbered slots, which `num_processes` children get in turn.
+
+    A slot's results depend on its own task, seed and actions only. Calls are made from one thread at a time, and each
+    one ends: what takes too long is ended and named. `tests/helpers/simulator_conformance.py` checks all this.
 
     timeout_s: of each reset and each chunk of actions. say: called with a sentence about each process that is replaced.
     """
+
+    tasks: Sequence[Task]
+    action: ActionSpec
+    state_bounds: tuple[np.ndarray, np.ndarray] | None
+    num_state_values: int | None  # most values of an entry of the state that numbers things
+    is_on_device: bool  # the simulators hold memory of an accelerator
 
     def __init__(
         self,
@@ -71,7 +97,6 @@ class ProcessEnv(Env):
         self._timeout_s = timeout_s
         self._say = say
         self._episodes: dict[int, _Episode] = {}
-        self.is_on_device: bool  # the simulators hold memory of an accelerator
         self._is_offloaded = False  # its children then wait for `onload` to make their simulators
         num_processes = min(num_processes, num_envs)
         self._num_worlds = -(-num_envs // num_processes)  # of each process at most
@@ -86,6 +111,7 @@ class ProcessEnv(Env):
     # --- the contract -------------------------------------------------------------------------------------------------
 
     def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Observation | Exception]:
+        """Begin episodes in these slots, whatever was in them; an entry per slot."""
         for slot, task, seed in zip(where, tasks, seeds, strict=True):
             assert 0 <= task < len(self.tasks), f"task {task}, {len(self.tasks)} tasks"
             self._episodes[slot] = _Episode(task, seed)
@@ -93,6 +119,7 @@ class ProcessEnv(Env):
         return [answers[slot] for slot in where]
 
     def step(self, where: Sequence[int], actions: np.ndarray) -> Outcome:
+        """Carry out a chunk of actions in these slots: [n, K, D] float64."""
         assert actions.ndim == 3, f"actions {actions.shape}, not [n, K, D]"
         assert actions.shape[0] == len(where), f"actions {actions.shape} for {len(where)} slots"
         assert actions.shape[2] == self.action.dim, f"actions {actions.shape}, {self.action.dim} numbers each"
@@ -119,14 +146,17 @@ class ProcessEnv(Env):
         return Outcome(seen, rewards, num_taken, flags[0], flags[1], flags[2], flags[3], failures)
 
     def snapshot(self) -> bytes:
+        """Return the state of all slots."""
         return pickle.dumps(self._episodes)
 
     def restore(self, state: bytes) -> None:
+        """Continue from a snapshot, of this or another object with as many slots."""
         self._episodes = pickle.loads(state)
         for index in range(len(self._children)):
             self._replay(index, self._mine(index, self._episodes))
 
     def render(self, where: Sequence[int]) -> list[np.ndarray]:
+        """Return pictures for display: [H, W, 3] uint8 each."""
         answers = self._ask("render", dict.fromkeys(where, ()))
         for answer in answers.values():
             if isinstance(answer, Exception):
@@ -243,7 +273,8 @@ class ProcessEnv(Env):
             except WorkerTimeout:
                 return f"{self._name(slot, name)} did not answer in {self._timeout_s:g} s"
             except WorkerDied as died:
-                return f"{self._name(slot, name)}: its process died{_how(died.code)}"
+                how = "" if died.code is None else f" {'by' if died.code < 0 else 'with'} {exit_words(died.code)}"
+                return f"{self._name(slot, name)}: its process died{how}"
             if kind == "failed":
                 answers[slot] = SimulatorError(f"{self._name(slot, name)}: {answer}")
                 self._episodes.pop(slot, None)
@@ -282,14 +313,17 @@ class ProcessEnv(Env):
         """Play episodes again in a child that has none of them. unfinished: slots whose last action comes later."""
         child = self._children[index]
         self._meet(child)
-        calls = {slot: _calls(self._episodes[slot]) for slot in slots}
+        calls: dict[int, list[tuple[Any, ...]]] = {}  # arguments of the reset and of each step
+        for slot in slots:
+            episode = self._episodes[slot]
+            calls[slot] = [(episode.task, episode.seed), *((chunk,) for chunk in episode.actions)]
         for slot in unfinished & calls.keys():
             calls[slot].pop()
         for at in range(max(map(len, calls.values()), default=0)):
             now = {slot: calls[slot][at] for slot in slots if at < len(calls[slot])}
             # A batch carries out chunks of one length at a time.
-            for shape in dict.fromkeys(np.shape(args[-1]) for _, args in now.values()):
-                items = {slot: args for slot, (_, args) in now.items() if np.shape(args[-1]) == shape}
+            for shape in dict.fromkeys(np.shape(args[-1]) for args in now.values()):
+                items = {slot: args for slot, args in now.items() if np.shape(args[-1]) == shape}
                 self._play_again(child, "step" if at else "reset", items, at)
 
     def _play_again(self, child: _Child, name: str, items: dict[int, tuple[Any, ...]], at: int) -> None:
@@ -306,10 +340,6 @@ class ProcessEnv(Env):
                     f"{self._name(slot, 'step')}: played again from its seed and actions, it gave another result at"
                     f" call {at}: the simulator depends on more than task, seed and actions"
                 )
-
-
-def _calls(episode: _Episode) -> list[tuple[str, tuple[Any, ...]]]:
-    return [("reset", (episode.task, episode.seed)), *(("step", (chunk,)) for chunk in episode.actions)]
 
 
 class _Child(ChildProcess):
@@ -347,10 +377,6 @@ class _Child(ChildProcess):
         code = super().end(grace_s)
         self._frames.close()
         return code
-
-
-def _how(code: int | None) -> str:
-    return "" if code is None else f" {'by' if code < 0 else 'with'} {exit_words(code)}"
 
 
 def _digest(answer: Any) -> bytes:

@@ -14,13 +14,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from hotseat.envs.array_frames import ChildFrames
-from hotseat.envs.family_loading import SimulatorSettings, has_worlds, load_family, make_one, make_worlds
+from hotseat.envs.family_loading import has_worlds, load_family, make_one
 from hotseat.envs.simulator import Observation, Simulator, Worlds, WorldStep
 from hotseat.errors import UserError
 from hotseat.processes.child import Channel
@@ -40,7 +39,12 @@ def _serve(channel: Channel) -> None:
         try:
             module = load_family(settings)
             channel.receive()  # the parent lets it take memory of its device
-            worlds = _make(module, settings, num_worlds)
+            is_batch = has_worlds(module)
+            if is_batch:
+                options = list(settings.tasks), settings.max_steps, num_worlds
+                worlds: Worlds = module.make_worlds(*options, **settings.kwargs)
+            else:
+                worlds = _Separate(lambda: make_one(module, settings))
         except UserError as error:
             channel.send(("refused", str(error)))
             return
@@ -50,110 +54,79 @@ def _serve(channel: Channel) -> None:
             channel.send(("refused", f"env.path {settings.path}: {_describe(error)}"))
             return
         made.callback(worlds.close)
-        channel.send(("made", worlds.facts))
+        facts = list(worlds.tasks), worlds.action, worlds.state_bounds, worlds.is_on_device
+        channel.send(("made", (*facts, getattr(worlds, "num_state_values", None))))
+        world_of: dict[int, int] = {}  # by slot: they get worlds as they are first used
         while True:
             name, items = channel.receive()
-            for answer in worlds.answers(name, items):
-                channel.send(answer)
+            # The parent sees which simulator takes too long; a batch answers together.
+            for share in [items] if is_batch else [[item] for item in items]:
+                where = [world_of.setdefault(slot, len(world_of)) for slot, *_ in share]
+                for answer in _answers(worlds, name, where, [args for _, *args in share]):
+                    channel.send(answer)
 
 
-def _make(module: ModuleType, settings: SimulatorSettings, num_worlds: int) -> _Separate | _Batch:
-    if has_worlds(module):
-        return _Batch(make_worlds(module, settings, num_worlds))
-    return _Separate(lambda: make_one(module, settings))
-
-
-def _facts(of: Simulator | Worlds) -> tuple[Any, ...]:
-    return list(of.tasks), of.action, of.state_bounds, of.is_on_device, getattr(of, "num_state_values", None)
-
-
-class _Separate:
-    """Simulators of one world each, made when their slot is first used."""
+class _Separate(Worlds):
+    """Simulators of one world each, as a batch. They are made when they are first used."""
 
     def __init__(self, make: Callable[[], Simulator]):
-        self._make = make
-        self._simulators: dict[int, Simulator] = {}
-        self._all = [make()]
-        self._spare = list(self._all)
-        self.facts = _facts(self._all[0])
+        self._make, self._made = make, [make()]
+        first = self._made[0]
+        self.tasks, self.action, self.state_bounds = first.tasks, first.action, first.state_bounds
+        self.is_on_device, self.num_state_values = first.is_on_device, getattr(first, "num_state_values", None)
 
-    def answers(self, name: str, items: list[Any]) -> Iterator[tuple[str, Any]]:
-        """Answer each item of a command by itself, in order."""
-        for slot, *args in items:
-            try:
-                answer: Any = _answer(self._of(slot), name, args)
-            except Exception as error:
-                yield "failed", _describe(error)
-            else:
-                yield "done", answer
+    def _of(self, world: int) -> Simulator:
+        while len(self._made) <= world:
+            self._made.append(self._make())
+        return self._made[world]
 
-    def _of(self, slot: int) -> Simulator:
-        if slot not in self._simulators:
-            if not self._spare:
-                self._spare.append(self._make())
-                self._all.append(self._spare[0])
-            self._simulators[slot] = self._spare.pop()
-        return self._simulators[slot]
+    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Observation | Exception]:
+        return [self._of(world).reset(task, seed) for world, task, seed in zip(where, tasks, seeds, strict=True)]
+
+    def step(self, where: Sequence[int], actions: np.ndarray) -> list[WorldStep | Exception]:
+        return [_step(self._of(world), chunk) for world, chunk in zip(where, actions, strict=True)]
+
+    def render(self, where: Sequence[int]) -> list[np.ndarray]:
+        return [self._of(world).render() for world in where]
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:
-            for simulator in self._all:
+            for simulator in self._made:
                 closing.callback(simulator.close)
 
 
-class _Batch:
-    """A batch of worlds, which slots get as they are first used. One call carries out all items of a command."""
-
-    def __init__(self, worlds: Worlds):
-        self._worlds = worlds
-        self._world_of: dict[int, int] = {}  # by slot
-        self.facts = _facts(worlds)
-
-    def answers(self, name: str, items: list[Any]) -> Iterator[tuple[str, Any]]:
-        where = [self._world_of.setdefault(slot, len(self._world_of)) for slot, *_ in items]
-        try:
-            results = self._call(name, where, [args for _, *args in items])
-            if len(results) != len(items):
-                raise ValueError(f"{name} returned {len(results)} results for {len(items)} worlds")
-        except Exception as error:
-            results = [error] * len(items)
-        for result in results:
-            if isinstance(result, Exception):
-                yield "failed", _describe(result)
-            elif isinstance(result, WorldStep):
-                is_late = result.truncated and not result.terminated
-                yield "done", (result.seen, result.rewards, result.terminated, is_late, result.success)
-            else:
-                yield "done", result
-
-    def _call(self, name: str, where: list[int], args: list[Any]) -> Sequence[Any]:
+def _answers(worlds: Worlds, name: str, where: list[int], args: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the results of one call of worlds."""
+    try:
         if name == "reset":
-            return self._worlds.reset(where, [task for task, _ in args], [seed for _, seed in args])
-        if name == "render":
-            return self._worlds.render(where)
-        return self._worlds.step(where, np.stack([actions for (actions,) in args]))
+            results: Sequence[Any] = worlds.reset(where, [task for task, _ in args], [seed for _, seed in args])
+        elif name == "render":
+            results = worlds.render(where)
+        else:
+            results = worlds.step(where, np.stack([actions for (actions,) in args]))
+        if len(results) != len(where):
+            raise ValueError(f"{name} returned {len(results)} results for {len(where)} worlds")
+    except Exception as error:
+        results = [error] * len(where)
+    for result in results:
+        if isinstance(result, Exception):
+            yield "failed", _describe(result)
+        elif isinstance(result, WorldStep):
+            is_late = result.truncated and not result.terminated  # the last step allowed may have ended the task
+            yield "done", (result.seen, result.rewards, result.terminated, is_late, result.success)
+        else:
+            yield "done", result
 
-    def close(self) -> None:
-        self._worlds.close()
 
-
-def _answer(simulator: Simulator, name: str, args: list[Any]) -> Any:
-    if name == "reset":
-        return simulator.reset(*args)
-    if name == "render":
-        return simulator.render()
-    return _step(simulator, args[0])
-
-
-def _step(simulator: Simulator, actions: np.ndarray) -> tuple[Observation, list[float], bool, bool, bool | None]:
-    """Carry out actions until one ends the episode: [K, D]. What ends with the last step allowed is not truncated."""
+def _step(simulator: Simulator, actions: np.ndarray) -> WorldStep:
+    """Carry out actions until one ends the episode: [K, D]."""
     rewards: list[float] = []
     for action in actions:
         step = simulator.step(action)
         rewards.append(step.reward)
         if step.terminated or step.truncated:
             break
-    return step.seen, rewards, step.terminated, step.truncated and not step.terminated, step.success
+    return WorldStep(step.seen, rewards, step.terminated, step.truncated, step.success)
 
 
 def _describe(error: Exception) -> str:

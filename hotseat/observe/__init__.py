@@ -6,17 +6,6 @@ from hotseat.observe.metric_files import JsonLines, TensorBoard, drop_cut_line, 
 from hotseat.observe.timeline import Timeline, read_timeline
 
 __all__ = [
-    "METRICS",
-    "PREDICTION",
-    "RECORDS",
-    "SAMPLES",
-    "Journal",
-    "JsonLines",
-    "LiveView",
-    "NullJournal",
-    "TensorBoard",
-    "Timeline",
-    "drop_cut_line",
-    "read_lines",
-    "read_timeline",
-]
+    "METRICS", "PREDICTION", "RECORDS", "SAMPLES", "Journal", "JsonLines", "LiveView", "NullJournal", "TensorBoard",
+    "Timeline", "drop_cut_line", "read_lines", "read_timeline",
+]  # fmt: skip

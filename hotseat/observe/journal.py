@@ -148,13 +148,11 @@ class Journal(Closing):
             self._view.step(step, metrics)
 
     def distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """Record histograms of a step's values."""
         self._files[DISTRIBUTIONS].write(
             {"step": step} | {name: histogram(each) for name, each in values.items() if each}
         )
 
     def samples(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Record samples, a mapping each."""
         for line in lines:
             self._files[SAMPLES].write(line)
 
@@ -163,7 +161,6 @@ class Journal(Closing):
         self._stack.close()
 
     def end_phase(self) -> None:
-        """End the current phase, if there is one."""
         if self._phase is not None:
             name, started_s, step = self._phase
             self.timeline.span("phases", "phases", name, started_s, time.time(), step=step)

@@ -19,27 +19,6 @@ from rich.text import Text
 _SHOWN_IF_ANY = ("samples_failed",)  # counts that a step's line leaves out if they are 0
 
 
-class _Pace:
-    """Number of steps that are done, of how many, and the time since a clock was started."""
-
-    def __init__(self, num_steps: int):
-        self.num_steps = num_steps
-        self.step = 0
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the clock."""
-        self.started_s = time.monotonic()
-        self.first_step = self.step
-
-    def eta_s(self) -> float | None:
-        """Estimate the remaining seconds from the pace so far."""
-        num_done = self.step - self.first_step
-        if num_done <= 0:
-            return None
-        return (time.monotonic() - self.started_s) / num_done * (self.num_steps - self.step)
-
-
 class LiveView:
     """Shows phase, step, chosen metrics and the remaining time; plain lines if the console is not a terminal."""
 
@@ -56,12 +35,14 @@ class LiveView:
         every_s: seconds between two lines about processes that are waited for, where there is no terminal.
         """
         self._title = title
-        self.pace = _Pace(num_steps)
+        self._num_steps = num_steps
+        self._step = 0
+        self.begin()
         self._columns = columns or {}
         self._console = console or Console()
         self._live: Live | None = None
         self._phase = "starting"
-        self._phase_started_s = self.pace.started_s
+        self._phase_started_s = self._started_s
         self._processes: Callable[[], list[str]] | None = None
         self._every_s = every_s
         self._advanced_s = self._phase_started_s  # time of the last line about progress
@@ -94,11 +75,18 @@ class LiveView:
 
     def expect(self, num_steps: int, columns: Mapping[str, str]) -> None:
         """Set the number of steps and the columns, which are known only after config and data have been read."""
-        self.pace.num_steps, self._columns = num_steps, columns
+        self._num_steps, self._columns = num_steps, columns
 
     def begin(self) -> None:
         """Start the clock for the remaining time, at the begin of the first step."""
-        self.pace.begin()
+        self._started_s, self._first_step = time.monotonic(), self._step
+
+    def eta_s(self) -> float | None:
+        """Estimate the remaining seconds from the pace so far."""
+        num_done = self._step - self._first_step
+        if num_done <= 0:
+            return None
+        return (time.monotonic() - self._started_s) / num_done * (self._num_steps - self._step)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and self._live is None:
@@ -113,7 +101,6 @@ class LiveView:
             self._live = None
 
     def phase(self, name: str) -> None:
-        """Show a phase as the current one."""
         self._phase, self._phase_started_s = name, time.monotonic()
 
     def stage(self, text: str) -> None:
@@ -125,29 +112,28 @@ class LiveView:
     def progress(self, text: str) -> None:
         """Print a line about the start-up: on a terminal above the status, elsewhere with its date."""
         stamp = "" if self._console.is_terminal else time.strftime("%Y-%m-%d %H:%M:%S  ")
-        self._console.print(f"{stamp}{text}", highlight=False, markup=False, soft_wrap=True)
+        self.say(f"{stamp}{text}")
         self._console.file.flush()
 
     def step(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Print the line of a finished step."""
-        self.pace.step = step
-        width = len(str(self.pace.num_steps))
-        cells = [f"{self._title} {step:>{width}}/{self.pace.num_steps}"]
+        self._step = step
+        width = len(str(self._num_steps))
+        cells = [f"{self._title} {step:>{width}}/{self._num_steps}"]
         for name, shown in self._columns.items():
             value = values.get(name)
             if value is not None and not (value == 0 and name in _SHOWN_IF_ANY):
                 cells.append(shown.format(value))
-        self._console.print("  ".join(cells), highlight=False, markup=False, soft_wrap=True)
+        self.say("  ".join(cells))
 
     def advance(self, step: int, phase: str) -> None:
         """Show how many steps are done, without a line for each; where there is no terminal, a line now and then."""
-        self.pace.step, self._phase = step, phase
+        self._step, self._phase = step, phase
         now_s = time.monotonic()
         if not self._console.is_terminal and now_s - self._advanced_s >= self._every_s:
             self._advanced_s = now_s
-            eta = self.pace.eta_s()
+            eta = self.eta_s()
             left = f", {_duration(eta)} to go" if eta is not None else ""
-            self.progress(f"{self._title} {step:,}/{self.pace.num_steps:,}: {phase}{left}")
+            self.progress(f"{self._title} {step:,}/{self._num_steps:,}: {phase}{left}")
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -156,11 +142,11 @@ class LiveView:
         grid = Table.grid(padding=(0, 2))
         for _ in range(4):
             grid.add_column(no_wrap=True)
-        eta = self.pace.eta_s()
-        done = round(24 * self.pace.step / self.pace.num_steps) if self.pace.num_steps else 0
+        eta = self.eta_s()
+        done = round(24 * self._step / self._num_steps) if self._num_steps else 0
         grid.add_row(
             Text("━" * done, style="green") + Text("━" * (24 - done), style="dim"),
-            f"{self.pace.step}/{self.pace.num_steps}" if self.pace.num_steps else "starting",
+            f"{self._step}/{self._num_steps}" if self._num_steps else "starting",
             Text(f"{self._phase} {time.monotonic() - self._phase_started_s:.1f} s", style="cyan"),
             Text(f"{_duration(eta)} to go" if eta is not None else "", style="dim"),
         )

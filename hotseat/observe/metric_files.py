@@ -44,11 +44,8 @@ class JsonLines(Closing):
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read all complete lines; a last line that a crash cut short is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            records.append(json.loads(line))
-    return records
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 class TensorBoard:

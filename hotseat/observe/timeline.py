@@ -35,7 +35,6 @@ class Timeline:
         self._event(process, thread, name, "X", start_s, {"dur": round(1e6 * max(0.0, end_s - start_s))}, facts)
 
     def instant(self, process: str, thread: str, name: str, **facts: Any) -> None:
-        """Record an event that happens now."""
         self._event(process, thread, name, "i", time.time(), {"s": "g"}, facts)
 
     def flush(self) -> None:
@@ -61,13 +60,10 @@ class Timeline:
                 return
             if place not in self._named:
                 self._named.add(place)
-                self._name("process_name", place, process)
-                self._name("thread_name", place, thread)
+                for what, named in (("process_name", process), ("thread_name", thread)):
+                    naming = {"ph": "M", "name": what, "pid": place[0], "tid": place[1], "args": {"name": named}}
+                    self._file.write(json.dumps(naming) + ",\n")
             self._file.write(json.dumps(event) + ",\n")
-
-    def _name(self, what: str, place: tuple[int, int], name: str) -> None:
-        event = {"ph": "M", "name": what, "pid": place[0], "tid": place[1], "args": {"name": name}}
-        self._file.write(json.dumps(event) + ",\n")
 
 
 def _number(name: str) -> int:

@@ -48,10 +48,6 @@ class Tracker:
     def hint(self) -> str:
         return f"the {self.kind} package is not installed: pip install 'hotseat[{self.kind}]'"
 
-    @property
-    def id_file(self) -> str:
-        return f"{self.kind}.json"
-
     def is_installed(self) -> bool:
         """Return whether the package is installed. A folder of its name that a run left behind does not count."""
         spec = importlib.util.find_spec(self.kind)
@@ -86,18 +82,22 @@ class TrackerSink:
         where: Mapping[str, str | None] | None = None,  # its own names for the place of the run, such as `project`
     ):
         self._tracker = tracker
-        self._id_path = run_dir / tracker.id_file
+        self._id_path = run_dir / f"{tracker.kind}.json"
         self._say = say
         self._waiting: deque[dict[str, Any]] = deque()
         self._changed = threading.Condition()
         self._is_closing = self._has_failed = self._has_warned = False
         self._num_dropped = 0
         self._has_started = threading.Event()  # or ended before it did
+        saved_id = None  # None: a new run, or the tracker was off before
+        if is_resumed:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                saved_id = str(json.loads(self._id_path.read_text())["id"])
         task = {
             **dict.fromkeys(("entity", "project", "group", "name", "uri", "space")),
             **(where or {}),
             "kind": tracker.kind,
-            "id": _saved_id(self._id_path) if is_resumed else None,
+            "id": saved_id,
             "dir": str(run_dir),
             "config": without_secrets(config),
             "start_s": tracker.start_s,
@@ -174,7 +174,10 @@ class TrackerSink:
             while True:
                 message = process.receive()
                 if "started" in message:
-                    self._keep_id(message["id"])
+                    try:
+                        write_whole(self._id_path, json.dumps({"id": message["id"]}) + "\n")
+                    except OSError as error:
+                        self._warn(f"would begin a new run at a resume: {self._id_path.name}: {error}")
                     self._has_started.set()
                     self._say(f"{self._tracker.label}: {message['started']}")
                 else:
@@ -182,12 +185,6 @@ class TrackerSink:
         if not self._is_closing:
             self._fail("ended unexpectedly")
         self._has_started.set()
-
-    def _keep_id(self, run_id: str) -> None:
-        try:
-            write_whole(self._id_path, json.dumps({"id": run_id}) + "\n")
-        except OSError as error:
-            self._warn(f"would begin a new run at a resume: {self._id_path.name}: {error}")
 
     def _fail(self, what: str) -> None:
         """Give up on the tracker: drop waiting records, wake the feeding thread, and warn once."""
@@ -203,14 +200,6 @@ class TrackerSink:
         if is_first:
             text = f"warning: {self._tracker.label} {what}; the run is not affected, and metrics.jsonl has every number"
             self._say(text, "warning")
-
-
-def _saved_id(path: Path) -> str | None:
-    """Return the run's id at the tracker, which a resumed run keeps; None: the tracker was off before."""
-    try:
-        return str(json.loads(path.read_text())["id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def trackers(config: Config, run_dir: Path, say: Callable[..., object], is_resumed: bool) -> list[TrackerSink]:

@@ -4,7 +4,7 @@
     RewardFunction   a user's `reward_func(queries, prompts, labels)`, in processes of its own
     Graders          built-in graders (`Grader`), whose weighted verdicts are the reward
     Sandbox          runs generated code, within `SandboxSettings`
-    RewardService    servers that score by HTTP; in `hotseat.rewards.service`, because it imports aiohttp
+    RewardService    servers that score by HTTP; in `hotseat.rewards.posting`, because it imports aiohttp
     Judge            asks a model for verdicts by HTTP; in `hotseat.rewards.judge`, for the same reason
     RewardTally      counts the failed rewards of a step, and checks that they are not too many
     Score            the reward of one sample; `hotseat.types.Failed` if there is none

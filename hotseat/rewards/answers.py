@@ -37,7 +37,10 @@ def read_answer(answer: Any, num_samples: int, *, is_optional: bool = False) -> 
     rewards, scores, extra_logs = _parts(answer)
     rewards = _column("rewards", rewards, num_samples)
     scores = rewards if scores is None else _column("scores", scores, num_samples)
-    logs = {name: _log(name, values, num_samples) for name, values in extra_logs.items()}
+    logs = {
+        name: _column(f"extra_logs[{name!r}]", each if isinstance(each, list) else [each] * num_samples, num_samples)
+        for name, each in extra_logs.items()
+    }
     samples: list[Score | Failed] = []
     for number, (reward, score) in enumerate(zip(rewards, scores, strict=True)):
         if reward is None and is_optional:
@@ -84,12 +87,6 @@ def _column(name: str, values: Any, num_samples: int) -> list[float | None]:
     if len(values) != num_samples:
         raise BadAnswer(f"returned {len(values)} {name} for {num_samples} samples")
     return [None if value is None else _as_float(value) for value in values]
-
-
-def _log(name: str, values: Any, num_samples: int) -> list[float | None]:
-    if not isinstance(values, list):
-        values = [values] * num_samples
-    return _column(f"extra_logs[{name!r}]", values, num_samples)
 
 
 def _as_float(value: float) -> float:

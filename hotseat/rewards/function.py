@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
-import queue
-import sys
-import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
-from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
+from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
-from hotseat.rewards.function_process import NotLoaded, Task, Tracebacks, Worker
-from hotseat.rewards.scorer import SampleGroup, Scorer, named_samples
+from hotseat.rewards.function_process import LoadedTooLate, NotLoaded, OwnerThread, Task, Tracebacks, Worker
+from hotseat.rewards.scorer import NamedArguments, SampleGroup, Scorer, named_samples, to_stderr
 from hotseat.user_functions import located
 from hotseat.words import label_text
 
 _MAX_KILLS = 3
-
-
-@dataclass(frozen=True)
-class _Job:
-    message: dict[str, Any]
-    ids: list[str]
-    future: Future[list[Score | Failed]]
+_MISTAKE = "NameError: name "  # an undefined name is a mistake whatever the function was called with
+_ABSENT_PACKAGES = ("ImportError", "ModuleNotFoundError")
 
 
 class RewardFunction(Scorer):
@@ -74,19 +66,14 @@ class RewardFunction(Scorer):
         self.timeout_s = timeout_s
         self.retries = retries
         self._seed = seed
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._is_closed = False
         self._has_been_late = False
-        self._say = say or _to_stderr
+        self._say = say or to_stderr
         task = Task(str(file), function, max_memory_bytes)
-        self._worker = Worker(task, start_timeout_s, lambda: self._is_closed, Tracebacks(self._show))
-        loaded: Future[None] = Future()
-        self._thread = threading.Thread(target=self._own, args=(loaded,), name="reward", daemon=True)
+        self._worker = Worker(task, start_timeout_s, lambda: self._owner.is_closed, Tracebacks(self._show))
+        self._owner = OwnerThread(self.name, [self._worker], self._score, self._unfinished)
         atexit.register(self.close)
-        self._thread.start()
         try:
-            loaded.result(start_timeout_s + 10.0)
+            self._owner.start(start_timeout_s + 10.0)
         except BaseException as error:
             self.close()
             if isinstance(error, NotLoaded | WorkerDied | ProtocolError):
@@ -94,7 +81,6 @@ class RewardFunction(Scorer):
             raise
 
     def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
-        """Score one group, all samples in one call."""
         labels = [label_text(label) for label in group.labels] if self._is_builtin else group.labels
         message: dict[str, Any] = {"queries": group.queries, "prompts": group.prompts, "labels": labels}
         if group.named is not None:
@@ -102,12 +88,7 @@ class RewardFunction(Scorer):
         if self._seed is not None:
             text = f"{self._seed}/{'/'.join(group.ids)}"
             message["seed"] = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        job = _Job(message, group.ids, Future())
-        with self._lock:
-            if self._is_closed:
-                raise RunError(f"{self.name}: closed")
-            self._jobs.put(job)
-        return job.future
+        return self._owner.submit((message, group.ids))
 
     @property
     def pids(self) -> list[int]:
@@ -117,54 +98,26 @@ class RewardFunction(Scorer):
 
     def close(self) -> None:
         """End the worker and all that it started. Unfinished futures raise an error. A second call does nothing."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
         atexit.unregister(self.close)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                job = self._jobs.get_nowait()
-                if job is not None and job.future.set_running_or_notify_cancel():
-                    job.future.set_exception(RunError(f"{self.name}: closed before it scored {named_samples(job.ids)}"))
-        self._jobs.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join(10.0)
+        self._owner.close()
+
+    def _unfinished(self, job: tuple[dict[str, Any], list[str]]) -> RunError:
+        return RunError(f"{self.name}: closed before it scored {named_samples(job[1])}")
 
     # --- in the owner thread ------------------------------------------------------------------------------------------
 
-    def _own(self, loaded: Future[None]) -> None:
-        """Run the owner thread, which has one worker process at a time and serves jobs until `close`."""
-        try:
-            try:
-                self._worker.start()
-                loaded.set_result(None)
-            except BaseException as error:
-                loaded.set_exception(error)
-            while (job := self._jobs.get()) is not None:
-                if not job.future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    job.future.set_result(self._score(job))
-                except Closed:
-                    job.future.set_exception(RunError(f"{self.name}: closed before it scored {named_samples(job.ids)}"))
-                except BaseException as error:
-                    job.future.set_exception(error)
-        finally:
-            self._worker.end()
-
     def _show(self, text: str) -> None:
-        """Print a traceback, and pass it to `say`."""
-        _to_stderr(text)
-        if self._say is not _to_stderr:
+        to_stderr(text)
+        if self._say is not to_stderr:
             self._say(text)
 
-    def _score(self, job: _Job) -> list[Score | Failed]:
+    def _score(self, job: tuple[dict[str, Any], list[str]]) -> list[Score | Failed]:
+        message, ids = job
         best: list[Score | Failed] | None = None
         reason, num_attempts, num_kills = "", 0, 0
         while num_attempts <= self.retries:
             try:
-                samples = self._ask(job.message)
+                samples = self._ask(message)
             except WorkerDied as died:
                 if died.is_from_outside and num_kills < _MAX_KILLS:
                     num_kills += 1
@@ -173,7 +126,7 @@ class RewardFunction(Scorer):
                 reason = f"{died}{again}"
             except WorkerTimeout:
                 reason = f"did not answer within {self.timeout_s:g} s"
-                self._warn_of_first_time_out(job, is_last=num_attempts == self.retries)
+                self._warn_of_first_time_out(ids, is_last=num_attempts == self.retries)
             except NotLoaded as error:
                 reason = f"could not be loaded again: {error}"
             except (BadAnswer, ProtocolError) as error:
@@ -186,8 +139,16 @@ class RewardFunction(Scorer):
             num_attempts += 1
         attempts = "1 attempt" if num_attempts == 1 else f"{num_attempts} attempts"
         if best is None:
-            return [Failed(f"{self.name}: {reason} ({attempts}; {named_samples(job.ids)})")] * len(job.ids)
-        return [self._named(sample, attempts, name) for sample, name in zip(best, job.ids, strict=True)]
+            return [Failed(f"{self.name}: {reason} ({attempts}; {named_samples(ids)})")] * len(ids)
+        # Failures are named with file, function, sample and number of attempts.
+        return [
+            sample
+            if isinstance(sample, Score)
+            else NotApplicable(f"{self.name}: {sample.reason} (sample {name})")
+            if isinstance(sample, NotApplicable)
+            else Failed(f"{self.name}: {sample.reason} ({attempts}; sample {name})")
+            for sample, name in zip(best, ids, strict=True)
+        ]
 
     def _ask(self, message: dict[str, Any]) -> list[Score | Failed]:
         worker = self._worker
@@ -197,30 +158,19 @@ class RewardFunction(Scorer):
             is_full = limit is not None and answer["error"].startswith(("MemoryError", "_ArrayMemoryError"))
             hint = f" (it may take {limit / 2**30:g} GiB: reward.max_memory_gib)" if is_full and limit else ""
             raise BadAnswer(f"raised {answer['error']}{hint}")
-        is_optional = worker.process is not None and worker.process.takes_names
-        return read_answer(answer["result"], len(message["queries"]), is_optional=is_optional)
+        return read_answer(answer["result"], len(message["queries"]), is_optional=worker.takes_names)
 
-    def _warn_of_first_time_out(self, job: _Job, is_last: bool) -> None:
-        with self._lock:
-            is_first, self._has_been_late = not self._has_been_late, True
+    def _warn_of_first_time_out(self, ids: list[str], is_last: bool) -> None:
+        is_first, self._has_been_late = not self._has_been_late, True
         if is_first:
             then = "they have failed" if is_last else "it is called again in another process"
             self._say(
-                f"{self.name}: no answer within {self.timeout_s:g} s (reward.timeout_s) for {named_samples(job.ids)};"
+                f"{self.name}: no answer within {self.timeout_s:g} s (reward.timeout_s) for {named_samples(ids)};"
                 f" {then}. Later time-outs are counted, not shown"
             )
 
-    def _named(self, sample: Score | Failed, attempts: str, name: str) -> Score | Failed:
-        """Add file, function, sample and number of attempts to a failure."""
-        if isinstance(sample, Score):
-            return sample
-        if isinstance(sample, NotApplicable):
-            return NotApplicable(f"{self.name}: {sample.reason} (sample {name})")
-        return Failed(f"{self.name}: {sample.reason} ({attempts}; sample {name})")
-
 
 def locate(path: str) -> tuple[Path, str]:
-    """Return the file and the name of the function that `path` names."""
     if path in builtin.FUNCTIONS:
         return Path(builtin.__file__), path
     file, name = located(path)
@@ -233,9 +183,83 @@ def locate(path: str) -> tuple[Path, str]:
     return file, function
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _num_failed(samples: list[Score | Failed]) -> int:
     return sum(isinstance(sample, Failed) and not isinstance(sample, NotApplicable) for sample in samples)
+
+
+# --- a trial call before a run starts ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Result of a trial call.
+
+    outcome: `scored`; `broken`, no call could succeed; `not here`, as `broken`, but another machine may have the
+    package that is missing; `unusable`, the returned value is not one reward per sample; `failed`, a call for other
+    samples may succeed; `late`, no answer before the deadline.
+    problem: what went wrong, with the line if it is known. returned: the returned value, converted to JSON's types.
+    """
+
+    outcome: Literal["scored", "broken", "not here", "unusable", "failed", "late"]
+    problem: str = ""
+    returned: Any = None
+
+
+def try_reward(
+    path: str,
+    queries: Sequence[str],
+    prompts: Sequence[str],
+    labels: Sequence[Any],
+    *,
+    timeout_s: float,
+    max_memory_bytes: int | None = None,
+    seed: int = 0,
+    extra_path: Sequence[str] = (),
+    columns: Mapping[str, Any] | None = None,
+) -> Trial:
+    """Load a reward function in a process of its own, call it once, and end the process.
+
+    timeout_s: for loading and calling together. Output of the function is dropped. extra_path: folders that the file
+    may import from, besides those of this process. columns: of the row, for a function that is called by names; one
+    is not called without them.
+    """
+    file, function = locate(path)
+    message = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels), "seed": seed}
+    if columns is not None:
+        answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
+        ids = [list(answer.encode()) for answer in answers]  # no tokenizer is loaded yet
+        message["named"] = vars(NamedArguments(columns, answers, ids))
+    deadline_s = time.monotonic() + timeout_s
+    task = Task(str(file), function, max_memory_bytes, is_silent=True, extra_path=tuple(extra_path))
+    worker = Worker(task, timeout_s, lambda: False, Tracebacks(lambda text: None))
+    try:
+        try:
+            worker.start()
+        except (WorkerDied, ProtocolError) as error:
+            return Trial("broken", f"cannot be loaded: {error}")
+        if worker.takes_names and columns is None:
+            return Trial("scored")
+        answer = worker.call(message, deadline_s - time.monotonic())
+    except (WorkerTimeout, LoadedTooLate):
+        return Trial("late")
+    except NotLoaded as error:
+        is_absent = str(error).startswith(_ABSENT_PACKAGES)
+        return Trial("not here" if is_absent else "broken", f"cannot be loaded: {error}")
+    except (WorkerDied, ProtocolError) as error:
+        return Trial("failed", str(error))
+    finally:
+        worker.end()
+    if "error" in answer:
+        problem = f"raised {answer['error']}"
+        if answer.get("is_mistake") or answer["error"].startswith(_MISTAKE):
+            return Trial("broken", problem)
+        return Trial("not here" if answer["error"].startswith(_ABSENT_PACKAGES) else "failed", problem)
+    returned = answer["result"]
+    try:
+        samples = read_answer(returned, len(queries))
+    except BadAnswer as error:
+        return Trial("unusable", str(error), returned)
+    failed = [sample for sample in samples if isinstance(sample, Failed)]
+    if len(failed) == len(queries):
+        return Trial("failed", f"scored no sample: {failed[0].reason}", returned)
+    return Trial("scored", returned=returned)

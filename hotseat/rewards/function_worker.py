@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import os
 import random
+import runpy
 import sys
 import traceback
 from collections.abc import Collection
@@ -28,14 +29,21 @@ def main(channel: Channel, task: dict[str, Any]) -> None:
     faulthandler.enable()
     sys.path[:] = [os.path.dirname(os.path.abspath(task["file"])), *task["path"]]
     sys.argv[:] = [task["file"]]
-    _install_helpers()
+    # Files may import what examples of other frameworks import, without anything else of this package.
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    for helper in runpy.run_path(os.path.join(package, "extensions.py"))["REWARD_HELPERS"]:
+        runpy.run_path(os.path.join(package, helper))["install"]()
     try:
         function = load(task["file"], task["function"])
     except BaseException as error:
         channel.send(description(error, task["file"]))
         return
     channel.send({"ready": True, "takes_names": takes_names(function)})
-    while (call := _next(channel)) is not None:
+    while True:
+        try:
+            call = channel.receive()
+        except EOFError:
+            return
         if call.get("seed") is not None:
             seed_everything(call["seed"])
         try:
@@ -109,23 +117,6 @@ def _copies(value: Any, count: int) -> list[Any]:
     return [copy.deepcopy(value) for _ in range(count)]
 
 
-def _install_helpers() -> None:
-    """Let files import what examples of other frameworks import, without loading anything else of this package."""
-    for file in _file_of_package("extensions.py").REWARD_HELPERS:
-        _file_of_package(file).install()
-
-
-def _file_of_package(file: str) -> Any:
-    """Load a file of this package by its path."""
-    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), file)
-    spec = importlib.util.spec_from_file_location(f"hotseat_{os.path.basename(file).removesuffix('.py')}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def seed_everything(seed: int) -> None:
     """Seed all generators, so that randomness depends on the scored samples, not on the process's history."""
     random.seed(seed)
@@ -139,15 +130,7 @@ async def _wait(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _next(channel: Channel) -> dict[str, Any] | None:
-    try:
-        return channel.receive()
-    except EOFError:
-        return None
-
-
 def load(file: str, name: str) -> Any:
-    """Load the file, and return its function of that name."""
     spec = importlib.util.spec_from_file_location("hotseat_reward", file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is not a Python file")

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import queue
 import re
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
-from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
+from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
-from hotseat.rewards.function_process import NotLoaded, Task, Tracebacks, Worker, WorkerProcess
+from hotseat.rewards.function_process import NotLoaded, OwnerThread, Task, Tracebacks, Worker
 from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
-from hotseat.rewards.scorer import SampleGroup, Scorer, when_all_are_done
+from hotseat.rewards.scorer import SampleGroup, Scorer, to_stderr, when_all_are_done
 from hotseat.words import label_text
 
 if TYPE_CHECKING:
@@ -58,7 +54,6 @@ class Grader:
 
 
 def graders_of(graders: Sequence[GraderConfig]) -> tuple[Grader, ...]:
-    """Return graders, of samples to learn from or of evaluations."""
     return tuple(Grader(**{**dict(grader), "name": grader.name or grader.kind}) for grader in graders)
 
 
@@ -69,7 +64,16 @@ def grader_problem(grader: Grader) -> str | None:
             re.compile(grader.pattern or "")
         except (re.error, OverflowError, RecursionError) as error:
             return f"pattern {grader.pattern!r} is no regular expression of Python's re: {error}"
-    return _schema_problem(grader) if grader.kind == "json" and package_problem(grader.kind) is None else None
+    if grader.kind == "json" and package_problem(grader.kind) is None:
+        from jsonschema.exceptions import SchemaError
+        from jsonschema.validators import validator_for
+
+        try:
+            validator_for(grader.json_schema).check_schema(grader.json_schema)
+        except SchemaError as error:
+            where = "/".join(map(str, error.absolute_path))
+            return f"json_schema is no JSON schema: {error.message}{f' (at {where})' if where else ''}"
+    return None
 
 
 def package_problem(kind: str) -> str | None:
@@ -78,18 +82,6 @@ def package_problem(kind: str) -> str | None:
     if module is None or find_spec(module) is not None:
         return None
     return f"kind {kind} needs the package {package}: pip install 'hotseat[graders]'"
-
-
-def _schema_problem(grader: Grader) -> str | None:
-    from jsonschema.exceptions import SchemaError
-    from jsonschema.validators import validator_for
-
-    try:
-        validator_for(grader.json_schema).check_schema(grader.json_schema)
-    except SchemaError as error:
-        where = "/".join(map(str, error.absolute_path))
-        return f"json_schema is no JSON schema: {error.message}{f' (at {where})' if where else ''}"
-    return None
 
 
 class Graders(Scorer):
@@ -119,10 +111,6 @@ class Graders(Scorer):
         self._codes = [grader for grader in graders if grader.kind == "code"]
         self._function = function
         self._judge = judge
-        self._max_memory_bytes = max_memory_bytes
-        self._is_closed = False
-        self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[tuple[_Answers, Future[list[Part]]] | None] = queue.SimpleQueue()
         self._sandbox: Sandbox | None = None
         self._pool: ThreadPoolExecutor | None = None
         for grader in graders:
@@ -134,12 +122,11 @@ class Graders(Scorer):
             self._sandbox = Sandbox(settings)
             self._sandbox.probe()
             self._pool = ThreadPoolExecutor(settings.max_concurrent or os.cpu_count() or 1, "sandbox")
-        started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._own, args=(started,), name="graders", daemon=True)
+        self._judges = [_Judge(each, max_memory_bytes, lambda: self._owner.is_closed) for each in self._texts]
+        self._owner = OwnerThread("graders", self._judges, self._judge_texts, lambda job: _closed())
         atexit.register(self.close)
-        self._thread.start()
         try:
-            started.result()
+            self._owner.start()
         except BaseException:
             self.close()
             raise
@@ -148,11 +135,8 @@ class Graders(Scorer):
         answers = [answer_of(query, prompt) for query, prompt in zip(group.queries, group.prompts, strict=True)]
         labels = [label_text(label) for label in group.labels]
         total: Future[list[Score | Failed]] = Future()
-        texts: Future[list[Part]] = Future()
-        with self._lock:
-            if self._is_closed:
-                raise RunError("graders: closed")
-            self._jobs.put((list(zip(answers, labels, strict=True)), texts))
+        with self._owner.lock:
+            texts = self._owner.submit(list(zip(answers, labels, strict=True)))
             codes = [
                 (grader, self._pool.submit(self._run_code, grader, answer, label))
                 for grader in self._codes
@@ -174,9 +158,18 @@ class Graders(Scorer):
                     parts.append((grader, [future.result() for _, future in mine]))
                 if self._judge is not None and judged is not None:
                     parts.append((self._judge[0], judged.result()))
-                total.set_result(_sum(parts, None if own is None else own.result(), group.ids))
+                rewards = [None] * size if own is None else own.result()
+                sums: list[Score | Failed] = []
+                for number, name in enumerate(group.ids):
+                    reward = rewards[number]
+                    sums.append(Score(0.0, 0.0, {}) if reward is None else reward)
+                    if isinstance(reward, Score):
+                        sums[-1] = Score(reward.reward, reward.score, {**reward.extra, "function": reward.reward})
+                    for grader, verdicts in parts:
+                        sums[-1] = add_verdict(sums[-1], grader, verdicts[number], name)
+                total.set_result(sums)
             except CancelledError:
-                total.set_exception(RunError("graders: closed before they scored all samples"))
+                total.set_exception(_closed())
             except BaseException as error:
                 total.set_exception(error)
 
@@ -185,18 +178,13 @@ class Graders(Scorer):
 
     def close(self) -> None:
         """End all processes of graders. Unfinished futures raise an error. A second call does nothing."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
         atexit.unregister(self.close)
-        self._jobs.put(None)
+        if not self._owner.close():
+            return
         if self._sandbox is not None:
             self._sandbox.close()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        if self._thread is not threading.current_thread():
-            self._thread.join(10.0)
         if self._function is not None:
             self._function.close()
         if self._judge is not None:
@@ -207,36 +195,17 @@ class Graders(Scorer):
         try:
             verdict = grade_code(self._sandbox, answer, label, partial=grader.partial)
         except SandboxClosed:
-            raise RunError("graders: closed before they scored all samples") from None
+            raise _closed() from None
         return verdict if isinstance(verdict, Failed) else Score(verdict, verdict)
 
     # --- in the owner thread ------------------------------------------------------------------------------------------
 
-    def _own(self, started: Future[None]) -> None:
-        """Have texts judged, group by group, until `close`. The worker processes end with this thread."""
-        judges = [_Judge(grader, self._max_memory_bytes, lambda: self._is_closed) for grader in self._texts]
-        try:
-            for judge in judges:
-                judge.start()
-            started.set_result(None)
-            while (job := self._jobs.get()) is not None:
-                answers, future = job
-                try:
-                    future.set_result([[judge.judge(answer, label) for answer, label in answers] for judge in judges])
-                except Closed:
-                    future.set_exception(RunError("graders: closed before they scored all samples"))
-                except BaseException as error:
-                    future.set_exception(error)
-        except BaseException as error:
-            started.set_exception(error)
-        finally:
-            for judge in judges:
-                judge.end()
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    job = self._jobs.get_nowait()
-                    if job is not None:
-                        job[1].set_exception(RunError("graders: closed before they scored all samples"))
+    def _judge_texts(self, answers: _Answers) -> list[Part]:
+        return [[judge.judge(answer, label) for answer, label in answers] for judge in self._judges]
+
+
+def _closed() -> RunError:
+    return RunError("graders: closed before they scored all samples")
 
 
 class _Judge(Worker):
@@ -244,16 +213,17 @@ class _Judge(Worker):
 
     def __init__(self, grader: Grader, max_memory_bytes: int | None, is_closed: Callable[[], bool]):
         task = Task(str(_FILE), _FUNCTIONS[grader.kind], max_memory_bytes)
-        tracebacks = Tracebacks(lambda text: print(text, file=sys.stderr, flush=True))
+        tracebacks = Tracebacks(to_stderr)
         super().__init__(task, _START_TIMEOUT_S, is_closed, tracebacks)
         self._grader = grader
         self._options = {"pattern": grader.pattern, "json_schema": grader.json_schema}
 
-    def start(self) -> WorkerProcess:
+    def start(self) -> None:
         """Start the process, and have it import what it needs."""
         try:
-            process = super().start()
-            answer = process.call({"queries": [], "prompts": [], "labels": []}, _START_TIMEOUT_S)
+            super().start()
+            assert self.process is not None
+            answer = self.process.call({"queries": [], "prompts": [], "labels": []}, _START_TIMEOUT_S)
         except (NotLoaded, WorkerDied, ProtocolError, WorkerTimeout) as error:
             self.end()
             why = f"it did not start within {_START_TIMEOUT_S:g} s" if isinstance(error, WorkerTimeout) else str(error)
@@ -261,7 +231,6 @@ class _Judge(Worker):
         if "error" in answer:
             self.end()
             raise UserError(f"grader {self._grader.name}: cannot be used: {answer['error']}")
-        return process
 
     def judge(self, answer: str, label: str | None) -> Score | Failed:
         message = {"queries": [answer], "prompts": [self._options], "labels": [label]}
@@ -285,30 +254,6 @@ class _Judge(Worker):
             [[verdict, problem]] = result["result"]
             return Failed(problem) if verdict is None else Score(verdict, verdict)
         return Failed(f"{reason}, {_MAX_KILLS + 1} times (is there enough memory?)")
-
-
-# --- the sum ----------------------------------------------------------------------------------------------------------
-
-
-def _sum(parts: Sequence[tuple[Grader, Part]], own: Part | None, ids: Sequence[str]) -> list[Score | Failed]:
-    """Return the reward of each sample: verdicts times weights, plus the function's reward."""
-    return [
-        _sum_of_sample([(grader, part[number]) for grader, part in parts], None if own is None else own[number], name)
-        for number, name in enumerate(ids)
-    ]
-
-
-def _sum_of_sample(
-    verdicts: Sequence[tuple[Grader, Score | Failed]], own: Score | Failed | None, sample: str
-) -> Score | Failed:
-    total: Score | Failed = Score(0.0, 0.0, {})
-    if isinstance(own, Score):
-        total = Score(own.reward, own.score, {**own.extra, "function": own.reward})
-    elif own is not None:
-        total = own
-    for grader, verdict in verdicts:
-        total = add_verdict(total, grader, verdict, sample)
-    return total
 
 
 def add_verdict(total: Score | Failed, grader: Grader, verdict: Score | Failed, sample: str) -> Score | Failed:

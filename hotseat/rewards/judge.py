@@ -7,6 +7,7 @@ by the content of their request in a file: an answer that was judged before is n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -14,7 +15,7 @@ import re
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ from hotseat.failed import Failed
 from hotseat.files import opened
 from hotseat.rewards.answers import BadAnswer, Score
 from hotseat.rewards.builtin import answer_of
-from hotseat.rewards.posting import Poster, ServerKind, excerpt
+from hotseat.rewards.posting import Poster, excerpt, read_json
 from hotseat.rewards.rubrics import TOKEN, Combine, JudgeSettings
 from hotseat.rewards.scorer import SampleGroup, Scorer, when_all_are_done
 from hotseat.words import label_text, quantity
@@ -54,7 +55,7 @@ class WritesVerdicts(Protocol):
 class Endpoints(Poster):
     """A judge behind OpenAI-compatible endpoints, which share the work. The threads are those of `Poster`."""
 
-    kind = ServerKind("judge", "reward.judge.url", TOKEN)
+    kind, url_key, token_name = "judge", "reward.judge.url", TOKEN
 
     def __init__(self, settings: JudgeSettings, **options: Any):
         """options: further ones of `Poster`."""
@@ -154,7 +155,9 @@ class Judge(Scorer):
                 result = answer.result()
                 if isinstance(result, str | CutOff):
                     verdict = self._verdict(result) if isinstance(result, str) else result
-                    if isinstance(verdict, Failed) and num_tries + 1 < self._max_tries:
+                    # At temperature 0 the same words again would help nobody.
+                    max_tries = _MAX_TRIES if self._settings.temperature > 0 else 1
+                    if isinstance(verdict, Failed) and num_tries + 1 < max_tries:
                         self._ask(text, number, name, key, vote, num_tries + 1)
                         return
                     if isinstance(verdict, Failed):
@@ -164,27 +167,21 @@ class Judge(Scorer):
                         self._verdicts.add(key, verdict, result)
                         result = verdict
             except BaseException as error:
-                self._forget(key)
-                vote.set_exception(error)
+                end(vote.set_exception, error)
             else:
-                self._forget(key)
-                vote.set_result(result)
+                end(vote.set_result, result)
+
+        def end(settle: Callable[[Any], None], result: Any) -> None:
+            with self._lock:
+                self._asked.pop(key, None)
+            settle(result)
 
         try:
             answer = self._model.ask(self._body(text, number, num_tries), name)
         except BaseException as error:
-            self._forget(key)
-            vote.set_exception(error)
+            end(vote.set_exception, error)
         else:
             answer.add_done_callback(take)
-
-    def _forget(self, key: str) -> None:
-        with self._lock:
-            self._asked.pop(key, None)
-
-    @property
-    def _max_tries(self) -> int:
-        return _MAX_TRIES if self._settings.temperature > 0 else 1  # the same words again would help nobody
 
     def _body(self, text: str, number: int, num_tries: int) -> dict[str, Any]:
         settings = self._settings
@@ -199,7 +196,6 @@ class Judge(Scorer):
         return {**body, **settings.request}
 
     def _verdict(self, written: str) -> float | Failed:
-        """Read the verdict from what a judge wrote."""
         matches = [match[1] for match in self._pattern.finditer(written)]
         shown = repr(written if len(written) <= _MAX_SHOWN else f"...{written[-_MAX_SHOWN:]}")
         if not written:
@@ -244,8 +240,8 @@ class VerdictFile:
         self._file = opened(path, "ab", buffering=0)
         content = path.read_bytes()
         for line in content.splitlines():
-            record = _record(line)
-            if record is not None:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # not whole
+                record = json.loads(line)
                 self._known[record["key"]] = record["verdict"]
         if content and not content.endswith(b"\n"):
             self._file.write(b"\n")
@@ -265,21 +261,8 @@ class VerdictFile:
                 self._file.close()
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """Return a line of the file of verdicts; None if it is not whole."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and {"key", "verdict"} <= record.keys() else None
-
-
 def _read(content: bytes, url: str) -> str:
-    """Return the text of a chat completion."""
-    try:
-        answer = json.loads(content)
-    except (ValueError, RecursionError):
-        raise BadAnswer(f"its answer is no JSON: {excerpt(content)}") from None
+    answer = read_json(content)
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise BadAnswer(f"its answer has no list 'choices' with one entry: {excerpt(content)}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import random
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,9 +17,9 @@ import aiohttp
 from hotseat.closing import Closing
 from hotseat.errors import RunError
 from hotseat.failed import Failed
-from hotseat.rewards.answers import BadAnswer
-from hotseat.rewards.scorer import named_samples
-from hotseat.rewards.server_choice import Server, Servers
+from hotseat.rewards.addresses import TOKEN
+from hotseat.rewards.answers import BadAnswer, Score, read_answer
+from hotseat.rewards.scorer import SampleGroup, Scorer, named_samples, to_stderr
 from hotseat.words import quantity, without_url_secrets
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -28,6 +28,7 @@ _LOOK_EVERY_S = 0.1  # while no server can be reached
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_SHOWN = 200  # characters of an answer that cannot be used
 _LONGEST_PAUSE_S = 30.0
+_FIRST_REST_S, _LONGEST_REST_S = 0.5, 5.0
 _NOT_THERE = (502, 503)  # a proxy in front of a server that is down, or a server that starts or stops
 
 
@@ -49,15 +50,6 @@ class _Broken(Exception):
 
 class _Refused(Exception):
     """The server rejects the request; it would reject it again."""
-
-
-@dataclass(frozen=True)
-class ServerKind:
-    """Words for messages about servers of a kind."""
-
-    name: str  # such as "reward server"
-    url_key: str  # the option that holds their addresses
-    token_name: str  # the environment variable that holds the bearer token
 
 
 @dataclass(frozen=True)
@@ -84,7 +76,9 @@ class Poster(Closing):
     One thread runs all requests; `post` may be called from any. `close` ends it within seconds.
     """
 
-    kind: ServerKind
+    kind: str  # of servers, such as "reward server"
+    url_key: str  # the option that holds their addresses
+    token_name: str  # the environment variable that holds the bearer token
 
     def __init__(
         self,
@@ -106,13 +100,13 @@ class Poster(Closing):
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._back_off_s = back_off_s
-        self._report = report or _to_stderr
+        self._report = report or to_stderr
         self._random = random.Random()  # not the global one, which agents draw from
         self._lock = threading.Lock()
         self._is_closed = False
         self._num_jobs = 0  # that have no result yet
         started: Future[asyncio.AbstractEventLoop] = Future()
-        name = self.kind.name.replace(" ", "-")
+        name = self.kind.replace(" ", "-")
         self._thread = threading.Thread(target=self._serve, args=(started,), name=name, daemon=True)
         self._thread.start()
         self._loop = started.result(60.0)
@@ -133,7 +127,7 @@ class Poster(Closing):
         job = _Job(body, tuple(ids), read, failed, Future())
         with self._lock:
             if self._is_closed:
-                raise RunError(f"the client of {self.kind.name}s is closed")
+                raise RunError(f"the client of {self.kind}s is closed")
             asyncio.run_coroutine_threadsafe(self._run(job), self._loop)
         return job.future
 
@@ -186,7 +180,7 @@ class Poster(Closing):
                 result = await self._answer(job)
         except asyncio.CancelledError:
             samples = named_samples(job.ids)
-            problem = f"the client of {self.kind.name}s was closed before {samples} had an answer"
+            problem = f"the client of {self.kind}s was closed before {samples} had an answer"
             job.future.set_exception(RunError(problem))
         except BaseException as error:
             job.future.set_exception(error)
@@ -234,23 +228,22 @@ class Poster(Closing):
                 raise
             else:
                 if server.num_failures:
-                    self._report(f"{self.kind.name} {without_url_secrets(server.url)}: answers again")
+                    self._report(f"{self.kind} {without_url_secrets(server.url)}: answers again")
                 self._servers.answered(server)
                 return result
 
     def _note_failure(self, server: Server, problem: str, *, is_reachable: bool) -> None:
         was_well = not server.num_failures
-        note = self._servers.failed if is_reachable else self._servers.unreachable
-        note(server, self._loop.time(), problem)
+        self._servers.failed(server, self._loop.time(), problem, is_reachable=is_reachable)
         if was_well:
-            self._report(without_url_secrets(f"{self.kind.name} {server.url}: {problem}; trying again"))
+            self._report(without_url_secrets(f"{self.kind} {server.url}: {problem}; trying again"))
 
     def _pause_s(self, num_attempts: int) -> float:
         longest_s = min(_LONGEST_PAUSE_S, self._back_off_s * 2.0 ** (num_attempts - 1))
         return longest_s * self._random.uniform(0.5, 1.0)
 
     def _failed(self, job: _Job, reason: str) -> Any:
-        return job.failed(Failed(f"{self.kind.name} {without_url_secrets(reason)}; {named_samples(job.ids)}"))
+        return job.failed(Failed(f"{self.kind} {without_url_secrets(reason)}; {named_samples(job.ids)}"))
 
     async def _ask(self, url: str, job: _Job) -> Any:
         """Make one request. Raises one of the errors above, or `BadAnswer`."""
@@ -273,14 +266,15 @@ class Poster(Closing):
         if status in _NOT_THERE:
             raise _Unreachable(problem)
         if status == 429:
-            raise _Busy(problem, _retry_after_s(headers.get("Retry-After", "")))
+            after = headers.get("Retry-After", "")
+            raise _Busy(problem, min(float(after), _LONGEST_PAUSE_S) if after.isdecimal() else 0.0)
         if status == 408 or status >= 500:
             raise _Broken(problem)
         if 300 <= status < 400:
             place = headers.get("Location", "nowhere")
-            raise _Refused(f"status {status}: it redirects to {place}; set {self.kind.url_key} to where it answers")
+            raise _Refused(f"status {status}: it redirects to {place}; set {self.url_key} to where it answers")
         if status == 401:
-            raise _Refused(f"{problem}; the environment variable {self.kind.token_name} holds the token to send")
+            raise _Refused(f"{problem}; the environment variable {self.token_name} holds the token to send")
         raise _Refused(problem)
 
 
@@ -294,15 +288,124 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
     return b"".join(parts)
 
 
+def read_json(content: bytes) -> Any:
+    """Return the JSON of an answer; raises `BadAnswer` if it is none."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise BadAnswer(f"its answer is no JSON: {excerpt(content)}") from None
+
+
 def excerpt(content: bytes) -> str:
     """Return the beginning of an answer, for a message."""
     text = " ".join(content[: 4 * _MAX_SHOWN].decode(errors="replace").split())
     return (text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}...") or "(empty)"
 
 
-def _retry_after_s(text: str) -> float:
-    return min(float(text), _LONGEST_PAUSE_S) if text.isdecimal() else 0.0
+# --- reward servers that speak OpenRLHF's protocol --------------------------------------------------------------------
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+class RewardService(Poster, Scorer):
+    """Scores groups by one HTTP server or several, `max_open` groups at a time, each in one request; see `Poster`.
+
+    A request is a POST to the URL as given, with `query` (prompt and answer), `prompts` and `labels`, one entry per
+    sample. The answer is an object: `rewards` is required, `scores` defaults to it, `extra_logs` is optional. Where no
+    server answers, the group's samples are `Failed`. A reward in a good answer that is null or not finite fails its
+    sample alone.
+    """
+
+    kind, url_key, token_name = "reward server", "reward.url", TOKEN
+
+    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+        body = json.dumps({"query": group.queries, "prompts": group.prompts, "labels": group.labels}).encode()
+        names = group.ids
+        return self.post(body, names, lambda content, url: _read(content, url, names), lambda why: [why] * len(names))
+
+
+def _read(content: bytes, url: str, ids: Sequence[str]) -> list[Score | Failed]:
+    answer = read_json(content)
+    if not isinstance(answer, dict):
+        raise BadAnswer(f"its answer is no object with 'rewards': {excerpt(content)}")
+    return [
+        sample if isinstance(sample, Score) else Failed(f"reward server {url}: {sample.reason}; sample {name}")
+        for sample, name in zip(read_answer(answer, len(ids)), ids, strict=True)
+    ]
+
+
+# --- the choice among servers, by what became of earlier requests -----------------------------------------------------
+
+
+@dataclass
+class Server:
+    """One server, and what is known of it."""
+
+    url: str
+    num_open: int = 0  # requests without an answer yet
+    num_failures: int = 0  # in a row
+    is_reachable: bool = True
+    away_since_s: float | None = None  # since then it could not be reached, as far as requests have tried
+    rests_until_s: float = 0.0  # others are preferred until then
+    last_use: int = 0  # number of the request, over all servers
+    problem: str = ""  # of the last failure
+
+
+class Servers:
+    """Chooses the server of each request: of those that work, the one with the fewest open requests.
+
+    A server that failed rests, longer after each failure in a row, while others work. One that cannot be reached gets
+    nothing meanwhile; after the rest one request tries it, and others follow when it has answered.
+    """
+
+    def __init__(self, urls: Sequence[str]):
+        self.all = [Server(url) for url in urls]
+        self._num_requests = 0
+
+    def choose(self, now_s: float, avoid: Server | None = None) -> Server | None:
+        """Return the server for a request, which counts as open from now on; None if none can take it now.
+
+        avoid: is chosen only if nothing else is left.
+        """
+        able = [each for each in self.all if each.is_reachable or (now_s >= each.rests_until_s and each.num_open == 0)]
+        if not able:
+            return None
+        chosen = min(able, key=lambda each: (now_s < each.rests_until_s, each is avoid, each.num_open, each.last_use))
+        self._num_requests += 1
+        chosen.last_use = self._num_requests
+        chosen.num_open += 1
+        return chosen
+
+    @property
+    def away_since_s(self) -> float | None:
+        """The time since which no server could be reached; None if one can, or nothing has tried."""
+        times = [each.away_since_s for each in self.all]
+        return None if None in times else max(time for time in times if time is not None)
+
+    def begin(self) -> None:
+        """Count anew how long servers are away: nothing has tried them for a while."""
+        for each in self.all:
+            each.away_since_s = None
+
+    def answered(self, server: Server) -> None:
+        server.num_open -= 1
+        server.num_failures = 0
+        server.is_reachable = True
+        server.away_since_s = None
+        server.rests_until_s = 0.0
+        server.problem = ""
+
+    def failed(self, server: Server, now_s: float, problem: str, *, is_reachable: bool) -> None:
+        """Note that a server took no request, or took one and gave no usable answer (is_reachable)."""
+        server.num_open -= 1
+        server.is_reachable = is_reachable
+        server.away_since_s = None if is_reachable else now_s if server.away_since_s is None else server.away_since_s
+        server.problem = problem
+        server.rests_until_s = now_s + min(_LONGEST_REST_S, _FIRST_REST_S * 2.0**server.num_failures)
+        server.num_failures = min(server.num_failures + 1, 30)
+
+    def released(self, server: Server) -> None:
+        """Note that a request ended without telling anything about the server."""
+        server.num_open -= 1
+
+    def problems(self) -> str:
+        """Return the last problem of every server that has one."""
+        return "; ".join(f"{each.url}: {each.problem}" for each in self.all if each.problem)

@@ -22,8 +22,6 @@ class JudgeEngine:
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """Settings of a judge."""
-
     urls: tuple[str, ...]  # up to and including /v1; none with an engine
     model: str
     rubric: str  # text, with {answer} in it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +57,10 @@ class Scorer(Closing):
     @abstractmethod
     def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         """Score one group."""
+
+
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def named_samples(ids: Sequence[str], max_shown: int = 8) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from hotseat.errors import RewardError
@@ -13,18 +14,18 @@ from hotseat.words import cause_of
 _SHOWN = 3
 
 
+@dataclass
 class RewardTally:
     """Counts the samples of a step, or of any number of steps, until `clear`.
 
     hint: returns a line on what may be the cause, for the error; "" if there is nothing to say.
     """
 
-    def __init__(self, max_failed_fraction: float, hint: Callable[[], str] = str):
-        self.max_failed_fraction = max_failed_fraction
-        self._hint = hint
-        self.num_samples = 0
-        self._causes: Counter[str] = Counter()
-        self._examples: dict[str, str] = {}  # the first reason of each cause
+    max_failed_fraction: float
+    hint: Callable[[], str] = str
+    num_samples: int = 0
+    _causes: Counter[str] = field(default_factory=Counter)
+    _examples: dict[str, str] = field(default_factory=dict)  # the first reason of each cause
 
     @property
     def num_failed(self) -> int:
@@ -50,7 +51,7 @@ class RewardTally:
         shown = self._causes.most_common(_SHOWN)
         lines = [f"  {count}x {'such as ' * (count > 1)}{self._examples[cause]}" for cause, count in shown]
         more = len(self._causes) - len(shown)
-        hint = self._hint()
+        hint = self.hint()
         raise RewardError(
             f"{where}{self.num_failed} of {self.num_samples} samples have no reward ({self.failed_fraction:.1%}), and"
             f" reward.max_failed_fraction is {self.max_failed_fraction:.1%}:\n"
@@ -60,7 +61,6 @@ class RewardTally:
         )
 
     def clear(self) -> None:
-        """Reset the counts."""
         self.num_samples = 0
         self._causes.clear()
         self._examples.clear()

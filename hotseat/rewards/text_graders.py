@@ -7,30 +7,21 @@ imports what the grader needs.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math as _math
 import re
+import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 Verdict = tuple[float | None, str | None]
 _NO_LABEL: Verdict = (None, "the row has no label")
 
 
-def _load(name: str) -> ModuleType:
-    """Load a file beside this one without importing the package, whose other modules a worker does not need."""
-    spec = importlib.util.spec_from_file_location(f"hotseat_reward_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_builtin = _load("builtin")
+# By its path: importing the package would load modules that a worker does not need.
+_builtin = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("builtin.py"))))
 
 
 def exact(answers: Sequence[str], options: Sequence[dict[str, Any]], labels: Sequence[str | None]) -> list[Verdict]:

@@ -325,7 +325,7 @@ def test_who_asks_while_the_loop_ends_is_told_by_the_future(monkeypatch):
     ask = host._loop.call_soon_threadsafe
 
     def too_late(callback, *args):
-        if callback == host._start:
+        if callback == host._give_places:
             raise RuntimeError("Event loop is closed")
         return ask(callback, *args)
 

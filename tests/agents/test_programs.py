@@ -191,7 +191,7 @@ def test_a_program_cannot_read_the_environment_of_its_hosts_processes(name, tmp_
 
     async def main():
         async with programs.folder() as folder:
-            return await programs.run([sys.executable, "-c", SEARCHES], folder, environment(folder.path, (), {}), b"")
+            return await programs.run([sys.executable, "-c", SEARCHES], folder, environment(folder, (), {}), b"")
 
     try:
         assert asyncio.run(main()) == (0, "False True")
@@ -236,10 +236,10 @@ def test_what_a_program_started_ends_with_it_whatever_session_it_is_in(name, tmp
         async with programs.folder() as folder:
             code, written = await programs.run([sys.executable, "-c", DAEMON], folder, dict(os.environ), b"")
             assert code == 0, written
-            assert (folder.path / "started").exists()
+            assert (folder / "started").exists()
             # In a namespace they end with the program itself; elsewhere they are left, to be found.
             assert confinement.kind == "PID namespace" or processes_of(tmp_path)
-        return folder.path
+        return folder
 
     folder = asyncio.run(main())
     assert not folder.exists()
@@ -374,7 +374,7 @@ def test_containers_of_a_program_are_kept_where_they_are_looked_for(tmp_path, mo
 
     async def main():
         async with programs.folder() as folder:
-            return await programs.run([sys.executable, "-c", code], folder, environment(folder.path, (), {}), b"")
+            return await programs.run([sys.executable, "-c", code], folder, environment(folder, (), {}), b"")
 
     try:
         assert asyncio.run(main()) == (0, str(tmp_path / ".local" / "share"))

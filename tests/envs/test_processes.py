@@ -9,13 +9,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import simulator_conformance as conformance
 
 from hotseat.data.frames import film_of_pictures
-from hotseat.envs.env import Outcome
 from hotseat.envs.family_loading import (
     SimulatorSettings,
     family_names,
@@ -24,9 +24,9 @@ from hotseat.envs.family_loading import (
     make_one,
     path_problem,
 )
-from hotseat.envs.processes import ProcessEnv, _Child
+from hotseat.envs.processes import Outcome, ProcessEnv, _Child
 from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
-from hotseat.envs.simulator_child import _Batch, _step
+from hotseat.envs.simulator_child import _answers, _step
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
 from hotseat.processes import WorkerDied, WorkerTimeout
@@ -197,9 +197,8 @@ def test_a_batch_that_returns_too_few_results_fails_its_episodes():
         def reset(self, where, tasks, seeds):
             return [Observation("go")]
 
-    batch = _Batch(TooFew())
-    assert list(batch.answers("reset", [(0, 0, 1)])) == [("done", Observation("go"))]
-    for kind, problem in batch.answers("reset", [(0, 0, 1), (1, 0, 2)]):
+    assert list(_answers(TooFew(), "reset", [0], [(0, 1)])) == [("done", Observation("go"))]
+    for kind, problem in _answers(TooFew(), "reset", [0, 1], [(0, 1), (0, 2)]):
         assert kind == "failed"
         assert problem.startswith("ValueError: reset returned 1 results for 2 worlds")
 
@@ -296,7 +295,9 @@ def test_what_ends_with_the_last_step_allowed_did_not_run_out_of_time():
         def step(self, action):
             return Step(Observation(text="end"), 1.0, terminated=True, truncated=True, success=True)
 
-    assert _step(Both(), np.zeros((2, 1)))[1:] == ([1.0], True, False, True)
+    worlds = SimpleNamespace(step=lambda where, actions: [_step(Both(), actions[0])])
+    [(kind, answer)] = _answers(worlds, "step", [0], [(np.zeros((2, 1)),)])
+    assert (kind, answer[1:]) == ("done", ([1.0], True, False, True))
     pytest.importorskip("gymnasium")
     simulator = make_simulator(SimulatorSettings("gym", ("CartPole-v1",), 1))
     simulator.reset(0, 0)

@@ -93,7 +93,7 @@ def load_environment(kind="single", num_tasks=8):
 @functools.cache
 def python_of(family: str) -> str | None:
     """The interpreter for a family of environments, None for our own. Skips the test if none has its library."""
-    for python in (None, str(ROOT / ".agent-envs" / FAMILIES[family].env / "bin" / "python")):
+    for python in (None, str(ROOT / ".agent-envs" / FAMILIES[family] / "bin" / "python")):
         if library_problem(family, python) is None:
             return python
     pytest.skip(f"no interpreter has {family}: `make agent-envs` makes one")

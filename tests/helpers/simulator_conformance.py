@@ -1,17 +1,16 @@
-"""The contract of a batch of simulators, for any family: `check(make)`, where `make(num_envs)` returns an `Env`."""
+"""The contract of a batch of simulators, for any family: `check(make)`; `make(num_envs)` returns a `ProcessEnv`."""
 
 from collections.abc import Callable
 
 import numpy as np
 
-from hotseat.envs.env import Env
-from hotseat.envs.processes import _digest
+from hotseat.envs.processes import ProcessEnv, _digest
 
 CHUNK = 3
 NUM_CHUNKS = 4
 
 
-def check(make: Callable[[int], Env]) -> None:
+def check(make: Callable[[int], ProcessEnv]) -> None:
     """Run the whole suite."""
     with _closing(make(4)) as four, _closing(make(2)) as two:
         describes_itself(four)
@@ -23,7 +22,7 @@ def check(make: Callable[[int], Env]) -> None:
         is_drawn(four)
 
 
-def describes_itself(env: Env) -> None:
+def describes_itself(env: ProcessEnv) -> None:
     assert env.num_envs == 4
     assert [task.index for task in env.tasks] == list(range(len(env.tasks)))
     assert len(env.action.low) == len(env.action.high) == env.action.dim > 0
@@ -39,7 +38,7 @@ def describes_itself(env: Env) -> None:
         assert seen.image.ndim == 3
 
 
-def a_slot_depends_on_itself_alone(four: Env, two: Env) -> None:
+def a_slot_depends_on_itself_alone(four: ProcessEnv, two: ProcessEnv) -> None:
     """Whatever slot, whatever is beside it, and in whatever order: the same task, seed and actions, the same bits."""
     last = len(four.tasks) - 1
     alone = [played(two, 0, 0, 5), played(two, 1, last, 6)]
@@ -61,7 +60,7 @@ def a_slot_depends_on_itself_alone(four: Env, two: Env) -> None:
         assert together[slot][:length] == expected[:length]
 
 
-def nothing_acts_after_the_end(env: Env) -> None:
+def nothing_acts_after_the_end(env: ProcessEnv) -> None:
     """Play until episodes end: rewards after the end of a chunk are 0, and the number of actions says where it was."""
     env.reset([0, 1], [0, 0], [11, 12])
     open_slots = [0, 1]
@@ -81,7 +80,7 @@ def nothing_acts_after_the_end(env: Env) -> None:
     raise AssertionError("no episode ended within 600 actions: give the simulator a limit")
 
 
-def a_slot_is_reset_while_others_go_on(env: Env) -> None:
+def a_slot_is_reset_while_others_go_on(env: ProcessEnv) -> None:
     env.reset([0, 1], [0, 0], [21, 22])
     env.step([0, 1], np.stack([actions_of(env, seed, 0) for seed in (21, 22)]))
     [again] = env.reset([0], [0], [21])
@@ -91,7 +90,7 @@ def a_slot_is_reset_while_others_go_on(env: Env) -> None:
     assert row_digest(other, 0) == played(env, 3, 0, 22)[2]
 
 
-def snapshots_continue(env: Env, other: Env) -> None:
+def snapshots_continue(env: ProcessEnv, other: ProcessEnv) -> None:
     env.reset([0, 1], [0, 0], [31, 32])
     env.step([0, 1], np.stack([actions_of(env, seed, 0) for seed in (31, 32)]))
     if hasattr(env, "forget"):
@@ -103,14 +102,14 @@ def snapshots_continue(env: Env, other: Env) -> None:
     assert [row_digest(restored, row) for row in (0, 1)] == [row_digest(expected, row) for row in (0, 1)]
 
 
-def offloads_and_comes_back(env: Env) -> None:
+def offloads_and_comes_back(env: ProcessEnv) -> None:
     before = played(env, 0, 0, 41)
     assert env.offload().num_bytes >= 0
     assert env.onload().num_bytes >= 0
     assert played(env, 0, 0, 41) == before
 
 
-def is_drawn(env: Env) -> None:
+def is_drawn(env: ProcessEnv) -> None:
     env.reset([0], [0], [51])
     [picture] = env.render([0])
     assert picture.dtype == np.uint8
@@ -118,7 +117,7 @@ def is_drawn(env: Env) -> None:
     assert picture.shape[2] == 3
 
 
-def played(env: Env, slot: int, task: int, seed: int) -> list[bytes]:
+def played(env: ProcessEnv, slot: int, task: int, seed: int) -> list[bytes]:
     """Play an episode by fixed actions, and return digests of what was seen."""
     digests = [_digest(env.reset([slot], [task], [seed])[0])]
     for chunk in range(NUM_CHUNKS):
@@ -129,7 +128,7 @@ def played(env: Env, slot: int, task: int, seed: int) -> list[bytes]:
     return digests
 
 
-def actions_of(env: Env, seed: int, chunk: int) -> np.ndarray:
+def actions_of(env: ProcessEnv, seed: int, chunk: int) -> np.ndarray:
     """Return a chunk of actions, [K, D], that depends on the seed and the chunk."""
     random = np.random.default_rng([seed, chunk])
     if env.action.num_values is not None:
@@ -143,10 +142,10 @@ def row_digest(outcome, row: int) -> bytes:
 
 
 class _closing:
-    def __init__(self, env: Env):
+    def __init__(self, env: ProcessEnv):
         self._env = env
 
-    def __enter__(self) -> Env:
+    def __enter__(self) -> ProcessEnv:
         return self._env
 
     def __exit__(self, *_: object) -> None:

@@ -2,7 +2,7 @@
 
 from walk_env import make
 
-from hotseat.envs.simulator import Worlds, WorldStep
+from hotseat.envs.simulator import Worlds
 from hotseat.envs.simulator_child import _step
 
 
@@ -24,7 +24,7 @@ class Walks(Worlds):
 
     def _carry_out(self, walk, chunk):
         try:
-            return WorldStep(*_step(walk, chunk))
+            return _step(walk, chunk)
         except ValueError as error:
             return error
 

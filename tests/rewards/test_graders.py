@@ -12,7 +12,7 @@ from hotseat.failed import Failed
 from hotseat.rewards import Grader, Graders, RewardFunction, Score
 from hotseat.rewards.graders import grader_problem, package_problem
 from hotseat.rewards.sandbox import SandboxSettings
-from hotseat.rewards.sandbox_watch import children_of
+from hotseat.rewards.sandbox_limits import children_of
 
 pytestmark = pytest.mark.slow
 WIDE = 60.0  # seconds, against hangs

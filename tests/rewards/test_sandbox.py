@@ -20,12 +20,12 @@ import pytest
 
 from hotseat.errors import SandboxError, UserError
 from hotseat.failed import Failed
-from hotseat.rewards import Sandbox, SandboxSettings, sandbox_command, sandbox_run
+from hotseat.rewards import Sandbox, SandboxSettings, sandbox_command
+from hotseat.rewards import sandbox as sandbox_module
 from hotseat.rewards.code import grade_code
 from hotseat.rewards.sandbox import Run, SandboxClosed
-from hotseat.rewards.sandbox_groups import MemoryGroup, MemoryGroups, find_parent
-from hotseat.rewards.sandbox_watch import ProcessWatch, below, wait_s
-from hotseat.rewards.seccomp import system_call_filter
+from hotseat.rewards.sandbox_command import system_call_filter
+from hotseat.rewards.sandbox_limits import MemoryGroup, MemoryGroups, ProcessWatch, below, find_parent, wait_s
 
 TIGHT = SandboxSettings(
     timeout_s=300.0, max_cpu_s=30.0, max_memory_bytes=128 << 20, max_processes=12, max_output_bytes=1 << 16
@@ -475,7 +475,7 @@ def test_where_root_may_not_change_its_groups_the_error_says_what_to_do(sandbox)
     alone = ["unshare", "--user", "--map-root-user"]
     if shutil.which("unshare") is None or subprocess.run([*alone, "true"], stderr=subprocess.DEVNULL).returncode != 0:
         pytest.skip("this system allows no user namespaces")
-    command = [*alone, sys.executable, "-c", PROBES, str(Path(sandbox_run.__file__).parent)]
+    command = [*alone, sys.executable, "-c", PROBES, str(Path(sandbox_module.__file__).parent)]
     said = subprocess.run(command, capture_output=True, text=True).stderr
     assert "root may not change its user and groups here" in said
     assert "/etc/subuid" in said

@@ -15,8 +15,7 @@ from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed
 from hotseat.rewards import Grader, Graders, Score, Scorer
 from hotseat.rewards.addresses import TOKEN, bearer_token, connect_problems
-from hotseat.rewards.server_choice import Servers
-from hotseat.rewards.service import RewardService
+from hotseat.rewards.posting import RewardService, Servers
 
 SHORT_S = 0.2  # of what is waited for in vain
 
@@ -341,19 +340,19 @@ def test_a_server_that_cannot_be_reached_is_tried_by_one_request_at_a_time():
     servers = Servers(["a", "b"])
     a, b = servers.all
     a.num_open = 1
-    servers.unreachable(a, 0.0, "refused")
+    servers.failed(a, 0.0, "refused", is_reachable=False)
     assert servers.problems() == "a: refused"
     assert {servers.choose(0.4).url for _ in range(5)} == {"b"}
     assert servers.choose(0.5) is a  # it has no open request, and its rest is over
     assert servers.choose(0.5) is b
-    servers.unreachable(a, 1.0, "refused")
+    servers.failed(a, 1.0, "refused", is_reachable=False)
     assert servers.choose(1.9) is b
     assert servers.choose(2.0) is a
     servers.answered(a)
     assert [servers.choose(3.0).url for _ in range(3)] == ["a"] * 3
     for time_s in range(100, 110):
         a.num_open += 1
-        servers.unreachable(a, time_s, "refused")
+        servers.failed(a, time_s, "refused", is_reachable=False)
     assert a.rests_until_s == 109 + 5
 
 
@@ -361,16 +360,16 @@ def test_servers_are_away_since_the_last_of_them_could_be_reached():
     servers = Servers(["a", "b"])
     a, b = servers.all
     a.num_open, b.num_open = 2, 2
-    servers.unreachable(a, 1.0, "refused")
+    servers.failed(a, 1.0, "refused", is_reachable=False)
     assert servers.away_since_s is None
-    servers.unreachable(b, 2.0, "refused")
-    servers.unreachable(a, 3.0, "refused")
+    servers.failed(b, 2.0, "refused", is_reachable=False)
+    servers.failed(a, 3.0, "refused", is_reachable=False)
     assert servers.away_since_s == 2.0
     servers.begin()  # after a pause, in which one of them may have come back
     assert servers.away_since_s is None
-    servers.unreachable(b, 9.0, "refused")
+    servers.failed(b, 9.0, "refused", is_reachable=False)
     a.num_open += 1
-    servers.unreachable(a, 10.0, "refused")
+    servers.failed(a, 10.0, "refused", is_reachable=False)
     assert servers.away_since_s == 10.0
     servers.choose(100.0)
     servers.answered(a)
@@ -381,9 +380,9 @@ def test_with_no_other_a_server_that_fails_is_asked_and_one_that_is_down_is_not(
     servers = Servers(["a"])
     [a] = servers.all
     a.num_open = 1
-    servers.failed(a, 0.0, "status 500")
+    servers.failed(a, 0.0, "status 500", is_reachable=True)
     assert servers.choose(0.0) is a
-    servers.unreachable(a, 0.0, "refused")
+    servers.failed(a, 0.0, "refused", is_reachable=False)
     assert servers.choose(0.0) is None
 
 
@@ -392,7 +391,7 @@ def test_after_a_failure_another_server_is_preferred():
     a, b = servers.all
     b.num_open = 5
     assert servers.choose(0.0, avoid=a) is b
-    servers.failed(b, 0.0, "status 500")
+    servers.failed(b, 0.0, "status 500", is_reachable=True)
     assert servers.choose(0.0, avoid=a) is a  # the other one rests
 
 

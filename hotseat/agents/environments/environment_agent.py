@@ -17,8 +17,8 @@ from typing import Any
 from hotseat.agents.agent import AgentError
 from hotseat.agents.black_box import BlackBox, Client
 from hotseat.agents.confinement import best_confinement, warn_if_open
-from hotseat.agents.environments.families import EnvironmentSettings
-from hotseat.agents.gateway.program_settings import ProgramSettings
+from hotseat.agents.environments.families import EnvironmentSettings, interpreter
+from hotseat.agents.gateway.program_session import ProgramSettings
 from hotseat.agents.programs import check_startable, environment
 from hotseat.errors import UserError
 from hotseat.processes import ChildProcess, WorkerDied, exit_words, supervisor
@@ -37,41 +37,23 @@ class EnvironmentAgent(BlackBox):
     def __init__(self, tokenizer: Any, settings: ProgramSettings, environment: EnvironmentSettings, **limits: Any):
         super().__init__(tokenizer, settings, **limits)
         self._environment = environment
-        self._processes: list[_Process] = []
+        self._processes: dict[int, _Process] = {}
         self._places = itertools.count()
         self.name = str(environment)
 
     async def play(self, prompt: Prompt, client: Client) -> Any:
-        process = await self._process(next(self._places) % self._environment.num_processes)
-        return await process.ask(
-            {
-                "play": {
-                    "text": prompt.text,
-                    "label": prompt.label,
-                    "seed": client.seed,
-                    "base_url": client.base_url,
-                    "api_key": client.api_key,
-                    "root_url": client.root_url,
-                    "model": client.model,
-                    "content": client.content,
-                }
-            }
-        )
+        place = next(self._places) % self._environment.num_processes
+        process = self._processes.get(place)
+        if process is None or process.has_ended:
+            process = self._processes[place] = _Process(self._environment, self._settings.passed_on)
+        await process.ready()
+        return await process.ask({"play": {"text": prompt.text, "label": prompt.label, **vars(client)}})
 
     async def close(self) -> None:
-        processes, self._processes = self._processes, []
-        for process in processes:
+        processes, self._processes = self._processes, {}
+        for process in processes.values():
             await process.close()
         await super().close()
-
-    async def _process(self, place: int) -> _Process:
-        while len(self._processes) <= place:
-            self._processes.append(_Process(self._environment, self._settings.passed_on))
-        process = self._processes[place]
-        if process.has_ended:
-            self._processes[place] = process = _Process(self._environment, self._settings.passed_on)
-        await process.ready()
-        return process
 
 
 class StartedEnvironment(ChildProcess):
@@ -88,7 +70,7 @@ class StartedEnvironment(ChildProcess):
         self._confinement = best_confinement()
         warn_if_open(self._confinement, False)
         confined = self._confinement.prefix  # what it starts is found by its mark, too: it needs no control group
-        python = settings.interpreter
+        python = interpreter(settings.python)
         env = environment(folder, passed_on, {supervisor.EPISODE: name})
         env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])
         try:
@@ -130,8 +112,7 @@ class _Process:
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(_READY + 1)
-        self._ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[_READY] = self._ready
+        self._ready = self._waiting[_READY] = asyncio.get_running_loop().create_future()
         self._reading: asyncio.Task[None] | None = None
         self.has_ended = False
 
@@ -171,14 +152,17 @@ class _Process:
         try:
             self._started = StartedEnvironment(self._settings, self._passed_on)
             reader, self._writer = await asyncio.open_connection(sock=self._started.socket)
-            while (answer := await _next(self._started, reader)) is not None:
-                waiting = self._waiting.get(answer["id"])
-                if waiting is None or waiting.done():
-                    continue  # cancelled meanwhile
-                if "error" in answer:
-                    waiting.set_exception(AgentError(f"{self._settings}: {answer['error']}"))
-                else:
-                    waiting.set_result(answer["result"])
+            # Until it has ended, or sends what no environment sends.
+            with contextlib.suppress(EOFError, ConnectionError, ValueError):
+                while True:
+                    answer = await self._started.channel.receive_from(reader, _MAX_BYTES)
+                    waiting = self._waiting.get(answer["id"])
+                    if waiting is None or waiting.done():
+                        continue  # cancelled meanwhile
+                    if "error" in answer:
+                        waiting.set_exception(AgentError(f"{self._settings}: {answer['error']}"))
+                    else:
+                        waiting.set_result(answer["result"])
             has_hung_up = True
         except AgentError as error:
             how = str(error)
@@ -194,18 +178,10 @@ class _Process:
                     waiting.exception()  # nobody may be there to take it
 
 
-async def _next(started: StartedEnvironment, reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    try:
-        return await started.channel.receive_from(reader, _MAX_BYTES)
-    except (EOFError, ConnectionError, ValueError):  # ended, or what no environment sends
-        return None
-
-
 # --- where data is read -----------------------------------------------------------------------------------------------
 
 
 def check_environment(settings: EnvironmentSettings, passed_on: Sequence[str] = ()) -> None:
-    """Raise if the environment cannot be loaded."""
     _ask(settings, passed_on, None)
 
 

@@ -29,7 +29,6 @@ import traceback
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -102,57 +101,48 @@ class _Worker:
     def __init__(self, channel: Channel, spec: Mapping[str, Any]):
         self._channel = channel
         module = _load(spec["file"])
-        self._play: Callable[..., Any]
+        self._play: Any  # a function of prompt and client
         if "arguments" in spec:
             if spec["name"] is None:
                 raise ValueError(module.NEEDS_NAME)
             self._tasks = module.Tasks(spec["name"], spec["arguments"])
             self._play = self._play_task
         else:
-            self._play = _play_function(module, spec["file"])
+            self._play = getattr(module, "play", None)
+            if not callable(self._play):
+                raise ValueError(f"{spec['file']} has no function play(prompt, client), which agent.python can run")
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "episode")
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._channel.socket)
         self._send({"id": 0, "result": None})  # ready
-        while (asked := await self._next(reader)) is not None:
-            if "cancel" in asked:
-                running = self._running.get(asked["cancel"])
-                if running is not None:
-                    running.cancel()
-                continue
-            task = asyncio.ensure_future(self._answer(asked))
-            self._running[asked["id"]] = task
-            task.add_done_callback(partial(self._forget, asked["id"]))
+        with contextlib.suppress(EOFError):
+            while True:
+                asked = await self._channel.receive_from(reader)
+                if "cancel" not in asked:
+                    self._running[asked["id"]] = asyncio.ensure_future(self._answer(asked))
+                elif asked["cancel"] in self._running:
+                    self._running[asked["cancel"]].cancel()
         os.killpg(0, signal.SIGKILL)
-
-    async def _next(self, reader: asyncio.StreamReader) -> dict[str, Any] | None:
-        try:
-            return await self._channel.receive_from(reader)
-        except EOFError:
-            return None
 
     def _send(self, answer: Mapping[str, Any]) -> None:
         self._writer.write(self._channel.frame(answer))
 
-    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
-        self._running.pop(number, None)
-
     async def _answer(self, asked: Mapping[str, Any]) -> None:
         try:
             if "prompts" in asked:
-                result = await self._in_thread(self._prompts, *asked["prompts"])
+                first, last = asked["prompts"]
+                result = await self._in_thread(lambda: [self._tasks.prompt(at) for at in range(first, last + 1)])
             else:
                 result = await self._episode(asked["play"])
             answer = {"id": asked["id"], "result": result}
             json.dumps(answer)
         except Exception as error:
             answer = {"id": asked["id"], "error": _described(error)}
+        finally:
+            del self._running[asked["id"]]
         self._send(answer)
-
-    def _prompts(self, first: int, last: int) -> list[str]:
-        return [self._tasks.prompt(number) for number in range(first, last + 1)]
 
     async def _episode(self, asked: Mapping[str, Any]) -> Any:
         client = Policy(*(asked[name] for name in ("base_url", "api_key", "root_url", "model", "seed", "content")))
@@ -194,13 +184,6 @@ def _load(file: str) -> ModuleType:
         sys.path.insert(0, folder)  # a user's: for the modules beside it
     spec.loader.exec_module(module)
     return module
-
-
-def _play_function(module: ModuleType, file: str) -> Callable[..., Any]:
-    play = getattr(module, "play", None)
-    if not callable(play):
-        raise ValueError(f"{file} has no function play(prompt, client), which agent.python can run")
-    return play
 
 
 def _plain(result: Any) -> Any:

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,10 @@ from typing import Any
 _FOLDER = Path(__file__).parent
 _FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 
-
-@dataclass(frozen=True)
-class Family:
-    """A library of environments. module: what is imported. extra: of Hotseat. env: what `make agent-envs` calls it."""
-
-    module: str
-    extra: str
-    env: str
-
-
-FAMILIES: Mapping[str, Family] = {
-    "gymnasium": Family("gymnasium", "gymnasium", "environments"),
-    "openenv": Family("openenv", "openenv", "environments"),
-    "reasoning_gym": Family("reasoning_gym", "reasoning-gym", "environments"),
-    "textarena": Family("textarena", "textarena", "environments"),
-    "verifiers": Family("verifiers", "verifiers", "verifiers"),
+# The families, by what is imported, and what `make agent-envs` calls the virtual environment with each.
+FAMILIES = {
+    **dict.fromkeys(("gymnasium", "openenv", "reasoning_gym", "textarena"), "environments"),
+    "verifiers": "verifiers",
 }
 
 
@@ -47,11 +34,6 @@ class EnvironmentSettings:
     file: str | None = None
     python: str | None = None
     num_processes: int = 1
-
-    @property
-    def interpreter(self) -> str:
-        """Return the path of the process's interpreter."""
-        return interpreter(self.python)
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -76,17 +58,16 @@ def interpreter(python: str | None) -> str:
 
 def library_problem(family: str, python: str | None) -> str | None:
     """Return why environments of a family cannot run under an interpreter, and what to do; None if they can."""
-    known = FAMILIES[family]
     program = interpreter(python)
     if shutil.which(program) is None:
         return f"there is no interpreter {python}: `make agent-envs` makes those of the families of environments"
-    done = subprocess.run([program, "-c", _FIND, known.module], capture_output=True, text=True)
+    done = subprocess.run([program, "-c", _FIND, family], capture_output=True, text=True)
     if done.returncode == 0:
         return None
     where = "is not installed" if python is None else f"is not installed for {python}"
     return (
-        f"{family}: the package {known.module} {where}: pip install 'hotseat[{known.extra}]', or `make agent-envs` and"
-        f" agent.python: .agent-envs/{known.env}/bin/python"
+        f"{family}: the package {family} {where}: pip install 'hotseat[{family.replace('_', '-')}]', or"
+        f" `make agent-envs` and agent.python: .agent-envs/{FAMILIES[family]}/bin/python"
     )
 
 

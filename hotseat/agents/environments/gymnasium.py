@@ -62,7 +62,6 @@ class Tasks:
 
 
 def _action(space: Any, answer: str) -> Any:
-    """Return the action that an answer stands for; None if it stands for none."""
     if isinstance(space, Text):
         return answer if space.contains(answer) else None
     number = re.search(r"-?\d{1,9}", answer)

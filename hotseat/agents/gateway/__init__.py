@@ -2,6 +2,5 @@
 
 gateway_server.py      HTTP: tokens, retries, clients that hang up, errors
 chat_completions.py, responses.py, anthropic_messages.py      the protocols: a request in, a reply out
-program_settings.py    settings, importable without the rest
 program_session.py     one episode: contexts for the engine, stop strings, tool calls, what was recorded
 """

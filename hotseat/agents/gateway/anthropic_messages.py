@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -9,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from hotseat.agents.gateway import fields
-from hotseat.agents.gateway.asking import Asked, BadRequest, own_settings
+from hotseat.agents.gateway.fields import Asked, BadRequest, own_settings
 from hotseat.agents.gateway.program_session import Session
-from hotseat.agents.gateway.reply import Begin, Event, GrowingAnswer, Reply, pieces, reply_to
+from hotseat.agents.gateway.reply import Begin, GrowingAnswer, Reply, event, pieces, reply_to
 
 _KNOWN = (
     "model", "messages", "max_tokens", "system", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
@@ -20,7 +21,6 @@ _KNOWN = (
 
 
 async def create(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
-    """Answer a request for a message."""
     fields.check(body, _KNOWN, ("temperature", "top_p", "top_k"))
     if body.get("max_tokens") is None:
         raise BadRequest("max_tokens: not set", "max_tokens")
@@ -83,7 +83,7 @@ def _messages(value: Any, system: Any) -> list[dict[str, Any]]:
 
 
 def _assistant(content: list[Any]) -> dict[str, Any]:
-    blocks = [block for block in content if isinstance(block, dict) and block.get("type") not in ("thinking",)]
+    blocks = [block for block in content if isinstance(block, dict) and block.get("type") != "thinking"]
     used = [block for block in blocks if block.get("type") == "tool_use"]
     calls = [
         {
@@ -94,11 +94,8 @@ def _assistant(content: list[Any]) -> dict[str, Any]:
         for block in used
     ]
     text: Any = [block for block in blocks if block not in used]
-    return {
-        "role": "assistant",
-        "content": text or ("" if not calls else None),
-        **({"tool_calls": calls} if calls else {}),
-    }
+    message = {"role": "assistant", "content": text or ("" if not calls else None)}
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 class _Message(Reply):
@@ -137,16 +134,19 @@ class _Message(Reply):
         if self._has_text:
             blocks.append({"type": "text", "text": answer.text})
         for call in answer.tool_calls:
-            arguments = _object(call["function"]["arguments"])
+            arguments: Any = call["function"]["arguments"]
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments)
+            arguments = arguments if isinstance(arguments, dict) else {"value": arguments}
             blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
         return blocks
 
-    def error(self, message: str) -> Event:
-        return Event({"type": "error", "error": {"type": "api_error", "message": message}}, "error")
+    def error(self, message: str) -> bytes:
+        return event({"type": "error", "error": {"type": "api_error", "message": message}}, "error")
 
-    async def events(self) -> AsyncIterator[Event]:
-        async for event in self._events():
-            yield Event(event, event["type"])
+    async def events(self) -> AsyncIterator[bytes]:
+        async for each in self._events():
+            yield event(each, each["type"])
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
@@ -162,20 +162,9 @@ class _Message(Reply):
                 continue
             yield {"type": "content_block_start", "index": index, "content_block": {**block, "input": {}}}
             for piece in pieces(json.dumps(block["input"])):
-                yield {"type": "content_block_delta", "index": index, "delta": _json_delta(piece)}
+                delta = {"type": "input_json_delta", "partial_json": piece}
+                yield {"type": "content_block_delta", "index": index, "delta": delta}
             yield {"type": "content_block_stop", "index": index}
         used = {"output_tokens": len(self._growing.answer.token_ids)}
         yield {"type": "message_delta", "delta": self._end(), "usage": used}
         yield {"type": "message_stop"}
-
-
-def _json_delta(piece: str) -> dict[str, Any]:
-    return {"type": "input_json_delta", "partial_json": piece}
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        value = arguments
-    return value if isinstance(value, dict) else {"value": value}

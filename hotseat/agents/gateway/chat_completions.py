@@ -13,9 +13,9 @@ from itertools import accumulate
 from typing import Any
 
 from hotseat.agents.gateway import fields
-from hotseat.agents.gateway.asking import OWN_SETTINGS, Asked, BadRequest, ClientAnswer, own_settings
+from hotseat.agents.gateway.fields import OWN_SETTINGS, Asked, BadRequest, own_settings
 from hotseat.agents.gateway.program_session import Session
-from hotseat.agents.gateway.reply import Begin, Event, GrowingAnswer, Reply, reply_to
+from hotseat.agents.gateway.reply import Begin, ClientAnswer, GrowingAnswer, Reply, event, reply_to
 
 # Understood, without an effect here: who asks, where it is kept, and a seed, since each request has one by its sample.
 _WITHOUT_EFFECT = (
@@ -31,7 +31,6 @@ _NUMBERS = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_pena
 
 
 async def chat(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
-    """Answer a request for a chat completion."""
     _check(body, _CHAT)
     if fields.integer(body, "top_logprobs", least=0):
         raise BadRequest("top_logprobs: the engine reports log-probs of sampled tokens only", "top_logprobs")
@@ -108,14 +107,13 @@ def _prompts(value: Any) -> list[dict[str, Any]]:
 class _OpenAI(Reply):
     """Common part of the replies to chats and to completions."""
 
-    name = ""
-    chunk_name = ""
-    prefix = ""
+    name = chunk_name = prefix = ""
 
     def __init__(self, body: Mapping[str, Any], session: Session, answers: Sequence[GrowingAnswer]):
         super().__init__(answers)
         options = body.get("stream_options") or {}
         self._session = session
+        self._has_log_probs = body.get("logprobs") is not None and body["logprobs"] is not False  # 0 asks for them
         self._shows_tokens = bool(body.get("return_token_ids"))
         self._shows_usage = bool(options.get("include_usage"))
         self._frame = {
@@ -126,27 +124,41 @@ class _OpenAI(Reply):
 
     def body(self) -> dict[str, Any]:
         answers = [growing.answer for growing in self.answers]
-        choices = [self._choice(index, answer) | self._tokens(answer) for index, answer in enumerate(answers)]
+        choices = [
+            {"index": at, **self._shown(each), "logprobs": self._log_probs(each), "finish_reason": _finish(each)}
+            | self._tokens(each)
+            for at, each in enumerate(answers)
+        ]
         shown = {"prompt_token_ids": list(answers[0].context)} if self._shows_tokens else {}
         return {**self._frame, "object": self.name, "choices": choices, "usage": usage(answers), **shown}
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncIterator[bytes]:
         frame = {**self._frame, "object": self.chunk_name}
         shown = {"prompt_token_ids": list(self.answers[0].context)} if self._shows_tokens else {}  # in the first chunk
         for index, growing in enumerate(self.answers):
             async for choice in self._parts(growing):
-                yield Event({**frame, "choices": [{"index": index, "finish_reason": None, **choice}], **shown})
+                yield event({**frame, "choices": [{"index": index, "finish_reason": None, **choice}], **shown})
                 shown = {}
         if self._shows_usage:
-            yield Event({**frame, "choices": [], "usage": usage([growing.answer for growing in self.answers])})
-        yield Event("[DONE]")
+            yield event({**frame, "choices": [], "usage": usage([growing.answer for growing in self.answers])})
+        yield event("[DONE]")
 
     def _tokens(self, answer: ClientAnswer) -> dict[str, Any]:
         return {"token_ids": list(answer.token_ids)} if self._shows_tokens else {}
 
+    def _log_probs(self, answer: ClientAnswer) -> dict[str, Any] | None:
+        if not self._has_log_probs:
+            return None
+        texts = [self._session.token_text(token) for token in answer.token_ids]
+        return self._listed(texts, list(answer.log_probs))
+
     @abstractmethod
-    def _choice(self, index: int, answer: ClientAnswer) -> dict[str, Any]:
-        """Return one answer as an entry of `choices`."""
+    def _shown(self, answer: ClientAnswer) -> dict[str, Any]:
+        """Return what an answer's entry of `choices` has of its own."""
+
+    @abstractmethod
+    def _listed(self, texts: list[str], log_probs: list[float]) -> dict[str, Any]:
+        """Return log-probs in the form of this protocol, with the texts of their tokens."""
 
     @abstractmethod
     def _parts(self, growing: GrowingAnswer) -> AsyncIterator[dict[str, Any]]:
@@ -156,17 +168,8 @@ class _OpenAI(Reply):
 class _Chat(_OpenAI):
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, body: Mapping[str, Any], session: Session, answers: Sequence[GrowingAnswer]):
-        super().__init__(body, session, answers)
-        self._has_log_probs = fields.flag(body, "logprobs")
-
-    def _choice(self, index: int, answer: ClientAnswer) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"refusal": None, **answer.message},
-            "logprobs": self._log_probs(answer),
-            "finish_reason": _finish(answer),
-        }
+    def _shown(self, answer: ClientAnswer) -> dict[str, Any]:
+        return {"message": {"refusal": None, **answer.message}}
 
     async def _parts(self, growing: GrowingAnswer) -> AsyncIterator[dict[str, Any]]:
         yield {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
@@ -182,32 +185,19 @@ class _Chat(_OpenAI):
             yield {"delta": {"tool_calls": [{"index": at, "type": "function", **call}]}}
         yield {"delta": {}, "finish_reason": _finish(answer), **self._tokens(answer)}
 
-    def _log_probs(self, answer: ClientAnswer) -> dict[str, Any] | None:
-        if not self._has_log_probs:
-            return None
-        shown = []
-        for token, log_prob in zip(answer.token_ids, answer.log_probs, strict=True):
-            text = self._session.token_text(token)
-            shown.append({"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []})
+    def _listed(self, texts: list[str], log_probs: list[float]) -> dict[str, Any]:
+        shown = [
+            {"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, log_prob in zip(texts, log_probs, strict=True)
+        ]
         return {"content": shown, "refusal": None}
 
 
 class _Text(_OpenAI):
     name, chunk_name, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, body: Mapping[str, Any], session: Session, answers: Sequence[GrowingAnswer]):
-        super().__init__(body, session, answers)
-        self._has_log_probs = body.get("logprobs") is not None
-
-    def _choice(self, index: int, answer: ClientAnswer) -> dict[str, Any]:
-        shown = {"prompt_token_ids": list(answer.context)} if self._shows_tokens else {}
-        return {
-            "index": index,
-            "text": answer.text,
-            "logprobs": self._log_probs(answer),
-            "finish_reason": _finish(answer),
-            **shown,
-        }
+    def _shown(self, answer: ClientAnswer) -> dict[str, Any]:
+        return {"text": answer.text} | ({"prompt_token_ids": list(answer.context)} if self._shows_tokens else {})
 
     async def _parts(self, growing: GrowingAnswer) -> AsyncIterator[dict[str, Any]]:
         if self._has_log_probs:
@@ -218,12 +208,9 @@ class _Text(_OpenAI):
         answer = growing.answer
         yield {"text": "", "logprobs": None, "finish_reason": _finish(answer), **self._tokens(answer)}
 
-    def _log_probs(self, answer: ClientAnswer) -> dict[str, Any] | None:
-        if not self._has_log_probs:
-            return None
-        texts = [self._session.token_text(token) for token in answer.token_ids]
+    def _listed(self, texts: list[str], log_probs: list[float]) -> dict[str, Any]:
         offsets = list(accumulate(map(len, texts), initial=0))[:-1]
-        return {"tokens": texts, "token_logprobs": list(answer.log_probs), "top_logprobs": None, "text_offset": offsets}
+        return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": offsets}
 
 
 def _finish(answer: ClientAnswer) -> str:

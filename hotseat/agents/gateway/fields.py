@@ -1,15 +1,72 @@
-"""Reading the fields of a request, with errors for the client."""
+"""What a client asks for, whichever protocol it speaks, and reading the fields of its request."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from hotseat.agents.gateway.asking import BadRequest
+from hotseat.types import Sampling
 
 MAX_ANSWERS = 128  # of one request
 _MAX_STOPS = 16
+
+
+class BadRequest(Exception):
+    """A request that cannot be answered, with the reason for the client. param: the part of the body at fault."""
+
+    def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None):
+        super().__init__(message)
+        self.param = param
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for answers to messages, to a text, or to tokens: one of the three is set."""
+
+    messages: Sequence[Mapping[str, Any]] | None = None
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
+    num_answers: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    own: Mapping[str, Any] = field(default_factory=dict)  # settings by which the client would sample differently
+    is_learned: bool = True  # False: the client wants the answer as context only, such as that of an opponent
+
+
+# Settings that change the distribution, and the values of each that do not.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_k": (0, -1),
+    "min_p": (0,),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    **dict.fromkeys(("reasoning_effort", "verbosity", "structured_outputs"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+}
+OWN_SETTINGS = ("temperature", "top_p", *_NEUTRAL)
+CAN_BE_SAMPLED = ("temperature", "top_p", "top_k")  # the engine can apply these
+
+
+def own_settings(body: Mapping[str, Any], run: Sampling) -> dict[str, Any]:
+    """Return the settings of a request by which it would be sampled from another distribution than the run's."""
+    neutral = {**_NEUTRAL, "temperature": (run.temperature,), "top_p": (run.top_p,)}
+    neutral["top_k"] = (run.top_k, -1) if run.top_k == 0 else (run.top_k,)
+    return {
+        name: value
+        for name, value in body.items()
+        if name in neutral and value is not None and value not in neutral[name]
+    }
 
 
 def check(body: Mapping[str, Any], known: Collection[str], numbers: Sequence[str]) -> None:
@@ -61,7 +118,7 @@ def messages(value: Any, name: str = "messages") -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRequest(f"{where}: not an object with a role", where)
         calls = message.get("tool_calls")
-        if calls is not None and not (isinstance(calls, list) and all(_is_call(call) for call in calls)):
+        if calls is not None and not (isinstance(calls, list) and all(map(_names_a_function, calls))):
             raise BadRequest(f"{where}.tool_calls: not a list of calls of functions", where)
         if message.get("content") is None and not calls:
             raise BadRequest(f"{where}: neither content nor tool calls", where)
@@ -69,8 +126,8 @@ def messages(value: Any, name: str = "messages") -> list[dict[str, Any]]:
     return [{**message, "role": "system"} if message["role"] == "developer" else message for message in value]
 
 
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
+def _names_a_function(tool_or_call: Any) -> bool:
+    function = tool_or_call.get("function") if isinstance(tool_or_call, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
@@ -79,10 +136,6 @@ def tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     value = body.get("tools")
     if not value or body.get("tool_choice") == "none":
         return []
-    for tool in value if isinstance(value, list) else [None]:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRequest(
-                "tools: not a list of functions with names; other kinds of tools are not supported", "tools"
-            )
+    if not (isinstance(value, list) and all(map(_names_a_function, value))):
+        raise BadRequest("tools: not a list of functions with names; other kinds of tools are not supported", "tools")
     return value

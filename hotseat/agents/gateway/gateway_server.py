@@ -15,10 +15,9 @@ from typing import Any
 from aiohttp import web
 
 from hotseat.agents.gateway import anthropic_messages, chat_completions, responses
-from hotseat.agents.gateway.asking import BadRequest
+from hotseat.agents.gateway.fields import BadRequest
 from hotseat.agents.gateway.program_session import Session
 from hotseat.agents.gateway.reply import Begin, Reply
-from hotseat.agents.gateway.retries import Replies
 from hotseat.connections import Connections, Holder, ask_for_body, encoding_problem, expect_nothing_yet
 from hotseat.errors import UserError
 
@@ -28,6 +27,7 @@ _MAX_BODY_BYTES = 32 << 20  # of a request; where programs send images, one of t
 _MAX_OPEN = 512  # requests of one episode at a time
 _MAX_OPEN_BYTES = 64 << 20  # of their bodies together, and two images on top
 _MAX_CONNECTIONS = 1024  # of one episode
+_MAX_KEPT = 4096  # replies, of one episode
 _SHUTDOWN_S = 1.0
 _BACKLOG = 4096  # connections that wait to be accepted; where there is no room, a client tries again after a second
 _ACCEPTED = 16  # of them at a time: each takes as long as a small request
@@ -43,17 +43,107 @@ _HANDLERS: dict[str, Handler] = {
 }
 
 
-@dataclass(frozen=True)
-class Address:
-    """Address at which one episode reaches the policy. base_url: with `/v1`, as OpenAI's clients take it."""
+@dataclass(eq=False)
+class _Work:
+    """The work on a request, for which several clients may wait: the first one, and its retries."""
 
-    base_url: str
-    token: str
+    task: asyncio.Task[Reply]
+    digest: bytes  # of path and body
+    begun: asyncio.Future[Reply] | None = None  # of a stream: has the reply as soon as it can be read
+    num_waiting: int = 0
+    is_delivered: bool = False
 
-    @property
-    def root_url(self) -> str:
-        """Return the address as Anthropic's clients take it."""
-        return self.base_url.removesuffix("/v1")
+
+@dataclass(eq=False)
+class _Same:
+    """The work on requests that cannot be told apart."""
+
+    works: list[_Work] = field(default_factory=list)
+    num_given_up: int = 0
+
+    def of_retry(self) -> _Work | None:
+        if self.num_given_up:
+            self.num_given_up -= 1
+            return None
+        complete = [work for work in self.works if work.task.done()]
+        lost = [work for work in complete if not work.is_delivered]
+        if lost:
+            return lost[0]
+        busy = [work for work in self.works if not work.task.done()]
+        return min(busy, key=lambda work: work.num_waiting) if busy else complete[-1] if complete else None
+
+
+class _Replies:
+    """The work on the requests of one episode, and which of it a request that is sent again belongs to.
+
+    With an Idempotency-Key that is exact. Without one, a client says by `x-stainless-retry-count` that it sends a
+    request again, but not which: a program may have several equal ones. So of those with the same body a retry gets, in
+    this order:
+
+        a new sample   for one that was given up because its client hung up: nobody has its answer
+        an answer      that is complete and was not delivered, the oldest first
+        the answer     that is still being worked on for the fewest clients, the oldest first
+        the answer     that was delivered last: the client did not get it all the same
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, _Same] = {}
+        self._num_kept = 0
+
+    def find(self, name: str) -> _Work | None:
+        """Return the work that a request which is sent again belongs to; None if it has to be done anew."""
+        same = self._by_name.get(name)
+        return None if same is None else same.of_retry()
+
+    def begin(
+        self,
+        name: str,
+        digest: bytes,
+        work: Coroutine[Any, Any, Reply],
+        begun: asyncio.Future[Reply] | None = None,
+    ) -> _Work:
+        """Start work. begun: in which it puts its reply before that is complete, if it is a stream."""
+        added = _Work(asyncio.ensure_future(work), digest, begun)
+        self._by_name.setdefault(name, _Same()).works.append(added)
+        self._num_kept += 1
+        if self._num_kept > _MAX_KEPT:
+            oldest = next(iter(self._by_name))
+            self._num_kept -= len(self._by_name.pop(oldest).works)
+        return added
+
+    async def wait(self, name: str, work: _Work, deliver: Callable[[Reply], Coroutine[Any, Any, Any]]) -> Any:
+        """Wait for work, and deliver its reply to one client. What nobody waits for is given up and not remembered."""
+        work.num_waiting += 1
+        try:
+            if work.begun is None:
+                result = await deliver(await asyncio.shield(work.task))
+            else:
+                await asyncio.wait({work.task, work.begun}, return_when=asyncio.FIRST_COMPLETED)
+                result = await deliver(work.begun.result() if work.begun.done() else work.task.result())
+                await asyncio.wait({work.task})  # all of it was read, so it ends now
+            work.is_delivered = True
+            return result
+        finally:
+            work.num_waiting -= 1
+            task = work.task
+            is_given_up = not task.done() and work.num_waiting == 0
+            if is_given_up:
+                task.cancel()
+            if is_given_up or (task.done() and (task.cancelled() or task.exception() is not None)):
+                self._forget(name, work, is_given_up)
+
+    def _forget(self, name: str, work: _Work, is_given_up: bool) -> None:
+        same = self._by_name.get(name)
+        if same is None or work not in same.works:
+            return
+        same.works.remove(work)
+        same.num_given_up += is_given_up
+        self._num_kept -= 1
+
+    def cancel(self) -> None:
+        for same in self._by_name.values():
+            for work in same.works:
+                work.task.cancel()
 
 
 @dataclass(eq=False)
@@ -62,7 +152,7 @@ class _Open:
 
     session: Session
     holder: Holder = field(default_factory=Holder)
-    replies: Replies = field(default_factory=Replies)
+    replies: _Replies = field(default_factory=_Replies)
     num_open: int = 0
     num_open_bytes: int = 0
 
@@ -85,21 +175,21 @@ class Gateway:
         self._connections = Connections()
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
-        self._url = ""
+        self.url = ""  # without `/v1`, once an episode was opened
         self._starting = asyncio.Lock()
 
-    async def open(self, session: Session) -> Address:
-        """Make an episode reachable."""
+    async def open(self, session: Session) -> str:
+        """Make an episode reachable, at `url`; return its token."""
         async with self._starting:
             if self._runner is None:
                 await self._start()
         token = secrets.token_urlsafe(32)
         self._episodes[token] = _Open(session)
-        return Address(f"{self._url}/v1", token)
+        return token
 
-    def end(self, address: Address) -> None:
+    def end(self, token: str) -> None:
         """End an episode: its token is worth nothing from now on, and requests in progress are given up."""
-        episode = self._episodes.pop(address.token, None)
+        episode = self._episodes.pop(token, None)
         if episode is not None:
             episode.replies.cancel()
             self._connections.release(episode.holder)
@@ -109,6 +199,7 @@ class Gateway:
             runner, self._runner = self._runner, None
             self._server.close()
             await runner.cleanup()
+            self._starting = asyncio.Lock()  # a lock belongs to the loop that waited for it
 
     async def _start(self) -> None:
         app = web.Application(middlewares=[self._connections.watch, _errors, self._check])
@@ -119,7 +210,15 @@ class Gateway:
         runner = self._connections.runner(app, _SHUTDOWN_S, ends_handlers=True)
         await runner.setup()
         try:
-            self._server = await self._listen(runner)
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            listening = socket.create_server((self._host, self._port), family=family)
+            try:
+                # The loop accepts as many connections in one go as it lets wait, so that is set apart.
+                self._server = await self._connections.listen(runner, listening, _ACCEPTED)
+                listening.listen(_BACKLOG)
+            except BaseException:
+                listening.close()
+                raise
         except OSError as error:
             await runner.cleanup()
             where = f"{self._host}:{self._port}" if self._port else self._host
@@ -127,19 +226,7 @@ class Gateway:
         self._runner = runner
         name, port = self._server.sockets[0].getsockname()[:2]
         shown = f"[{name}]" if ":" in name else name
-        self._url = (self._advertise_url or f"http://{shown}:{port}").rstrip("/").removesuffix("/v1")
-
-    async def _listen(self, runner: web.AppRunner) -> asyncio.Server:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening = socket.create_server((self._host, self._port), family=family)
-        try:
-            # The loop accepts as many connections in one go as it lets wait, so that is set apart.
-            server = await self._connections.listen(runner, listening, _ACCEPTED)
-            listening.listen(_BACKLOG)
-        except BaseException:
-            listening.close()
-            raise
-        return server
+        self.url = (self._advertise_url or f"http://{shown}:{port}").rstrip("/").removesuffix("/v1")
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +244,6 @@ class Gateway:
         return await handler(request)
 
     def _episode(self, request: web.Request) -> _Open:
-        """Return the episode whose token a request has."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         token = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         episode = self._episodes.get(token)
@@ -178,7 +264,13 @@ class Gateway:
         raw = bytearray()
         try:
             await self._read(request, episode, raw)
-            return await self._reply(episode, request, bytes(raw), _parse(raw))
+            try:
+                body = json.loads(raw)
+            except (ValueError, RecursionError) as error:
+                raise BadRequest(f"the body is not JSON: {error}") from None
+            if not isinstance(body, dict):
+                raise BadRequest("the body is not a JSON object")
+            return await self._reply(episode, request, bytes(raw), body)
         finally:
             episode.num_open -= 1
             episode.num_open_bytes -= len(raw)
@@ -202,7 +294,8 @@ class Gateway:
         digest = hashlib.blake2b(request.path.encode() + b"\0" + raw, digest_size=16).digest()
         idempotency_key = request.headers.get("Idempotency-Key")
         name = f"key {idempotency_key}" if idempotency_key else f"body {digest.hex()}"
-        is_again = bool(idempotency_key) or _retry_count(request) > 0
+        retry_count = request.headers.get("x-stainless-retry-count", "0")
+        is_again = bool(idempotency_key) or (retry_count.isdecimal() and int(retry_count) > 0)
         work = episode.replies.find(name) if is_again else None
         if work is not None and work.digest != digest:
             raise BadRequest(f"the Idempotency-Key {idempotency_key!r:.80} was used for another request", status=422)
@@ -213,21 +306,6 @@ class Gateway:
             work = episode.replies.begin(name, digest, handling, begun)
         send = _stream if body.get("stream") else _whole
         return await episode.replies.wait(name, work, lambda reply: send(request, reply))
-
-
-def _retry_count(request: web.Request) -> int:
-    count = request.headers.get("x-stainless-retry-count", "0")
-    return int(count) if count.isdecimal() else 0
-
-
-def _parse(raw: bytes | bytearray) -> dict[str, Any]:
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise BadRequest("the body is not a JSON object")
-    return body
 
 
 async def _whole(request: web.Request, reply: Reply) -> web.StreamResponse:
@@ -245,14 +323,14 @@ async def _stream(request: web.Request, reply: Reply) -> web.StreamResponse:
     events = bytearray()
     try:
         async for event in reply.events():
-            events += event.encode()
+            events += event
             if not reply.is_complete or len(events) > _STREAM_BYTES:
                 await response.write(bytes(events))
                 events.clear()
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception as error:  # of the engine, which `Session.failure` passes on, or the end of the episode's time
-        events += reply.error(str(error)).encode()
+        events += reply.error(str(error))
     await response.write(bytes(events))
     await response.write_eof()
     return response

@@ -14,17 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hotseat.agents.gateway.asking import BadRequest
+from hotseat.agents.gateway.fields import BadRequest
 from hotseat.agents.image_preparer import EpisodeImage
 
 _TYPES = ("image_url", "input_image", "image")
 _PROMPT = "hotseat:image/"
 _SHOWN = 60  # characters of a URL in an error
-
-
-def url_of_prompt(number: int) -> str:
-    """Return the URL by which programs show an image of the prompt."""
-    return f"{_PROMPT}{number}"
 
 
 def content_of(text: str, image_token: str, num_images: int) -> str | list[dict[str, Any]]:
@@ -33,7 +28,7 @@ def content_of(text: str, image_token: str, num_images: int) -> str | list[dict[
         return text
     parts: list[dict[str, Any]] = []
     for at, piece in enumerate(text.split(image_token)):
-        parts += [{"type": "image_url", "image_url": {"url": url_of_prompt(at - 1)}}] if at else []
+        parts += [{"type": "image_url", "image_url": {"url": f"{_PROMPT}{at - 1}"}}] if at else []
         parts += [{"type": "text", "text": piece}] if piece else []
     return parts
 

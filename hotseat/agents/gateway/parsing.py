@@ -7,18 +7,16 @@ Models write tool calls in forms of their own. Two libraries know them: transfor
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from hotseat.errors import UserError
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """The parts of an answer."""
-
     content: str
     reasoning: str | None
     calls: tuple[tuple[str, str], ...]  # name, arguments as JSON text
@@ -34,11 +32,8 @@ class Sampled:
     answer_ids: Sequence[int]
 
 
-class Parser(Protocol):
-    """Reads an answer that a model with tools gave."""
-
-    def __call__(self, sampled: Sampled, tools: Sequence[Mapping[str, Any]]) -> Parsed | None:
-        """Return its parts; None if it is not in the model's own form, so that it is plain text."""
+# Takes an answer and the tools that the model had; returns its parts, or None if it is plain text, in no form of calls.
+Parser = Callable[[Sampled, Sequence[Mapping[str, Any]]], Parsed | None]
 
 
 def parser_of(tokenizer: Any, family: str | None = None) -> Parser | None:

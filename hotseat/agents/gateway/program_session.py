@@ -8,17 +8,17 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from hotseat.agents.agent import AgentError, OutOfTimeError, SampleFunction
-from hotseat.agents.conversation import Context, Conversation, ConversationError
+from hotseat.agents.conversation import Context, Conversation, ConversationError, History
+from hotseat.agents.environments.families import EnvironmentSettings
 from hotseat.agents.gateway import message_images
-from hotseat.agents.gateway.asking import CAN_BE_SAMPLED, Asked, BadRequest, ClientAnswer
+from hotseat.agents.gateway.fields import CAN_BE_SAMPLED, Asked, BadRequest
 from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
-from hotseat.agents.gateway.program_settings import ProgramSettings
-from hotseat.agents.gateway.reply import GrowingAnswer, certain
+from hotseat.agents.gateway.reply import ClientAnswer, GrowingAnswer, certain
 from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.types import Completion, Prompt, Sampling, WhenSampled
@@ -27,36 +27,55 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Watch = Callable[[Sequence[GrowingAnswer]], object]
 _MAX_TEMPERATURE = 100.0
+OwnSampling = Literal["override", "refuse", "untrained"]
 
 
+@dataclass(frozen=True)
+class ProgramSettings:
+    """Settings of programs. command: None if the program is a function. bind, advertise_url: of the gateway.
+
+    sampling: what becomes of a client's own temperature and the like. chat_template: instead of the tokenizer's.
+    tool_parser: family of models whose tool calls are parsed, as the package `renderers` names it.
+
+    passed_on: names of variables of our environment that a command gets. containers: the command that removes the
+    containers of an episode, such as podman. environment: what plays in processes of its own, instead of a command or a
+    function.
+    """
+
+    command: tuple[str, ...] | None = None
+    sampling: OwnSampling = "override"
+    history: History = "append"
+    chat_template: str | None = None
+    tool_parser: str | None = None
+    bind: str = "127.0.0.1"
+    advertise_url: str | None = None
+    passed_on: tuple[str, ...] = ()
+    containers: str | None = None
+    run_seed: int = 0
+    environment: EnvironmentSettings | None = None
+
+
+@dataclass(eq=False)
 class Policy:
     """The model behind the gateway, as far as all episodes share it: its tokenizer, its settings, what was logged.
 
     Rendering and tokenising long conversations takes milliseconds, which the event loop does not have: one thread does
-    all of it (`work`), in the order of the calls. What it returns or raises goes to who waits; `close` ends it.
-
-    preparer: of a VLM's images; None: the run has none.
+    all of it (`work`), in the order of the calls. What it returns or raises goes to who waits.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        settings: ProgramSettings,
-        preparer: ImagePreparer | None,
-        *,
-        max_length: int,
-        max_answers: int | None,
-    ):
-        self.tokenizer = tokenizer
-        self.settings = settings
-        self.preparer = preparer
-        self.max_length = max_length
-        self.max_answers = max_answers
-        self.chat_template = settings.chat_template or (None if preparer is None else preparer.chat_template)
-        added = getattr(tokenizer, "added_tokens_decoder", {})
+    tokenizer: Any
+    settings: ProgramSettings
+    preparer: ImagePreparer | None  # of a VLM's images; None: the run has none
+    max_length: int
+    max_answers: int | None
+    _logged: set[str] = field(default_factory=set)
+    _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "conversations"))
+
+    def __post_init__(self) -> None:
+        of_images = None if self.preparer is None else self.preparer.chat_template
+        self.chat_template = self.settings.chat_template or of_images
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
-        self._logged: set[str] = set()
-        self._thread = ThreadPoolExecutor(1, "conversations")
 
     @cached_property
     def max_characters(self) -> int:
@@ -71,9 +90,6 @@ class Policy:
     async def work(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call a function in the thread of all conversations."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def log_once(self, about: str, message: str) -> None:
         if about not in self._logged:
@@ -97,13 +113,7 @@ class Session:
     prompt: whose images the program may show; None: it has none.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        sample: SampleFunction,
-        sampling: Sampling,
-        prompt: Prompt | None = None,
-    ):
+    def __init__(self, policy: Policy, sample: SampleFunction, sampling: Sampling, prompt: Prompt | None = None):
         self.sampling = sampling
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.conversation = Conversation(
@@ -131,10 +141,10 @@ class Session:
         policy = self._policy
         sampling, is_learned = self._sampling(asked.own)
         is_learned = is_learned and asked.is_learned
-        if asked.messages is not None and self._policy.preparer is not None:
-            asked = replace(asked, messages=await self._with_images(asked.messages, self._policy.preparer))
+        if asked.messages is not None and policy.preparer is not None:
+            asked = replace(asked, messages=await self._with_images(asked.messages, policy.preparer))
         try:
-            context = await self._policy.work(self._context, asked)
+            context = await policy.work(self._context, asked)
         except ConversationError as error:
             raise BadRequest(str(error), "prompt" if asked.messages is None else "messages") from error
         room = policy.max_length - len(context.token_ids)
@@ -153,18 +163,18 @@ class Session:
         limit = min(sampling.max_new_tokens, room, asked.max_tokens or room)
         sampling = replace(sampling, max_new_tokens=limit)
         if watch is None:
-            completions = await self._complete_counted(context, sampling, asked.num_answers)
-            return await self._policy.work(self._give, context, completions, asked, is_learned)
-        growing = [GrowingAnswer(context.token_ids) for _ in range(asked.num_answers)]
+            completions = await self._complete(context, sampling, [None] * asked.num_answers)
+            return await policy.work(self._give, context, completions, asked, is_learned)
+        text_of = partial(policy.work, self._certain, context, asked.stop)
+        growing = [GrowingAnswer(context.token_ids, text_of) for _ in range(asked.num_answers)]
         watch(growing)
-        views = [_View(self._policy, partial(self._certain, context, asked.stop), each) for each in growing]
         try:
             try:
-                completions = await self._complete_counted(context, sampling, asked.num_answers, views)
+                completions = await self._complete(context, sampling, [each.take for each in growing])
             finally:
-                for view in views:
-                    view.end()  # nothing more is shown, so that the whole answers can be compared with what was
-            answers = await self._policy.work(self._give, context, completions, asked, is_learned, growing)
+                for each in growing:
+                    each.stop()  # nothing more is shown, so that the whole answers can be compared with what was
+            answers = await policy.work(self._give, context, completions, asked, is_learned, growing)
         except BaseException as error:
             for each in growing:
                 each.fail(error)
@@ -244,7 +254,6 @@ class Session:
     async def _with_images(
         self, messages: Sequence[Mapping[str, Any]], preparer: ImagePreparer
     ) -> Sequence[Mapping[str, Any]]:
-        """Return messages with their images prepared."""
         urls = message_images.urls_of(messages)
         if not urls:
             return messages
@@ -253,10 +262,8 @@ class Session:
                 f"messages: {len(urls)} images, and data.max_images_per_prompt allows {preparer.max_images}", "messages"
             )
         for detail in message_images.details_of(messages):
-            self._policy.log_once(
-                "detail",
-                f"a program asked for images in detail {detail!r:.20}: the model's processor decides",
-            )
+            text = f"a program asked for images in detail {detail!r:.20}: the model's processor decides"
+            self._policy.log_once("detail", text)
         numbers = [message_images.number_of_prompt(url, len(self._prompt_images)) for url in urls]
         own = [url for url, number in zip(urls, numbers, strict=True) if number is None]
         try:
@@ -269,11 +276,6 @@ class Session:
         return message_images.with_images(messages, shown)
 
     def _context(self, asked: Asked) -> Context:
-        context = self._made_context(asked)
-        _ = context.digest  # computed here, in the thread that may take its time
-        return context
-
-    def _made_context(self, asked: Asked) -> Context:
         if asked.tools and self._policy.parser is None:
             raise BadRequest(
                 "tools: this model's answers cannot be parsed for tool calls: its tokenizer has no response_template,"
@@ -281,43 +283,37 @@ class Session:
                 "tools",
             )
         if asked.messages is not None:
-            return self.conversation.of_messages(asked.messages, asked.tools, asked.options)
-        if asked.text is not None:
-            return self.conversation.of_text(asked.text)
-        assert asked.token_ids is not None, "a request for nothing"
-        size = len(self._policy.tokenizer)
-        if max(asked.token_ids) >= size:
-            raise BadRequest(f"prompt: token {max(asked.token_ids)} is not one of the model's {size}", "prompt")
-        return self.conversation.of_tokens(asked.token_ids)
+            context = self.conversation.of_messages(asked.messages, asked.tools, asked.options)
+        elif asked.text is not None:
+            context = self.conversation.of_text(asked.text)
+        else:
+            assert asked.token_ids is not None, "a request for nothing"
+            size = len(self._policy.tokenizer)
+            if max(asked.token_ids) >= size:
+                raise BadRequest(f"prompt: token {max(asked.token_ids)} is not one of the model's {size}", "prompt")
+            context = self.conversation.of_tokens(asked.token_ids)
+        _ = context.digest  # computed here, in the thread that may take its time
+        return context
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
-    async def _complete_counted(
-        self, context: Context, sampling: Sampling, number: int, views: Sequence[_View] = ()
-    ) -> list[Completion]:
-        """Sample answers, which count for the limit of the episode unless they fail."""
-        self._num_asked += number
-        try:
-            return await self._complete(context, sampling, number, views)
-        except BaseException:
-            self._num_asked -= number
-            raise
-
     async def _complete(
-        self, context: Context, sampling: Sampling, number: int, views: Sequence[_View]
+        self, context: Context, sampling: Sampling, listeners: Sequence[WhenSampled | None]
     ) -> list[Completion]:
-        """Sample answers to a context, all at the same time. views: of each answer, if somebody reads it meanwhile."""
-        listeners: Sequence[WhenSampled | None] = [view.take for view in views] or [None] * number
+        """Sample answers to a context, all at the same time. They count for the episode's limit unless they fail.
+
+        listeners: of each answer, if somebody reads it meanwhile.
+        """
+        self._num_asked += len(listeners)
         tasks = [asyncio.ensure_future(self._complete_one(context, sampling, each)) for each in listeners]
         try:
             return list(await asyncio.gather(*tasks))
-        except asyncio.CancelledError:
-            raise
-        except OutOfTimeError as error:
-            self.is_out_of_time = True
-            raise BadRequest(f"{error} (agent.timeout_s): nothing more is sampled", code="timeout") from None
         except BaseException as error:
-            if not self.failure.done():
+            self._num_asked -= len(listeners)
+            if isinstance(error, OutOfTimeError):
+                self.is_out_of_time = True
+                raise BadRequest(f"{error} (agent.timeout_s): nothing more is sampled", code="timeout") from None
+            if not isinstance(error, asyncio.CancelledError) and not self.failure.done():
                 self.failure.set_result(error)
             raise
         finally:
@@ -353,14 +349,8 @@ class Session:
         text = self._visible(context, completion.token_ids)
         if stop is not None and stop in text:
             text = text[: text.find(stop)]
-        answer = ClientAnswer(
-            context.token_ids,
-            completion.token_ids,
-            completion.log_probs,
-            text,
-            is_cut=stop is None and completion.finish == "length",
-            stop=stop,
-        )
+        is_cut = stop is None and completion.finish == "length"
+        answer = ClientAnswer(context.token_ids, completion.token_ids, completion.log_probs, text, is_cut, stop)
         if asked.tools and stop is None:
             answer = self._with_tool_calls(answer, context, completion, asked)
         return answer, completion
@@ -413,35 +403,6 @@ class Session:
                 else "sampled only by settings of its own or with learn: false"
             )
             raise AgentError(f"the program {why}, so there is nothing to learn from")
-
-
-class _View:
-    """A client's view of an answer that is being sampled. Its tokens become text in the thread of all conversations.
-
-    text_of: that thread's function. Tokens that come while it works wait, and the newest are the next.
-    """
-
-    def __init__(self, policy: Policy, text_of: Callable[[tuple[int, ...]], str], growing: GrowingAnswer):
-        self._policy = policy
-        self._text_of = text_of
-        self._growing = growing
-        self._newest: tuple[int, ...] = ()
-        self._working: asyncio.Task[None] | None = None
-
-    def take(self, token_ids: tuple[int, ...]) -> None:
-        self._newest = token_ids
-        if self._working is None or self._working.done():
-            self._working = asyncio.ensure_future(self._show())
-
-    def end(self) -> None:
-        if self._working is not None:
-            self._working.cancel()
-
-    async def _show(self) -> None:
-        shown: tuple[int, ...] = ()
-        while self._newest is not shown:
-            shown = self._newest
-            self._growing.show(await self._policy.work(self._text_of, shown))
 
 
 def _first_stop(text: str, stops: tuple[str, ...]) -> str | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hotseat.agents.gateway.asking import Asked, ClientAnswer
+from hotseat.agents.gateway.fields import Asked
 
 if TYPE_CHECKING:
     from hotseat.agents.gateway.program_session import Session
@@ -18,15 +18,42 @@ PIECE = 64  # characters
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer shows a character of which it has some bytes only
 
 
-class GrowingAnswer:
-    """An answer of which any number of clients read the text as it grows. All methods are called in one event loop."""
+@dataclass(frozen=True)
+class ClientAnswer:
+    context: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    text: str  # without special tokens and the stop string
+    is_cut: bool  # at the limit of tokens
+    stop: str | None = None  # the stop string that ended it
+    tool_calls: tuple[Mapping[str, Any], ...] = ()  # each with `id` and `function`: name, arguments as JSON text
+    reasoning: str | None = None
 
-    def __init__(self, context: tuple[int, ...]):
-        self.context = context
-        self._text = ""
-        self._answer: ClientAnswer | None = None
-        self._error: BaseException | None = None
-        self._changed = asyncio.Event()
+    @property
+    def message(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.tool_calls:
+            message["content"] = self.text or None
+            message["tool_calls"] = [{"type": "function", **call} for call in self.tool_calls]
+        return message | ({} if self.reasoning is None else {"reasoning_content": self.reasoning})
+
+
+@dataclass(eq=False)
+class GrowingAnswer:
+    """An answer of which any number of clients read the text as it grows. All methods are called in one event loop.
+
+    text_of: returns what clients may read of an answer that begins with these tokens, which takes a while. Tokens that
+    come meanwhile wait, and the newest are the next.
+    """
+
+    context: tuple[int, ...]
+    text_of: Callable[[tuple[int, ...]], Awaitable[str]] | None = None
+    _newest: tuple[int, ...] = ()
+    _working: asyncio.Task[None] | None = None
+    _text: str = ""
+    _answer: ClientAnswer | None = None
+    _error: BaseException | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
     def complete(cls, answer: ClientAnswer) -> GrowingAnswer:
@@ -44,11 +71,27 @@ class GrowingAnswer:
         assert self._answer is not None, "an answer that is not complete"
         return self._answer
 
-    def show(self, text: str) -> None:
-        """Let clients read a text with which the answer begins, if that is more than before."""
-        if self._answer is None and self._error is None and len(text) > len(self._text) and text.startswith(self._text):
-            self._text = text
-            self._wake()
+    def take(self, token_ids: tuple[int, ...]) -> None:
+        """Have clients read what the first tokens of the answer become."""
+        self._newest = token_ids
+        if self._working is None or self._working.done():
+            self._working = asyncio.ensure_future(self._show())
+
+    def stop(self) -> None:
+        """Show nothing more before the whole answer is there."""
+        if self._working is not None:
+            self._working.cancel()
+
+    async def _show(self) -> None:
+        assert self.text_of is not None
+        shown: tuple[int, ...] = ()
+        while self._newest is not shown:
+            shown = self._newest
+            text = await self.text_of(shown)
+            is_open = self._answer is None and self._error is None
+            if is_open and len(text) > len(self._text) and text.startswith(self._text):
+                self._text = text
+                self._wake()
 
     def agrees_with(self, answer: ClientAnswer) -> bool:
         """Tell whether an answer begins with what clients may have read."""
@@ -105,17 +148,10 @@ def certain(text: str, stops: Sequence[str]) -> str:
     return text[: max(0, len(text) - held)]
 
 
-@dataclass(frozen=True)
-class Event:
-    """One server-sent event."""
-
-    data: dict[str, Any] | str
-    name: str | None = None
-
-    def encode(self) -> bytes:
-        data = self.data if isinstance(self.data, str) else json.dumps(self.data)
-        head = f"event: {self.name}\n" if self.name else ""
-        return f"{head}data: {data}\n\n".encode()
+def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
+    """Encode a server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
 
 
 Begin = Callable[["Reply"], object]
@@ -140,12 +176,12 @@ class Reply(ABC):
         """Return the reply as a whole."""
 
     @abstractmethod
-    def events(self) -> AsyncIterator[Event]:
+    def events(self) -> AsyncIterator[bytes]:
         """Yield the reply in pieces, as the answers grow."""
 
-    def error(self, message: str) -> Event:
+    def error(self, message: str) -> bytes:
         """Return the event that ends a stream whose answer fails."""
-        return Event({"error": {"message": message, "type": "api_error", "param": None, "code": None}})
+        return event({"error": {"message": message, "type": "api_error", "param": None, "code": None}})
 
 
 async def reply_to(

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from hotseat.agents.gateway import fields
-from hotseat.agents.gateway.asking import OWN_SETTINGS, Asked, BadRequest, own_settings
 from hotseat.agents.gateway.chat_completions import usage
+from hotseat.agents.gateway.fields import OWN_SETTINGS, Asked, BadRequest, own_settings
 from hotseat.agents.gateway.program_session import Session
-from hotseat.agents.gateway.reply import Begin, Event, GrowingAnswer, Reply, pieces, reply_to
+from hotseat.agents.gateway.reply import Begin, GrowingAnswer, Reply, event, pieces, reply_to
 
 _KNOWN = (
     *OWN_SETTINGS, "input", "instructions", "max_output_tokens", "tools", "stream", "model", "user", "metadata",
@@ -22,7 +22,6 @@ _KNOWN = (
 
 
 async def create(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
-    """Answer a request for a response."""
     fields.check(body, _KNOWN, ("temperature", "top_p", "top_k"))
     for name, neutral in (("truncation", "disabled"), ("background", False), ("include", [])):
         if body.get(name) not in (None, neutral):
@@ -139,13 +138,13 @@ class _Response(Reply):
             for name, call in self._calls
         ]
 
-    def error(self, message: str) -> Event:
-        return Event({"type": "error", "code": "server_error", "message": message, "param": None}, "error")
+    def error(self, message: str) -> bytes:
+        return event({"type": "error", "code": "server_error", "message": message, "param": None}, "error")
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncIterator[bytes]:
         number = 0
-        async for event in self._unnumbered():
-            yield Event({**event, "sequence_number": number}, event["type"])
+        async for each in self._unnumbered():
+            yield event({**each, "sequence_number": number}, each["type"])
             number += 1
 
     async def _unnumbered(self) -> AsyncIterator[dict[str, Any]]:
@@ -153,8 +152,16 @@ class _Response(Reply):
         yield {"type": "response.created", "response": begun}
         yield {"type": "response.in_progress", "response": begun}
         if self._has_text:
-            async for event in self._text_events():
-                yield event
+            place = {"item_id": self._text_id, "output_index": 0, "content_index": 0}
+            begun = self._message("in_progress", [])
+            yield {"type": "response.output_item.added", "output_index": 0, "item": begun}
+            yield {"type": "response.content_part.added", **place, "part": _text_part("")}
+            async for piece in self._growing.pieces():
+                yield {"type": "response.output_text.delta", **place, "delta": piece, "logprobs": []}
+            text = self._growing.answer.text
+            yield {"type": "response.output_text.done", **place, "text": text, "logprobs": []}
+            yield {"type": "response.content_part.done", **place, "part": _text_part(text)}
+            yield {"type": "response.output_item.done", "output_index": 0, "item": self._text_item()}
         for index, item in enumerate(self._call_items(), int(self._has_text)):
             place = {"item_id": item["id"], "output_index": index}
             begun = {**item, "arguments": "", "status": "in_progress"}
@@ -166,18 +173,6 @@ class _Response(Reply):
             yield {"type": "response.output_item.done", "output_index": index, "item": item}
         whole = self.body()
         yield {"type": f"response.{whole['status']}", "response": whole}
-
-    async def _text_events(self) -> AsyncIterator[dict[str, Any]]:
-        place = {"item_id": self._text_id, "output_index": 0, "content_index": 0}
-        begun = self._message("in_progress", [])
-        yield {"type": "response.output_item.added", "output_index": 0, "item": begun}
-        yield {"type": "response.content_part.added", **place, "part": _text_part("")}
-        async for piece in self._growing.pieces():
-            yield {"type": "response.output_text.delta", **place, "delta": piece, "logprobs": []}
-        text = self._growing.answer.text
-        yield {"type": "response.output_text.done", **place, "text": text, "logprobs": []}
-        yield {"type": "response.content_part.done", **place, "part": _text_part(text)}
-        yield {"type": "response.output_item.done", "output_index": 0, "item": self._text_item()}
 
 
 def _text_part(text: str) -> dict[str, Any]:

@@ -102,15 +102,12 @@ def objects(environment: Any, observation: Any) -> Observation:
 def pixels(environment: Any, observation: Any) -> Observation:
     """Return the mission and the view as MiniGrid draws it, with the agent below the middle: [7 TILE, 7 TILE, 3]."""
     view = np.asarray(observation["image"]).astype(np.int64)
+    agent = (view.shape[0] // 2, view.shape[1] - 1)
     rows = [
-        np.concatenate([_tile(*view[x, y], _is_agent(view, x, y)) for x in range(view.shape[0])], axis=1)
+        np.concatenate([_tile(*view[x, y], (x, y) == agent) for x in range(view.shape[0])], axis=1)
         for y in range(view.shape[1])
     ]
     return Observation(instruction=str(observation["mission"]), image=np.concatenate(rows))
-
-
-def _is_agent(view: np.ndarray, x: int, y: int) -> bool:
-    return (x, y) == (view.shape[0] // 2, view.shape[1] - 1)
 
 
 @lru_cache(maxsize=4096)

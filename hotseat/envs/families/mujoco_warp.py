@@ -83,32 +83,9 @@ SCENE = """
 """
 
 
-def make_worlds(
-    tasks: Sequence[str],
-    max_steps: int | None,
-    num_worlds: int,
-    observe: str = "state",
-    pixels: int = 64,
-    device: str | None = None,
-    progress: float = 0.0,
-    deterministic: bool = True,
-) -> Tabletop:
-    """Make a batch of worlds.
-
-    observe: `state` (places of the finger, the pucks and the disc), `image` (the camera's picture, and no state), or
-    both. pixels: edge of the picture. device: of Warp, such as cpu or cuda:0; None takes the first CUDA device if there
-    is one. progress: reward of each metre of way to the task's end, besides 1 for success. deterministic: equal bits in
-    every run on a CUDA device too, which costs some speed.
-    """
-    unknown = [task for task in tasks if task not in INSTRUCTIONS]
-    if not tasks or unknown:
-        what = f"no task {unknown[0]!r}" if unknown else "no task is named"
-        raise UserError(f"env.tasks: {what}: choose among {', '.join(INSTRUCTIONS)}")
-    if observe not in OBSERVATIONS:
-        raise UserError(f"env.kwargs.observe is {observe!r}: set it to {', '.join(OBSERVATIONS)}")
-    if pixels < 8:
-        raise UserError(f"env.kwargs.pixels is {pixels}: set it to 8 or more")
-    return Tabletop(tasks, max_steps or MAX_STEPS, num_worlds, observe, pixels, device, progress, deterministic)
+def make_worlds(tasks: Sequence[str], max_steps: int | None, num_worlds: int, **kwargs: Any) -> Tabletop:
+    """Make a batch of worlds. kwargs: of `Tabletop`."""
+    return Tabletop(tasks, max_steps or MAX_STEPS, num_worlds, **kwargs)
 
 
 # --- on the device ----------------------------------------------------------------------------------------------------
@@ -270,7 +247,13 @@ class _Camera:
 
 
 class Tabletop(Worlds):
-    """A batch of table-tops on one device."""
+    """A batch of table-tops on one device.
+
+    observe: `state` (places of the finger, the pucks and the disc), `image` (the camera's picture, and no state), or
+    both. pixels: edge of the picture. device: of Warp, such as cpu or cuda:0; None takes the first CUDA device if there
+    is one. progress: reward of each metre of way to the task's end, besides 1 for success. deterministic: equal bits in
+    every run on a CUDA device too, which costs some speed.
+    """
 
     action = ActionSpec((-1.0, -1.0), (1.0, 1.0))
     num_state_values = None
@@ -280,12 +263,20 @@ class Tabletop(Worlds):
         tasks: Sequence[str],
         max_steps: int,
         num_worlds: int,
-        observe: str,
-        pixels: int,
-        device: str | None,
-        progress: float,
-        deterministic: bool,
+        observe: str = "state",
+        pixels: int = 64,
+        device: str | None = None,
+        progress: float = 0.0,
+        deterministic: bool = True,
     ):
+        unknown = [task for task in tasks if task not in INSTRUCTIONS]
+        if not tasks or unknown:
+            what = f"no task {unknown[0]!r}" if unknown else "no task is named"
+            raise UserError(f"env.tasks: {what}: choose among {', '.join(INSTRUCTIONS)}")
+        if observe not in OBSERVATIONS:
+            raise UserError(f"env.kwargs.observe is {observe!r}: set it to {', '.join(OBSERVATIONS)}")
+        if pixels < 8:
+            raise UserError(f"env.kwargs.pixels is {pixels}: set it to 8 or more")
         wp.config.log_level = wp.LOG_WARNING
         wp.init()
         self._device = wp.get_device(device) if device is not None else wp.get_preferred_device()
@@ -375,7 +366,10 @@ class Tabletop(Worlds):
             self._buffers[length][0].assign(np.ascontiguousarray(actions, dtype=np.float32))
             self._end.assign(end)
             if length not in self._graphs:
-                self._warm_up(length, end)
+                # All kernels are loaded by a chunk in which no world acts: none may be while a graph is captured.
+                self._end.assign(np.full(self.num_worlds, _LATE, dtype=np.int32))
+                self._act(length)
+                self._end.assign(end)
                 with wp.ScopedCapture() as capture:
                     self._act(length)
                 self._graphs[length] = capture.graph
@@ -418,12 +412,6 @@ class Tabletop(Worlds):
                 outputs=[self._num_steps, self._left, self._num_taken, rewards, self._end],
             )
         self._look()
-
-    def _warm_up(self, length: int, end: np.ndarray) -> None:
-        """Load all kernels by a chunk in which no world acts: none may be loaded while a graph is captured."""
-        self._end.assign(np.full(self.num_worlds, _LATE, dtype=np.int32))
-        self._act(length)
-        self._end.assign(end)
 
     def _look(self) -> None:
         """Take pictures of where things are now: a step of physics ends with newer places than its kinematics."""

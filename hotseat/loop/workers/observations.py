@@ -11,7 +11,6 @@ import numpy as np
 
 from hotseat.data.frames import FramePreparer, film_of_pictures
 from hotseat.data.images import load_processor
-from hotseat.envs.env import Env
 from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.envs.processes import ProcessEnv, SimulatorError
 from hotseat.envs.simulator import ActionSpec, Observation
@@ -93,7 +92,7 @@ def simulation_prompts(
     ]
 
 
-def _refuse_unknown_success(settings: SimulationSettings, env: Env) -> None:
+def _refuse_unknown_success(settings: SimulationSettings, env: ProcessEnv) -> None:
     """Act in slot 0 until the simulator says whether the task is accomplished, or the episode ends without."""
     actions = np.array(env.action.low, dtype=np.float64)[None, None]  # [1, 1, D]
     for _ in range(_MAX_TRIED):
@@ -172,7 +171,7 @@ def _placeholders(model: str, trust_remote_code: bool) -> tuple[int, ...]:
 class Reader:
     """Turns observations into what the policy reads, and tokens into actions."""
 
-    def __init__(self, settings: SimulationSettings, tokenizer: Any, max_length: int, env: Env):
+    def __init__(self, settings: SimulationSettings, tokenizer: Any, max_length: int, env: ProcessEnv):
         self._name = settings.simulator.path
         self._tokenizer = tokenizer
         self._max_length = max_length

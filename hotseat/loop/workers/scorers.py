@@ -64,7 +64,7 @@ def _judge(settings: JudgeSettings) -> tuple[Grader, Scorer]:
 
 def _function_or_servers(settings: ScorerSettings) -> Scorer | None:
     if settings.urls:
-        from hotseat.rewards.service import RewardService
+        from hotseat.rewards.posting import RewardService
 
         return RewardService(
             settings.urls,

@@ -24,8 +24,7 @@ import torch
 
 from hotseat import faults
 from hotseat.agents.agent import Agent, AgentError, SampleFunction
-from hotseat.envs.env import Env, Outcome
-from hotseat.envs.processes import ProcessEnv, SimulatorError
+from hotseat.envs.processes import Outcome, ProcessEnv, SimulatorError
 from hotseat.envs.simulator import Observation
 from hotseat.errors import UserError
 from hotseat.loop.workers.observations import SUCCESS, Context, Films, Reader, SimulationSettings, unknown_success
@@ -50,7 +49,7 @@ class Stage:
     which the stages of a host share.
     """
 
-    def __init__(self, env: Env, thread: ThreadPoolExecutor):
+    def __init__(self, env: ProcessEnv, thread: ThreadPoolExecutor):
         self.env = env
         self._thread = thread
         self._playing: set[int] = set()  # slots with an episode

@@ -1,4 +1,4 @@
-"""Curves of metrics by step, thinned to what a screen can show."""
+"""Curves of metrics and heat maps of distributions by step, thinned to what a screen can show."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ NOT_FINITE = ("nan", "inf", "-inf")
 # Work of the driver that overlaps the phases, so it is not part of their sum.
 NO_PHASE = ("driver_cpu", "save")
 REST = "between phases"
-RENAMED = {"time/put_aside": "time/offload", "time/bring_back": "time/onload"}  # names in earlier runs
 MAX_PHASE_COLUMNS = 240
+MAX_ROWS = 32
+LOGARITHMIC = ("engine_gap",)
+SMALLEST = 1e-6  # lower end of logarithmic scales; below it, engine and trainer agree
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def read_table(run_dir: Path) -> Table:
     for record in json_lines(run_dir / "metrics.jsonl"):
         step = record.pop("step", None)
         if isinstance(step, int):
-            rows.setdefault(step, {}).update({RENAMED.get(name, name): value for name, value in record.items()})
+            rows.setdefault(step, {}).update(record)
     steps = sorted(rows)
     columns: dict[str, np.ndarray] = {}
     is_given: dict[str, np.ndarray] = {}
@@ -99,7 +101,10 @@ def make_curves(table: Table, max_points: int) -> dict[str, Any]:
             numbers[key] = len(grids)
             grids.append(_grid(table, has_value, max_points))
         values = column[has_value]
-        series[name] = {"grid": numbers[key]} | _points(values, max_points)
+        # Half as many buckets as points, since their extremes take room, too.
+        parts = (values,) if len(values) <= max_points else thin(values, max_points // 2)
+        named = zip(("mean", "low", "high"), parts, strict=False)
+        series[name] = {"grid": numbers[key]} | {part: _rounded(each) for part, each in named}
         num_odd = int((~np.isfinite(values)).sum())
         if num_odd:
             series[name]["not_finite"] = num_odd
@@ -128,14 +133,6 @@ def _grid(table: Table, has_value: np.ndarray, max_points: int) -> dict[str, Any
     if seconds is not None:
         grid["seconds"] = _rounded(seconds[has_value][picked], 6)
     return grid
-
-
-def _points(values: np.ndarray, max_points: int) -> dict[str, Any]:
-    if len(values) <= max_points:
-        return {"mean": _rounded(values)}
-    # Half as many buckets as points, since their extremes take room, too.
-    means, lows, highs = thin(values, max_points // 2)
-    return {"mean": _rounded(means), "low": _rounded(lows), "high": _rounded(highs)}
 
 
 def _rounded(values: np.ndarray, num_digits: int = 5) -> list[float | int | None]:
@@ -171,3 +168,72 @@ def make_phases(table: Table) -> dict[str, Any] | None:
             for name, values in spent.items()
         ],
     }
+
+
+# --- distributions of rewards, lengths and others, as the cells of heat maps ------------------------------------------
+
+
+def read_distributions(run_dir: Path) -> dict[str, dict[int, np.ndarray]]:
+    """Read the values of each quantity by step: [values, 2], value and count."""
+    by_name: dict[str, dict[int, np.ndarray]] = {}
+    for record in json_lines(run_dir / "distributions.jsonl"):
+        step = record.pop("step", None)
+        if not isinstance(step, int):
+            continue
+        for name, pairs in record.items():
+            known = _known_pairs(pairs)
+            if len(known):
+                by_name.setdefault(name, {})[step] = known
+    return {name: dict(sorted(by_step.items())) for name, by_step in by_name.items()}
+
+
+def _known_pairs(pairs: object) -> np.ndarray:
+    """Return the [value, count] pairs with finite values. Others are written by name (nan), which numpy reads."""
+    try:
+        numbers = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    except (TypeError, ValueError):
+        return np.empty((0, 2))
+    return numbers[np.isfinite(numbers).all(axis=1) & (numbers[:, 1] > 0)]
+
+
+def make_heat_maps(distributions: dict[str, dict[int, np.ndarray]], max_columns: int) -> dict[str, Any]:
+    """Make heat maps by name: ranges of steps, bounds of the rows, and the share of samples in each cell.
+
+    Neighbouring steps are joined, so that there are at most `max_columns` columns.
+    """
+    return {
+        name: _heat_map(distribution, name in LOGARITHMIC, max_columns) for name, distribution in distributions.items()
+    }
+
+
+def _heat_map(distribution: dict[int, np.ndarray], is_logarithmic: bool, max_columns: int) -> dict[str, Any]:
+    steps, pairs_of_steps = list(distribution), list(distribution.values())
+    edges = bucket_edges(len(steps), max_columns)
+    column_of_step = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+    columns = np.repeat(column_of_step, [len(pairs) for pairs in pairs_of_steps])
+    values, weights = np.concatenate(pairs_of_steps).T
+    distinct = np.unique(values).tolist()
+    bounds, is_discrete = _row_bounds(distinct, is_logarithmic)
+    num_rows = len(bounds) - 1
+    rows = np.clip(np.searchsorted(bounds, values, side="right") - 1, 0, num_rows - 1)
+    shape = (len(edges) - 1, num_rows)
+    counts = np.bincount(columns * num_rows + rows, weights, shape[0] * shape[1]).reshape(shape)
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    return {
+        "steps": [[steps[first], steps[last - 1]] for first, last in pairwise(edges)],
+        "rows": [significant(value) for value in (distinct if is_discrete else bounds)],
+        "is_discrete": is_discrete,
+        "cells": [[column, row, significant(shares[column, row], 3)] for column, row in np.argwhere(counts).tolist()],
+    }
+
+
+def _row_bounds(distinct: list[float], is_logarithmic: bool) -> tuple[list[float], bool]:
+    """Return the bounds of the rows, and whether each row is one value: a 0/1 reward has two rows, not thirty."""
+    if len(distinct) <= MAX_ROWS // 2:
+        middles = [(low + high) / 2 for low, high in pairwise(distinct)]
+        return [distinct[0], *middles, math.inf], True
+    low, high = distinct[0], distinct[-1]
+    if is_logarithmic:
+        low = max(low, SMALLEST)
+        return np.geomspace(low, max(high, low * 10), MAX_ROWS + 1).tolist(), False
+    return np.linspace(low, high, MAX_ROWS + 1).tolist(), False

@@ -59,9 +59,16 @@ def make_facts(
     total: seconds from its commands to their ends, and their number. headlines: the main metrics of the other runs on
     the page, which are shown for this run, too, if it has them. predicted_s: of a step, by a profile.
     """
-    facts = [_fact("Steps", f"{int(table.steps[-1]):,}" if len(table.steps) else "0", _pace(table))]
+    step_s = table.values("step_s")[1]
+    pace = f"{np.median(step_s):.3g} s each (median)" if len(step_s) else ""
+    facts = [_fact("Steps", f"{int(table.steps[-1]):,}" if len(table.steps) else "0", pace)]
     if predicted_s is not None:
-        facts.append(_fact("Predicted step", f"{predicted_s:.3g} s", _against_measured(table, predicted_s)))
+        note = "by a profile; not measured yet"
+        if len(step_s) > 1:  # the first takes longer than others
+            measured_s = float(np.mean(step_s[1:]))
+            error = f"{predicted_s / measured_s - 1:+.0%}"
+            note = f"by a profile; measured {measured_s:.3g} s (mean after the first), {error}"
+        facts.append(_fact("Predicted step", f"{predicted_s:.3g} s", note))
     if total is not None:
         seconds, num_commands = total
         note = "from the command to the end" if num_commands == 1 else f"of {num_commands} commands, each to its end"
@@ -71,9 +78,13 @@ def make_facts(
     own = headline_metric(table)
     names = dict.fromkeys([*([own] if own is not None else []), *headlines])
     facts += [_headline_fact(table, name) for name in names if len(table.values(name)[0])]
-    speed = _tokens_per_s(table)
-    if speed is not None:
-        facts.append(_fact("Tokens per second", f"{speed:,.0f}", "mean over the run"))
+    rates = table.columns.get("tokens_per_s")
+    if rates is not None:
+        weights = table.columns.get("step_s", np.ones(len(rates)))  # over the whole time
+        known = np.isfinite(rates) & np.isfinite(weights) & (weights > 0)
+        if known.any():
+            speed = float(np.average(rates[known], weights=weights[known]))
+            facts.append(_fact("Tokens per second", f"{speed:,.0f}", "mean over the run"))
     facts += _sample_facts(table, counts)
     if "engine_restarts" in table.columns:
         restarts = num_restarts(table.values("engine_restarts")[1])
@@ -91,38 +102,14 @@ def _headline_fact(table: Table, name: str) -> dict[str, str]:
     """Describe a metric by its first, last and best value; a single value by its step."""
     steps, values = table.values(name)
     if len(values) == 1:
-        return _fact(name, number(values[0]), f"at step {int(steps[0]):,}, measured once", is_headline=True)
+        return _fact(name, f"{values[0]:.4g}", f"at step {int(steps[0]):,}, measured once", is_headline=True)
     is_loss = name.endswith("loss")
     best = int(np.argmin(values) if is_loss else np.argmax(values))
     word = "lowest" if is_loss else "best"
-    where = f"{word} {number(values[best])} at step {int(steps[best]):,}"
+    where = f"{word} {values[best]:.4g} at step {int(steps[best]):,}"
     if values[best] == values[-1]:
         where = f"{word} at the end" if values[0] != values[-1] else "as at the beginning"
-    return _fact(name, f"{number(values[0])} \u2192 {number(values[-1])}", where, is_headline=True)
-
-
-def _pace(table: Table) -> str:
-    step_s = table.values("step_s")[1]
-    return f"{np.median(step_s):.3g} s each (median)" if len(step_s) else ""
-
-
-def _against_measured(table: Table, predicted_s: float) -> str:
-    """Compare a prediction with the steps after the first, which takes longer than others."""
-    step_s = table.values("step_s")[1][1:]
-    if not len(step_s):
-        return "by a profile; not measured yet"
-    measured_s = float(np.mean(step_s))
-    return f"by a profile; measured {measured_s:.3g} s (mean after the first), {predicted_s / measured_s - 1:+.0%}"
-
-
-def _tokens_per_s(table: Table) -> float | None:
-    """Return tokens per second over the whole time: steps are weighted by their durations."""
-    rates, step_s = table.columns.get("tokens_per_s"), table.columns.get("step_s")
-    if rates is None:
-        return None
-    weights = np.ones(len(rates)) if step_s is None else step_s
-    known = np.isfinite(rates) & np.isfinite(weights) & (weights > 0)
-    return float(np.average(rates[known], weights=weights[known])) if known.any() else None
+    return _fact(name, f"{values[0]:.4g} \u2192 {values[-1]:.4g}", where, is_headline=True)
 
 
 def _sample_facts(table: Table, counts: Mapping[str, Any] | None) -> list[dict[str, str]]:
@@ -151,10 +138,6 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02} min"
     return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
-
-
-def number(value: float) -> str:
-    return f"{value:.4g}"
 
 
 def _fact(label: str, value: str, note: str, is_headline: bool = False) -> dict[str, Any]:

@@ -18,20 +18,9 @@ from hotseat import __version__
 from hotseat.config.hiding import without_secrets
 from hotseat.errors import UserError
 from hotseat.files import write_whole
-from hotseat.observe.report.curves import Table, make_curves, make_phases, read_table, without_surplus
-from hotseat.observe.report.distributions import make_heat_maps, read_distributions
+from hotseat.observe.report import curves, reading
 from hotseat.observe.report.key_figures import headline_metric, make_facts, read_prediction, read_total
-from hotseat.observe.report.reading import (
-    check_is_run,
-    count_samples,
-    encoded,
-    json_lines,
-    largest_that_fits,
-    read_config,
-    read_events,
-    read_plan,
-    shortened,
-)
+from hotseat.observe.report.reading import encoded, json_lines, largest_that_fits, shortened
 from hotseat.observe.report.samples import read_samples
 from hotseat.observe.report.timeline_view import read_timeline
 from hotseat.registry.tasks import DEFAULT_TASK
@@ -45,19 +34,9 @@ POINT_LIMITS = (1_500, 1_000, 600, 400, 200, 100, 50, 20, 8)
 EVENT_LIMITS = (400, 200, 100, 50, 10)
 COLUMN_LIMITS = (160, 80, 40, 20)
 SCRIPTS = (
-    "base",
-    "charts",
-    "overview",
-    "curves",
-    "timeline",
-    "phases",
-    "memory",
-    "heatmaps",
-    "conversation",
-    "samples",
-    "setup",
-    "main",
-)
+    "base", "charts", "overview", "curves", "timeline", "phases", "memory", "heatmaps", "conversation", "samples",
+    "setup", "main",
+)  # fmt: skip
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
@@ -67,7 +46,7 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
     if len(run_dirs) > MAX_RUNS:
         raise UserError(f"{len(run_dirs)} runs are too many for one page: give at most {MAX_RUNS}")
     for run_dir in run_dirs:
-        check_is_run(run_dir)
+        reading.check_is_run(run_dir)
     page = make_page(run_dirs)
     try:
         write_whole(output, page)
@@ -86,7 +65,7 @@ def make_page(run_dirs: Sequence[Path]) -> bytes:
     taken = sum(map(len, (style, library, script, template))) + SUMMARY_BYTES * len(run_dirs)
     budget = (MAX_BYTES - taken) // len(run_dirs)
     labels = label_runs(run_dirs)
-    known_by = [headline_metric(read_table(run_dir)) for run_dir in run_dirs] if len(run_dirs) > 1 else []
+    known_by = [headline_metric(curves.read_table(run_dir)) for run_dir in run_dirs] if len(run_dirs) > 1 else []
     headlines = [name for name in known_by if name is not None]
     runs = [read_run(run_dir, label, budget, headlines) for run_dir, label in zip(run_dirs, labels, strict=True)]
     data = encoded({"version": __version__, "runs": runs})
@@ -122,15 +101,8 @@ def content_policy(*scripts: bytes) -> bytes:
     images of prompts are in the page.
     """
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'" for script in scripts)
-    rules = (
-        "default-src 'none'",
-        f"script-src {hashes}",
-        "style-src 'unsafe-inline'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-    )
-    return "; ".join(rules).encode()
+    rules = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {hashes}; {rules}".encode()
 
 
 def label_runs(run_dirs: Sequence[Path]) -> list[str]:
@@ -151,10 +123,10 @@ def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = 
 
     headlines: the main metrics of the other runs on the page.
     """
-    table = read_table(run_dir)
-    config = read_config(run_dir)
-    counts = count_samples(run_dir)
-    distributions = read_distributions(run_dir)
+    table = curves.read_table(run_dir)
+    config = reading.read_config(run_dir)
+    counts = reading.count_samples(run_dir)
+    distributions = curves.read_distributions(run_dir)
     run: dict[str, Any] = {
         "label": label,
         "task": None if config is None else config["keys"].get("task", DEFAULT_TASK),
@@ -163,19 +135,19 @@ def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = 
         "headline": headline_metric(table),
         "counts": counts,
         "config": config,
-        "plan": read_plan(run_dir),
-        "events": largest_that_fits(lambda count: read_events(run_dir, count), EVENT_LIMITS, budget // 10),
-        "phases": make_phases(table),
+        "plan": reading.read_plan(run_dir),
+        "events": largest_that_fits(lambda count: reading.read_events(run_dir, count), EVENT_LIMITS, budget // 10),
+        "phases": curves.make_phases(table),
         "distributions": largest_that_fits(
-            lambda columns: make_heat_maps(distributions, columns), COLUMN_LIMITS, budget // 8
+            lambda columns: curves.make_heat_maps(distributions, columns), COLUMN_LIMITS, budget // 8
         ),
         "is_evaluation": (run_dir / EVALUATED).is_file(),
         "has_model": (run_dir / "model").is_dir(),
         "num_steps": len(table.steps),
     }
     left = budget - len(encoded(run))
-    run["curves"] = without_surplus(
-        largest_that_fits(lambda points: make_curves(table, points), POINT_LIMITS, left // 2), left // 2
+    run["curves"] = curves.without_surplus(
+        largest_that_fits(lambda points: curves.make_curves(table, points), POINT_LIMITS, left // 2), left // 2
     )
     left -= len(encoded(run["curves"]))
     run["timeline"] = read_timeline(run_dir, left * 2 // 5)
@@ -184,7 +156,7 @@ def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = 
     return run
 
 
-def read_changes(run_dir: Path, table: Table) -> list[dict[str, Any]]:
+def read_changes(run_dir: Path, table: curves.Table) -> list[dict[str, Any]]:
     """List settings that were changed at a resume: key, both values, first step with the new one, seconds before it."""
     seconds = table.seconds
     changes = []

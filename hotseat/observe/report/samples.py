@@ -84,6 +84,8 @@ def pack(record: dict[str, Any]) -> dict[str, Any]:
     """Pack a sample for the page. Lists that repeat a value become `[value, count]` pairs."""
     segments = [segment for segment in record.get("segments") or [] if isinstance(segment, dict)]
     num_tokens = sum(len(segment.get("text") or []) for segment in segments)
+    film = str(record.get("film") or "")
+    turns = [turn for turn in record.get("turns") or [] if isinstance(turn, dict)]
     return {
         "step": record.get("step"),
         "key": [record.get("epoch"), record.get("prompt"), record.get("sample")],
@@ -97,37 +99,29 @@ def pack(record: dict[str, Any]) -> dict[str, Any]:
         "prompt_text": shortened(record.get("prompt_text") or "", MAX_PROMPT_CHARACTERS),
         "extra": record.get("extra") if isinstance(record.get("extra"), dict) else {},
         "images": _pack_images(record.get("images")),
-        "film": _pack_film(record.get("film")),
+        # The frames of an episode, if they are an animated image that is not too large.
+        "film": film if film.startswith(_FILM) and len(film) <= MAX_FILM_CHARACTERS else None,
         "num_tokens": num_tokens,
-        "turns": _pack_turns(record),
+        "turns": [
+            {
+                "length": turn.get("length"),
+                "reward": finite(turn.get("reward")),
+                "asked_s": finite(turn.get("asked_s")),
+                "answered_s": finite(turn.get("answered_s")),
+                "tool_calls": [shortened(call) for call in turn.get("tool_calls") or []],
+            }
+            for turn in turns[:MAX_TURNS]
+        ],
         "waited_s": finite(record.get("waited_s")),
         "took_s": finite(record.get("took_s")),
-        "segments": list(_pack_segments(_with_turns(segments, record), num_tokens)),
+        "segments": list(_pack_segments(_with_turns(segments, turns), num_tokens)),
     }
 
 
-def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return [turn for turn in record.get("turns") or [] if isinstance(turn, dict)]
-
-
-def _pack_turns(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "length": turn.get("length"),
-            "reward": finite(turn.get("reward")),
-            "asked_s": finite(turn.get("asked_s")),
-            "answered_s": finite(turn.get("answered_s")),
-            "tool_calls": [shortened(call) for call in turn.get("tool_calls") or []],
-        }
-        for turn in _turns(record)[:MAX_TURNS]
-    ]
-
-
-def _with_turns(segments: Sequence[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]]:
+def _with_turns(segments: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return segments with the turn of each sampled token, and what they share with an earlier one: a branch."""
-    lengths = [turn.get("length") for turn in _turns(record)]
-    turns = [at for at, length in enumerate(lengths) if isinstance(length, int) for _ in range(length)]
-    of_tokens = iter(turns)
+    lengths = [turn.get("length") for turn in turns]
+    of_tokens = iter([at for at, length in enumerate(lengths) if isinstance(length, int) for _ in range(length)])
     made: list[dict[str, Any]] = []
     for index, segment in enumerate(segments):
         sampled = segment.get("sampled") or []
@@ -157,11 +151,6 @@ def _pack_images(images: Any) -> list[str]:
         if len(small) <= MAX_IMAGE_BYTES:
             packed.append(f"data:image/png;base64,{base64.b64encode(small).decode()}")
     return packed
-
-
-def _pack_film(film: Any) -> str | None:
-    """Return the frames of an episode, if they are an animated image in a data URI that is not too large."""
-    return film if isinstance(film, str) and film.startswith(_FILM) and len(film) <= MAX_FILM_CHARACTERS else None
 
 
 def _pack_segments(segments: Sequence[dict[str, Any]], num_tokens: int) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +43,17 @@ class Trace:
             kind, lane = event.get("ph"), (event.get("pid"), event.get("tid"))
             start = finite(event.get("ts"))
             if kind == "M":
-                self._name(event, lane)
+                name = str((event.get("args") or {}).get("name", ""))
+                if event.get("name") == "process_name":
+                    self.processes[lane[0]] = name
+                elif event.get("name") == "thread_name":
+                    self.threads[lane] = name
             elif kind == "X" and start is not None:
                 yield _span(event, lane, start, start + (finite(event.get("dur")) or 0.0))
 
     def lane_name(self, lane: tuple[Any, Any]) -> tuple[str, str]:
         process = self.processes.get(lane[0], str(lane[0]))
         return process, self.threads.get(lane, process)
-
-    def _name(self, event: dict[str, Any], lane: tuple[Any, Any]) -> None:
-        name = str((event.get("args") or {}).get("name", ""))
-        if event.get("name") == "process_name":
-            self.processes[lane[0]] = name
-        elif event.get("name") == "thread_name":
-            self.threads[lane] = name
 
 
 def _span(event: dict[str, Any], lane: tuple[Any, Any], start: float, end: float) -> Span:
@@ -81,20 +78,6 @@ class Window:
     step: int
     start: float
     end: float
-
-
-def find_windows(phases: list[Span]) -> list[Window]:
-    """Return the window of each step, from its first phase to its last."""
-    windows: list[Window] = []
-    for phase in sorted(phases, key=lambda phase: phase.start):
-        if phase.step is None:
-            continue
-        if windows and windows[-1].step == phase.step:
-            last = windows.pop()
-            windows.append(Window(last.step, last.start, max(last.end, phase.end)))
-        else:
-            windows.append(Window(phase.step, phase.start, phase.end))
-    return windows
 
 
 def choose_windows(windows: list[Window], num_spans: list[int], max_spans: int) -> list[int]:
@@ -147,7 +130,13 @@ def read_timeline(run_dir: Path, budget: int) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     spans = Spans(path)
-    windows = find_windows(spans.phases)
+    windows: list[Window] = []  # of each step, from its first phase to its last
+    for phase in sorted(spans.phases, key=lambda phase: phase.start):
+        assert phase.step is not None
+        if windows and windows[-1].step == phase.step:
+            windows[-1] = replace(windows[-1], end=max(windows[-1].end, phase.end))
+        else:
+            windows.append(Window(phase.step, phase.start, phase.end))
     if not windows:
         return None
     return largest_that_fits(lambda limit: _cut(spans, windows, limit), SPAN_LIMITS, budget)
@@ -158,7 +147,10 @@ def _cut(spans: Spans, windows: list[Window], max_spans: int) -> dict[str, Any]:
     window_of_span = np.maximum(np.searchsorted(bounds, spans.starts, side="right") - 1, 0)
     num_spans = np.bincount(window_of_span, minlength=len(windows)).tolist()
     chosen = choose_windows(windows, num_spans, max_spans)
-    touching = np.flatnonzero(_touches(spans, [windows[index] for index in chosen]))
+    # Spans that lie at least partly in one of the chosen windows, which are in the order of time.
+    begins, ends = np.array([(windows[index].start, windows[index].end) for index in chosen]).T
+    last = np.searchsorted(begins, spans.ends, side="right") - 1
+    touching = np.flatnonzero((last >= 0) & (ends[last] >= spans.starts))
     longest_first = touching[np.argsort(spans.starts[touching] - spans.ends[touching], kind="stable")]
     # A single step may have more spans than a page can hold: then the short ones are left out.
     kept = longest_first[:max_spans]
@@ -198,13 +190,6 @@ def _cut(spans: Spans, windows: list[Window], max_spans: int) -> dict[str, Any]:
             for index in kept.tolist()
         ],
     }
-
-
-def _touches(spans: Spans, windows: list[Window]) -> np.ndarray:
-    """Return [spans] bool: a span lies at least partly in one of the windows, which are in the order of time."""
-    starts, ends = np.array([window.start for window in windows]), np.array([window.end for window in windows])
-    last = np.searchsorted(starts, spans.ends, side="right") - 1
-    return (last >= 0) & (ends[last] >= spans.starts)
 
 
 def _lane_order(process: str, thread: str) -> tuple[int, str, int, str]:

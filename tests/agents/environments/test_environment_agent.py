@@ -370,10 +370,11 @@ def test_a_missing_library_names_how_to_install_it(tmp_path):
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
     bare.chmod(0o755)
-    for name, family in FAMILIES.items():
+    extras = {name: name for name in FAMILIES} | {"reasoning_gym": "reasoning-gym"}
+    for name, env in FAMILIES.items():
         assert library_problem(name, str(bare)) == (
-            f"{name}: the package {family.module} is not installed for {bare}: pip install 'hotseat[{family.extra}]',"
-            f" or `make agent-envs` and agent.python: .agent-envs/{family.env}/bin/python"
+            f"{name}: the package {name} is not installed for {bare}: pip install 'hotseat[{extras[name]}]', or"
+            f" `make agent-envs` and agent.python: .agent-envs/{env}/bin/python"
         )
     assert library_problem("verifiers", "/no/python") == (
         "there is no interpreter /no/python: `make agent-envs` makes those of the families of environments"

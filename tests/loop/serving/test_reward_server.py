@@ -31,7 +31,7 @@ from hotseat.loop.serving.served_model import ModelOptions, RewardModel
 from hotseat.openrlhf.serve_rm import make_parser
 from hotseat.rewards import Score
 from hotseat.rewards.addresses import TOKEN, connect_problems
-from hotseat.rewards.service import RewardService
+from hotseat.rewards.posting import RewardService
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,15 @@ from made_runs import ATTACK, make_run, sample, write_lines
 from hotseat.cli.main import main
 from hotseat.errors import UserError
 from hotseat.observe.report import write_report
-from hotseat.observe.report.curves import make_curves, make_phases, read_table, thin, without_surplus
-from hotseat.observe.report.distributions import make_heat_maps, read_distributions
+from hotseat.observe.report.curves import (
+    make_curves,
+    make_heat_maps,
+    make_phases,
+    read_distributions,
+    read_table,
+    thin,
+    without_surplus,
+)
 from hotseat.observe.report.key_figures import duration, num_restarts
 from hotseat.observe.report.page import MAX_RUNS, SCRIPTS, label_runs, make_page
 from hotseat.observe.report.reading import encoded, read_config, read_events, significant
@@ -165,15 +172,6 @@ def test_a_line_behind_one_that_was_cut_short_does_no_harm(tmp_path):
     (path / "metrics.jsonl").write_text('{"step": 1, "loss": 3}\n{"step": 2, "lo{"step": 2, "loss": 2}\n{"step": 3}\n')
     table = read_table(path)
     assert table.steps.tolist() == [1, 3]
-
-
-def test_metrics_that_had_another_name_go_on_under_the_new_one(tmp_path):
-    lines = [{"step": 1, "time/put_aside": 0.5, "time/bring_back": 0.25}, {"step": 2, "time/offload": 0.75}]
-    write_lines(tmp_path / "metrics.jsonl", lines)
-    table = read_table(tmp_path)
-    assert table.columns["time/offload"].tolist() == [0.5, 0.75]
-    assert table.columns["time/onload"][0] == 0.25
-    assert not any("aside" in name or "bring" in name for name in table.columns)
 
 
 def test_a_directory_that_is_no_run_is_refused_by_name(tmp_path):

@@ -7,7 +7,7 @@ from data_cases import CHATML, as_rows, assistant, char_tokenizer, user
 
 from hotseat.config import loads
 from hotseat.data import make_examples, make_pairs, make_prompts
-from hotseat.data.lost import LostRow
+from hotseat.data.row_problems import LostRow
 from hotseat.errors import DataError
 from hotseat.loop.inputs import rl_prompts, supervised
 from hotseat.openrlhf.translate import translate

@@ -1,17 +1,36 @@
-"""The watch over all processes of a program, which bounds the memory and CPU time that they use together."""
+"""Bounds on what the processes of a sandboxed program use together: a watch over all of them, and control groups.
+
+Where this process may make control groups (cgroup v2), the kernel counts every page of every process in a group, and
+ends all of them when they exceed the limit together. Groups are made below the nearest ancestor of this process's own
+group that gives the memory controller to its children: a group with processes of its own cannot have children with
+limits. Nothing but the new groups is changed, and empty ones that a process left which was killed are removed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import os
+import secrets
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
+
+from hotseat.errors import SandboxError
+from hotseat.processes.control_groups import MOUNTS, OWN_GROUP, own_group
+from hotseat.processes.supervisor import end_group
 
 LOOK_EVERY_S = 0.02  # longest interval of looks at the processes; shorter as their memory nears its limit
 _GROWTH = 8 * 2**30  # bytes a second by which one thread can fill memory
 _PAGE, _TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
+_OWN_PROCESSES = Path("/proc/self/ns/pid")
+_REMOVED_WITHIN_S = 10.0
+_PREFIX = "hotseat-sandbox"
+_numbers = itertools.count()
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -25,6 +44,7 @@ class _Counts:
     cpu_s: float
 
 
+@dataclass(eq=False)
 class ProcessWatch:
     """Looks at all processes of a program, and returns the limit that they exceed together.
 
@@ -33,27 +53,26 @@ class ProcessWatch:
     exceeded, by the kernel's counts and how they changed since pages were counted last.
     """
 
-    def __init__(self, max_memory_bytes: int, max_cpu_s: float, max_processes: int | None, proc: str = "/proc"):
-        self._max_memory_bytes = max_memory_bytes
-        self._max_cpu_s = max_cpu_s
-        self._max_processes = max_processes
-        self._proc = proc
-        self._counted = 0  # bytes of all processes, when pages were counted
-        self._then: dict[int, _Counts] = {}  # of each process at that time
-        self._next_count_s = 0.0
-        self.wait_s = 0.0  # until the next look
+    max_memory_bytes: int
+    max_cpu_s: float
+    max_processes: int | None
+    proc: str = "/proc"
+    wait_s: float = 0.0  # until the next look
+    _counted: int = 0  # bytes of all processes, when pages were counted
+    _then: dict[int, _Counts] = field(default_factory=dict)  # of each process at that time
+    _next_count_s: float = 0.0
 
     def look(self, root: int) -> Literal["cpu", "memory", "processes"] | None:
         """Look at the processes below `root`; return the limit that they exceed, None if they exceed none."""
         begun_s = time.monotonic()
-        limit = self._max_memory_bytes
+        limit = self.max_memory_bytes
         now: dict[int, _Counts] = {}
-        for pid in below(root, self._proc):
+        for pid in below(root, self.proc):
             with contextlib.suppress(OSError, ValueError, IndexError):
-                now[pid] = _counts(pid, self._proc)
-        if self._max_processes is not None and len(now) > self._max_processes:
+                now[pid] = _counts(pid, self.proc)
+        if self.max_processes is not None and len(now) > self.max_processes:
             return "processes"
-        if sum(counts.cpu_s for counts in now.values()) > self._max_cpu_s:
+        if sum(counts.cpu_s for counts in now.values()) > self.max_cpu_s:
             return "cpu"
         most = self._most(now)
         look_s = time.monotonic() - begun_s
@@ -90,8 +109,8 @@ class ProcessWatch:
         memory = 0
         for pid in pids:
             with contextlib.suppress(OSError, ValueError, IndexError):
-                memory += _memory(pid, self._proc)
-            if memory > self._max_memory_bytes:
+                memory += _memory(pid, self.proc)
+            if memory > self.max_memory_bytes:
                 break
         return memory
 
@@ -162,3 +181,90 @@ def _read(path: str) -> bytes:
         return b"".join(parts)
     finally:
         os.close(file)
+
+
+# --- control groups ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """One control group. With its limit exceeded, all of its processes are killed."""
+
+    path: Path
+
+    def add(self, pid: int) -> None:
+        """Put a process into the group; the processes that it starts from then on are in it too."""
+        try:
+            (self.path / "cgroup.procs").write_text(str(pid))
+        except OSError as error:
+            raise SandboxError(f"control group {self.path} takes no process: {error}") from None
+
+    @property
+    def was_exceeded(self) -> bool:
+        """Tell whether processes were killed because the limit was exceeded."""
+        with contextlib.suppress(OSError):
+            counts = dict(line.split() for line in (self.path / "memory.events").read_text().splitlines())
+            return int(counts.get("oom_kill", 0)) > 0
+        return False
+
+
+@dataclass
+class MemoryGroups:
+    """Makes control groups below `parent`, from any thread."""
+
+    parent: Path
+
+    @contextlib.contextmanager
+    def make(self, max_bytes: int) -> Iterator[MemoryGroup]:
+        """Make a group with a limit of memory, without swap. What is left of its processes at the end is killed."""
+        path = self.parent / f"{_own_prefix()}-{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}"
+        try:
+            path.mkdir()
+        except OSError as error:
+            raise SandboxError(f"no control group can be made in {self.parent}: {error.strerror}") from None
+        try:
+            try:
+                (path / "memory.max").write_text(str(max_bytes))
+                (path / "memory.oom.group").write_text("1")
+                if (path / "memory.swap.max").exists():  # not in a kernel without swap
+                    (path / "memory.swap.max").write_text("0")
+            except OSError as error:
+                raise SandboxError(f"control group {path} takes no limit: {error.strerror}") from None
+            yield MemoryGroup(path)
+        finally:
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a group. If that fails, what its program gave is still valid: the failure is logged."""
+        error = end_group(path, _REMOVED_WITHIN_S)
+        if error is not None:
+            logger.warning("control group %s cannot be removed: %s", path, error.strerror)
+
+    def remove_left(self) -> None:
+        """Remove the empty groups of processes that are gone, as one leaves that was killed."""
+        for path in self.parent.glob(f"{_own_prefix()}-*-*-*"):
+            owner = path.name.removeprefix(f"{_own_prefix()}-").split("-")[0]
+            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+                with contextlib.suppress(OSError):  # it has processes, or another process removes it, too
+                    path.rmdir()
+
+
+def _own_prefix() -> str:
+    """Return how groups of this process and its like begin: process ids mean something within one namespace alone."""
+    return f"{_PREFIX}-{_OWN_PROCESSES.stat().st_ino}"
+
+
+def find_parent(own: Path = OWN_GROUP, mounts: Path = MOUNTS) -> Path | str:
+    """Return the folder below which groups with limits can be made, as far as files show; a text that says why not."""
+    found = own_group(own, mounts)
+    if isinstance(found, str):
+        return found
+    group, mount = found
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(mount):
+            break
+        with contextlib.suppress(OSError):
+            if "memory" in (folder / "cgroup.subtree_control").read_text().split():
+                is_writable = os.access(folder, os.W_OK) and os.access(folder / "cgroup.procs", os.W_OK)
+                return folder if is_writable else f"{folder} may not be written to"
+    return "no control group above this process gives the memory controller to others"
