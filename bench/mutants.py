@@ -324,7 +324,7 @@ MUTANTS = (
         "test_what_a_checkpoint_chose_is_no_change_of_the_config",
     ),
     Mutant(
-        "config/conflicts/algorithm_conflicts.py",
+        "config/conflicts.py",
         "bounds that drop every second answer are taken",
         'if reject == "k1" and not low < 1 < high:',
         'if reject == "k1" and not low <= 1 <= high:',
