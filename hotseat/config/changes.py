@@ -13,9 +13,8 @@ from typing import Any
 from hotseat.config.annotations import MayChange
 from hotseat.config.conflicts import no_effect
 from hotseat.config.hiding import without_secrets
-from hotseat.config.load import nearest_key, valid_keys
+from hotseat.config.load import loads_saved, nearest_key, valid_keys
 from hotseat.config.precision import with_dtype_of
-from hotseat.config.saved import loads_saved
 from hotseat.config.schema import Config, changeable_keys
 from hotseat.errors import UserError
 

@@ -17,6 +17,9 @@ from hotseat.config.schema import FORMS, Config, EvaluationConfig, FunctionPath
 from hotseat.config.yaml_lines import Document, KeyPath, dotted, dump, parse_value, read_yaml
 from hotseat.errors import ConfigError, Problem
 
+_SAVED = "# hotseat config, format "
+_FORMAT = f"{_SAVED}3\n"  # changes when a default does
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a config file. Overrides are dotted `key=value`, values written as in the file."""
@@ -91,6 +94,25 @@ def validate(document: Document) -> tuple[Config, list[Problem]]:
 def to_yaml(config: Config) -> str:
     """Return the shortest YAML that loads as this config: only what differs from the defaults."""
     return dump(config.model_dump(mode="json", exclude_defaults=True))
+
+
+def to_saved(config: Config) -> str:
+    """Format the config as a run keeps it, in its directory and in its checkpoints.
+
+    Its first line names the format: `to_yaml` leaves defaults out, so under others it would mean something else.
+    """
+    return _FORMAT + to_yaml(config)
+
+
+def loads_saved(text: str, overrides: Sequence[str] = ()) -> Config:
+    """Read what `to_saved` wrote, or a config without its first line.
+
+    Options that overrides leave without effect are removed, since users cannot remove them from a saved file.
+    """
+    if text.startswith(_SAVED) and not text.startswith(_FORMAT):
+        saved = text.partition("\n")[0].removeprefix("# ")
+        raise ConfigError([Problem("", f"saved as {saved!r}: read it with the version of Hotseat that wrote it")])
+    return loads(text, overrides, forget_idle=True)
 
 
 def set_keys(values: Mapping[str, Any]) -> Iterator[KeyPath]:

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from hotseat.config import Config, load, loads, to_yaml
+from hotseat.config import Config, load, loads, loads_saved, to_saved, to_yaml
 from hotseat.config.load import fields_of, valid_keys
 from hotseat.config.yaml_lines import parse_value
 from hotseat.errors import ConfigError
@@ -368,3 +368,20 @@ def test_a_key_with_dots_in_a_file_gets_the_nested_form_as_its_hint():
         "run.yaml:3: data.max_sample: unknown key; in a file sections are nested, and data.max_sample is none either;"
         " did you mean data.max_samples?",
     ]
+
+
+@pytest.mark.parametrize("text", ["", "algorithm: {policy_loss: gspo}", "{task: sft, train: {micro_batch_size: 2}}"])
+def test_what_is_saved_is_read_as_it_was(text):
+    config = loads(text)
+    assert loads_saved(to_saved(config)) == config
+
+
+def test_another_format_is_refused():
+    with pytest.raises(ConfigError, match="saved as 'hotseat config, format 2': read it with the version of Hotseat"):
+        loads_saved("# hotseat config, format 2\nseed: 3\n")
+
+
+def test_overrides_replace_what_was_saved():
+    assert (
+        loads_saved("train: {micro_batch_size: 4}\n", ["train.micro_batch_size=auto"]).train.micro_batch_size == "auto"
+    )

@@ -13,8 +13,7 @@ import transformers
 from loop_cases import dpo_yaml, make_task, more_sevens, same, weights, write_rows
 from rank_cases import meeting
 
-from hotseat.config import loads
-from hotseat.config.saved import to_saved
+from hotseat.config import loads, to_saved
 from hotseat.data import Example, Pair
 from hotseat.errors import PlacementError, UserError
 from hotseat.loop.inputs import supervised_inputs
