@@ -10,7 +10,7 @@ from hotseat.config import Config
 from hotseat.config.precision import with_dtype
 from hotseat.errors import PlacementError, Problem
 from hotseat.machine import available_bytes, has_gpu
-from hotseat.placement import GIB
+from hotseat.placement.memory import GIB
 from hotseat.planning.config_plan import host_needs, is_offloaded
 from hotseat.registry.roles import role_entry
 from hotseat.user_functions import is_own

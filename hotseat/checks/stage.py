@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from hotseat.config import Config
 from hotseat.errors import Problem, UnsupportedError, UserError
-from hotseat.placement import Plan
+from hotseat.placement.plan_types import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,10 @@ from hotseat.loop.rl.forecast import (
     resources_of,
     without_queueing,
 )
-from hotseat.placement import EngineMemory, ForwardMemory, ModelShape, Plan, TrainMemory, shares_devices
+from hotseat.placement.memory import EngineMemory, ForwardMemory, TrainMemory
+from hotseat.placement.plan import shares_devices
+from hotseat.placement.plan_types import Plan
+from hotseat.placement.shapes import ModelShape
 from hotseat.planning.config_plan import make_plan
 from hotseat.planning.role_specs import role_specs
 

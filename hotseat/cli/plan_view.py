@@ -15,33 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from hotseat.config import Config
-from hotseat.placement import (
-    DeviceGroup,
-    GroupStep,
-    HandOver,
-    Holding,
-    Inventory,
-    Move,
-    Part,
-    Plan,
-    PlannedRole,
-    Route,
-    format_ranges,
-    format_ranks,
-)
-from hotseat.placement.inventory import ranges
+from hotseat.placement.inventory import Inventory, format_ranges, format_ranks, ranges
 from hotseat.placement.memory import FITS_BELOW, UNSHARDED_GRADIENTS, total
+from hotseat.placement.plan_types import DeviceGroup, GroupStep, Plan, PlannedRole, Route
+from hotseat.placement.residency import HandOver, Holding, Move
+from hotseat.placement.role_names import Part
 from hotseat.planning.advisor import MAX_SEARCHED, Advice
 from hotseat.planning.budgets import ChosenBudgets, describe
 from hotseat.registry.roles import role_entry
 
-_LETTERS = {
-    Part.WEIGHTS: "w",
-    Part.GRADIENTS: "g",
-    Part.OPTIMIZER: "o",
-    Part.KV_CACHE: "k",
-    Part.SIMULATOR: "s",
-}
+_LETTERS = {Part.WEIGHTS: "w", Part.GRADIENTS: "g", Part.OPTIMIZER: "o", Part.KV_CACHE: "k", Part.SIMULATOR: "s"}
 _LEGEND = (
     "W weights  G gradients  O optimizer  K kv cache  S simulator\n"
     "CAPITAL in use   small resident, not in use   (offloaded to the host)   [dropped, made again later]"

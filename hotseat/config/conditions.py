@@ -296,9 +296,7 @@ K1_LOSS = Condition(
     "algorithm.kl.estimator is not k1, or algorithm.kl.as_loss is false",
 )
 GAE = Condition(
-    CRITIC.words,
-    has_critic,
-    lambda c: f"algorithm.estimator is {c.algorithm.estimator}, not {_WITH_CRITIC}",
+    CRITIC.words, has_critic, lambda c: f"algorithm.estimator is {c.algorithm.estimator}, not {_WITH_CRITIC}"
 )
 DISCOUNT = Condition(
     f"algorithm.estimator is {' or '.join(_DISCOUNTING)}",

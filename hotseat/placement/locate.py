@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hotseat.errors import PlacementError, TooFewDevicesError
-from hotseat.placement.inventory import (
-    DEFAULT_POOL,
-    MAX_DEVICES,
-    UNKNOWN_KIND,
-    Inventory,
-    Node,
-    format_ranks,
-)
+from hotseat.placement.inventory import DEFAULT_POOL, MAX_DEVICES, UNKNOWN_KIND, Inventory, Node, format_ranks
 from hotseat.placement.selection import (
     CpuProcesses,
     DeviceBlocks,

@@ -156,10 +156,7 @@ def _check_parallel(spec: RoleSpec, place: Located) -> None:
     sequence = spec.memory.sequence_parallel if isinstance(spec.memory, TrainMemory | ForwardMemory) else 1
     size = spec.tensor_parallel * sequence
     if len(place.processes) % size:
-        sizes = {
-            "train.deepspeed.tensor_parallel_size": spec.tensor_parallel,
-            "train.sequence_parallel_size": sequence,
-        }
+        sizes = {"train.deepspeed.tensor_parallel_size": spec.tensor_parallel, "train.sequence_parallel_size": sequence}
         product = " x ".join(f"{key} {value}" for key, value in sizes.items() if value > 1)
         raise PlacementError(
             f"{spec.name}: {len(place.processes)} process{'es' * (len(place.processes) > 1)} cannot be cut into groups"

@@ -11,15 +11,8 @@ from hotseat.errors import PlacementError
 from hotseat.placement.flow import Flow, PhaseStep
 from hotseat.placement.inventory import Inventory
 from hotseat.placement.locate import PlannedProcess, Where
-from hotseat.placement.memory import (
-    EngineMemory,
-    Memory,
-    Term,
-)
-from hotseat.placement.residency import (
-    HandOver,
-    Holding,
-)
+from hotseat.placement.memory import EngineMemory, Memory, Term
+from hotseat.placement.residency import HandOver, Holding
 from hotseat.placement.role_names import Part
 from hotseat.placement.selection import Selection
 from hotseat.placement.shapes import ModelShape

@@ -6,11 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hotseat.placement.inventory import Inventory, format_ranges, format_ranks
 from hotseat.placement.locate import Located
-from hotseat.placement.memory import (
-    EngineMemory,
-    ForwardMemory,
-    TrainMemory,
-)
+from hotseat.placement.memory import EngineMemory, ForwardMemory, TrainMemory
 from hotseat.placement.plan_types import DeviceGroup, RoleSpec
 from hotseat.placement.selection import InPools, RankSelection, Selection
 from hotseat.registry.roles import role_entry

@@ -20,7 +20,8 @@ from hotseat.config.presence import has_judge_engine
 from hotseat.config.schema import JudgeEngineConfig, RolloutConfig
 from hotseat.config.yaml_lines import dump, nested
 from hotseat.errors import BatchError, UserError
-from hotseat.placement import GroupStep, Layout, Plan, RoleSpec, estimate
+from hotseat.placement.memory import Layout, estimate
+from hotseat.placement.plan_types import GroupStep, Plan, RoleSpec
 from hotseat.planning.budgets import with_least_budgets, with_whole_steps
 from hotseat.planning.config_plan import make_plan, num_data_parallel, on_all_devices, plan_as_is
 from hotseat.planning.role_specs import engine_slots, role_specs

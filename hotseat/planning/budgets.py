@@ -20,7 +20,9 @@ from hotseat.config.batches import is_auto, num_checkpointed, token_budget
 from hotseat.config.presence import has_simulator
 from hotseat.config.schema import RolloutConfig, TrainConfig
 from hotseat.errors import BudgetError, PlacementError, RunError
-from hotseat.placement import GIB, ModelShape, Plan
+from hotseat.placement.memory import GIB
+from hotseat.placement.plan_types import Plan
+from hotseat.placement.shapes import ModelShape
 
 Use = Literal["train", "rollout"]  # the section of the config: updates, or scoring
 

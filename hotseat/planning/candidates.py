@@ -14,7 +14,8 @@ from hotseat.config import Config, loads, roles_of, to_yaml
 from hotseat.config.batches import batch_algebra
 from hotseat.config.presence import has_simulator
 from hotseat.errors import UserError
-from hotseat.placement import Inventory, Plan
+from hotseat.placement.inventory import Inventory
+from hotseat.placement.plan_types import Plan
 from hotseat.planning.advisor import as_overrides, as_yaml
 from hotseat.planning.config_plan import machines_of, make_plan, num_data_parallel
 from hotseat.planning.search import Settings

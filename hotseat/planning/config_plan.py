@@ -15,30 +15,20 @@ from hotseat.config.resolved import overlap_queue
 from hotseat.config.schema import NodePoolConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.machine import has_gpu
-from hotseat.placement import (
+from hotseat.placement.flow import Flow, Overlap, check_runs, default_flow, parse_flow
+from hotseat.placement.inventory import UNKNOWN_KIND, DeviceKind, Inventory, Node, NodePool, parse_node_ranks
+from hotseat.placement.memory import (
     GIB,
-    UNKNOWN_KIND,
-    DeviceKind,
     EngineMemory,
-    Flow,
-    Inventory,
     Layout,
-    Node,
-    NodePool,
-    Overlap,
-    Part,
-    Plan,
-    RoleSpec,
     TrainMemory,
-    check_runs,
-    default_flow,
     estimate,
-    parse_flow,
-    parse_node_ranks,
-    plan,
     token_activation_bytes,
     useful_cache_gib,
 )
+from hotseat.placement.plan import plan
+from hotseat.placement.plan_types import Plan, RoleSpec
+from hotseat.placement.role_names import Part
 from hotseat.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen, with_least_budgets
 from hotseat.planning.role_specs import (
     backend_of,

@@ -18,20 +18,11 @@ from hotseat.config.presence import has_agent, has_images, has_judge_engine
 from hotseat.config.resolved import judge_length, prompt_max_length
 from hotseat.config.schema import RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError
-from hotseat.placement import (
-    ComponentMemory,
-    EngineMemory,
-    ForwardMemory,
-    ModelShape,
-    Part,
-    RoleSpec,
-    SimulatorMemory,
-    TrainMemory,
-    VisionShape,
-    from_hf_config,
-    known_shape,
-    parse_placement,
-)
+from hotseat.placement.memory import ComponentMemory, EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
+from hotseat.placement.plan_types import RoleSpec
+from hotseat.placement.role_names import Part
+from hotseat.placement.selection import parse_placement
+from hotseat.placement.shapes import ModelShape, VisionShape, from_hf_config, known_shape
 from hotseat.planning.simulator_memory import kept_gib
 from hotseat.registry.backends import BackendEntry, backend_entry
 from hotseat.registry.engines import EngineEntry, engine_entry

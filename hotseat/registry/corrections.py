@@ -46,10 +46,7 @@ CORRECTIONS: dict[str, CorrectionEntry] = {
             takes_episode_mean=True,
         ),
         CorrectionEntry(
-            "seq-tis",
-            "Clamp the ratio of each episode.",
-            "hotseat.algorithms.corrections:clamped",
-            is_per_episode=True,
+            "seq-tis", "Clamp the ratio of each episode.", "hotseat.algorithms.corrections:clamped", is_per_episode=True
         ),
         CorrectionEntry(
             "seq-icepop",

@@ -77,13 +77,7 @@ _ENTRIES = (
         "computes values; then learns from the returns, before the actor does",
         trained=True,
     ),
-    _role(
-        "reference",
-        "model",
-        5,
-        "`algorithm.kl.coef` or `algorithm.distill_coef` above 0",
-        "computes log-probs",
-    ),
+    _role("reference", "model", 5, "`algorithm.kl.coef` or `algorithm.distill_coef` above 0", "computes log-probs"),
     _role(
         "reward",
         "model",

@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 from hotseat.cluster import Process
 from hotseat.errors import PlacementError, TooFewDevicesError
-from hotseat.placement import Inventory, Located, RoleRequest, label_of, locate, parse_selection
-from hotseat.placement.inventory import DEFAULT_POOL
+from hotseat.placement.inventory import DEFAULT_POOL, Inventory
+from hotseat.placement.locate import Located, RoleRequest, locate
+from hotseat.placement.plan import label_of
+from hotseat.placement.selection import parse_selection
 from hotseat.rlinf.configs import section
 
 

@@ -8,18 +8,11 @@ from placement_cases import actor, bare, make_plan, rollout, scorer
 from rich.console import Console
 
 from hotseat.cli.plan_view import render
-from hotseat.placement import (
-    EngineMemory,
-    Inventory,
-    Overlap,
-    Part,
-    Plan,
-    RoleSpec,
-    SimulatorMemory,
-    TrainMemory,
-    default_flow,
-    plan,
-)
+from hotseat.placement import Inventory, Part, Plan
+from hotseat.placement.flow import Overlap, default_flow
+from hotseat.placement.memory import EngineMemory, SimulatorMemory, TrainMemory
+from hotseat.placement.plan import plan
+from hotseat.placement.plan_types import RoleSpec
 
 
 def printed(found: Plan, explain=False, width=100, terminal=False) -> str:

@@ -8,19 +8,12 @@ from contextlib import contextmanager
 import pytest
 
 from hotseat.errors import PlacementError
-from hotseat.placement import (
-    EngineMemory,
-    ForwardMemory,
-    Inventory,
-    ModelShape,
-    Part,
-    Plan,
-    RoleSpec,
-    TrainMemory,
-    default_flow,
-    known_shape,
-    plan,
-)
+from hotseat.placement import Inventory, Part, Plan
+from hotseat.placement.flow import default_flow
+from hotseat.placement.memory import EngineMemory, ForwardMemory, TrainMemory
+from hotseat.placement.plan import plan
+from hotseat.placement.plan_types import RoleSpec
+from hotseat.placement.shapes import ModelShape, known_shape
 
 TRAINER_CAN = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
 ENGINE_CAN = frozenset({Part.WEIGHTS, Part.KV_CACHE})

@@ -1,7 +1,17 @@
 from placement_cases import refused
 
-from hotseat.placement import Flow, Overlap, Part, check_runs, default_flow, parse_flow
-from hotseat.placement.flow import Phase, RoleWork, check_flow, make_steps
+from hotseat.placement import Part
+from hotseat.placement.flow import (
+    Flow,
+    Overlap,
+    Phase,
+    RoleWork,
+    check_flow,
+    check_runs,
+    default_flow,
+    make_steps,
+    parse_flow,
+)
 
 W, G, O, K, S = Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.KV_CACHE, Part.SIMULATOR  # noqa: E741
 PPO = ("actor", "critic", "reference", "reward", "rollout")

@@ -1,6 +1,7 @@
 from placement_cases import refused
 
-from hotseat.placement import DeviceKind, Inventory, Node, NodePool, parse_node_ranks
+from hotseat.placement import DeviceKind, Inventory, Node
+from hotseat.placement.inventory import NodePool, parse_node_ranks
 
 
 def test_short_form_gives_nodes_devices_and_kind():

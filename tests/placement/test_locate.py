@@ -2,8 +2,9 @@ import pytest
 from placement_cases import refused
 
 from hotseat.errors import PlacementError, TooFewDevicesError
-from hotseat.placement import Inventory, NodePool, RoleRequest, locate, parse_selection
-from hotseat.placement.locate import PlannedProcess
+from hotseat.placement.inventory import Inventory, NodePool
+from hotseat.placement.locate import PlannedProcess, RoleRequest, locate
+from hotseat.placement.selection import parse_selection
 
 
 def place(inventory, engine_size=None, num_procs=None, **placement):

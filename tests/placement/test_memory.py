@@ -1,17 +1,10 @@
 import pytest
 from placement_cases import refused, shape
 
-from hotseat.placement import (
-    EngineMemory,
-    ForwardMemory,
-    Layout,
-    ModelShape,
-    Part,
-    SimulatorMemory,
-    TrainMemory,
-    estimate,
-)
+from hotseat.placement import Part
 from hotseat.placement import memory as assumed
+from hotseat.placement.memory import EngineMemory, ForwardMemory, Layout, SimulatorMemory, TrainMemory, estimate
+from hotseat.placement.shapes import ModelShape
 
 GIB = 2**30
 # 340 parameters: 84 outside the layers, 128 in each of two (counted in the test of shapes).

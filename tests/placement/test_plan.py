@@ -22,22 +22,12 @@ from placement_cases import (
     states,
 )
 
-from hotseat.placement import (
-    EngineMemory,
-    ForwardMemory,
-    Inventory,
-    Overlap,
-    Part,
-    Plan,
-    RoleSpec,
-    Route,
-    SimulatorMemory,
-    TrainMemory,
-    default_flow,
-    parse_flow,
-    plan,
-)
+from hotseat.placement import Inventory, Part, Plan
 from hotseat.placement import memory as assumed
+from hotseat.placement.flow import Overlap, default_flow, parse_flow
+from hotseat.placement.memory import EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
+from hotseat.placement.plan import plan
+from hotseat.placement.plan_types import RoleSpec, Route
 
 GIB = 2**30
 LLAMA_3_8B = 8_030_261_248
@@ -536,7 +526,8 @@ def test_equal_arguments_give_equal_plans():
 
 def test_a_plan_depends_neither_on_hash_seeds_nor_on_heavy_packages():
     script = (
-        "import sys; from hotseat.placement import *\n"
+        "import sys; from hotseat.placement.flow import default_flow\n"
+        "from hotseat.placement.inventory import Inventory; from hotseat.placement.plan import plan; from hotseat.placement.plan_types import RoleSpec\n"
         "specs = [RoleSpec('actor', '0-5'), RoleSpec('reference', '@actor'), RoleSpec('rollout', '4-7', share=0.5),"
         " RoleSpec('reward', 'cpu*2')]\n"
         "print(plan(Inventory.parse('1x8xH200'), specs, default_flow('rl', [s.name for s in specs])).to_json())\n"

@@ -8,20 +8,11 @@ from hypothesis import strategies as st
 from placement_cases import ENGINE_CAN, TRAINER_CAN, shape
 
 from hotseat.errors import PlacementError
-from hotseat.placement import (
-    EngineMemory,
-    ForwardMemory,
-    Inventory,
-    Overlap,
-    Part,
-    Plan,
-    RoleSpec,
-    SimulatorMemory,
-    TrainMemory,
-    default_flow,
-    plan,
-)
-from hotseat.placement.memory import FITS_BELOW
+from hotseat.placement import Inventory, Part, Plan
+from hotseat.placement.flow import Overlap, default_flow
+from hotseat.placement.memory import FITS_BELOW, EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
+from hotseat.placement.plan import plan
+from hotseat.placement.plan_types import RoleSpec
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-3B", "Llama-3-8B", "Llama-2-13B")
 CAN = {"actor": TRAINER_CAN, "critic": TRAINER_CAN, "rollout": ENGINE_CAN, "env": frozenset({Part.SIMULATOR})}

@@ -1,7 +1,7 @@
 """Which parts stay and which leave, on a device of 100 GiB with sizes chosen by hand."""
 
-from hotseat.placement import Overlap, Part, default_flow, parse_flow
-from hotseat.placement.flow import make_steps
+from hotseat.placement import Part
+from hotseat.placement.flow import Overlap, default_flow, make_steps, parse_flow
 from hotseat.placement.memory import RoleMemory, Term
 from hotseat.placement.residency import HandOver, Move, Tenant, hand_overs, settle
 

@@ -3,7 +3,6 @@ from hypothesis import strategies as st
 from placement_cases import refused
 
 from hotseat.errors import PlacementError
-from hotseat.placement import parse_placement, parse_selection
 from hotseat.placement.selection import (
     CpuProcesses,
     DeviceBlocks,
@@ -13,6 +12,8 @@ from hotseat.placement.selection import (
     RankSegment,
     RankSelection,
     SameAs,
+    parse_placement,
+    parse_selection,
 )
 
 

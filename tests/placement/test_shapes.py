@@ -1,8 +1,7 @@
 import pytest
 from placement_cases import refused, shape
 
-from hotseat.placement import ModelShape, from_hf_config, known_shape
-from hotseat.placement.shapes import KNOWN_SHAPES
+from hotseat.placement.shapes import KNOWN_SHAPES, ModelShape, from_hf_config, known_shape
 
 # As published on the models' own pages, in billions.
 PUBLISHED = {

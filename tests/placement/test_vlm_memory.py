@@ -5,8 +5,9 @@ import pytest
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import PlacementError
-from hotseat.placement import GIB, EngineMemory, ForwardMemory, Layout, Part, TrainMemory, estimate, from_hf_config
-from hotseat.placement.shapes import KNOWN_SHAPES, known_shape
+from hotseat.placement import GIB, Part
+from hotseat.placement.memory import EngineMemory, ForwardMemory, Layout, TrainMemory, estimate
+from hotseat.placement.shapes import KNOWN_SHAPES, from_hf_config, known_shape
 from hotseat.planning.role_specs import role_specs
 
 ALONE = Layout(num_procs=1, device_gib=141.0)

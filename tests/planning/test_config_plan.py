@@ -8,7 +8,9 @@ from hotseat.cluster import Cluster
 from hotseat.config import loads
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.machine import has_gpu
-from hotseat.placement import EngineMemory, ForwardMemory, Layout, Part, TrainMemory, estimate, known_shape
+from hotseat.placement import Part
+from hotseat.placement.memory import EngineMemory, ForwardMemory, Layout, TrainMemory, estimate
+from hotseat.placement.shapes import known_shape
 from hotseat.planning.config_plan import (
     cache_limit,
     is_anything_offloaded,

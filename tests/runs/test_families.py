@@ -25,7 +25,7 @@ from hotseat.config import loads
 from hotseat.errors import HotseatError, PlacementError, UnsupportedError, UserError
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
-from hotseat.placement import from_hf_config
+from hotseat.placement.shapes import from_hf_config
 from hotseat.rollout import TransformersEngine
 from hotseat.train.backend import Outputs, TrainOptions
 from hotseat.train.make import make_backend
