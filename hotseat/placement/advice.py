@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hotseat.placement.flow import PhaseStep
 from hotseat.placement.memory import Layout, Memory, RoleMemory, estimate, total
@@ -28,33 +27,8 @@ class Settings:
     def estimate(self, role: str) -> RoleMemory | None:
         return estimate(role, self.memory, self.model, self.layout)
 
-    def with_layout(self, **changes: Any) -> Settings:
-        return replace(self, layout=replace(self.layout, **changes))
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class _Step:
-    """A step on a device, to be recomputed with other settings."""
-
-    tenants: Sequence[Tenant]
-    settings: Mapping[str, Settings]
-    step: PhaseStep
-    holdings: Sequence[Holding]
-    capacity: float
-
-    def used(self, changed: Mapping[str, Settings | None]) -> float:
-        """Return the GiB in use with other settings for some roles; None leaves a role out."""
-        memories = {t.role: t.memory for t in self.tenants}
-        for role, own in changed.items():
-            memories[role] = own.estimate(role) if own is not None else None
-        those = [replace(t, memory=memories[t.role]) for t in self.tenants]
-        parts = sum(
-            memory.part_gib(h.part) for h in self.holdings if h.is_resident and (memory := memories[h.role]) is not None
-        )
-        return total(working_terms(those, self.step)) + parts
-
-    def fits(self, changed: Mapping[str, Settings]) -> bool:
-        return self.used(changed) <= self.capacity and can_start(self.step, {**self.settings, **changed})
+    def with_share(self, share: float) -> Settings:
+        return replace(self, layout=replace(self.layout, share=share))
 
 
 def can_start(step: PhaseStep, settings: Mapping[str, Settings]) -> bool:
@@ -74,27 +48,37 @@ def smaller_shares(
     holdings: Sequence[Holding],
     capacity: float,
 ) -> dict[str, float]:
-    """Return, for each engine at work, the largest memory share with which the step fits, if there is one."""
-    here = _Step(tenants, dict(settings), step, holdings, capacity)
-    shares = {work.role: _share_that_fits(here, work.role) for work in works_here(step, settings)}
-    return {role: share for role, share in shares.items() if share is not None}
+    """Return, for each engine at work, the largest memory share with which the step fits, if there is one.
 
+    It is in hundredths, leaves room for the others, and lets the engine start.
+    """
 
-def _share_that_fits(here: _Step, role: str) -> float | None:
-    """Return the largest memory share, in hundredths, that leaves room for the others and lets the engine start."""
-    own = here.settings[role]
-    layout = own.layout
-    if layout.share is None or layout.device_gib is None:
-        return None
-    memory = own.estimate(role)
-    least = memory.min_share if memory is not None and memory.min_share is not None else 0.0
-    others = here.used({role: None})
-    # Memory that the engine takes outside of its share, measured with a share large enough to be filled.
-    enough = max(layout.share, least)
-    filled = here.used({role: own.with_layout(share=enough)}) - others
-    beside = max(0.0, filled - enough * layout.device_gib * layout.procs_per_device)
-    room = (here.capacity - others - beside) / layout.device_gib / layout.procs_per_device
-    share = math.floor(min(room, 1.0) * 100) / 100
-    if share >= layout.share:
-        return None
-    return share if share > 0 and here.fits({role: own.with_layout(share=share)}) else None
+    def used(role: str, changed: Settings | None) -> float:
+        """Return the GiB in use with other settings for a role; None leaves it out."""
+        memories = {t.role: t.memory for t in tenants} | {role: changed.estimate(role) if changed is not None else None}
+        those = [replace(t, memory=memories[t.role]) for t in tenants]
+        parts = sum(
+            memory.part_gib(h.part) for h in holdings if h.is_resident and (memory := memories[h.role]) is not None
+        )
+        return total(working_terms(those, step)) + parts
+
+    shares = {}
+    for role in (work.role for work in works_here(step, settings)):
+        own, layout = settings[role], settings[role].layout
+        if layout.share is None or layout.device_gib is None:
+            continue
+        memory = own.estimate(role)
+        least = memory.min_share if memory is not None and memory.min_share is not None else 0.0
+        others = used(role, None)
+        # Memory that the engine takes outside of its share, measured with a share large enough to be filled.
+        enough = max(layout.share, least)
+        filled = used(role, own.with_share(enough)) - others
+        beside = max(0.0, filled - enough * layout.device_gib * layout.procs_per_device)
+        room = (capacity - others - beside) / layout.device_gib / layout.procs_per_device
+        share = math.floor(min(room, 1.0) * 100) / 100
+        if not 0 < share < layout.share:
+            continue
+        smaller = own.with_share(share)
+        if used(role, smaller) <= capacity and can_start(step, {**settings, role: smaller}):
+            shares[role] = share
+    return shares

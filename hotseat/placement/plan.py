@@ -62,17 +62,14 @@ def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
     error.
     """
     specs = _checked(roles)
-    selections = {spec.name: _selection(spec) for spec in roles}
+    selections = {
+        spec.name: spec.on if isinstance(spec.on, Selection) else parse_selection(spec.on, spec.name) for spec in roles
+    }
     check_flow(flow, specs)
     _check_working(specs, selections, flow)
+    sizes = {spec.name: spec.tensor_parallel if spec.is_engine else None for spec in roles}
     located = locate(
-        inventory,
-        [
-            RoleRequest(
-                spec.name, selections[spec.name], spec.tensor_parallel if spec.is_engine else None, spec.num_procs
-            )
-            for spec in roles
-        ],
+        inventory, [RoleRequest(spec.name, selections[spec.name], sizes[spec.name], spec.num_procs) for spec in roles]
     )
     for spec in roles:
         _check_parallel(spec, located[spec.name])
@@ -123,19 +120,11 @@ def _checked(roles: Sequence[RoleSpec]) -> dict[str, RoleSpec]:
             raise PlacementError(f"{name}: {what} is {spec.num_procs}: it must be 1 or more")
         if spec.share is not None and not 0 < spec.share <= 1:
             raise PlacementError(f"{name}: its memory share is {spec.share:g}: it must be above 0 and at most 1")
-        _check_offload(spec)
+        if spec.offload == "always" and not spec.can_offload & role_entry(name).parts:
+            raise PlacementError(
+                f"{name}: enable_offload is true, but its backend can offload nothing: leave enable_offload unset"
+            )
     return specs
-
-
-def _check_offload(spec: RoleSpec) -> None:
-    if spec.offload == "always" and not spec.can_offload & role_entry(spec.name).parts:
-        raise PlacementError(
-            f"{spec.name}: enable_offload is true, but its backend can offload nothing: leave enable_offload unset"
-        )
-
-
-def _selection(spec: RoleSpec) -> Selection:
-    return spec.on if isinstance(spec.on, Selection) else parse_selection(spec.on, spec.name)
 
 
 def _check_working(specs: Mapping[str, RoleSpec], selections: Mapping[str, Selection], flow: Flow) -> None:
@@ -193,14 +182,9 @@ def shares_devices(plan: Plan) -> bool:
 
 
 def _modes(spec: RoleSpec, flow: Flow) -> tuple[tuple[Part, Mode], ...]:
-    can: Mode = "always" if spec.offload == "always" else "as_needed"
-
-    def mode(part: Part) -> Mode:
-        if spec.offload == "never":
-            return "never"
-        return can if part in spec.can_offload else "cannot"
-
-    return tuple((part, mode(part)) for part in flow.parts_of(spec.name))
+    can: Mode = spec.offload or "as_needed"
+    parts = flow.parts_of(spec.name)
+    return tuple((part, can if part in spec.can_offload or can == "never" else "cannot") for part in parts)
 
 
 def _groups(
@@ -222,20 +206,11 @@ def _groups(
                 classes.setdefault((node.device_kind, tuple(tenancy[device])), []).append(device)
     groups = []
     for (kind, tenants), devices in classes.items():
-        settings = {
-            name: Settings(
-                specs[name].memory,
-                specs[name].model,
-                Layout(
-                    num_procs=len(located[name].processes),
-                    tensor_parallel=specs[name].tensor_parallel,
-                    procs_per_device=count,
-                    share=specs[name].share,
-                    device_gib=kind.memory_gib,
-                ),
-            )
-            for name, count in tenants
-        }
+        settings = {}
+        for name, count in tenants:
+            spec, num_procs = specs[name], len(located[name].processes)
+            layout = Layout(num_procs, spec.tensor_parallel, count, spec.share, kind.memory_gib)
+            settings[name] = Settings(spec.memory, spec.model, layout)
         groups.append(_group(ranges(devices), str(kind), kind.memory_gib, settings, specs, flow, steps))
     return tuple(groups)
 

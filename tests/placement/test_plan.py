@@ -527,7 +527,8 @@ def test_equal_arguments_give_equal_plans():
 def test_a_plan_depends_neither_on_hash_seeds_nor_on_heavy_packages():
     script = (
         "import sys; from hotseat.placement.flow import default_flow\n"
-        "from hotseat.placement.inventory import Inventory; from hotseat.placement.plan import plan; from hotseat.placement.plan_types import RoleSpec\n"
+        "from hotseat.placement.inventory import Inventory; from hotseat.placement.plan import plan\n"
+        "from hotseat.placement.plan_types import RoleSpec\n"
         "specs = [RoleSpec('actor', '0-5'), RoleSpec('reference', '@actor'), RoleSpec('rollout', '4-7', share=0.5),"
         " RoleSpec('reward', 'cpu*2')]\n"
         "print(plan(Inventory.parse('1x8xH200'), specs, default_flow('rl', [s.name for s in specs])).to_json())\n"
