@@ -21,6 +21,7 @@ Order = Literal["together", "in_turn"]
 Kind = Literal["rollout", "prepare", "update", "sync"]
 
 _TRAINS = (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
+_SAMPLES = (Part.WEIGHTS, Part.KV_CACHE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,12 @@ class RoleWork:
         return Part.GRADIENTS in self.parts
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """The work of roles at one point of the flow. `pushes` names the roles that get the actor's weights in it."""
+class _AtWork:
+    """What phases and steps have in common."""
 
-    name: str
+    __slots__ = ()
     works: tuple[RoleWork, ...]
-    order: Order = "together"
-    pushes: tuple[str, ...] = ()
+    pushes: tuple[str, ...]
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -51,7 +50,21 @@ class Phase:
     @property
     def kind(self) -> Kind:
         """The kind of work, whatever the phase is named."""
-        return _kind(self.works, self.pushes)
+        if self.pushes:
+            return "sync"
+        if any(work.is_training for work in self.works):
+            return "update"
+        return "rollout" if any(work.role in ("rollout", "env") for work in self.works) else "prepare"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase(_AtWork):
+    """The work of roles at one point of the flow. `pushes` names the roles that get the actor's weights in it."""
+
+    name: str
+    works: tuple[RoleWork, ...]
+    order: Order = "together"
+    pushes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +118,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseStep:
+class PhaseStep(_AtWork):
     """A phase, or one turn of a phase in which roles that share devices take turns: `prepare.1` is its second."""
 
     name: str
@@ -113,23 +126,6 @@ class PhaseStep:
     works: tuple[RoleWork, ...]
     pushes: tuple[str, ...] = ()
     beside: tuple[RoleWork, ...] = ()  # the rollout of later batches, where overlap allows it during this step
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return tuple(work.role for work in self.works)
-
-    @property
-    def kind(self) -> Kind:
-        """The kind of work, whatever the phase is named."""
-        return _kind(self.works, self.pushes)
-
-
-def _kind(works: Sequence[RoleWork], pushes: Sequence[str]) -> Kind:
-    if pushes:
-        return "sync"
-    if any(work.is_training for work in works):
-        return "update"
-    return "rollout" if any(work.role in ("rollout", "env") for work in works) else "prepare"
 
 
 def default_flow(
@@ -162,53 +158,36 @@ def default_flow(
 _Made = tuple[tuple[str, ...], tuple[Phase, ...]]
 
 
-def _forward(roles: frozenset[str], *names: str) -> tuple[RoleWork, ...]:
-    return tuple(RoleWork(name, (Part.WEIGHTS,)) for name in names if name in roles)
-
-
-def _train(roles: frozenset[str], *names: str) -> tuple[RoleWork, ...]:
-    return tuple(RoleWork(name, _TRAINS) for name in names if name in roles)
-
-
-def _rollout_phase(roles: frozenset[str]) -> Phase:
-    env = (RoleWork("env", (Part.SIMULATOR,)),) if "env" in roles else ()
-    engine = (RoleWork("rollout", (Part.WEIGHTS, Part.KV_CACHE)),) if "rollout" in roles else ()
-    return Phase("rollout", env + engine)
-
-
-def _sync_phase(roles: frozenset[str]) -> Phase:
-    targets = tuple(role.name for role in ROLES.values() if role.gets_weights and role.name in roles)
-    return Phase("sync", _forward(roles, "actor", *targets), pushes=targets)
-
-
-def _judge(roles: frozenset[str]) -> tuple[RoleWork, ...]:
-    """Return the work of a judge, which writes its verdicts as an engine writes answers."""
-    return (RoleWork("judge", (Part.WEIGHTS, Part.KV_CACHE)),) if "judge" in roles else ()
+def _works(roles: frozenset[str], *names: str, parts: tuple[Part, ...] = (Part.WEIGHTS,)) -> tuple[RoleWork, ...]:
+    return tuple(RoleWork(name, parts) for name in names if name in roles)
 
 
 def rl_phases(roles: frozenset[str], components: Sequence[str]) -> _Made:
     """Return the roles that RL needs, and its phases. The other tasks have functions of this form, too."""
     scorer = "inference" if "inference" in roles else "actor"
-    scores = _judge(roles) + _forward(roles, "reward", *components, "reference", "critic", scorer)
+    scores = _works(roles, "judge", parts=_SAMPLES)  # it writes its verdicts as an engine writes answers
+    scores += _works(roles, "reward", *components, "reference", "critic", scorer)
+    targets = tuple(role.name for role in ROLES.values() if role.gets_weights and role.name in roles)
     return ("actor", "rollout"), (
-        _rollout_phase(roles),
+        Phase("rollout", _works(roles, "env", parts=(Part.SIMULATOR,)) + _works(roles, "rollout", parts=_SAMPLES)),
         Phase("prepare", scores, "in_turn"),
-        Phase("update", _train(roles, "critic", "actor"), "in_turn"),
-        _sync_phase(roles),
+        Phase("update", _works(roles, "critic", "actor", parts=_TRAINS), "in_turn"),
+        Phase("sync", _works(roles, "actor", *targets), pushes=targets),
     )
 
 
 def sft_phases(roles: frozenset[str], _: Sequence[str]) -> _Made:
-    return ("actor",), (Phase("update", _train(roles, "actor")),)
+    return ("actor",), (Phase("update", _works(roles, "actor", parts=_TRAINS)),)
 
 
 def rm_phases(roles: frozenset[str], _: Sequence[str]) -> _Made:
     trained = "actor" if "actor" in roles and "reward" not in roles else "reward"
-    return (trained,), (Phase("update", _train(roles, trained)),)
+    return (trained,), (Phase("update", _works(roles, trained, parts=_TRAINS)),)
 
 
 def dpo_phases(roles: frozenset[str], _: Sequence[str]) -> _Made:
-    return ("actor",), (Phase("prepare", _forward(roles, "reference")), Phase("update", _train(roles, "actor")))
+    training = Phase("update", _works(roles, "actor", parts=_TRAINS))
+    return ("actor",), (Phase("prepare", _works(roles, "reference")), training)
 
 
 _PHASE_KEYS = ("name", "run", "train", "push", "order")
@@ -259,7 +238,11 @@ def _parse_phase(written: Mapping[str, object], index: int, components: Sequence
 
 def _run_works(run: object, where: str, components: Sequence[str]) -> list[RoleWork]:
     if not isinstance(run, Mapping):
-        return [RoleWork(role, _usual_parts(role)) for role in _names(run, "run", where, components)]
+        without = (Part.GRADIENTS, Part.OPTIMIZER)
+        return [
+            RoleWork(role, tuple(p for p in Part if p in role_entry(role).parts and p not in without))
+            for role in _names(run, "run", where, components)
+        ]
     works = []
     for role, parts in run.items():
         names = [parts] if isinstance(parts, str) else parts
@@ -268,11 +251,6 @@ def _run_works(run: object, where: str, components: Sequence[str]) -> list[RoleW
         needed = tuple(sorted({_part(n, where) for n in names}, key=list(Part).index))
         works.append(RoleWork(check_role(str(role), components), needed))
     return works
-
-
-def _usual_parts(role: str) -> tuple[Part, ...]:
-    """Return the parts that a role needs for work without training."""
-    return tuple(p for p in Part if p in role_entry(role).parts and p not in (Part.GRADIENTS, Part.OPTIMIZER))
 
 
 def _part(name: object, where: str) -> Part:
@@ -351,7 +329,13 @@ def check_runs(flow: Flow, task: str, roles: Collection[str], components: Sequen
             )
     _check_order(flow, components)
     for kind in ("rollout", "sync"):
-        _check_together([phase for phase in flow.phases if phase.kind == kind])
+        phases = [phase for phase in flow.phases if phase.kind == kind]
+        if len(phases) > 1 or any(phase.order == "in_turn" for phase in phases):
+            names = " and ".join(repr(phase.name) for phase in phases)
+            at_once = " and ".join(dict.fromkeys(role for phase in phases for role in phase.roles))
+            raise PlacementError(
+                f"flow: phase {names}: {at_once} work at the same time: write one phase, with order together"
+            )
 
 
 def _check_same(work: RoleWork, usual: RoleWork, where: str) -> None:
@@ -374,7 +358,12 @@ def _check_order(flow: Flow, components: Sequence[str]) -> None:
                 f"flow: phase {phase.name!r} comes after {earlier.name!r}: samples are made, scored and learned from,"
                 " then weights are pushed: write the phases in this order"
             )
-    turns = [(phase, roles) for phase in flow.phases for roles in _turns(phase)]
+    # In turn as if the roles shared their devices.
+    turns = [
+        (phase, roles)
+        for phase in flow.phases
+        for roles in ([(role,) for role in phase.roles] if phase.order == "in_turn" else [phase.roles])
+    ]
     for (earlier, before), (phase, after) in pairwise(turns):
         if earlier.kind != phase.kind:
             continue
@@ -387,20 +376,6 @@ def _check_order(flow: Flow, components: Sequence[str]) -> None:
             raise PlacementError(
                 f"flow: phase {phase.name!r}: {first} works before {too_early[0]}{of}: write {what} first"
             )
-
-
-def _turns(phase: Phase) -> list[tuple[str, ...]]:
-    """Return the roles of a phase turn by turn, as if they shared their devices."""
-    return [(role,) for role in phase.roles] if phase.order == "in_turn" else [phase.roles]
-
-
-def _check_together(phases: Sequence[Phase]) -> None:
-    if len(phases) > 1 or any(phase.order == "in_turn" for phase in phases):
-        names = " and ".join(repr(phase.name) for phase in phases)
-        roles = " and ".join(dict.fromkeys(role for phase in phases for role in phase.roles))
-        raise PlacementError(
-            f"flow: phase {names}: {roles} work at the same time: write one phase, with order together"
-        )
 
 
 def _check_work(work: RoleWork, where: str, roles: Collection[str]) -> None:

@@ -208,10 +208,6 @@ class Inventory:
         by_node = {pool.label for pool in pools if pool.ignore_devices} | set(self.by_node)
         return Inventory(tuple(nodes), tuple(sorted(by_node)))
 
-    def with_hosts(self, *, memory_gib: float) -> Inventory:
-        """Return an inventory of the same nodes, each with this host memory."""
-        return replace(self, nodes=tuple(replace(node, host_memory_gib=memory_gib) for node in self.nodes))
-
     def __str__(self) -> str:
         """Return `4 nodes x 8 A100-80G`, several sorts of nodes joined by `+`, each with its host memory if known."""
         counts = Counter((node.num_devices, node.device_kind, node.host_memory_gib) for node in self.nodes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hotseat.errors import PlacementError, TooFewDevicesError
@@ -278,29 +278,19 @@ def _does_not_pack(
         return f"{failed.role}: {failed.selection} needs devices and {where} has none: write cpu*1"
     enough = _enough_nodes(here, size, len(claimed))
     fix = f"{enough} node{'s' * (enough > 1)} of {size} devices would do"
-    other = _other(here, by_rank, failed)
+    others = [*by_rank, *(request.role for request in here if request.role != failed.role)]
+    other = "actor" if "actor" in others else others[0] if others else None
     share = f"{fix}; or let roles share devices, for instance {failed.role}: '@{other}'" if other else fix
+    kept = (inventory.nodes[rank] for rank in sorted(nodes))
+    machines = Inventory(tuple(replace(node, rank=rank, host_memory_gib=None) for rank, node in enumerate(kept)))
     if need > total:
-        has = f"{where} has {total} ({_of(inventory, nodes)})"
+        has = f"{where} has {total} ({machines})"
         return f"the roles need {need} devices and {has}: {', '.join(sums)}; {share}"
     return (
-        f"{failed.role}: there is no room for {failed.selection} in {where} ({_of(inventory, nodes)}): the roles need"
+        f"{failed.role}: there is no room for {failed.selection} in {where} ({machines}): the roles need"
         f" {need} of {total} devices ({', '.join(sums)}), and a block of {_blocks(failed).size} must lie on one node;"
         f" {share}"
     )
-
-
-def _other(here: Sequence[RoleRequest], by_rank: Mapping[str, set[int]], failed: RoleRequest) -> str | None:
-    others = [*by_rank, *(request.role for request in here if request.role != failed.role)]
-    return "actor" if "actor" in others else others[0] if others else None
-
-
-def _of(inventory: Inventory, nodes: set[int]) -> str:
-    return str(Inventory(tuple(_renumber(inventory.nodes[rank], index) for index, rank in enumerate(sorted(nodes)))))
-
-
-def _renumber(node: Node, rank: int) -> Node:
-    return Node(rank, node.pool, node.num_devices, node.device_kind)
 
 
 def _enough_nodes(requests: Sequence[RoleRequest], size: int, num_claimed: int) -> int:
@@ -400,9 +390,9 @@ def _engine_layout(request: RoleRequest, spots: _Spots, size: int, target: str) 
             what = "a block of" if is_blocks else "its"
             owner = target if target != role else role
             raise PlacementError(
-                f"{role}: {what} {_devices(len(piece))} cannot be cut into engines of tensor parallel size {size}: set"
-                f" {role_entry(role).section}.tensor_parallel_size to {_divisor_at_most(len(piece), size)}, or"
-                f" cluster.component_placement.{owner} to {'blocks' if is_blocks else 'a number of devices'} that"
+                f"{role}: {what} {quantity(len(piece), 'device')} cannot be cut into engines of tensor parallel size"
+                f" {size}: set {role_entry(role).section}.tensor_parallel_size to {_divisor_at_most(len(piece), size)},"
+                f" or cluster.component_placement.{owner} to {'blocks' if is_blocks else 'a number of devices'} that"
                 f" {size} divides"
             )
     return [(piece, len(piece) // size) for piece in pieces]
@@ -425,10 +415,6 @@ def _engines_do_not_match(request: RoleRequest, size: int, num_devices: int, tar
         f" {quantity(num_engines * size, 'device')}, {owner} has {num_devices}:"
         f" {why}; {' or '.join(fixes)}"
     )
-
-
-def _devices(count: int) -> str:
-    return f"{count} device{'s' * (count != 1)}"
 
 
 def _divisor_at_most(number: int, limit: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from hotseat.errors import PlacementError
@@ -302,93 +303,73 @@ def _num_dense_layers(config: Mapping[str, object], num_layers: int) -> int:
     return sum(layer in plain or (layer + 1) % step != 0 for layer in range(num_layers))
 
 
-@dataclass(frozen=True, slots=True)
-class AssumedShape:
-    """A shape taken from a model's name alone, and the public model it is the shape of."""
-
-    model: str
-    shape: ModelShape
-
-
-_Sizes = tuple[int, int, int, int, int, int, int]
-
-
-def _llama(*shape: *_Sizes, tied: bool = False) -> ModelShape:
-    return ModelShape(*shape, tie_embeddings=tied)
-
-
-def _qwen2(*shape: *_Sizes, tied: bool = False) -> ModelShape:
-    return ModelShape(*shape, tie_embeddings=tied, attention_bias=True)
-
-
-def _qwen3(*shape: *_Sizes, tied: bool = False) -> ModelShape:
-    return ModelShape(*shape, tie_embeddings=tied, qk_norm=True)
+_qwen2 = partial(ModelShape, attention_bias=True)
+_qwen3 = partial(ModelShape, qk_norm=True)
 
 
 def _qwen2_5_vl(shape: ModelShape) -> ModelShape:
-    config = {"model_type": "qwen2_5_vl"}
-    return replace(shape, vision=_vision_shape(config, {}, shape.hidden_size))
+    return replace(shape, vision=_vision_shape({"model_type": "qwen2_5_vl"}, {}, shape.hidden_size))
 
 
 # layers, hidden size, MLP size, heads, key-value heads, head size, vocabulary
 KNOWN_SHAPES: dict[str, ModelShape] = {
-    "CodeLlama-7B": _llama(32, 4096, 11008, 32, 32, 128, 32016),
-    "CodeLlama-13B": _llama(40, 5120, 13824, 40, 40, 128, 32016),
-    "CodeLlama-34B": _llama(48, 8192, 22016, 64, 8, 128, 32000),
-    "DeepSeek-Math-7B": _llama(30, 4096, 11008, 32, 32, 128, 102400),
-    "DeepSeek-R1-Distill-Llama-8B": _llama(32, 4096, 14336, 32, 8, 128, 128256),
-    "DeepSeek-R1-Distill-Llama-70B": _llama(80, 8192, 28672, 64, 8, 128, 128256),
+    "CodeLlama-7B": ModelShape(32, 4096, 11008, 32, 32, 128, 32016),
+    "CodeLlama-13B": ModelShape(40, 5120, 13824, 40, 40, 128, 32016),
+    "CodeLlama-34B": ModelShape(48, 8192, 22016, 64, 8, 128, 32000),
+    "DeepSeek-Math-7B": ModelShape(30, 4096, 11008, 32, 32, 128, 102400),
+    "DeepSeek-R1-Distill-Llama-8B": ModelShape(32, 4096, 14336, 32, 8, 128, 128256),
+    "DeepSeek-R1-Distill-Llama-70B": ModelShape(80, 8192, 28672, 64, 8, 128, 128256),
     "DeepSeek-R1-Distill-Qwen-1.5B": _qwen2(28, 1536, 8960, 12, 2, 128, 151936),
     "DeepSeek-R1-Distill-Qwen-7B": _qwen2(28, 3584, 18944, 28, 4, 128, 152064),
     "DeepSeek-R1-Distill-Qwen-14B": _qwen2(48, 5120, 13824, 40, 8, 128, 152064),
     "DeepSeek-R1-Distill-Qwen-32B": _qwen2(64, 5120, 27648, 40, 8, 128, 152064),
-    "Llama-2-7B": _llama(32, 4096, 11008, 32, 32, 128, 32000),
-    "Llama-2-13B": _llama(40, 5120, 13824, 40, 40, 128, 32000),
-    "Llama-2-70B": _llama(80, 8192, 28672, 64, 8, 128, 32000),
-    "Llama-3-8B": _llama(32, 4096, 14336, 32, 8, 128, 128256),
-    "Llama-3-70B": _llama(80, 8192, 28672, 64, 8, 128, 128256),
-    "Llama-3.1-8B": _llama(32, 4096, 14336, 32, 8, 128, 128256),
-    "Llama-3.1-70B": _llama(80, 8192, 28672, 64, 8, 128, 128256),
-    "Llama-3.1-405B": _llama(126, 16384, 53248, 128, 8, 128, 128256),
-    "Llama-3.2-1B": _llama(16, 2048, 8192, 32, 8, 64, 128256, tied=True),
-    "Llama-3.2-3B": _llama(28, 3072, 8192, 24, 8, 128, 128256, tied=True),
-    "Llama-3.3-70B": _llama(80, 8192, 28672, 64, 8, 128, 128256),
-    "Mistral-7B": _llama(32, 4096, 14336, 32, 8, 128, 32000),
-    "Mixtral-8x7B": replace(_llama(32, 4096, 14336, 32, 8, 128, 32000), num_experts=8, experts_per_token=2),
-    "Qwen2-0.5B": _qwen2(24, 896, 4864, 14, 2, 64, 151936, tied=True),
-    "Qwen2-1.5B": _qwen2(28, 1536, 8960, 12, 2, 128, 151936, tied=True),
+    "Llama-2-7B": ModelShape(32, 4096, 11008, 32, 32, 128, 32000),
+    "Llama-2-13B": ModelShape(40, 5120, 13824, 40, 40, 128, 32000),
+    "Llama-2-70B": ModelShape(80, 8192, 28672, 64, 8, 128, 32000),
+    "Llama-3-8B": ModelShape(32, 4096, 14336, 32, 8, 128, 128256),
+    "Llama-3-70B": ModelShape(80, 8192, 28672, 64, 8, 128, 128256),
+    "Llama-3.1-8B": ModelShape(32, 4096, 14336, 32, 8, 128, 128256),
+    "Llama-3.1-70B": ModelShape(80, 8192, 28672, 64, 8, 128, 128256),
+    "Llama-3.1-405B": ModelShape(126, 16384, 53248, 128, 8, 128, 128256),
+    "Llama-3.2-1B": ModelShape(16, 2048, 8192, 32, 8, 64, 128256, tie_embeddings=True),
+    "Llama-3.2-3B": ModelShape(28, 3072, 8192, 24, 8, 128, 128256, tie_embeddings=True),
+    "Llama-3.3-70B": ModelShape(80, 8192, 28672, 64, 8, 128, 128256),
+    "Mistral-7B": ModelShape(32, 4096, 14336, 32, 8, 128, 32000),
+    "Mixtral-8x7B": replace(ModelShape(32, 4096, 14336, 32, 8, 128, 32000), num_experts=8, experts_per_token=2),
+    "Qwen2-0.5B": _qwen2(24, 896, 4864, 14, 2, 64, 151936, tie_embeddings=True),
+    "Qwen2-1.5B": _qwen2(28, 1536, 8960, 12, 2, 128, 151936, tie_embeddings=True),
     "Qwen2-7B": _qwen2(28, 3584, 18944, 28, 4, 128, 152064),
     "Qwen2-72B": _qwen2(80, 8192, 29568, 64, 8, 128, 152064),
-    "Qwen2.5-0.5B": _qwen2(24, 896, 4864, 14, 2, 64, 151936, tied=True),
-    "Qwen2.5-1.5B": _qwen2(28, 1536, 8960, 12, 2, 128, 151936, tied=True),
-    "Qwen2.5-3B": _qwen2(36, 2048, 11008, 16, 2, 128, 151936, tied=True),
+    "Qwen2.5-0.5B": _qwen2(24, 896, 4864, 14, 2, 64, 151936, tie_embeddings=True),
+    "Qwen2.5-1.5B": _qwen2(28, 1536, 8960, 12, 2, 128, 151936, tie_embeddings=True),
+    "Qwen2.5-3B": _qwen2(36, 2048, 11008, 16, 2, 128, 151936, tie_embeddings=True),
     "Qwen2.5-7B": _qwen2(28, 3584, 18944, 28, 4, 128, 152064),
     "Qwen2.5-14B": _qwen2(48, 5120, 13824, 40, 8, 128, 152064),
     "Qwen2.5-32B": _qwen2(64, 5120, 27648, 40, 8, 128, 152064),
     "Qwen2.5-72B": _qwen2(80, 8192, 29568, 64, 8, 128, 152064),
-    "Qwen2.5-VL-3B": _qwen2_5_vl(_qwen2(36, 2048, 11008, 16, 2, 128, 151936, tied=True)),
+    "Qwen2.5-VL-3B": _qwen2_5_vl(_qwen2(36, 2048, 11008, 16, 2, 128, 151936, tie_embeddings=True)),
     "Qwen2.5-VL-7B": _qwen2_5_vl(_qwen2(28, 3584, 18944, 28, 4, 128, 152064)),
-    "Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, 8, 128, 151936, tied=True),
-    "Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, 8, 128, 151936, tied=True),
-    "Qwen3-4B": _qwen3(36, 2560, 9728, 32, 8, 128, 151936, tied=True),
+    "Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, 8, 128, 151936, tie_embeddings=True),
+    "Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, 8, 128, 151936, tie_embeddings=True),
+    "Qwen3-4B": _qwen3(36, 2560, 9728, 32, 8, 128, 151936, tie_embeddings=True),
     "Qwen3-8B": _qwen3(36, 4096, 12288, 32, 8, 128, 151936),
     "Qwen3-14B": _qwen3(40, 5120, 17408, 40, 8, 128, 151936),
     "Qwen3-32B": _qwen3(64, 5120, 25600, 64, 8, 128, 151936),
     "Qwen3-30B-A3B": replace(
         _qwen3(48, 2048, 6144, 32, 4, 128, 151936), num_experts=128, experts_per_token=8, moe_intermediate_size=768
     ),
-    "SmolLM2-135M": _llama(30, 576, 1536, 9, 3, 64, 49152, tied=True),
-    "SmolLM2-360M": _llama(32, 960, 2560, 15, 5, 64, 49152, tied=True),
-    "SmolLM2-1.7B": _llama(24, 2048, 8192, 32, 32, 64, 49152, tied=True),
-    "TinyLlama-1.1B": _llama(22, 2048, 5632, 32, 4, 64, 32000),
+    "SmolLM2-135M": ModelShape(30, 576, 1536, 9, 3, 64, 49152, tie_embeddings=True),
+    "SmolLM2-360M": ModelShape(32, 960, 2560, 15, 5, 64, 49152, tie_embeddings=True),
+    "SmolLM2-1.7B": ModelShape(24, 2048, 8192, 32, 32, 64, 49152, tie_embeddings=True),
+    "TinyLlama-1.1B": ModelShape(22, 2048, 5632, 32, 4, 64, 32000),
 }
 
 _SEES = r"(?<![a-z])vl(?![a-z])"
 _OTHER_ARCHITECTURE = r"(?<![a-z])(vla|vision|audio|omni|embedding|moe)(?![a-z])"
 
 
-def known_shape(name: str) -> AssumedShape | None:
-    """Guess the shape of a model from its hub-like name; None if the name fits no public model.
+def known_shape(name: str) -> tuple[ModelShape, str] | None:
+    """Guess a model's shape from its hub-like name, with the public model it is the shape of; None: it fits none.
 
     `OpenRLHF/Llama-3-8b-sft-mixture` is taken for Llama-3-8B: the last part of the name must contain both family and
     size. The result is an assumption, and plans say so.
@@ -402,21 +383,17 @@ def known_shape(name: str) -> AssumedShape | None:
     if not matches:
         return None
     model = max(matches, key=lambda match: (len(match), match))
-    return AssumedShape(model, KNOWN_SHAPES[model])
+    return KNOWN_SHAPES[model], model
 
 
 def _names(model: str, text: str) -> bool:
     """Return whether `text` contains the model's family and, anywhere after it, its size, as separate words."""
-    family, _, size = model.partition("-") if model.startswith("mixtral") else _split_size(model)
+    # `llama-3-8b` is `llama-3` of size `8b`; a mixture's `30b-a3b` is one size.
+    match = re.fullmatch(r"(mixtral)-(.+)|(.+?)-(\d+(?:\.\d+)?[bm](?:-a\d+b)?)", model)
+    assert match is not None
+    family, size = (group for group in match.groups() if group is not None)
     pattern = r"(?<![a-z\d.])" + r"-?".join(re.escape(word) for word in re.findall(r"[a-z]+|\d+(?:\.\d+)?", family))
     family_match = re.search(pattern + r"(?!\.?\d)", text)
     if family_match is None:
         return False
     return re.search(r"(?<![\d.a-z])" + re.escape(size) + r"(?![a-z\d])", text[family_match.end() :]) is not None
-
-
-def _split_size(model: str) -> tuple[str, str, str]:
-    """Split `llama-3-8b` into `llama-3`, '', `8b`; a mixture's `30b-a3b` is one size."""
-    match = re.fullmatch(r"(.+?)-(\d+(?:\.\d+)?[bm](?:-a\d+b)?)", model)
-    assert match is not None
-    return match[1], "", match[2]

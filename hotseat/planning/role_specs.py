@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
@@ -20,13 +20,12 @@ from hotseat.config.schema import RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError
 from hotseat.placement.memory import ComponentMemory, EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
 from hotseat.placement.plan_types import RoleSpec
-from hotseat.placement.role_names import Part
 from hotseat.placement.selection import parse_placement
 from hotseat.placement.shapes import ModelShape, VisionShape, from_hf_config, known_shape
 from hotseat.planning.simulator_memory import kept_gib
 from hotseat.registry.backends import BackendEntry, backend_entry
 from hotseat.registry.engines import EngineEntry, engine_entry
-from hotseat.registry.roles import TRAINED_PARTS, role_entry
+from hotseat.registry.roles import role_entry
 
 _QWEN_VALUES = 6  # numbers of a pixel in a patch: three colours, twice, since a still image is a film of two
 DEFAULT_SLOTS = 64  # where `rollout.num_slots` is unset; on GPUs see `planning.slots`
@@ -49,14 +48,9 @@ def own_names(config: Config) -> Iterator[None]:
 def not_described(config: Config) -> list[str]:
     """List local models whose memory cannot be computed from their config, with why."""
     notes = []
-    named = {
-        "actor.model": (config.actor.model, config.actor.shape),
-        "critic.model": (config.critic.model, config.critic.shape),
-        "reference.model": (config.reference.model, None),
-        "reward.model": (config.reward.model, config.reward.shape),
-    }
+    named = {f"{role}.model": _named(config, role) for role in ("actor", "critic", "reference", "reward")}
     if has_judge_engine(config):
-        named["reward.judge.model"] = (config.reward.judge.model, config.reward.judge.engine.shape)
+        named["reward.judge.model"] = _named(config, "judge")
     named |= {f"reference.teachers.{name}": (model, None) for name, model in config.reference.teachers.items()}
     for key, (model, shape) in named.items():
         local = None if model is None else _local_config(model)
@@ -116,9 +110,9 @@ def role_specs(config: Config) -> list[RoleSpec]:
 
 
 def _spec(config: Config, role: str, on: Any) -> RoleSpec:
-    kind = role_entry(role).kind
-    offload: bool | None = section_of_role(config, role).enable_offload
-    if kind == "simulator" and config.overlap.staleness > 0:
+    entry, section = role_entry(role), section_of_role(config, role)
+    offload: bool | None = section.enable_offload
+    if entry.kind == "simulator" and config.overlap.staleness > 0:
         offload = False  # episodes stay open
     if config.task_entry.compares_answers:
         # A reference that scores once is gone when training begins.
@@ -128,61 +122,58 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         name=role,
         on=on,
         offload=None if offload is None else "always" if offload else "never",
+        can_offload=entry.parts,
         model=shape,
         model_assumed=assumed,
+        is_component=entry.kind == "component",
     )
-    if kind == "component":
-        memory = ComponentMemory(config.components[role].memory_gib)
-        return replace(spec, can_offload=frozenset({Part.WEIGHTS}), memory=memory, is_component=True)
-    if kind == "engine":
-        rollout, judge = config.rollout, config.reward.judge.engine
-        section = rollout if role == "rollout" else judge
+    if entry.kind == "component":
+        return replace(spec, memory=ComponentMemory(section.memory_gib))
+    if entry.kind == "simulator":
+        return replace(spec, memory=simulator_memory(config))
+    if entry.kind == "engine":
         engine = engine_of(config, role)
-        return replace(
-            spec,
-            tensor_parallel=section.tensor_parallel_size,
-            num_procs=rollout.num_engines if role == "rollout" else judge.num_engines,
-            share=None if engine.memory_share is None else section.memory_share or engine.memory_share,
-            can_offload=frozenset({Part.WEIGHTS, Part.KV_CACHE}),
-            memory=EngineMemory(
-                max_tokens=config.data.max_length if role == "rollout" else judge_length(config),
-                slots=engine_slots(config, role),
-                encodes_by_prompt=engine.encodes_by_prompt,
-                weight_bytes=_BYTES[dtype_of(config)],
-                kv_bytes=1 if role == "rollout" and rollout.kv_cache_dtype else _BYTES[dtype_of(config)],
-                kept_prompts=engine.num_kept_prompts,
-                layer_bytes=1 if role == "rollout" and rollout.quantization else None,
-                cuda_graphs="enforce_eager" in engine.options and not section.enforce_eager,
-                image_share=_image_share(config) if role == "rollout" else 0.0,
-            ),
-        )
-    if kind == "simulator":
-        return replace(spec, can_offload=frozenset({Part.SIMULATOR}), memory=simulator_memory(config))
+        share = None if engine.memory_share is None else section.memory_share or engine.memory_share
+        size, num_engines = section.tensor_parallel_size, section.num_engines
+        memory = _engine_memory(config, role, engine)
+        return replace(spec, tensor_parallel=size, num_procs=num_engines, share=share, memory=memory)
+    spec = replace(spec, tensor_parallel=config.train.tensor_parallel_size)
     if role in ("actor", "critic"):
-        return replace(
-            spec,
-            tensor_parallel=config.train.tensor_parallel_size,
-            can_offload=TRAINED_PARTS
-            if config.has_rollouts
-            else frozenset(),  # the actor stays while a reference scores
-            memory=_train_memory(config, role),
-        )
-    score_tokens, score_batch = _score_batch(config)
-    return replace(
-        spec,
-        tensor_parallel=config.train.tensor_parallel_size,
-        can_offload=frozenset({Part.WEIGHTS}),
-        memory=ForwardMemory(
-            max_tokens=score_tokens,
-            micro_batch=score_batch,
-            weight_bytes=_BYTES[dtype_of(config)],
-            is_sharded=not backend_of(config).has_zero_options or config.train.deepspeed.zero_stage == 3,
-            packing=config.train.packing,
-            sequence_parallel=config.train.sequence_parallel_size,
-            is_guest=config.task_entry.compares_answers,
-            num_waiting=_num_waiting(config) if role == "reference" else 0,
-            image_share=_image_share(config),
-        ),
+        # Without rollouts the actor stays while a reference scores.
+        can_offload = entry.parts if config.has_rollouts else frozenset()
+        return replace(spec, can_offload=can_offload, memory=_train_memory(config, role))
+    return replace(spec, memory=_score_memory(config, role))
+
+
+def _engine_memory(config: Config, role: str, engine: EngineEntry) -> EngineMemory:
+    rollout, section, num_bytes = config.rollout, section_of_role(config, role), _BYTES[dtype_of(config)]
+    is_policy = role == "rollout"
+    return EngineMemory(
+        max_tokens=config.data.max_length if is_policy else judge_length(config),
+        slots=engine_slots(config, role),
+        encodes_by_prompt=engine.encodes_by_prompt,
+        weight_bytes=num_bytes,
+        kv_bytes=1 if is_policy and rollout.kv_cache_dtype else num_bytes,
+        kept_prompts=engine.num_kept_prompts,
+        layer_bytes=1 if is_policy and rollout.quantization else None,
+        cuda_graphs="enforce_eager" in engine.options and not section.enforce_eager,
+        image_share=_image_share(config) if is_policy else 0.0,
+    )
+
+
+def _score_memory(config: Config, role: str) -> ForwardMemory:
+    max_tokens, micro_batch = _score_batch(config)
+    teachers = [shape.num_parameters for shape, _ in (_teachers(config) if role == "reference" else ())]
+    return ForwardMemory(
+        max_tokens=max_tokens,
+        micro_batch=micro_batch,
+        weight_bytes=_BYTES[dtype_of(config)],
+        is_sharded=not backend_of(config).has_zero_options or config.train.deepspeed.zero_stage == 3,
+        packing=config.train.packing,
+        sequence_parallel=config.train.sequence_parallel_size,
+        is_guest=config.task_entry.compares_answers,
+        num_waiting=sum(teachers) - min(teachers, default=0),  # while the smallest is on the device
+        image_share=_image_share(config),
     )
 
 
@@ -196,9 +187,14 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
     compute = _BYTES[dtype_of(config)]
     backend = backend_of(config)
     has_master = train.fp32_master and compute < 4
-    max_tokens, micro_batch = _train_batch(config)
+    max_tokens, micro_batch = _batch(config, config.train)
     score_tokens, score_batch = _score_batch(config)
     pair = config.task_entry.sequences_per_row
+    gradient_bytes, master_bytes = 4 if has_master else compute, 0
+    if backend.has_masters_apart:
+        gradient_bytes = _BYTES[train.deepspeed.grad_accum_dtype or dtype_of(config)]
+        # Sharded, the optimizer steps a copy of the weights even in their dtype.
+        master_bytes = 4 if has_master else compute if train.deepspeed.zero_stage > 0 else 0
     return TrainMemory(
         max_tokens=max_tokens,
         micro_batch=micro_batch,
@@ -209,8 +205,8 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         sequence_parallel=train.sequence_parallel_size,
         weight_bytes=4 if has_master and not backend.has_masters_apart else compute,
         compute_bytes=compute,
-        gradient_bytes=_gradient_bytes(config, compute, has_master),
-        master_bytes=_master_bytes(config, compute, has_master),
+        gradient_bytes=gradient_bytes,
+        master_bytes=master_bytes,
         moment_bytes=4 if train.fp32_master or compute == 4 else compute,
         has_muon=(config.critic if role == "critic" else config.actor).optimizer.kind == "muon",
         optimizer_offload=train.deepspeed.adam_offload,
@@ -262,14 +258,8 @@ def _tokens_per_image(config: Config, vision: VisionShape) -> int | None:
     return None
 
 
-def _train_batch(config: Config) -> tuple[int, int]:
-    """Return (tokens of a sequence, sequences) of a micro-batch of an update."""
-    pair = config.task_entry.sequences_per_row
-    return _batch(config, config.train, pair)
-
-
-def _batch(config: Config, section: TrainConfig | RolloutConfig, pair: int) -> tuple[int, int]:
-    """Return (tokens of a sequence, sequences) of a section's micro-batch.
+def _batch(config: Config, section: TrainConfig | RolloutConfig) -> tuple[int, int]:
+    """Return (tokens of a sequence, sequences) of a micro-batch of updates or of scoring.
 
     A token budget counts as one sequence of that length if sequences are packed, else as several padded ones.
     """
@@ -278,45 +268,40 @@ def _batch(config: Config, section: TrainConfig | RolloutConfig, pair: int) -> t
     if budget is not None:
         return (budget, 1) if config.train.packing else (length, -(-budget // length))
     # Where no budget is chosen yet, count the smallest micro-batch.
-    return length, pair * (1 if section.micro_batch_size == "auto" else section.micro_batch_size)
+    num_rows = 1 if section.micro_batch_size == "auto" else section.micro_batch_size
+    return length, num_rows * config.task_entry.sequences_per_row
 
 
 def _score_batch(config: Config) -> tuple[int, int]:
     """Return (tokens of a sequence, sequences) of a micro-batch of scoring; outside rl, of an update."""
-    if not config.has_rollouts:
-        return _train_batch(config)
-    return _batch(config, config.rollout, 1)
+    return _batch(config, config.rollout if config.has_rollouts else config.train)
 
 
-def _master_bytes(config: Config, compute: int, has_master: bool) -> int:
-    """Return bytes per weight of the copy that the optimizer steps: sharded, it has one even in their dtype."""
-    if not backend_of(config).has_masters_apart:
-        return 0
-    return 4 if has_master else compute if config.train.deepspeed.zero_stage > 0 else 0
+# The roles whose models a role's may be, the first that is named.
+_SOURCES = {
+    "critic": ("critic", "reward", "actor"),
+    "reward": ("reward", "actor"),
+    "reference": ("reference", "actor"),
+    "judge": ("judge",),
+    "env": (),
+}
 
 
-def _gradient_bytes(config: Config, compute: int, has_master: bool) -> int:
-    if backend_of(config).has_masters_apart:
-        return _BYTES[config.train.deepspeed.grad_accum_dtype or dtype_of(config)]
-    return 4 if has_master else compute
+def _named(config: Config, role: str) -> tuple[str | None, Mapping[str, Any] | None]:
+    """Return the name of a role's own model, and its shape as far as the config has it."""
+    if role == "judge":
+        return config.reward.judge.model, config.reward.judge.engine.shape
+    section = section_of_role(config, role)
+    return section.model, getattr(section, "shape", None)
 
 
 def shape_of_role(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
     """Return a role's model shape, and the public model that it is assumed to be where only its name is known."""
     if role == "reference" and config.reference.teachers:
-        return _largest_teacher(config)
-    actor = (config.actor.model, config.actor.shape)
-    reward = (config.reward.model, config.reward.shape)
-    critic = (config.critic.model, config.critic.shape)
-    sources = {
-        "critic": (critic, reward, actor),
-        "reward": (reward, actor),
-        "reference": ((config.reference.model, None), actor),
-        "judge": ((config.reward.judge.model, config.reward.judge.engine.shape),),
-        "env": (),
-        **dict.fromkeys(config.components, ()),
-    }.get(role, (actor,))
-    for name, written in sources:
+        # The largest: there is one at a time on a device.
+        return max(_teachers(config), key=lambda teacher: teacher[0].num_parameters, default=(None, None))
+    sources: Sequence[str] = _SOURCES.get(role, () if role in config.components else ("actor",))
+    for name, written in (_named(config, source) for source in sources):
         if written is not None:
             return _with_head(config, role, from_hf_config(written)), None
         if name is None:
@@ -338,8 +323,7 @@ def _shape_of(name: str) -> tuple[ModelShape | None, str | None]:
             return from_hf_config(local), None
         except PlacementError:
             return None, None
-    assumed = known_shape(name)
-    return (None, None) if assumed is None else (assumed.shape, assumed.model)
+    return known_shape(name) or (None, None)
 
 
 def _teachers(config: Config) -> list[tuple[ModelShape, str | None]]:
@@ -347,17 +331,6 @@ def _teachers(config: Config) -> list[tuple[ModelShape, str | None]]:
     shapes = [_shape_of(name) for name in config.reference.teachers.values()]
     known = [(shape, assumed) for shape, assumed in shapes if shape is not None]
     return known if len(known) == len(shapes) else []
-
-
-def _largest_teacher(config: Config) -> tuple[ModelShape | None, str | None]:
-    """Return the teacher that takes most of a device, on which there is one at a time."""
-    return max(_teachers(config), key=lambda teacher: teacher[0].num_parameters, default=(None, None))
-
-
-def _num_waiting(config: Config) -> int:
-    """Count the parameters of teachers that are in host memory while the smallest is on the device."""
-    sizes = [shape.num_parameters for shape, _ in _teachers(config)]
-    return sum(sizes) - min(sizes, default=0)
 
 
 def _with_head(config: Config, role: str, shape: ModelShape) -> ModelShape:

@@ -141,7 +141,7 @@ def test_what_does_not_fit_says_by_how_much():
 
 def test_host_memory_that_does_not_fit():
     roles = [actor(offload="always"), rollout(share=0.5)]
-    inventory = Inventory.parse("1x8xA100-80G").with_hosts(memory_gib=64.0)
+    inventory = Inventory.parse("1x8xA100-80G+64G")
     text = printed(plan(inventory, roles, default_flow("rl", ["actor", "rollout"])))
     assert "the host memory of node 0 does not fit" in text
 

@@ -32,7 +32,7 @@ def refused(*texts: str):
 def shape(name: str) -> ModelShape:
     found = known_shape(name)
     assert found is not None
-    return found.shape
+    return found[0]
 
 
 def make_plan(inventory: str, roles: list[RoleSpec], task: str = "rl", **kwargs) -> Plan:

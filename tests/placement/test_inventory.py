@@ -66,10 +66,6 @@ def test_pools_given_like_node_groups_carry_environment_variables():
     assert inventory.places_by_node("node")
 
 
-def test_host_sizes_can_be_added():
-    assert Inventory.parse("2x8").with_hosts(memory_gib=512.0).nodes[1].host_memory_gib == 512.0
-
-
 def test_node_ranks_as_text():
     assert parse_node_ranks("all", 3) == (0, 1, 2)
     assert parse_node_ranks("0-1, 4", 6) == (0, 1, 4)

@@ -331,11 +331,10 @@ def test_what_is_known_can_be_too_much_already():
 
 def test_host_memory():
     tight = make_plan("1x8xA100-80G", hybrid_engine())
-    inventory = Inventory.parse("1x8xA100-80G")
     flow = default_flow("rl", [role.name for role in hybrid_engine()])
     used = tight.hosts[0].used_gib
     for memory_gib, verdict in ((used / 0.8, "fits"), (used / 0.95, "tight"), (used - 1, "does_not_fit")):
-        found = plan(inventory.with_hosts(memory_gib=memory_gib), hybrid_engine(), flow)
+        found = plan(Inventory.parse(f"1x8xA100-80G+{memory_gib:f}G"), hybrid_engine(), flow)
         assert (found.hosts[0].verdict, found.verdict) == (verdict, verdict)
 
 
@@ -344,7 +343,7 @@ def test_roles_without_devices_take_host_memory():
         actor("cpu*1", model="SmolLM2-135M", memory=TrainMemory(128, weight_bytes=4, compute_bytes=4, master_bytes=0)),
         rollout("cpu*2", model="SmolLM2-135M", memory=EngineMemory(128, slots=4, cuda_graphs=False, weight_bytes=4)),
     ]
-    found = plan(Inventory.parse("cpu").with_hosts(memory_gib=64.0), roles, default_flow("rl", ["actor", "rollout"]))
+    found = plan(Inventory.parse("cpu+64G"), roles, default_flow("rl", ["actor", "rollout"]))
     assert found.groups == ()
     terms = {(term.role, term.name): term.gib for term in found.hosts[0].terms}
     n = 134_515_008

@@ -82,12 +82,12 @@ def test_parameters_of_a_small_model_counted_by_hand():
 )
 def test_shape_assumed_from_a_name(name, model):
     found = known_shape(name)
-    assert (found.model if found else None) == model
+    assert (found[1] if found else None) == model
 
 
 def test_every_known_name_finds_itself():
     for name, known in KNOWN_SHAPES.items():
-        assert known_shape(f"someone/{name}-chat").shape == known, name
+        assert known_shape(f"someone/{name}-chat")[0] == known, name
 
 
 LLAMA_3_8B = {

@@ -26,10 +26,10 @@ def terms(found):
 def test_a_shape_has_the_parameters_of_the_public_model():
     assert SHAPE.num_vision_parameters == ENCODER
     assert SHAPE.num_parameters == 3_754_622_976  # as the hub counts
-    assert known_shape("Qwen/Qwen2.5-VL-3B-Instruct").model == "Qwen2.5-VL-3B"
-    assert known_shape("Qwen/Qwen2.5-VL-7B-Instruct").model == "Qwen2.5-VL-7B"
+    assert known_shape("Qwen/Qwen2.5-VL-3B-Instruct")[1] == "Qwen2.5-VL-3B"
+    assert known_shape("Qwen/Qwen2.5-VL-7B-Instruct")[1] == "Qwen2.5-VL-7B"
     assert known_shape("Qwen/Qwen2.5-VL-72B-Instruct") is None
-    assert known_shape("Qwen/Qwen2.5-3B-Instruct").shape.vision is None
+    assert known_shape("Qwen/Qwen2.5-3B-Instruct")[0].vision is None
 
 
 def test_a_config_of_the_hub_has_its_keys_in_one_object_or_in_two():

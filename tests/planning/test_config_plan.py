@@ -110,7 +110,7 @@ def test_every_teacher_is_counted_the_largest_on_the_device_and_the_others_on_th
     text += "\nalgorithm: {distill_coef: 1.0}\ntrain: {dtype: bf16}"
     reference = specs(text)["reference"]
     assert reference.model_assumed == "Qwen2.5-7B"
-    sizes = [known_shape(f"Qwen2.5-{size}B").shape.num_parameters for size in ("7", "1.5")]
+    sizes = [known_shape(f"Qwen2.5-{size}B")[0].num_parameters for size in ("7", "1.5")]
     assert reference.memory.num_waiting == sum(sizes)  # while the smallest has its turn
     priced = estimate("reference", reference.memory, reference.model, Layout(2))
     [waiting] = [term for term in priced.host if "waiting" in term.name]
