@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hotseat.checks.named_files import judge_length_problem, length_problem
+from hotseat.checks.named_files import length_problem, models_of
 from hotseat.checks.stage import Context, DataContext
 from hotseat.checks.tokenizers import tokenizer_of
 from hotseat.config import Config
@@ -15,8 +15,6 @@ from hotseat.config.presence import (
     has_critic,
     has_images,
     has_judge_engine,
-    has_reference,
-    has_reward_model,
     has_simulator,
 )
 from hotseat.config.resolved import critic_model, judge_length
@@ -32,13 +30,11 @@ def models(context: Context) -> Iterator[Problem]:
     yield from _model(config, "actor.model", config.actor.model, is_value=is_value, is_trained=True, aux_loss=aux_loss)
     if has_critic(config):
         yield from _model(config, "critic.model", critic_model(config), is_value=True, is_trained=True)
-    if has_reference(config) and config.reference.model is not None:
-        yield from _model(config, "reference.model", config.reference.model)
-    if has_reference(config):
-        for name, model in config.reference.teachers.items():
-            yield from _model(config, f"reference.teachers.{name}", model)
-    if has_reward_model(config) and config.reward.model is not None:
-        yield from _model(config, "reward.model", config.reward.model, is_value=True)
+    for key, model in models_of(config):
+        if key.startswith("reference."):
+            yield from _model(config, key, model)
+        elif key == "reward.model":
+            yield from _model(config, key, model, is_value=True)
     if has_judge_engine(config):
         yield from _judge(config)
 
@@ -52,8 +48,8 @@ def _judge(config: Config) -> Iterator[Problem]:
     try:
         model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
         _check_engine(config.reward.judge.engine.kind, length, model_config)
-        if (problem := judge_length_problem(config, model_config.to_dict())) is not None:
-            yield Problem("", f"reward.judge.engine.max_length: {problem}")
+        if (problem := length_problem(config, "reward.judge.model", model, model_config.to_dict())) is not None:
+            yield Problem("", str(problem))
     except (UserError, OSError, ValueError) as error:
         yield _described("reward.judge.model", model, error)
     else:
@@ -76,7 +72,7 @@ def _model(
         check_fit(model_config, config.train.sequence_parallel_size, config.train.tensor_parallel_size, aux_loss)
         check_length(model_config, config.data.max_length)
         if (problem := length_problem(config, key, model, model_config.to_dict())) is not None:
-            raise UserError(f"data.max_length: {problem}")
+            raise UserError(str(problem))
         if key == "actor.model" and config.has_rollouts:
             rollout = config.rollout
             _check_engine(rollout.engine, config.data.max_length, model_config, rollout.tensor_parallel_size)

@@ -287,37 +287,25 @@ def lengths(context: Context) -> Iterator[Problem]:
             shape = json.loads((Path(name) / "config.json").read_text())
         except (OSError, ValueError):
             continue  # reading the model raises later
-        shape = shape if isinstance(shape, dict) else {}
-        if key == "reward.judge.model":
-            if (message := judge_length_problem(config, shape)) is not None:
-                yield Problem("reward.judge.engine.max_length", message)
-            continue
-        message = length_problem(config, key, name, shape)
-        if message is not None:
-            yield Problem("data.max_length", message)
-            return
+        problem = length_problem(config, key, name, shape if isinstance(shape, dict) else {})
+        if problem is not None:
+            yield problem
+            if problem.key == "data.max_length":
+                return
 
 
-def length_problem(config: Config, key: str, model: str, shape: Mapping[str, Any]) -> str | None:
-    """Describe what is wrong with data.max_length for a model with this config.json; None if it fits."""
+def length_problem(config: Config, key: str, model: str, shape: Mapping[str, Any]) -> Problem | None:
+    """Find that sequences, or requests to a judge, may be longer than a model with this config.json has positions."""
+    option, length, is_set = "data.max_length", config.data.max_length, "max_length" in config.data.model_fields_set
+    if key == "reward.judge.model":
+        engine = config.reward.judge.engine
+        option, length, is_set = "reward.judge.engine.max_length", judge_length(config), engine.max_length is not None
     positions = num_positions(shape)
-    length = config.data.max_length
     if positions is None or length <= positions:
         return None
-    default = "" if "max_length" in config.data.model_fields_set else " (its default)"
-    return f"{length}{default} is above the {positions} positions of {key} {model!r}: set it to {positions} or less"
-
-
-def judge_length_problem(config: Config, shape: Mapping[str, Any]) -> str | None:
-    """Describe what is wrong with the length of requests to a judge with this config.json; None if it fits."""
-    judge, length, positions = config.reward.judge, judge_length(config), num_positions(shape)
-    if positions is None or length <= positions:
-        return None
-    default = "" if judge.engine.max_length is not None else " (its default)"
-    return (
-        f"{length}{default} is above the {positions} positions of reward.judge.model {judge.model!r}: set it to"
-        f" {positions} or less"
-    )
+    default = "" if is_set else " (its default)"
+    why = f"{length}{default} is above the {positions} positions of {key} {model!r}: set it to {positions} or less"
+    return Problem(option, why)
 
 
 def num_positions(shape: Mapping[str, Any]) -> int | None:

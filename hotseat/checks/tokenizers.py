@@ -12,6 +12,13 @@ from hotseat.config.resolved import critic_model
 from hotseat.errors import Problem, UserError
 
 _NUM_NAMED = 3  # tokens in an error message
+_REMEDIES = {
+    "reward": "choose a reward model with the actor's tokenizer, or set reward.retokenize to true to give it the text"
+    " in tokens of its own",
+    "critic": "a critic gives a value for each of the actor's tokens: set critic.model to the actor's checkpoint, or to"
+    " another with its tokenizer",
+    "reference": "a KL compares log-probs of the same tokens: choose a reference with the actor's tokenizer",
+}
 
 
 def readers(context: TokenizerContext) -> Iterator[Problem]:
@@ -22,13 +29,20 @@ def readers(context: TokenizerContext) -> Iterator[Problem]:
     config, tokenizer = context.config, context.tokenizer
     if has_reward_model(config):
         reward_scale(config)
-        yield from _reward_model(config, tokenizer)
-    if has_critic(config) and critic_model(config) != config.actor.model:
-        yield from _critic(config, tokenizer)
     others = {key: model for key, model in _models_beside(config).items() if model != config.actor.model}
     for key, model in others.items():
-        if key.startswith("reference."):
-            yield from _reference(config, tokenizer, key, model)
+        theirs, role = tokenizer_of(config, key, model), key.partition(".")[0]
+        if role == "reward" and config.reward.retokenize:
+            continue
+        difference = _difference(tokenizer, theirs)
+        if difference is None and role == "reward":
+            difference = _other_ends(tokenizer, theirs)
+        if difference is not None:
+            yield Problem(
+                "",
+                f"{key} {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference};"
+                f" {_REMEDIES[role]}",
+            )
     if has_images(config) and others:
         yield from _images(config, tokenizer, others)
 
@@ -61,7 +75,8 @@ def _models_beside(config: Config) -> dict[str, str]:
     if has_reward_model(config):
         models["reward.model"] = config.reward.model
     if has_critic(config):
-        models["critic.model"] = critic_model(config)
+        unset = "" if config.critic.model is not None else " (unset: reward.model)"
+        models[f"critic.model{unset}"] = critic_model(config)
     if has_reference(config):
         models["reference.model"] = config.reference.model
         models |= {f"reference.teachers.{name}": model for name, model in config.reference.teachers.items()}
@@ -84,45 +99,6 @@ def reward_scale(config: Config) -> tuple[float, float] | None:
         " of the model's scores and their deviation, above 0, as its training leaves them there; add them, or set"
         " reward.normalize to false"
     )
-
-
-def _reward_model(config: Config, tokenizer: Any) -> Iterator[Problem]:
-    model = config.reward.model
-    assert model is not None
-    theirs = tokenizer_of(config, "reward.model", model)
-    if config.reward.retokenize:
-        return
-    difference = _difference(tokenizer, theirs) or _other_ends(tokenizer, theirs)
-    if difference is not None:
-        yield Problem(
-            "",
-            f"reward.model {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; choose"
-            " a reward model with the actor's tokenizer, or set reward.retokenize to true to give it the text in"
-            " tokens of its own",
-        )
-
-
-def _critic(config: Config, tokenizer: Any) -> Iterator[Problem]:
-    model = critic_model(config)
-    key = "critic.model" if config.critic.model is not None else "critic.model (unset: reward.model)"
-    difference = _difference(tokenizer, tokenizer_of(config, key, model))
-    if difference is not None:
-        yield Problem(
-            "",
-            f"{key} {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; a critic"
-            " gives a value for each of the actor's tokens: set critic.model to the actor's checkpoint, or to another"
-            " with its tokenizer",
-        )
-
-
-def _reference(config: Config, tokenizer: Any, key: str, model: str) -> Iterator[Problem]:
-    difference = _difference(tokenizer, tokenizer_of(config, key, model))
-    if difference is not None:
-        yield Problem(
-            "",
-            f"{key} {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; a"
-            " KL compares log-probs of the same tokens: choose a reference with the actor's tokenizer",
-        )
 
 
 def tokenizer_of(config: Config, key: str, model: str) -> Any:

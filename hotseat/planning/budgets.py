@@ -10,6 +10,7 @@ is large enough to keep the device busy: recomputing a layer costs more than cut
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +67,11 @@ def uses(config: Config) -> tuple[Use, ...]:
     return tuple(use for use in names if is_auto(_section(config, use)))
 
 
+def _open_uses(config: Config) -> list[Use]:
+    """List the uses whose budget is still to be chosen."""
+    return [use for use in uses(config) if _section(config, use).chosen_tokens_per_device is None]
+
+
 def are_layers_chosen(config: Config) -> bool:
     """Tell whether it is settled how many layers recompute their activations."""
     return config.train.checkpointed_layers != "auto"
@@ -85,24 +91,23 @@ def with_budgets_of(config: Config, other: Config) -> Config:
     """Return the config with what another, such as a checkpoint's, has chosen, where it has chosen nothing itself."""
     if not are_layers_chosen(config) and are_layers_chosen(other):
         config = with_layers(config, num_checkpointed(other))
-    for use in uses(config):
+    for use in _open_uses(config):
         tokens = _section(other, use).chosen_tokens_per_device
-        if tokens is not None and _section(config, use).chosen_tokens_per_device is None:
+        if tokens is not None:
             config = with_budget(config, use, tokens)
     return config
 
 
 def with_least_budgets(config: Config) -> Config:
     """Return the config with the smallest budgets wherever the run chooses them: if any budgets fit, these do."""
-    for use in uses(config):
-        if _section(config, use).chosen_tokens_per_device is None:
-            config = with_budget(config, use, least_tokens(config))
+    for use in _open_uses(config):
+        config = with_budget(config, use, least_tokens(config))
     return config
 
 
 def with_whole_steps(config: Config, num_ranks: int) -> Config:
     """Return the config with a budget, where the run chooses it, for a rank's whole optimizer step at once."""
-    if "train" not in uses(config) or config.train.chosen_tokens_per_device is not None:
+    if "train" not in _open_uses(config):
         return config
     return with_budget(config, "train", _most(config, "train", num_ranks, least_tokens(config)))
 
@@ -120,10 +125,9 @@ def choose_on_cpu(config: Config, token_bytes: float | None) -> ChosenBudgets:
     """
     most = CPU_TOKENS if token_bytes is None else min(CPU_TOKENS, int(CPU_GIB * GIB / token_bytes))
     made = config if are_layers_chosen(config) else with_layers(config, None)
-    for use in uses(config):
-        if _section(config, use).chosen_tokens_per_device is None:
-            tokens = most if use == "train" else CPU_TOKENS
-            made = with_budget(made, use, max(least_tokens(config), tokens // _UNIT * _UNIT))
+    for use in _open_uses(config):
+        tokens = most if use == "train" else CPU_TOKENS
+        made = with_budget(made, use, max(least_tokens(config), tokens // _UNIT * _UNIT))
     return ChosenBudgets(made, _notes(config, made, "on CPUs the size depends on the model alone"))
 
 
@@ -140,12 +144,13 @@ def choose(
     `plan_with` takes for granted, for the note.
     """
     least = least_tokens(config)
-    open_uses = [use for use in uses(config) if _section(config, use).chosen_tokens_per_device is None]
+    open_uses = _open_uses(config)
     made = config if are_layers_chosen(config) else with_layers(config, None)
     for use in open_uses:
         made = with_budget(made, use, least)
     lowest = plan_with(made)
-    if not _is_priced(lowest):
+    verdicts = {step.verdict for group in lowest.groups for step in group.steps}
+    if not verdicts or "unknown" in verdicts:
         for use in open_uses:
             made = with_budget(made, use, max(least, UNPRICED_TOKENS))
         why = "a constant: the plan does not know the memory of every model or of the device"
@@ -162,7 +167,8 @@ def choose(
         if "train" in open_uses:
             tokens = min(MAX_BUSY_TOKENS, max(MIN_BUSY_TOKENS, BUSY_TOKENS_BY_WIDTH // model.hidden_size))
             busy = with_budget(made, "train", min(max(least, tokens), _most(config, "train", num_ranks, least)))
-        fewest = _fewest(model.num_layers, lambda layers: is_no_worse(with_layers(busy, layers)))
+        tried = range(model.num_layers)  # more layers fit the better
+        fewest = bisect_left(tried, True, key=lambda layers: is_no_worse(with_layers(busy, layers)))
         made = with_layers(made, fewest if fewest < model.num_layers else None)
     for use in open_uses:
 
@@ -193,31 +199,9 @@ def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
     """Return the largest number of tokens that fits, in whole units; `least` if none does."""
     if most <= least or fits(most):
         return most
-    low, high = 0, (most - least) // _UNIT  # units beyond `least`: those that fit, and the first that do not
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(least + middle * _UNIT):
-            low = middle
-        else:
-            high = middle - 1
-    return least + low * _UNIT
-
-
-def _fewest(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the smallest number that fits, of which larger ones fit the better; `most` if none does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high) // 2
-        if fits(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _is_priced(plan: Plan) -> bool:
-    steps = [step for group in plan.groups for step in group.steps]
-    return bool(steps) and all(step.verdict != "unknown" for step in steps)
+    units = (most - least) // _UNIT
+    too_many = bisect_left(range(units), True, key=lambda fewer: fits(least + (units - fewer) * _UNIT))
+    return least + (units - too_many) * _UNIT
 
 
 def _is_no_worse(plan: Plan, lowest: Plan) -> bool:

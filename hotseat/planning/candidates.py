@@ -21,7 +21,6 @@ from hotseat.planning.config_plan import machines_of, make_plan, num_data_parall
 from hotseat.planning.search import Settings
 from hotseat.words import quantity
 
-_ELSEWHERE = ("none",)
 STAGES = (1, 2, 4)  # of simulators
 
 
@@ -81,11 +80,11 @@ def candidates(
     have the actor's devices. Staleness above 0 is tried where they share none, since rollout and training take
     turns otherwise.
     """
-    num_devices = _num_devices(config, inventory)
+    num_devices = (machines_of(config, inventory) or make_plan(config).inventory).num_devices
     refuse_fixed_roles(config)
     others = [role for role in roles_of(config) if role not in ("actor", "rollout", "env")]
     placed_elsewhere: Settings = {
-        role: selection for role, selection in config.cluster.component_placement.items() if selection in _ELSEWHERE
+        role: selection for role, selection in config.cluster.component_placement.items() if selection == "none"
     }
     if has_simulator(config):
         yield from _with_simulators(config, inventory, num_devices, sizes, placed_elsewhere, others)
@@ -160,7 +159,7 @@ def _splits_in_three(num_devices: int) -> Iterator[tuple[range, range, range]]:
         yield used, used, used
         for at in range(1, count):
             yield used, range(at), range(at, count)
-        for part in _proper_divisors(count):
+        for part in (part for part in range(1, count) if count % part == 0):  # so that the rest is divided evenly
             yield used, range(0, count, count // part), used  # each shares the device of one of its own engines
             yield used, used, range(count - part, count)
     for trained in _halved(num_devices):
@@ -177,11 +176,6 @@ def _splits_in_three(num_devices: int) -> Iterator[tuple[range, range, range]]:
 def _halved(count: int) -> list[int]:
     """Return a half, a quarter, ... of a number, rounded down, to 1."""
     return [] if count < 2 else [count // 2, *_halved(count // 2)]
-
-
-def _proper_divisors(count: int) -> list[int]:
-    """Return the smaller numbers that divide a number: env processes and engines on a part go evenly into the rest."""
-    return [part for part in range(1, count) if count % part == 0]
 
 
 def _changed(config: Config, settings: Settings) -> Settings:
@@ -222,7 +216,3 @@ def _without_overlap(config: Config) -> Settings:
     defaults = Config()
     keys = ("overlap.queue", "overlap.order", "overlap.in_flight")
     return {key: value for key in keys if (value := attrgetter(key)(defaults)) != attrgetter(key)(config)}
-
-
-def _num_devices(config: Config, inventory: str | Inventory | None) -> int:
-    return (machines_of(config, inventory) or make_plan(config).inventory).num_devices

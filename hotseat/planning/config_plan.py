@@ -135,8 +135,10 @@ def _activation_bytes(config: Config) -> float | None:
 
 def plan_as_is(config: Config, inventory: str | Inventory | None = None, *, are_devices_logical: bool = False) -> Plan:
     """Plan a config with all budgets chosen; see `make_plan`."""
-    specs = role_specs(_with_dtype(config, inventory, are_devices_logical))
-    roles = [_without_accelerator(config, spec) if are_devices_logical else spec for spec in specs]
+    roles = role_specs(_with_dtype(config, inventory, are_devices_logical))
+    if are_devices_logical:
+        stay = _engines_that_stay(config)
+        roles = [replace(spec, can_offload=frozenset(), offload=None) if spec.name in stay else spec for spec in roles]
     machines = machines_of(config, inventory)
     with own_names(config):
         flow = make_flow(config, tuple(spec.name for spec in roles))
@@ -145,8 +147,12 @@ def plan_as_is(config: Config, inventory: str | Inventory | None = None, *, are_
             _check_second_copies(config, made)
         else:
             made = _on_assumed_nodes(config, roles, flow)
-    no_effect = without_effect_on_cpus(config) if are_devices_logical else []
-    return replace(made, warnings=(*made.warnings, *not_described(config), *_not_priced(config), *no_effect))
+    notes = not_described(config)
+    if config.train.lora.rank and config.train.lora.target_modules != "all-linear":
+        notes.append("train.lora.target_modules: the figures are for adapters beside every linear layer")
+    if are_devices_logical:
+        notes += without_effect_on_cpus(config)
+    return replace(made, warnings=(*made.warnings, *notes))
 
 
 def _with_scoring_together(config: Config, made: Plan) -> Plan:
@@ -233,46 +239,30 @@ def more_engines(config: Config, made: Plan) -> list[str]:
 def without_effect_on_cpus(config: Config) -> list[str]:
     """List options that are set and have no effect without accelerators, with why."""
     notes = []
-    for role in [role for role in roles_of(config) if role_entry(role).kind == "engine"]:
-        engine = engine_of(config, role)
-        if engine.offloads_on_cpu:
-            continue
-        section = section_of_role(config, role)
+    for role in _engines_that_stay(config):
+        title, key, section = engine_of(config, role).title, role_entry(role).section, section_of_role(config, role)
         if section.enable_offload:
-            key = f"{role_entry(role).section}.enable_offload"
-            notes.append(f"{key}: no effect here: on a CPU {engine.title} cannot offload its weights and its cache")
+            why = f"on a CPU {title} cannot offload its weights and its cache"
+            notes.append(f"{key}.enable_offload: no effect here: {why}")
         if section.memory_share is not None:
-            key = f"{role_entry(role).section}.memory_share"
-            notes.append(f"{key}: no effect here: on a CPU {engine.title}'s cache has the size that its sequences need")
+            why = f"on a CPU {title}'s cache has the size that its sequences need"
+            notes.append(f"{key}.memory_share: no effect here: {why}")
     return notes
 
 
-def _without_accelerator(config: Config, spec: RoleSpec) -> RoleSpec:
-    """Return the role as it is on a CPU, where not every engine can offload."""
-    if role_entry(spec.name).kind == "engine" and not engine_of(config, spec.name).offloads_on_cpu:
-        return replace(spec, can_offload=frozenset(), offload=None)
-    return spec
-
-
-def _not_priced(config: Config) -> list[str]:
-    """List options whose effect on memory the plan does not compute."""
-    notes = []
-    if config.train.lora.rank and config.train.lora.target_modules != "all-linear":
-        notes.append("train.lora.target_modules: the figures are for adapters beside every linear layer")
-    return notes
+def _engines_that_stay(config: Config) -> list[str]:
+    """List the roles whose engines cannot offload on a CPU."""
+    engines = [role for role in roles_of(config) if role_entry(role).kind == "engine"]
+    return [role for role in engines if not engine_of(config, role).offloads_on_cpu]
 
 
 def inventory_of(cluster: Any) -> Inventory:
     """Return the nodes of a running cluster in order, each with its devices."""
-
-    def kind(node: Any) -> DeviceKind:
-        return DeviceKind("GPU", node.device_bytes / GIB) if node.device_bytes else UNKNOWN_KIND
-
-    return Inventory(
-        tuple(
-            Node(rank, num_devices=node.num_devices, device_kind=kind(node)) for rank, node in enumerate(cluster.nodes)
-        )
-    )
+    nodes = []
+    for rank, node in enumerate(cluster.nodes):
+        kind = DeviceKind("GPU", node.device_bytes / GIB) if node.device_bytes else UNKNOWN_KIND
+        nodes.append(Node(rank, num_devices=node.num_devices, device_kind=kind))
+    return Inventory(tuple(nodes))
 
 
 def host_needs(config: Config, made: Plan) -> dict[str, float]:
