@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import time
 from pathlib import Path
@@ -46,12 +47,10 @@ log: {{every: 10}}
 """
 
 NUM_PROMPTS = 5_120
-
-
 BAR_WIDTH = 50
 
 
-def run_demo(directory: Path | None, seed: int) -> int:
+def run_demo(arguments: argparse.Namespace) -> int:
     """Run the whole demo and return the exit code."""
     from transformers.utils import logging
 
@@ -60,22 +59,13 @@ def run_demo(directory: Path | None, seed: int) -> int:
     from hotseat.observe import read_lines
 
     logging.disable_progress_bar()
-    directory = directory or free_directory(Path("runs"))
+    directory, seed = Path(arguments.dir or free_directory(Path("runs"))), arguments.seed
     if _is_used(directory):
         raise UserError(f"{directory} is not empty: give another --dir, or remove it")
     started_s = time.monotonic()
     directory = directory.resolve()
     files = make_files(directory, seed)
-    names = {
-        "directory": directory,
-        "seed": seed,
-        "model": files.model,
-        "examples": files.examples,
-        "prompts": files.prompts,
-        "held_out": files.held_out,
-        "reward": files.reward,
-        "num_prompts": NUM_PROMPTS,
-    }
+    names = {"directory": directory, "seed": seed, "num_prompts": NUM_PROMPTS, **vars(files)}
     print(f"the task: {files.examples}, {files.prompts}, {files.reward}", flush=True)
     for name, text in (("sft", SFT), ("grpo", GRPO)):
         (directory / f"{name}.yaml").write_text(text.format(**names))

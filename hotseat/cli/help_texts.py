@@ -9,6 +9,10 @@ exit codes:
   2    refused before anything ran: a wrong key, value, file or command line
   130  stopped by Ctrl-C or SIGTERM (the first lets the step finish and saves it, a second ends at once)"""
 
+CHANGES = """
+Everything else is refused unless --allow-change names it. With another number of steps the learning
+rate follows the schedule of the new length. Reports mark where a run was changed."""
+
 _SETTINGS = """\
 settings:
   KEY=VALUE replaces a setting of the file: sections are joined by dots, the value is YAML, such as

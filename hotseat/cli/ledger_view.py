@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
@@ -13,6 +14,11 @@ from hotseat.errors import UserError
 from hotseat.loop.rl.ledger import NEVER_SAMPLED, count_causes, read_ledger
 from hotseat.loop.state.run_dir import LEDGER
 from hotseat.types import SampleKey
+
+
+def run_ledger(arguments: argparse.Namespace) -> int:
+    show_ledger(Path(arguments.run_dir), arguments.sample)
+    return 0
 
 
 def show_ledger(run_dir: Path, sample: str | None, console: Console | None = None) -> None:

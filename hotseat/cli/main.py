@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import pkgutil
 import signal
 import sys
@@ -81,12 +82,8 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     options.add_argument("section", nargs="?", default="", help="only keys below this one, such as rollout")
     options.add_argument("--json", action="store_true", help="print a JSON list instead, an object for each key")
 
-    _command(
-        commands,
-        "openrlhf-path",
-        _openrlhf_path,
-        "print the directory that runs `python -m openrlhf.cli...` on Hotseat",
-    )
+    text = "print the directory that runs `python -m openrlhf.cli...` on Hotseat"
+    _command(commands, "openrlhf-path", _openrlhf_path, text)
 
     rlinf = _command(
         commands,
@@ -138,7 +135,12 @@ def _add_runs(commands: _Commands, command: str) -> None:
     replay.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run that had log.keep_rollouts=true")
     offline_arguments.add_overrides(replay, "settings that are to differ from the run's")
 
-    ledger = _command(commands, "ledger", _ledger, "count what became of a run's samples, or show the history of one")
+    ledger = _command(
+        commands,
+        "ledger",
+        "cli.ledger_view:run_ledger",
+        "count what became of a run's samples, or show the history of one",
+    )
     ledger.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     ledger.add_argument("--sample", metavar="PASS/PROMPT/SAMPLE", help="only this one, such as 0/17/3")
 
@@ -182,7 +184,9 @@ def _add_offline(commands: _Commands) -> None:
         )
     )
 
-    demo = _command(commands, "demo", _demo, "make a small model and a task; train it by SFT, then by GRPO")
+    demo = _command(
+        commands, "demo", "cli.demo:run_demo", "make a small model and a task; train it by SFT, then by GRPO"
+    )
     demo.add_argument(
         "--dir", metavar="DIR", help="where everything goes (default: runs/demo, or the next free number)"
     )
@@ -261,10 +265,7 @@ def _what_may_change() -> str:
     for subject, keys in may_change():
         text = f"{subject}: {', '.join(keys)}"
         lines += textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
-    lines.append("")
-    lines.append("Everything else is refused unless --allow-change names it. With another number of steps the learning")
-    lines.append("rate follows the schedule of the new length. Reports mark where a run was changed.")
-    return "\n".join(lines)
+    return "\n".join([*lines, help_texts.CHANGES])
 
 
 def _add_config_arguments(command: argparse.ArgumentParser) -> None:
@@ -312,13 +313,6 @@ def _resume(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _ledger(arguments: argparse.Namespace) -> int:
-    from hotseat.cli.ledger_view import show_ledger
-
-    show_ledger(Path(arguments.run_dir), arguments.sample)
-    return OK
-
-
 def _report(arguments: argparse.Namespace) -> int:
     from hotseat.observe.report import write_report
 
@@ -328,27 +322,21 @@ def _report(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _demo(arguments: argparse.Namespace) -> int:
-    from hotseat.cli.demo import run_demo
-
-    return run_demo(None if arguments.dir is None else Path(arguments.dir), arguments.seed)
-
-
 def _plan(arguments: argparse.Namespace) -> int:
+    from hotseat.cli.plan_view import make_console, notes, render
     from hotseat.config import load
     from hotseat.config.unsupported import unsupported
+    from hotseat.planning.advisor import advise
     from hotseat.planning.config_plan import flow_problem, make_plan, on_all_devices, with_budgets
 
     config = load(arguments.config, arguments.overrides)
     if arguments.auto is not None:
         from hotseat.cli.auto_view import print_auto
-        from hotseat.cli.plan_view import make_console
 
         print_auto(config, arguments.inventory, Path(arguments.auto), make_console())
         return OK
-    recorded = None
     if arguments.recorded is not None:
-        from hotseat.cli.forecast_view import check_recorded
+        from hotseat.cli.forecast_view import check_recorded, print_forecast
 
         recorded = check_recorded(config, Path(arguments.recorded))
     placed = on_all_devices(config, arguments.inventory)
@@ -361,20 +349,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(made.to_json())
     else:
-        from hotseat.cli.plan_view import make_console, notes, render
-        from hotseat.planning.advisor import advise
-
-        render(
-            made,
-            make_console(),
-            arguments.explain,
-            lambda: advise(config, arguments.inventory),
-            notes(config, placed, chosen, made),
-        )
-        if recorded is not None:
-            from hotseat.cli.forecast_view import print_forecast
-
-            print_forecast(chosen.config, made, recorded, Path(arguments.recorded), make_console())
+        advice = functools.partial(advise, config, arguments.inventory)
+        render(made, make_console(), arguments.explain, advice, notes(config, placed, chosen, made))
+    if arguments.recorded is not None:
+        print_forecast(chosen.config, made, recorded, Path(arguments.recorded), make_console())
     return REFUSED if made.verdict == "does_not_fit" else OK
 
 
@@ -407,10 +385,9 @@ def _config(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
     print(to_yaml(config), end="")
     for problem in startup_problems(config):
+        text = f"to start this run: {problem}"
         if isinstance(problem, Unsupported):
             text = f"this run cannot start yet: {problem.key}: not part of this version: {problem.message}"
-        else:
-            text = f"to start this run: {problem}"
         print(text, file=sys.stderr)
     return OK
 

@@ -5,6 +5,7 @@ Lines have at most `MAX_WIDTH` columns, also in a pipe; cells that are wider are
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
@@ -18,13 +19,12 @@ from hotseat.config import Config
 from hotseat.placement.inventory import Inventory, format_ranges, format_ranks, ranges
 from hotseat.placement.memory import FITS_BELOW, UNSHARDED_GRADIENTS, total
 from hotseat.placement.plan_types import DeviceGroup, GroupStep, Plan, PlannedRole, Route
-from hotseat.placement.residency import HandOver, Holding, Move
+from hotseat.placement.residency import HandOver, Holding
 from hotseat.placement.role_names import Part
-from hotseat.planning.advisor import MAX_SEARCHED, Advice
+from hotseat.planning.advisor import MAX_SEARCHED, Advice, as_overrides, as_yaml
 from hotseat.planning.budgets import ChosenBudgets, describe
 from hotseat.registry.roles import role_entry
 
-_LETTERS = {Part.WEIGHTS: "w", Part.GRADIENTS: "g", Part.OPTIMIZER: "o", Part.KV_CACHE: "k", Part.SIMULATOR: "s"}
 _LEGEND = (
     "W weights  G gradients  O optimizer  K kv cache  S simulator\n"
     "CAPITAL in use   small resident, not in use   (offloaded to the host)   [dropped, made again later]"
@@ -38,9 +38,13 @@ _HEADS = {
     "does_not_fit": "Does not fit",
     "unknown": "Memory not checked (the warnings say why)",
 }
-_ROUTE_WORDS = {"same_device": "same device", "same_node": "same node", "other_node": "other node"}
-_LEAVING = {"copied": "to host", "dropped": "dropped"}
-_COMING = {"restored": "from host", "allocated": "allocated", "pushed": "pushed by actor"}
+_MOVES = {  # with - parts leave a device, with + they come
+    "copied": "- {} to host",
+    "dropped": "- {} dropped",
+    "restored": "+ {} from host",
+    "allocated": "+ {} allocated",
+    "pushed": "+ {} pushed by actor",
+}
 
 
 def make_console() -> Console:
@@ -179,7 +183,13 @@ def _roles(plan: Plan) -> Table:
         if role.where == "cpu":
             nodes = sorted({process.node for process in role.processes})
             where = f"no devices, node{'s' * (len(nodes) > 1)} {format_ranks(nodes)}"
-        table.add_row(role.name, role.on, _processes(role), where, ", ".join(_notes(role)))
+        notes = {
+            f"{role.share or 0:.0%} of memory": role.share is not None,
+            f"tensor parallel {role.tensor_parallel}": role.tensor_parallel > 1,
+            f"assumed {role.model_assumed}": bool(role.model_assumed),
+        }
+        shown = ", ".join(note for note, is_shown in notes.items() if is_shown)
+        table.add_row(role.name, role.on, _processes(role), where, shown)
     return table
 
 
@@ -193,17 +203,6 @@ def _processes(role: PlannedRole) -> str:
     if min(fractions, default=1.0) < 1:
         text += f", {round(1 / min(fractions))} per device"
     return text
-
-
-def _notes(role: PlannedRole) -> list[str]:
-    notes = []
-    if role.share is not None:
-        notes.append(f"{role.share:.0%} of memory")
-    if role.tensor_parallel > 1:
-        notes.append(f"tensor parallel {role.tensor_parallel}")
-    if role.model_assumed:
-        notes.append(f"assumed {role.model_assumed}")
-    return notes
 
 
 def _device_tables(plan: Plan, width: int) -> list[Table]:
@@ -244,16 +243,10 @@ def _cell(step: GroupStep, group: DeviceGroup) -> Text:
 
 
 def _letters(holdings: Sequence[Holding]) -> str:
-    def of(state: str) -> str:
-        return "".join(_LETTERS[h.part] for h in holdings if h.state == state)
-
-    offloaded, dropped = of("offloaded"), of("dropped")
-    return (
-        of("needed").upper()
-        + of("kept")
-        + (f"({offloaded})" if offloaded else "")
-        + (f"[{dropped}]" if dropped else "")
-    )
+    """Format the state of parts, each by the first letter of its name, as the legend explains."""
+    forms = {"needed": str.upper, "kept": str, "offloaded": "({})".format, "dropped": "[{}]".format}
+    letters = {state: "".join(held.part[0] for held in holdings if held.state == state) for state in forms}
+    return "".join(form(letters[state]) for state, form in forms.items() if letters[state])
 
 
 def _hand_overs(plan: Plan) -> Table:
@@ -270,15 +263,11 @@ def _hand_over(hand_over: HandOver) -> tuple[str, str, str]:
     steps = f"{hand_over.from_step} -> {hand_over.to_step}" + (" (next)" if hand_over.is_next_iteration else "")
     before, after = "+".join(hand_over.from_roles), "+".join(hand_over.to_roles)
     lease = f"{before} -> {after}" if before != after else f"stays with {before}"
-    moves = [_move("-", move, _LEAVING) for move in hand_over.leaves]
-    moves += [_move("+", move, _COMING) for move in hand_over.comes]
+    moves = []
+    for move in (*hand_over.leaves, *hand_over.comes):
+        size = "" if move.gib is None else f" {move.gib:.1f}G"
+        moves.append(_MOVES[move.how].format(f"{move.role} {move.part.replace('_', ' ')}{size}"))
     return steps, lease, "\n".join(moves)
-
-
-def _move(sign: str, move: Move, words: dict[str, str]) -> str:
-    """Format a move as `- actor optimizer 11.2G to host`."""
-    size = "" if move.gib is None else f" {move.gib:.1f}G"
-    return f"{sign} {move.role} {move.part.replace('_', ' ')}{size} {words[move.how]}"
 
 
 def _traffic(plan: Plan) -> str:
@@ -307,7 +296,7 @@ def _routes(plan: Plan) -> Table:
         note = f" ({max(each)} each)" if kind == "same_device" and max(each) > 1 else note
         table.add_row(
             f"{role} {format_ranks(route.rank for route in routes)}",
-            _ROUTE_WORDS[kind],
+            kind.replace("_", " "),
             f"{format_ranges(ranges(sorted(sources)))}{note}",
         )
     return table
@@ -421,13 +410,9 @@ def _advice(advice: Sequence[Advice], plan: Plan, console: Console) -> None:
         console.print(Text(text, style="bold"))
         return
     for index, each in enumerate(advice):
-        console.print(Text(("Or with" if index else "It fits with") + _how(each), style="bold"))
-        for form in (each.as_yaml(), f"as arguments: {each.as_arguments()}"):
+        where = f" --inventory {each.inventory} and" if each.inventory is not None else ""
+        host = max(host.used_gib for host in each.plan.hosts)
+        how = f"(at most {each.used:.0%} of a device, {host:,.0f} GiB of host memory on a node)"
+        console.print(Text(f"{'Or' if index else 'It fits'} with{where} this {how}:", style="bold"))
+        for form in (as_yaml(each.settings), f"as arguments: {shlex.join(as_overrides(each.settings))}"):
             console.print(form.rstrip(), markup=False, highlight=False, soft_wrap=True)
-
-
-def _how(advice: Advice) -> str:
-    """Format the result of an advice: ` this (at most 58% of a device, 512 GiB of host memory on a node):`."""
-    where = f" --inventory {advice.inventory} and" if advice.inventory is not None else ""
-    host = max(host.used_gib for host in advice.plan.hosts)
-    return f"{where} this (at most {advice.used:.0%} of a device, {host:,.0f} GiB of host memory on a node):"

@@ -180,58 +180,38 @@ def left_over_note(algebra: BatchAlgebra, config: Config) -> str | None:
 
 def explain(algebra: BatchAlgebra, config: Config) -> list[tuple[str, str, str]]:
     """Return rows of (name, number, derivation) of every count, to be printed."""
-    train, rollout, data = config.train, config.rollout, config.data
-    is_rl = config.has_rollouts
+    train, is_rl = config.train, config.has_rollouts
+    prompts, samples, optimizer_steps = (
+        f"{count:,}" for count in (algebra.prompts_per_step, algebra.samples_per_step, algebra.optimizer_steps_per_step)
+    )
     rows: list[tuple[str, str, str]] = []
-    group = rollout.samples_per_prompt
     if is_rl:
-        rows.append(("prompts per step", f"{algebra.prompts_per_step:,}", "rollout.batch_size"))
-        rows.append(
-            ("samples per step", f"{algebra.samples_per_step:,}", f"{algebra.prompts_per_step:,} prompts x {group}")
-        )
-        rows.append(
-            (
-                "optimizer steps per step",
-                f"{algebra.optimizer_steps_per_step:,}",
-                f"{algebra.samples_per_step:,} samples x {train.max_epochs} epoch(s) / {train.batch_size:,}",
-            )
-        )
+        passes = f"{samples} samples x {train.max_epochs} epoch(s) / {train.batch_size:,}"
+        rows += [
+            ("prompts per step", prompts, "rollout.batch_size"),
+            ("samples per step", samples, f"{prompts} prompts x {config.rollout.samples_per_prompt}"),
+            ("optimizer steps per step", optimizer_steps, passes),
+        ]
     rows.append(("samples an optimizer step sees", f"{algebra.samples_per_optimizer_step:,}", "train.batch_size"))
     rows.append(_micro_row("micro-batches per rank", algebra.train_micro_batches, train.batch_size, train, algebra))
     if is_rl:
         count, whole = algebra.score_micro_batches, algebra.samples_per_step
-        rows.append(_micro_row("log-prob micro-batches per rank", count, whole, rollout, algebra))
-    sequences = "pairs" if config.task_entry.rows == "pairs" else "sequences"
-    each = f"{data.max_length:,}" if sequences == "sequences" else f"2 x {data.max_length:,}"
-    rows.append(
-        (
-            "tokens per step, at most",
-            f"{algebra.tokens_per_step:,}",
-            f"{algebra.samples_per_step:,} {sequences} x {each}",
-        )
-    )
+        rows.append(_micro_row("log-prob micro-batches per rank", count, whole, config.rollout, algebra))
+    is_pair, length = config.task_entry.rows == "pairs", f"{config.data.max_length:,}"
+    sequences = f"{samples} pairs x 2 x {length}" if is_pair else f"{samples} sequences x {length}"
+    rows.append(("tokens per step, at most", f"{algebra.tokens_per_step:,}", sequences))
     if algebra.num_rows is None:
-        rows.append(("steps", "unknown", "set data.max_samples, or give --num-rows, to know"))
-        return rows
-    passes = train.num_episodes if is_rl else train.max_epochs
-    per_pass = algebra.num_rows // passes
-    rows.append(
-        (
-            "steps",
-            f"{algebra.num_steps:,}",
-            f"{'at most ' * algebra.is_bound}{quantity(per_pass, 'row')} x {quantity(passes, 'pass', 'passes')}"
-            f" / {algebra.prompts_per_step:,}, {algebra.num_dropped_rows:,} left over and not used",
-        )
-    )
-    rows.append(
-        (
-            "learning-rate schedule length",
-            f"{algebra.schedule_length:,}",
-            f"{algebra.num_steps:,} steps x {algebra.optimizer_steps_per_step:,}, the first"
-            f" {algebra.warmup_steps:,} warm up",
-        )
-    )
-    return rows
+        return [*rows, ("steps", "unknown", "set data.max_samples, or give --num-rows, to know")]
+    num_passes = train.num_episodes if is_rl else train.max_epochs
+    bound = "at most " * algebra.is_bound
+    data = f"{bound}{quantity(algebra.num_rows // num_passes, 'row')} x {quantity(num_passes, 'pass', 'passes')}"
+    left = f"{algebra.num_dropped_rows:,} left over and not used"
+    schedule = f"{algebra.num_steps:,} steps x {optimizer_steps}, the first {algebra.warmup_steps:,} warm up"
+    return [
+        *rows,
+        ("steps", f"{algebra.num_steps:,}", f"{data} / {prompts}, {left}"),
+        ("learning-rate schedule length", f"{algebra.schedule_length:,}", schedule),
+    ]
 
 
 def _micro_row(

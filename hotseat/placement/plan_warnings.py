@@ -20,6 +20,8 @@ def plan_warnings(
     groups: Sequence[DeviceGroup],
 ) -> list[str]:
     warnings = _assumed_shapes(specs)
+    holdings = (holding for group in groups for step in group.steps for holding in step.holdings)
+    away = {holding.role for holding in holdings if not holding.is_resident}
     for name, spec in specs.items():
         place = located[name]
         written = selections[name]
@@ -48,7 +50,7 @@ def plan_warnings(
         alone = place.devices and all(
             set(located[other].devices).isdisjoint(place.devices) for other in specs if other != name
         )
-        if spec.offload == "always" and not _is_ever_away(name, groups):
+        if spec.offload == "always" and name not in away:
             warnings.append(f"{name}: enable_offload: true has no effect: no part of it is ever idle on a device")
         elif spec.offload == "always" and alone:
             warnings.append(
@@ -76,11 +78,6 @@ def _assumed_shapes(specs: Mapping[str, RoleSpec]) -> list[str]:
         " at hand"
         for model, names in roles.items()
     ]
-
-
-def _is_ever_away(role: str, groups: Sequence[DeviceGroup]) -> bool:
-    holdings = (holding for group in groups for step in group.steps for holding in step.holdings)
-    return any(holding.role == role and not holding.is_resident for holding in holdings)
 
 
 def _unknown_memory(specs: Mapping[str, RoleSpec], groups: Sequence[DeviceGroup]) -> list[str]:

@@ -81,8 +81,7 @@ class _Item:
 
     def distance(self, step: int) -> int:
         """Return the number of steps until the part's next use."""
-        count = len(self.needs)
-        return next(d for d in range(1, count + 1) if self.needs[(step + d) % count])
+        return (_next_use(self.needs, step) - step) % len(self.needs) or len(self.needs)
 
 
 def works_here(step: PhaseStep, roles: Iterable[str]) -> tuple[RoleWork, ...]:
@@ -136,11 +135,18 @@ def settle(
     stuck = None
     if known and capacity_gib is not None:
         rooms = [_room(tenants, items, away, step, index, capacity_gib) for index, step in enumerate(steps)]
-        stuck = next((room.stuck for room in rooms if room.stuck is not None), None)
-        _evict(items, away, [room.base for room in rooms], [room.limit for room in rooms])
+        bases, limits, all_stuck = zip(*rooms, strict=True)
+        stuck = next((each for each in all_stuck if each is not None), None)
+        _evict(items, away, bases, limits)
+
+    def holding(item: _Item, step: int, is_away: bool) -> Holding:
+        state: State = "dropped" if item.dropped[step] else "offloaded"
+        if not is_away:
+            state = "needed" if item.needs[step] else "kept"
+        return Holding(item.role, item.part, state, item.gib if known else None)
+
     holdings = tuple(
-        tuple(_holding(item, index, away[row][index], known) for row, item in enumerate(items))
-        for index in range(len(steps))
+        tuple(holding(item, index, away[row][index]) for row, item in enumerate(items)) for index in range(len(steps))
     )
     return holdings, stuck
 
@@ -151,31 +157,17 @@ def _items(tenants: Sequence[Tenant], steps: Sequence[PhaseStep]) -> list[_Item]
         for part, mode in tenant.modes:
             needs = tuple(any(part in work.parts for work in works_here(step, [tenant.role])) for step in steps)
             gib = tenant.memory.part_gib(part) if tenant.memory is not None else 0.0
-            dropped = tuple(
-                part in _WORTHLESS_WHEN_IDLE or _is_pushed_next(tenant.role, part, needs, steps, index)
-                for index in range(len(steps))
-            )
-            items.append(_Item(tenant.role, part, mode, gib, needs, dropped))
+            dropped = [part in _WORTHLESS_WHEN_IDLE] * len(steps)
+            if part is Part.WEIGHTS:  # overwritten by the actor's before their next use
+                dropped = [tenant.role in steps[_next_use(needs, index)].pushes for index in range(len(steps))]
+            items.append(_Item(tenant.role, part, mode, gib, needs, tuple(dropped)))
     return items
 
 
-def _is_pushed_next(role: str, part: Part, needs: tuple[bool, ...], steps: Sequence[PhaseStep], index: int) -> bool:
-    """Return whether these weights are overwritten by the actor's before their next use."""
-    if part is not Part.WEIGHTS:
-        return False
-    count = len(steps)
-    following = next((index + d) % count for d in range(1, count + 1) if needs[(index + d) % count])
-    return role in steps[following].pushes
-
-
-def _holding(item: _Item, step: int, is_away: bool, known: bool) -> Holding:
-    if item.needs[step]:
-        state: State = "needed"
-    elif not is_away:
-        state = "kept"
-    else:
-        state = "dropped" if item.dropped[step] else "offloaded"
-    return Holding(item.role, item.part, state, item.gib if known else None)
+def _next_use(needs: Sequence[bool], step: int) -> int:
+    """Return the next step that needs a part, which may be the same one of the next iteration."""
+    count = len(needs)
+    return next((step + d) % count for d in range(1, count + 1) if needs[(step + d) % count])
 
 
 def _evict(items: Sequence[_Item], away: list[list[bool]], base: Sequence[float], limits: Sequence[float]) -> None:
@@ -241,15 +233,6 @@ def _may_leave(item: _Item, step: int) -> bool:
     return item.mode == "as_needed" and item.gib > 0 and not item.needs[step]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class _Room:
-    """Memory of a step in GiB: what it takes besides parts, its limit, and the part in the way if it cannot be kept."""
-
-    base: float
-    limit: float
-    stuck: Stuck | None = None
-
-
 def _room(
     tenants: Sequence[Tenant],
     items: Sequence[_Item],
@@ -257,23 +240,26 @@ def _room(
     step: PhaseStep,
     index: int,
     capacity: float,
-) -> _Room:
-    """Choose a step's limit: comfortably below the device's memory where possible, else the device's memory."""
+) -> tuple[float, float, Stuck | None]:
+    """Return the GiB that a step takes besides parts, its limit, and the part in the way if that cannot be kept.
+
+    The limit is comfortably below the device's memory where possible, else the device's memory.
+    """
     base = total(working_terms(tenants, step))
     kinds = {activity(step, work) for work in works_here(step, (tenant.role for tenant in tenants))}
     if not kinds or (len(tenants) == 1 and kinds <= {"generate", "receive", "simulate"}):
-        return _Room(base, capacity)  # idle parts do not grow, nor does an engine within its memory share
+        return base, capacity, None  # idle parts do not grow, nor does an engine within its memory share
     resident = [item for item, a in zip(items, away, strict=True) if not a[index]]
     fixed = [item for item in resident if not item.needs[index] and not _may_leave(item, index)]
     needed = base + sum(item.gib for item in resident if item.needs[index])
     least = needed + sum(item.gib for item in fixed)
     if least <= FITS_BELOW * capacity:
-        return _Room(base, FITS_BELOW * capacity)
+        return base, FITS_BELOW * capacity, None
     if least <= capacity or needed > capacity:
-        return _Room(base, capacity)
+        return base, capacity, None
     worst = max(fixed, key=lambda item: (item.gib, item.role, item.part))
     free = capacity - (least - needed)
-    return _Room(base, capacity, Stuck(index, worst.role, worst.part, worst.mode, worst.gib, needed, free))
+    return base, capacity, Stuck(index, worst.role, worst.part, worst.mode, worst.gib, needed, free)
 
 
 def hand_overs(
@@ -300,19 +286,15 @@ def _moves(
 ) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
     leaves, comes = [], []
     first, last = between[0], between[-1]
+    how: How
     for row, start in enumerate(holdings[first]):
         away = [s for s in between if not holdings[s][row].is_resident]
         end = holdings[last][row]
         if start.is_resident and away:
-            how: How = "copied" if holdings[away[0]][row].state == "offloaded" else "dropped"
+            how = "copied" if holdings[away[0]][row].state == "offloaded" else "dropped"
             leaves.append(Move(start.role, start.part, how, start.gib))
         if end.is_resident and away:
-            comes.append(Move(end.role, end.part, _coming(end, steps[last]), end.gib))
+            is_pushed = end.part is Part.WEIGHTS and end.role in steps[last].pushes
+            how = "allocated" if end.part in _WORTHLESS_WHEN_IDLE else "pushed" if is_pushed else "restored"
+            comes.append(Move(end.role, end.part, how, end.gib))
     return tuple(leaves), tuple(comes)
-
-
-def _coming(holding: Holding, step: PhaseStep) -> How:
-    if holding.part in _WORTHLESS_WHEN_IDLE:
-        return "allocated"
-    is_pushed = holding.part is Part.WEIGHTS and holding.role in step.pushes
-    return "pushed" if is_pushed else "restored"

@@ -9,7 +9,6 @@ room to spare come first. Settings that change what is learned (adapters, precis
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from hotseat.config.schema import JudgeEngineConfig, RolloutConfig
 from hotseat.config.yaml_lines import dump, nested
 from hotseat.errors import BatchError, UserError
 from hotseat.placement.memory import Layout, estimate
-from hotseat.placement.plan_types import GroupStep, Plan, RoleSpec
+from hotseat.placement.plan_types import GroupStep, Plan
 from hotseat.planning.budgets import with_least_budgets, with_whole_steps
 from hotseat.planning.config_plan import make_plan, num_data_parallel, on_all_devices, plan_as_is
 from hotseat.planning.role_specs import engine_slots, role_specs
@@ -57,14 +56,6 @@ class Advice:
             step.used_gib / group.memory_gib for group in self.plan.groups for step in group.steps if group.memory_gib
         )
 
-    def as_yaml(self) -> str:
-        """Return the settings as YAML of a config file."""
-        return as_yaml(self.settings)
-
-    def as_arguments(self) -> str:
-        """Return the settings as arguments of a command, quoted for a shell."""
-        return shlex.join(as_overrides(self.settings))
-
 
 def as_yaml(settings: Settings) -> str:
     """Return settings as YAML of a config file."""
@@ -98,7 +89,9 @@ def advise(config: Config, inventory: str | None = None) -> list[Advice]:
     if as_it_is is not None and as_it_is.inventory.num_devices > MAX_SEARCHED:
         return []
     alternatives = _enough(config, trials, as_it_is)
-    for other in _sharding_engines(config) if not alternatives else []:
+    sharding = names_with(ENGINES, "tensor_parallel_size")
+    can_change = not alternatives and config.has_rollouts and config.rollout.engine not in sharding
+    for other in sharding if can_change else ():
         settings = {"rollout.engine": other}
         try:
             sharded = loads(to_yaml(config), as_overrides(settings))
@@ -139,12 +132,6 @@ def _single_knobs(choice: Choice) -> list[list[Settings]]:
     return list(knobs.values())
 
 
-def _sharding_engines(config: Config) -> list[str]:
-    """List the engines that can shard a model; none if the config has one of them already."""
-    names = names_with(ENGINES, "tensor_parallel_size")
-    return names if config.has_rollouts and config.rollout.engine not in names else []
-
-
 class _Trials:
     """Makes plans of a config with other settings, each once."""
 
@@ -154,7 +141,8 @@ class _Trials:
         self._plans: dict[str, Plan | None] = {}
         self._divides = False
         as_it_is = self.plan({})
-        self._too_large = set() if as_it_is is None else _too_large(as_it_is)
+        groups = () if as_it_is is None else as_it_is.groups
+        self._too_large = {step.step for group in groups for step in group.steps if step.verdict == "does_not_fit"}
         self._divides = as_it_is is not None and _divides(config, as_it_is)
         self._plans.clear()
 
@@ -212,10 +200,6 @@ class _Trials:
         return step.step in self._too_large and step.roles != ("rollout",)
 
 
-def _too_large(plan: Plan) -> set[str]:
-    return {step.step for group in plan.groups for step in group.steps if step.verdict == "does_not_fit"}
-
-
 def _divides(config: Config, plan: Plan) -> bool:
     try:
         batch_algebra(config, num_data_parallel(config, plan))
@@ -230,7 +214,9 @@ class _Engines:
     def __init__(self, config: Config, plan: Plan | None):
         specs = {spec.name: spec for spec in role_specs(config)} if config.has_rollouts else {}
         self._specs = {role: specs[role] for role in _ENGINES if role in specs and specs[role].share is not None}
-        self._devices_gib = {role: _devices_gib(role, plan) for role in self._specs}
+        groups = () if plan is None else plan.groups
+        sizes = {role: {group.memory_gib for group in groups if role in group.roles} for role in self._specs}
+        self._devices_gib = {role: [gib for gib in each if gib is not None] for role, each in sizes.items()}
         self._plan = plan
 
     def __iter__(self) -> Iterator[str]:
@@ -258,22 +244,12 @@ class _Engines:
         shares = {}
         for role, spec in self._specs.items():
             size = settings.get(f"{_ENGINES[role]}.tensor_parallel_size", spec.tensor_parallel)
-            needs = [_min_share(spec, size, gib) for gib in self._devices_gib[role]]
-            share = math.ceil(max(needs, default=2.0) * 100) / 100
-            if share <= 1:
+            layouts = [Layout(1, size, 1, spec.share, gib) for gib in self._devices_gib[role]]
+            priced = [estimate(spec.name, spec.memory, spec.model, layout) for layout in layouts]
+            least = [each.min_share for each in priced if each is not None and each.min_share is not None]
+            if least and len(least) == len(priced) and (share := math.ceil(max(least) * 100) / 100) <= 1:
                 shares[f"{_ENGINES[role]}.memory_share"] = share
         return {**settings, **shares}
-
-
-def _devices_gib(role: str, plan: Plan | None) -> set[float]:
-    """Return the memory of the devices that an engine is on."""
-    groups = () if plan is None else plan.groups
-    return {group.memory_gib for group in groups if role in group.roles and group.memory_gib is not None}
-
-
-def _min_share(spec: RoleSpec, size: int, device_gib: float) -> float:
-    memory = estimate(spec.name, spec.memory, spec.model, Layout(1, size, 1, spec.share, device_gib))
-    return 2.0 if memory is None or memory.min_share is None else memory.min_share
 
 
 def _together(
@@ -435,15 +411,12 @@ def _shardings(config: Config) -> Choice:
 
 def _last_resorts(config: Config) -> Iterator[Choice]:
     """Yield settings to try where others are not enough: sequence-parallel ranks communicate in every layer."""
-    sizes = _sequence_parallel_sizes(config) if config.train.num_model_parallel == 1 else []
+    if config.train.num_model_parallel > 1:
+        return
+    heads = [spec.model.num_heads for spec in role_specs(config) if spec.model is not None and not spec.is_engine]
+    sizes = [size for size in (2, 4, 8) if all(count % size == 0 for count in heads)]
     if sizes:
         yield [Value(3 + size / 100, {"train.sequence_parallel_size": size}, _TRAINED) for size in sizes]
-
-
-def _sequence_parallel_sizes(config: Config) -> list[int]:
-    """Return possible sequence-parallel sizes: they divide the heads of every model whose shape is known."""
-    heads = [spec.model.num_heads for spec in role_specs(config) if spec.model is not None and not spec.is_engine]
-    return [size for size in (2, 4, 8) if all(count % size == 0 for count in heads)]
 
 
 def _on_more_devices(config: Config, plan: Plan | None, assumed: Settings) -> list[Advice]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_the_configs_are_complete():
 def test_a_directory_in_use_is_not_touched(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match="is not empty: give another --dir"):
-        run_demo(tmp_path, 0)
+        run_demo(Namespace(dir=str(tmp_path), seed=0))
 
 
 def test_another_demo_gets_a_directory_of_its_own(tmp_path):

@@ -11,7 +11,7 @@ from hotseat.cli.main import main
 from hotseat.config import load, loads
 from hotseat.config.load import valid_keys
 from hotseat.errors import UserError
-from hotseat.planning.advisor import _enough, _Trials, advise
+from hotseat.planning.advisor import _enough, _Trials, advise, as_yaml
 from hotseat.planning.config_plan import make_plan
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def check(text: str, inventory: str) -> list[dict]:
     found = advise(loads(text), inventory)
     for advice in found:
         assert set(advice.settings) <= set(valid_keys())
-        pasted = loads(yaml.safe_dump(merged(yaml.safe_load(text), yaml.safe_load(advice.as_yaml()))))
+        pasted = loads(yaml.safe_dump(merged(yaml.safe_load(text), yaml.safe_load(as_yaml(advice.settings)))))
         made = make_plan(pasted, advice.inventory or inventory)
         assert made.verdict in ("fits", "tight")
         shares = [step.used_gib / group.memory_gib for group in made.groups for step in group.steps]
