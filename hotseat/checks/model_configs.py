@@ -40,7 +40,6 @@ def models(context: Context) -> Iterator[Problem]:
 
 
 def _judge(config: Config) -> Iterator[Problem]:
-    """Find that the judge's engine cannot run its model."""
     from transformers import AutoConfig
 
     model, length = config.reward.judge.model, judge_length(config)
@@ -59,7 +58,6 @@ def _judge(config: Config) -> Iterator[Problem]:
 def _model(
     config: Config, key: str, model: str, *, is_value: bool = False, is_trained: bool = False, aux_loss: float = 0.0
 ) -> Iterator[Problem]:
-    """Find that a model cannot do what its role needs."""
     from transformers import AutoConfig
 
     from hotseat.train.liger import check_liger
@@ -94,7 +92,6 @@ def _model(
 
 
 def _described(key: str, model: str, error: Exception) -> Problem:
-    """Return the problem of a model that this error is about."""
     reason = str(error) if isinstance(error, UserError) else f"no model there: {error}"
     return Problem("", f"{key} {model!r}: {reason}")
 

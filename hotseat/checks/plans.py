@@ -104,7 +104,6 @@ def user_functions(context: PlanContext) -> Iterator[Problem]:
 
 
 def _tried(config: Config) -> Iterator[tuple[str, str, str | None]]:
-    """Yield (key, function, its problem) of every function of the user's own."""
     from hotseat.checks.function_trial import estimator_problem, policy_loss_problem, sampler_problem
 
     algorithm = config.algorithm

@@ -58,19 +58,16 @@ set -g __hotseat_overrides {assignments}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     shells = f'{", ".join(SHELLS)}: eval "$(hotseat completion bash)" in ~/.bashrc; `hotseat completion fish | source`'
     command.add_argument("shell", choices=SHELLS, metavar="SHELL", help=shells)
 
 
 def run_completion(arguments: argparse.Namespace) -> int:
-    """Print the script of a shell, and return the exit code."""
     print(script(arguments.shell), end="")
     return 0
 
 
 def script(shell: str) -> str:
-    """Make the script of a shell."""
     import shtab
 
     from hotseat.cli.main import make_parser

@@ -51,7 +51,6 @@ BAR_WIDTH = 50
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Run the whole demo and return the exit code."""
     from transformers.utils import logging
 
     from hotseat.demo import make_files

@@ -32,7 +32,6 @@ def entry() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one subcommand and return its exit code."""
     clock.begin()
     arguments = parse(argv)
 
@@ -284,7 +283,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _allowing(keys: Sequence[str]) -> list[str]:
-    """Return the override that allows changes of these keys in a resumed run."""
     return [f"checkpoint.allow_changes=[{', '.join(keys)}]"] if keys else []
 
 

@@ -119,7 +119,6 @@ KINDS = {
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     command.add_argument(
         "kind",
         choices=list(KINDS),

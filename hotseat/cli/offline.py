@@ -205,7 +205,6 @@ def _try_user_code(config: Config, view: LiveView) -> None:
 
 @contextmanager
 def _resumable(output: Path, command: str) -> Iterator[None]:
-    """Say to a person who stops the command how to continue."""
     try:
         yield
     except KeyboardInterrupt as interrupt:

@@ -82,7 +82,6 @@ def _takes_model(command: argparse.ArgumentParser) -> None:
 
 
 def add_overrides(command: argparse.ArgumentParser, meaning: str = _FURTHER) -> None:
-    """Declare the arguments KEY=VALUE of a command."""
     command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=meaning)
 
 

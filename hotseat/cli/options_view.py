@@ -71,7 +71,6 @@ def options(section: str) -> list[dict[str, Any]]:
 
 
 def _as_yaml(value: Any) -> str:
-    """Format a default as YAML."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -84,7 +83,6 @@ def _meaning(info: Any) -> str:
 
 
 def _takes(info: Any) -> str:
-    """Describe the values of a field in words."""
     return next((" | ".join(mark.table) for mark in info.metadata if isinstance(mark, NameIn)), _words(info.annotation))
 
 

@@ -398,7 +398,6 @@ def _too_large(plan: Plan, console: Console) -> None:
 
 
 def _advice(advice: Sequence[Advice], plan: Plan, console: Console) -> None:
-    """Print settings that would make the plan fit, as YAML and as arguments of the command."""
     console.print()
     if not advice:
         text = (

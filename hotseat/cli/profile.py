@@ -153,7 +153,6 @@ def _of_simulators(config: Config, factor: float, num_groups: int) -> list[str]:
 
 
 def whole_numbers(text: str) -> list[int]:
-    """Parse whole numbers that are joined by commas."""
     values = numbers(text)
     if any(each != int(each) for each in values):
         raise UserError(f"{text!r}: all numbers have to be whole: write them as 1,2,4")
@@ -161,7 +160,6 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def numbers(text: str) -> list[float]:
-    """Parse numbers that are joined by commas."""
     try:
         values = [float(each) for each in text.split(",")]
     except ValueError:

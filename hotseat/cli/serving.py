@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     command.add_argument("model", metavar="MODEL", help="reward model: a folder or a hub name")
     command.add_argument(
         "--host",

@@ -32,8 +32,6 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Question:
-    """Question about a digit."""
-
     text: str
     digit: int
 

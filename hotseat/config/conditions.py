@@ -79,11 +79,9 @@ class Beside:
     because: str | Callable[[Any], str]
 
     def words_at(self, section: str) -> str:
-        """Return what must be so for an option in a section."""
         return f"{section}.{self.name} {self.words}"
 
     def problem(self, config: Config, section: str) -> str | None:
-        """Return why an option in a section has no effect, or None where it has one."""
         value = attrgetter(f"{section}.{self.name}")(config)
         if self.holds(value):
             return None
@@ -110,7 +108,6 @@ def _names(option: str, holds: Callable[[str], bool], names: list[str]) -> Besid
 
 
 def _has_option(option: str) -> Beside:
-    """Return the condition that the loss of preferences has an option."""
     return _names(
         "loss", lambda name: option in preference_loss_entry(name).options, names_with(PREFERENCE_LOSSES, option)
     )

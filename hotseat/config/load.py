@@ -134,7 +134,6 @@ def set_keys(values: Mapping[str, Any]) -> Iterator[KeyPath]:
 
 
 def valid_keys() -> Iterator[str]:
-    """Yield every dotted key of the tree, in order."""
     for key, _ in fields_of(Config):
         yield key
 

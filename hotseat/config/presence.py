@@ -27,7 +27,6 @@ def has_critic(config: Config) -> bool:
 
 
 def has_reference(config: Config) -> bool:
-    """Return whether the run loads a reference model."""
     if config.task_entry.compares_answers:
         return compares_with_reference(config) and not is_base_reference(config)
     return config.has_rollouts and (config.algorithm.kl.coef > 0 or config.algorithm.distill_coef > 0)
@@ -108,12 +107,10 @@ def has_reward_file(config: Config) -> bool:
 
 
 def has_code_grader(config: Config) -> bool:
-    """Return whether a grader runs generated code."""
     return any(grader.kind == "code" for grader in (*config.reward.graders, *config.eval.graders))
 
 
 def has_judge(config: Config) -> bool:
-    """Return whether a model judges answers."""
     return config.has_rollouts and config.reward.judge.rubric is not None
 
 

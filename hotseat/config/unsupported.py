@@ -16,6 +16,5 @@ UNSUPPORTED: Mapping[str, str] = {  # key -> what is missing
 
 
 def unsupported(config: Config) -> list[tuple[str, str]]:
-    """Return (key, what is missing) of every such option that a config sets."""
     default = Config()
     return [(key, what) for key, what in UNSUPPORTED.items() if attrgetter(key)(config) != attrgetter(key)(default)]

@@ -61,7 +61,6 @@ KeyPath = tuple[str | int, ...]
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn dotted keys into nested mappings."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *sections, name = key.split(".")

@@ -45,7 +45,6 @@ class Curve:
         return cls(tuple((size, sum(values) / len(values)) for size, values in sorted(by_size.items())))
 
     def at(self, size: float) -> Reading:
-        """Read the seconds at a size."""
         sizes = self._sizes
         is_outside = not sizes[0] <= size <= sizes[-1]
         if len(sizes) == 1:

@@ -285,7 +285,6 @@ def _fixed(role: str, layout: Layout, is_group: bool) -> tuple[Term, ...]:
 
 
 def process_on_host(role: str) -> Term:
-    """Return the host memory that every process takes."""
     return Term(role, "process", HOST_PROCESS_GIB, "constant, per process")
 
 

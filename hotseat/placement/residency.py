@@ -80,7 +80,6 @@ class _Item:
     dropped: tuple[bool, ...]  # when away in this step, no copy is kept, because the values are not read again
 
     def distance(self, step: int) -> int:
-        """Return the number of steps until the part's next use."""
         return (_next_use(self.needs, step) - step) % len(self.needs) or len(self.needs)
 
 

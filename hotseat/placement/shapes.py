@@ -157,7 +157,6 @@ class ModelShape:
         return self.experts_per_token * self.expert_size + self.shared_expert_size
 
     def with_scalar_head(self) -> ModelShape:
-        """Return the shape of a value or reward model on this body."""
         return replace(self, head="scalar")
 
 

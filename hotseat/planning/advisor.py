@@ -58,12 +58,10 @@ class Advice:
 
 
 def as_yaml(settings: Settings) -> str:
-    """Return settings as YAML of a config file."""
     return dump(nested(settings))
 
 
 def as_overrides(settings: Settings) -> list[str]:
-    """Return settings as overrides of a config."""
     return [f"{key}={_flow(value)}" for key, value in settings.items()]
 
 

@@ -53,7 +53,6 @@ class ChosenBudgets:
 
 
 def with_budget(config: Config, use: Use, tokens: int) -> Config:
-    """Return the config with a token budget that was chosen for updates or for scoring."""
     return config.with_options({f"{use}.chosen_tokens_per_device": tokens})
 
 
@@ -68,7 +67,6 @@ def uses(config: Config) -> tuple[Use, ...]:
 
 
 def _open_uses(config: Config) -> list[Use]:
-    """List the uses whose budget is still to be chosen."""
     return [use for use in uses(config) if _section(config, use).chosen_tokens_per_device is None]
 
 
@@ -236,7 +234,6 @@ def _notes(config: Config, made: Config, why: str) -> tuple[str, ...]:
 
 
 def describe(config: Config) -> str:
-    """Describe the budgets that were chosen."""
     words = {"train": "updates of at most {:,} tokens on a device", "rollout": "log-probs of at most {:,}"}
     budgets = [(use, token_budget(_section(config, use))) for use in uses(config)]
     return ", ".join(words[use].format(tokens) for use, tokens in budgets if tokens is not None)
@@ -253,7 +250,6 @@ def lowered_until(fits: Callable[[int], bool], tokens: int, least: int) -> int:
 
 
 def lowered_note(why: str, use: Use, tokens: int, before: int) -> str:
-    """Word the note about a budget that was lowered."""
     return f"{why}: {_NAMES[use]} have at most {tokens:,} tokens on a device from now on, not {before:,}"
 
 

@@ -38,7 +38,6 @@ class Candidate:
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of data-parallel ranks that train."""
         return num_data_parallel(self.config, self.plan)
 
     def as_yaml(self) -> str:

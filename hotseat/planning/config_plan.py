@@ -184,12 +184,10 @@ def _check_second_copies(config: Config, made: Plan) -> None:
 
 
 def plan_on(config: Config, cluster: Any) -> Plan:
-    """Plan a run on a running cluster."""
     return make_plan(config, inventory_of(cluster), are_devices_logical=are_devices_logical(cluster))
 
 
 def budgets_on(config: Config, cluster: Any) -> ChosenBudgets:
-    """Choose budgets as `with_budgets` does, on a running cluster."""
     return with_budgets(config, inventory_of(cluster), are_devices_logical=are_devices_logical(cluster))
 
 
@@ -251,7 +249,6 @@ def without_effect_on_cpus(config: Config) -> list[str]:
 
 
 def _engines_that_stay(config: Config) -> list[str]:
-    """List the roles whose engines cannot offload on a CPU."""
     engines = [role for role in roles_of(config) if role_entry(role).kind == "engine"]
     return [role for role in engines if not engine_of(config, role).offloads_on_cpu]
 

@@ -64,7 +64,6 @@ def not_described(config: Config) -> list[str]:
 
 
 def engine_of(config: Config, role: str = "rollout") -> EngineEntry:
-    """Return the entry of a role's engines."""
     return engine_entry(config.rollout.engine if role == "rollout" else config.reward.judge.engine.kind)
 
 
@@ -178,7 +177,6 @@ def _score_memory(config: Config, role: str) -> ForwardMemory:
 
 
 def section_of_role(config: Config, role: str) -> Any:
-    """Return the section of the config that holds a role's options."""
     return config.components.get(role) or attrgetter(role_entry(role).section)(config)
 
 

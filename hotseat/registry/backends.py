@@ -57,5 +57,4 @@ BACKENDS: dict[str, BackendEntry] = {
 
 
 def backend_entry(name: str) -> BackendEntry:
-    """Return the entry of a training backend."""
     return entry_of(BACKENDS, name, "training backend")

@@ -64,5 +64,4 @@ CORRECTIONS: dict[str, CorrectionEntry] = {
 
 
 def correction_entry(name: str) -> CorrectionEntry:
-    """Return the entry of a kind of correction."""
     return entry_of(CORRECTIONS, name, "correction")

@@ -82,5 +82,4 @@ ENGINES: dict[str, EngineEntry] = {
 
 
 def engine_entry(name: str) -> EngineEntry:
-    """Return the entry of an engine."""
     return entry_of(ENGINES, name, "engine")

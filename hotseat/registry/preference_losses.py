@@ -60,5 +60,4 @@ PREFERENCE_LOSSES: dict[str, PreferenceLossEntry] = {
 
 
 def preference_loss_entry(name: str) -> PreferenceLossEntry:
-    """Return the entry of a loss of preferences."""
     return entry_of(PREFERENCE_LOSSES, name, "loss of preferences")

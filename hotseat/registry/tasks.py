@@ -81,5 +81,4 @@ TASKS: dict[str, TaskEntry] = {
 
 
 def task_entry(name: str) -> TaskEntry:
-    """Return the entry of a task."""
     return entry_of(TASKS, name, "task")
