@@ -15,12 +15,15 @@ from hotseat.errors import UserError
 
 MODEL = "tiny_model"
 
-RL = """\
-# GRPO: the answers to one prompt are compared with each other by their rewards.
-task: rl
+HEAD = """\
+task: {task}
 actor:
   model: {model}
-  optimizer: {{learning_rate: {rate}}}{rate_note}
+  optimizer: {{learning_rate: {rate}}}{rate_note}"""
+
+RL = """\
+# GRPO: the answers to one prompt are compared with each other by their rewards.
+{head}
 data: {{path: prompts.jsonl, label_key: label, apply_chat_template: true, max_length: {length}}}
 reward: {{function: reward.py}}
 rollout: {{batch_size: 16, samples_per_prompt: 8, max_new_tokens: {answer}}}  # 16 prompts a step, 8 answers to each
@@ -30,10 +33,7 @@ eval: {{path: held_out.jsonl, every: 8}}  # accuracy on prompts that are never t
 
 PPO = """\
 # PPO: a critic learns what an answer will be worth, and a KL penalty holds the policy near the model it began as.
-task: rl
-actor:
-  model: {model}
-  optimizer: {{learning_rate: {rate}}}{rate_note}
+{head}
 critic: {{optimizer: {{learning_rate: {critic_rate}}}}}  # begins as the actor's model (critic.model)
 algorithm: {{estimator: gae, kl: {{coef: 0.01}}}}
 data: {{path: prompts.jsonl, label_key: label, apply_chat_template: true, max_length: {length}}}
@@ -45,10 +45,7 @@ eval: {{path: held_out.jsonl, every: 8}}  # accuracy on prompts that are never t
 
 SFT = """\
 # Supervised fine-tuning: learn to give the answers of the examples.
-task: sft
-actor:
-  model: {model}
-  optimizer: {{learning_rate: {rate}}}{rate_note}
+{head}
 data: {{path: chats.jsonl, input_key: messages, apply_chat_template: true, max_length: {length}}}
 train: {{batch_size: 16, max_epochs: 8}}  # 16 examples in a step; 8 passes over them
 eval: {{path: held_out_chats.jsonl, every: 8}}  # loss on conversations that are never trained on
@@ -56,10 +53,7 @@ eval: {{path: held_out_chats.jsonl, every: 8}}  # loss on conversations that are
 
 RM = """\
 # A reward model: learn to give the better of two answers the higher number.
-task: rm
-actor:
-  model: {model}
-  optimizer: {{learning_rate: {rate}}}{rate_note}
+{head}
 data: {{path: pairs.jsonl, prompt_key: prompt, apply_chat_template: true, max_length: {length}}}
 train: {{batch_size: 16, max_epochs: 20}}  # 16 pairs in a step; 20 passes over them
 eval: {{path: held_out_pairs.jsonl, every: 8}}  # accuracy: share of pairs in which the chosen answer is above the other
@@ -67,10 +61,7 @@ eval: {{path: held_out_pairs.jsonl, every: 8}}  # accuracy: share of pairs in wh
 
 DPO = """\
 # DPO: raise the better of two answers above the other, relative to the model that the policy began as.
-task: dpo
-actor:
-  model: {model}
-  optimizer: {{learning_rate: {rate}}}{rate_note}
+{head}
 data: {{path: pairs.jsonl, prompt_key: prompt, apply_chat_template: true, max_length: {length}}}
 algorithm: {{dpo: {{beta: 0.1}}}}
 train: {{batch_size: 16, max_epochs: 4}}  # 16 pairs in a step; 4 passes over them
@@ -135,7 +126,8 @@ def run_new(arguments: argparse.Namespace) -> int:
     """Write the files, print what to do with them, and return the exit code."""
     directory = Path(arguments.directory)
     names = write_files(arguments.kind, directory, arguments.model)
-    run = _next_run(directory, KINDS[arguments.kind].task)
+    paths = (Path("runs", f"{KINDS[arguments.kind].task}-{number}") for number in itertools.count(1))
+    run = next(path for path in paths if not (directory / path).exists())  # of the next run without a name
     print(f"{directory}: {', '.join(names)}")
     print("\nnext:")
     if directory.resolve() != Path.cwd():
@@ -143,12 +135,6 @@ def run_new(arguments: argparse.Namespace) -> int:
     print(f"  hotseat run {arguments.kind}.yaml")
     print(f"  hotseat report {run}    # the page {run}/report.html: curves, times, samples token by token")
     return 0
-
-
-def _next_run(directory: Path, task: str) -> str:
-    """Return the directory that the next run without a name will get."""
-    paths = (Path("runs", f"{task}-{number}") for number in itertools.count(1))
-    return next(str(path) for path in paths if not (directory / path).exists())
 
 
 def texts(kind: str, model: str | None = None) -> dict[str, str]:
@@ -163,7 +149,8 @@ def texts(kind: str, model: str | None = None) -> dict[str, str]:
     else:
         note = ""
         values = {**PRETRAINED, "model": _as_yaml(model), "rate": chosen.rate}
-    files = {f"{kind}.yaml": chosen.config.format(rate_note=note, **values)}
+    head = HEAD.format(task=chosen.task, rate_note=note, **values)
+    files = {f"{kind}.yaml": chosen.config.format(head=head, **values)}
     if chosen.has_reward:
         files["reward.py"] = REWARD
     for name, asked in zip(chosen.data, starter_task.questions(), strict=True):
@@ -180,7 +167,8 @@ def write_files(kind: str, directory: Path, model: str | None = None) -> list[st
     files = texts(kind, model)
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file: give a folder")
-    taken = [name for name, text in files.items() if _is_taken(directory / name, text)]
+    here = {name: directory / name for name in files if (directory / name).exists()}
+    taken = [name for name, path in here.items() if not path.is_file() or path.read_bytes() != files[name].encode()]
     if (directory / f"{kind}.yaml").exists():
         taken = list(dict.fromkeys([f"{kind}.yaml", *taken]))
     _refuse(directory, taken)
@@ -188,18 +176,14 @@ def write_files(kind: str, directory: Path, model: str | None = None) -> list[st
         directory.mkdir(parents=True, exist_ok=True)
         if model is None:
             _make_model(directory)
-        _write(directory, files)
+        for name, text in files.items():
+            if not (directory / name).exists():
+                (directory / name).write_text(text)
     except OSError as error:
         raise UserError(
             f"{error.filename or directory} cannot be written: {error.strerror}; give another folder"
         ) from None
     return [*files, *([f"{MODEL}/"] if model is None else [])]
-
-
-def _write(directory: Path, files: Mapping[str, str]) -> None:
-    for name, text in files.items():
-        if not (directory / name).exists():
-            (directory / name).write_text(text)
 
 
 def _as_yaml(text: str) -> str:
@@ -229,10 +213,6 @@ def _make_model(directory: Path) -> None:
         names = sorted(file.name for file in Path(folder).iterdir())
         if not path.is_dir() or filecmp.cmpfiles(path, folder, names, shallow=False)[0] != names:
             _refuse(directory, [MODEL])
-
-
-def _is_taken(path: Path, text: str) -> bool:
-    return path.exists() and not (path.is_file() and path.read_bytes() == text.encode())
 
 
 def _refuse(directory: Path, taken: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotseat.registry.lookup import entry_of
+from hotseat.registry.lookup import entry_of, table
 
 
 @dataclass(frozen=True)
@@ -28,32 +28,29 @@ class BackendEntry:
 
 DEFAULT_BACKEND = "fsdp"
 
-BACKENDS: dict[str, BackendEntry] = {
-    entry.name: entry
-    for entry in (
-        BackendEntry(
-            "fsdp",
-            "FSDP2",
-            "torch's fully sharded data parallelism.",
-            "hotseat.train.fsdp:FSDPBackend",
-            shards_by_layer=True,
-            copies_weights=True,
-        ),
-        BackendEntry(
-            "deepspeed",
-            "DeepSpeed",
-            "DeepSpeed's ZeRO.",
-            "hotseat.train.zero:ZeroBackend",
-            package="deepspeed",
-            hint="install it with `pip install hotseat[deepspeed]`, or set train.backend to fsdp",
-            has_zero_options=True,
-            scales_loss=True,
-            keeps_gradients=True,
-            has_masters_apart=True,
-            steps_at_once=True,
-        ),
-    )
-}
+BACKENDS: dict[str, BackendEntry] = table(
+    BackendEntry(
+        "fsdp",
+        "FSDP2",
+        "torch's fully sharded data parallelism.",
+        "hotseat.train.fsdp:FSDPBackend",
+        shards_by_layer=True,
+        copies_weights=True,
+    ),
+    BackendEntry(
+        "deepspeed",
+        "DeepSpeed",
+        "DeepSpeed's ZeRO.",
+        "hotseat.train.zero:ZeroBackend",
+        package="deepspeed",
+        hint="install it with `pip install hotseat[deepspeed]`, or set train.backend to fsdp",
+        has_zero_options=True,
+        scales_loss=True,
+        keeps_gradients=True,
+        has_masters_apart=True,
+        steps_at_once=True,
+    ),
+)
 
 
 def backend_entry(name: str) -> BackendEntry:

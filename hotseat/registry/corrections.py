@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotseat.registry.lookup import entry_of
+from hotseat.registry.lookup import entry_of, table
 
 
 @dataclass(frozen=True)
@@ -31,36 +31,31 @@ NO_CORRECTION = "none"
 # Defaults where samples come from another policy than the trainer's: of most policy losses, and of those per episode.
 OFF_POLICY_CORRECTION, OFF_POLICY_EPISODE_CORRECTION = "tis", "rollout-ratio"
 
-CORRECTIONS: dict[str, CorrectionEntry] = {
-    entry.name: entry
-    for entry in (
-        CorrectionEntry(NO_CORRECTION, "No correction."),
-        CorrectionEntry("tis", "Clamp the ratio of each token.", "hotseat.algorithms.corrections:clamped"),
-        CorrectionEntry(
-            "icepop", "Drop tokens whose ratio is out of bounds.", "hotseat.algorithms.corrections:dropped"
-        ),
-        CorrectionEntry(
-            "seq-mask-tis",
-            "As tis, and drop episodes whose mean ratio is out of bounds.",
-            "hotseat.algorithms.corrections:clamped_in_kept_episodes",
-            takes_episode_mean=True,
-        ),
-        CorrectionEntry(
-            "seq-tis", "Clamp the ratio of each episode.", "hotseat.algorithms.corrections:clamped", is_per_episode=True
-        ),
-        CorrectionEntry(
-            "seq-icepop",
-            "Drop episodes whose ratio is out of bounds.",
-            "hotseat.algorithms.corrections:dropped",
-            is_per_episode=True,
-        ),
-        CorrectionEntry(
-            "rollout-ratio",
-            "Take the policy loss's ratio of an episode to the engine's probabilities.",
-            replaces_ratio=True,
-        ),
-    )
-}
+CORRECTIONS: dict[str, CorrectionEntry] = table(
+    CorrectionEntry(NO_CORRECTION, "No correction."),
+    CorrectionEntry("tis", "Clamp the ratio of each token.", "hotseat.algorithms.corrections:clamped"),
+    CorrectionEntry("icepop", "Drop tokens whose ratio is out of bounds.", "hotseat.algorithms.corrections:dropped"),
+    CorrectionEntry(
+        "seq-mask-tis",
+        "As tis, and drop episodes whose mean ratio is out of bounds.",
+        "hotseat.algorithms.corrections:clamped_in_kept_episodes",
+        takes_episode_mean=True,
+    ),
+    CorrectionEntry(
+        "seq-tis", "Clamp the ratio of each episode.", "hotseat.algorithms.corrections:clamped", is_per_episode=True
+    ),
+    CorrectionEntry(
+        "seq-icepop",
+        "Drop episodes whose ratio is out of bounds.",
+        "hotseat.algorithms.corrections:dropped",
+        is_per_episode=True,
+    ),
+    CorrectionEntry(
+        "rollout-ratio",
+        "Take the policy loss's ratio of an episode to the engine's probabilities.",
+        replaces_ratio=True,
+    ),
+)
 
 
 def correction_entry(name: str) -> CorrectionEntry:

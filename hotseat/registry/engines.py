@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hotseat.registry.lookup import entry_of, names_with
+from hotseat.registry.lookup import entry_of, names_with, table
 
 
 @dataclass(frozen=True)
@@ -38,47 +38,44 @@ class EngineEntry:
 
 DEFAULT_ENGINE = "transformers"
 
-ENGINES: dict[str, EngineEntry] = {
-    entry.name: entry
-    for entry in (
-        EngineEntry(
-            "transformers",
-            "transformers",
-            "A model of transformers, in slots that are decoded together.",
-            "hotseat.rollout.transformers_engine:TransformersKind",
-            options=frozenset({"num_slots"}),
-            num_kept_prompts=8,
-            encodes_by_prompt=True,
+ENGINES: dict[str, EngineEntry] = table(
+    EngineEntry(
+        "transformers",
+        "transformers",
+        "A model of transformers, in slots that are decoded together.",
+        "hotseat.rollout.transformers_engine:TransformersKind",
+        options=frozenset({"num_slots"}),
+        num_kept_prompts=8,
+        encodes_by_prompt=True,
+    ),
+    EngineEntry(
+        "vllm",
+        "vLLM",
+        "vLLM's scheduler and kernels.",
+        "hotseat.rollout.vllm_kind:VllmKind",
+        options=frozenset(
+            {
+                "memory_share",
+                "prefix_caching",
+                "enforce_eager",
+                "engine_args",
+                "quantization",
+                "kv_cache_dtype",
+                "lora_sync",
+                "tensor_parallel_size",
+            }
         ),
-        EngineEntry(
-            "vllm",
-            "vLLM",
-            "vLLM's scheduler and kernels.",
-            "hotseat.rollout.vllm_kind:VllmKind",
-            options=frozenset(
-                {
-                    "memory_share",
-                    "prefix_caching",
-                    "enforce_eager",
-                    "engine_args",
-                    "quantization",
-                    "kv_cache_dtype",
-                    "lora_sync",
-                    "tensor_parallel_size",
-                }
-            ),
-            instead={"num_slots": "sizes its own batch"},
-            memory_share=0.9,
-            num_slots=512,  # the most that its CUDA graphs take
-            offloads_on_cpu=False,
-            sees_simulators=False,
-            is_sized_by_images=True,
-            is_busy_per_sequence=True,
-            compiles=True,
-            needs_bf16_units=("aarch64",),
-        ),
-    )
-}
+        instead={"num_slots": "sizes its own batch"},
+        memory_share=0.9,
+        num_slots=512,  # the most that its CUDA graphs take
+        offloads_on_cpu=False,
+        sees_simulators=False,
+        is_sized_by_images=True,
+        is_busy_per_sequence=True,
+        compiles=True,
+        needs_bf16_units=("aarch64",),
+    ),
+)
 
 
 def engine_entry(name: str) -> EngineEntry:

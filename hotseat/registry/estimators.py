@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hotseat.registry.lookup import entry_of
+from hotseat.registry.lookup import entry_of, table
 from hotseat.registry.policy_losses import Aggregation
 from hotseat.user_functions import is_own
 
@@ -48,60 +48,57 @@ class EstimatorEntry:
 
 DEFAULT_ESTIMATOR = "group_norm"
 
-ESTIMATORS: dict[str, EstimatorEntry] = {
-    entry.name: entry
-    for entry in (
-        EstimatorEntry(
-            "gae",
-            "PPO with a critic.",
-            "Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t",
-            "GAE, Schulman et al. 2015",
-            returns="hotseat.algorithms.advantages:gae",
-            needs_critic=True,
-            discounts=True,
-            normalisation="batch",
-        ),
-        EstimatorEntry(
-            "reinforce",
-            "Returns of each token, without a baseline.",
-            "G_t = Σ_k γ^k r_{t+k}",
-            "REINFORCE++, Hu et al. 2025",
-            discounts=True,
-            normalisation="batch",
-        ),
-        EstimatorEntry(
-            "rloo",
-            "Reward less the mean of the other answers.",
-            "r − mean of the others",
-            "RLOO, Ahmadian et al. 2024",
-            compare="hotseat.algorithms.advantages:leave_one_out",
-        ),
-        EstimatorEntry(
-            "reinforce_baseline",
-            "Reward less the mean of the group, normalised over the step.",
-            "r − mean(group)",
-            "REINFORCE++-baseline, Hu et al. 2025",
-            compare="hotseat.algorithms.advantages:group_mean_centred",
-            normalisation="batch",
-        ),
-        EstimatorEntry(
-            "group_norm",
-            "Reward less the mean of the group, by its deviation.",
-            "(r − mean) / (std + eps)",
-            "GRPO, Shao et al. 2024",
-            compare="hotseat.algorithms.advantages:group_normalised",
-            normalisation="group",
-        ),
-        EstimatorEntry(
-            "dr_grpo",
-            "Reward less the mean of the group.",
-            "r − mean",
-            "Dr. GRPO, Liu et al. 2025",
-            compare="hotseat.algorithms.advantages:group_mean_centred",
-            aggregation="constant",
-        ),
-    )
-}
+ESTIMATORS: dict[str, EstimatorEntry] = table(
+    EstimatorEntry(
+        "gae",
+        "PPO with a critic.",
+        "Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t",
+        "GAE, Schulman et al. 2015",
+        returns="hotseat.algorithms.advantages:gae",
+        needs_critic=True,
+        discounts=True,
+        normalisation="batch",
+    ),
+    EstimatorEntry(
+        "reinforce",
+        "Returns of each token, without a baseline.",
+        "G_t = Σ_k γ^k r_{t+k}",
+        "REINFORCE++, Hu et al. 2025",
+        discounts=True,
+        normalisation="batch",
+    ),
+    EstimatorEntry(
+        "rloo",
+        "Reward less the mean of the other answers.",
+        "r − mean of the others",
+        "RLOO, Ahmadian et al. 2024",
+        compare="hotseat.algorithms.advantages:leave_one_out",
+    ),
+    EstimatorEntry(
+        "reinforce_baseline",
+        "Reward less the mean of the group, normalised over the step.",
+        "r − mean(group)",
+        "REINFORCE++-baseline, Hu et al. 2025",
+        compare="hotseat.algorithms.advantages:group_mean_centred",
+        normalisation="batch",
+    ),
+    EstimatorEntry(
+        "group_norm",
+        "Reward less the mean of the group, by its deviation.",
+        "(r − mean) / (std + eps)",
+        "GRPO, Shao et al. 2024",
+        compare="hotseat.algorithms.advantages:group_normalised",
+        normalisation="group",
+    ),
+    EstimatorEntry(
+        "dr_grpo",
+        "Reward less the mean of the group.",
+        "r − mean",
+        "Dr. GRPO, Liu et al. 2025",
+        compare="hotseat.algorithms.advantages:group_mean_centred",
+        aggregation="constant",
+    ),
+)
 
 # What is known of `FILE.py:FUNCTION`.
 USER_ESTIMATOR = EstimatorEntry("FILE.py:FUNCTION", "Your own.", "", "", compares_episodes=True)

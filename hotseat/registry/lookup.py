@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from hotseat.errors import UserError
 
 T = TypeVar("T")
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=_Named)
+
+
+def table(*entries: N) -> dict[str, N]:
+    """Return entries by their names, in this order."""
+    return {entry.name: entry for entry in entries}
 
 
 def entry_of(table: Mapping[str, T], name: str, what: str) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hotseat.registry.lookup import entry_of
+from hotseat.registry.lookup import entry_of, table
 from hotseat.user_functions import is_own
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -35,41 +35,38 @@ class PolicyLossEntry:
 
 DEFAULT_POLICY_LOSS = "ppo"
 
-POLICY_LOSSES: dict[str, PolicyLossEntry] = {
-    entry.name: entry
-    for entry in (
-        PolicyLossEntry(
-            "ppo",
-            "Clipped ratio of each token, or of the tokens of a step; with the dual clip if it is set.",
-            "−min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)·A)",
-            "Schulman et al. 2017; clip-higher: DAPO, Yu et al. 2025; dual clip: Ye et al. 2020",
-            "hotseat.algorithms.policy_loss:ppo_loss",
-            takes_mask=True,
-            has_dual_clip=True,
-            has_steps=True,
-        ),
-        PolicyLossEntry(
-            "gspo",
-            "Clipped ratio of each episode, the geometric mean of its tokens'.",
-            "the same with ρ = exp(mean over the episode of log π − log π_old)",
-            "GSPO and GSPO-token, Zheng et al. 2025",
-            "hotseat.algorithms.policy_loss:gspo_loss",
-            has_dual_clip=True,
-            has_episode_ratio=True,
-            aggregation="sequence_mean",
-        ),
-        PolicyLossEntry(
-            "cispo",
-            "REINFORCE on each token, weighted by its bounded ratio: every token keeps a gradient.",
-            "−sg(clip(ρ, 1 − ε_low, 1 + ε_high))·A·log π",
-            "CISPO, MiniMax-M1, 2025",
-            "hotseat.algorithms.policy_loss:cispo_loss",
-            takes_mask=True,
-            aggregation="token_mean",
-            has_lower_bound=False,
-        ),
-    )
-}
+POLICY_LOSSES: dict[str, PolicyLossEntry] = table(
+    PolicyLossEntry(
+        "ppo",
+        "Clipped ratio of each token, or of the tokens of a step; with the dual clip if it is set.",
+        "−min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)·A)",
+        "Schulman et al. 2017; clip-higher: DAPO, Yu et al. 2025; dual clip: Ye et al. 2020",
+        "hotseat.algorithms.policy_loss:ppo_loss",
+        takes_mask=True,
+        has_dual_clip=True,
+        has_steps=True,
+    ),
+    PolicyLossEntry(
+        "gspo",
+        "Clipped ratio of each episode, the geometric mean of its tokens'.",
+        "the same with ρ = exp(mean over the episode of log π − log π_old)",
+        "GSPO and GSPO-token, Zheng et al. 2025",
+        "hotseat.algorithms.policy_loss:gspo_loss",
+        has_dual_clip=True,
+        has_episode_ratio=True,
+        aggregation="sequence_mean",
+    ),
+    PolicyLossEntry(
+        "cispo",
+        "REINFORCE on each token, weighted by its bounded ratio: every token keeps a gradient.",
+        "−sg(clip(ρ, 1 − ε_low, 1 + ε_high))·A·log π",
+        "CISPO, MiniMax-M1, 2025",
+        "hotseat.algorithms.policy_loss:cispo_loss",
+        takes_mask=True,
+        aggregation="token_mean",
+        has_lower_bound=False,
+    ),
+)
 
 # What is known of `FILE.py:FUNCTION`.
 USER_POLICY_LOSS = PolicyLossEntry(

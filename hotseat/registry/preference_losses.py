@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotseat.registry.lookup import entry_of
+from hotseat.registry.lookup import entry_of, table
 
 
 @dataclass(frozen=True)
@@ -25,38 +25,35 @@ class PreferenceLossEntry:
 
 DEFAULT_PREFERENCE_LOSS = "dpo"
 
-PREFERENCE_LOSSES: dict[str, PreferenceLossEntry] = {
-    entry.name: entry
-    for entry in (
-        PreferenceLossEntry(
-            "dpo",
-            "Logistic loss of the margin between implicit rewards.",
-            "hotseat.algorithms.supervised_loss:dpo_loss",
-            has_reference=True,
-            options=frozenset({"label_smoothing", "nll_coef"}),
-        ),
-        PreferenceLossEntry(
-            "ipo",
-            "Squared distance of that margin from a target.",
-            "hotseat.algorithms.supervised_loss:ipo_loss",
-            has_reference=True,
-            options=frozenset({"length_normalised", "nll_coef"}),
-        ),
-        PreferenceLossEntry(
-            "orpo",
-            "Likelihood of the chosen answer and the odds ratio, without a reference.",
-            "hotseat.algorithms.supervised_loss:orpo_loss",
-            takes_lengths=True,
-        ),
-        PreferenceLossEntry(
-            "simpo",
-            "Margin of log-probs per token, without a reference.",
-            "hotseat.algorithms.supervised_loss:simpo_loss",
-            takes_lengths=True,
-            options=frozenset({"gamma", "nll_coef"}),
-        ),
-    )
-}
+PREFERENCE_LOSSES: dict[str, PreferenceLossEntry] = table(
+    PreferenceLossEntry(
+        "dpo",
+        "Logistic loss of the margin between implicit rewards.",
+        "hotseat.algorithms.supervised_loss:dpo_loss",
+        has_reference=True,
+        options=frozenset({"label_smoothing", "nll_coef"}),
+    ),
+    PreferenceLossEntry(
+        "ipo",
+        "Squared distance of that margin from a target.",
+        "hotseat.algorithms.supervised_loss:ipo_loss",
+        has_reference=True,
+        options=frozenset({"length_normalised", "nll_coef"}),
+    ),
+    PreferenceLossEntry(
+        "orpo",
+        "Likelihood of the chosen answer and the odds ratio, without a reference.",
+        "hotseat.algorithms.supervised_loss:orpo_loss",
+        takes_lengths=True,
+    ),
+    PreferenceLossEntry(
+        "simpo",
+        "Margin of log-probs per token, without a reference.",
+        "hotseat.algorithms.supervised_loss:simpo_loss",
+        takes_lengths=True,
+        options=frozenset({"gamma", "nll_coef"}),
+    ),
+)
 
 
 def preference_loss_entry(name: str) -> PreferenceLossEntry:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
 
+from hotseat.registry.lookup import table
+
 
 class Part(StrEnum):
     """A part of a role's state that stays on a device between computations."""
@@ -65,7 +67,7 @@ def _role(
 
 
 _SERVES = {"is_independent": True, "answers_pings": True}
-_ENTRIES = (
+ROLES: dict[str, RoleEntry] = table(  # in the order in which messages list them
     _role(
         "actor", "model", 8, "always", "computes old log-probs and advantages; learns; sends its weights", trained=True
     ),
@@ -115,7 +117,6 @@ _ENTRIES = (
         gets_weights=True,
     ),
 )
-ROLES: dict[str, RoleEntry] = {entry.name: entry for entry in _ENTRIES}  # in the order in which messages list them
 
 _COMPONENT = _role(
     "a custom name",

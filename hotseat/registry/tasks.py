@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hotseat.registry.lookup import entry_of
+from hotseat.registry.lookup import entry_of, table
 
 
 @dataclass(frozen=True)
@@ -40,44 +40,41 @@ DEFAULT_TASK = "rl"
 
 _PAIRS = ("prompt_key", "chosen_key", "rejected_key")
 
-TASKS: dict[str, TaskEntry] = {
-    entry.name: entry
-    for entry in (
-        TaskEntry(
-            "rl",
-            "A policy, by reinforcement learning.",
-            "prompts",
-            ("input_key", "label_key"),
-            "hotseat.placement.flow:rl_phases",
-        ),
-        TaskEntry(
-            "sft",
-            "A model, on examples of answers.",
-            "examples",
-            ("input_key", "output_key"),
-            "hotseat.placement.flow:sft_phases",
-            "hotseat.loop.inputs:sft_data",
-        ),
-        TaskEntry(
-            "rm",
-            "A reward model, on pairs of answers.",
-            "pairs",
-            _PAIRS,
-            "hotseat.placement.flow:rm_phases",
-            "hotseat.loop.inputs:reward_model_data",
-            has_scalar_head=True,
-        ),
-        TaskEntry(
-            "dpo",
-            "A policy, on preferences between two answers.",
-            "pairs",
-            _PAIRS,
-            "hotseat.placement.flow:dpo_phases",
-            "hotseat.loop.inputs:preference_data",
-            compares_answers=True,
-        ),
-    )
-}
+TASKS: dict[str, TaskEntry] = table(
+    TaskEntry(
+        "rl",
+        "A policy, by reinforcement learning.",
+        "prompts",
+        ("input_key", "label_key"),
+        "hotseat.placement.flow:rl_phases",
+    ),
+    TaskEntry(
+        "sft",
+        "A model, on examples of answers.",
+        "examples",
+        ("input_key", "output_key"),
+        "hotseat.placement.flow:sft_phases",
+        "hotseat.loop.inputs:sft_data",
+    ),
+    TaskEntry(
+        "rm",
+        "A reward model, on pairs of answers.",
+        "pairs",
+        _PAIRS,
+        "hotseat.placement.flow:rm_phases",
+        "hotseat.loop.inputs:reward_model_data",
+        has_scalar_head=True,
+    ),
+    TaskEntry(
+        "dpo",
+        "A policy, on preferences between two answers.",
+        "pairs",
+        _PAIRS,
+        "hotseat.placement.flow:dpo_phases",
+        "hotseat.loop.inputs:preference_data",
+        compares_answers=True,
+    ),
+)
 
 
 def task_entry(name: str) -> TaskEntry:
