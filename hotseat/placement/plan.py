@@ -211,36 +211,20 @@ def _groups(
             spec, num_procs = specs[name], len(located[name].processes)
             layout = Layout(num_procs, spec.tensor_parallel, count, spec.share, kind.memory_gib)
             settings[name] = Settings(spec.memory, spec.model, layout)
-        groups.append(_group(ranges(devices), str(kind), kind.memory_gib, settings, specs, flow, steps))
+        spans, memory_gib = ranges(devices), kind.memory_gib
+        where = f"device{'s' * (len(devices) > 1)} {format_ranges(spans)}"
+        _check_shares(settings, steps, where)
+        own = [Tenant(name, role.estimate(name), _modes(specs[name], flow)) for name, role in settings.items()]
+        holdings, stuck = settle(own, steps, memory_gib)
+        if stuck is not None and memory_gib is not None:
+            shares = smaller_shares(own, settings, steps[stuck.step], holdings[stuck.step], memory_gib)
+            raise PlacementError(_stuck(stuck, steps[stuck.step].name, where, memory_gib, shares))
+        in_steps = tuple(
+            _group_step(own, settings, step, held, memory_gib) for step, held in zip(steps, holdings, strict=True)
+        )
+        moves = hand_overs(own, steps, holdings)
+        groups.append(DeviceGroup(spans, str(kind), memory_gib, tuple(settings), in_steps, moves))
     return tuple(groups)
-
-
-def _group(
-    devices: tuple[tuple[int, int], ...],
-    kind: str,
-    memory_gib: float | None,
-    settings: Mapping[str, Settings],
-    specs: Mapping[str, RoleSpec],
-    flow: Flow,
-    steps: tuple[PhaseStep, ...],
-) -> DeviceGroup:
-    text = f"device{'s' * (devices != ((devices[0][0], devices[0][0]),))} {format_ranges(devices)}"
-    _check_shares(settings, steps, text)
-    tenants = [Tenant(name, own.estimate(name), _modes(specs[name], flow)) for name, own in settings.items()]
-    holdings, stuck = settle(tenants, steps, memory_gib)
-    if stuck is not None and memory_gib is not None:
-        shares = smaller_shares(tenants, settings, steps[stuck.step], holdings[stuck.step], memory_gib)
-        raise PlacementError(_stuck(stuck, steps[stuck.step].name, text, memory_gib, shares))
-    return DeviceGroup(
-        devices=devices,
-        kind=kind,
-        memory_gib=memory_gib,
-        roles=tuple(settings),
-        steps=tuple(
-            _group_step(tenants, settings, step, held, memory_gib) for step, held in zip(steps, holdings, strict=True)
-        ),
-        hand_overs=hand_overs(tenants, steps, holdings),
-    )
 
 
 def _stuck(stuck: Stuck, step: str, devices: str, capacity: float, shares: Mapping[str, float]) -> str:

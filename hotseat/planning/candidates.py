@@ -79,71 +79,69 @@ def candidates(
     have the actor's devices. Staleness above 0 is tried where they share none, since rollout and training take
     turns otherwise.
     """
-    num_devices = (machines_of(config, inventory) or make_plan(config).inventory).num_devices
     refuse_fixed_roles(config)
-    others = [role for role in roles_of(config) if role not in ("actor", "rollout", "env")]
-    placed_elsewhere: Settings = {
-        role: selection for role, selection in config.cluster.component_placement.items() if selection == "none"
-    }
-    if has_simulator(config):
-        yield from _with_simulators(config, inventory, num_devices, sizes, placed_elsewhere, others)
-        return
+    num_devices = (machines_of(config, inventory) or make_plan(config).inventory).num_devices
+    elsewhere = {role: on for role, on in config.cluster.component_placement.items() if on == "none"}
+    others = [role for role in roles_of(config) if role not in ("actor", "rollout", "env", *elsewhere)]
+    arrangements = (
+        _with_simulators(config, inventory, num_devices, sizes)
+        if has_simulator(config)
+        else _without_simulators(num_devices, sizes, staleness)
+    )
+    for devices, settings in arrangements:
+        if settings["overlap.staleness"] == 0:
+            settings |= _without_overlap(config)
+        placement = {role: _ranks(chosen) for role, chosen in devices.items()} | dict.fromkeys(others, "@actor")
+        placed = {"cluster.component_placement": {**placement, **elsewhere}}
+        num_engines = len(devices["rollout"]) // settings["rollout.tensor_parallel_size"]
+        if "env" in devices and len(devices["env"]) % num_engines and num_engines % len(devices["env"]):
+            because = "neither the number of env processes nor that of engines divides the other"
+            yield Refused(placed | settings, because)
+            continue
+        changed = {key: value for key, value in settings.items() if value != attrgetter(key)(config)}
+        yield _tried(config, inventory, {**placed, **changed})
+
+
+_Arrangements = Iterator[tuple[dict[str, range], dict[str, Any]]]  # devices of roles, and settings
+
+
+def _without_simulators(num_devices: int, sizes: Sequence[int], staleness: Sequence[int]) -> _Arrangements:
+    everything, counts = range(num_devices), range(1, num_devices)
+    shared = [(everything, range(num_devices - count, num_devices)) for count in (num_devices, *counts)]
+    apart = [(range(count), range(count, num_devices)) for count in counts]
     for size in sizes:
-        for actor, rollout, is_shared in _splits(num_devices):
+        for actor, rollout in (*shared, *apart):
             if len(rollout) % size:
                 continue
-            for age in (0,) if is_shared else staleness:
-                placement: dict[str, Any] = {"actor": _ranks(actor), "rollout": _ranks(rollout)}
-                placement |= dict.fromkeys((role for role in others if role not in placed_elsewhere), "@actor")
-                settings: dict[str, Any] = {
-                    "rollout.tensor_parallel_size": size,
-                    "rollout.num_engines": None,
-                    "overlap.staleness": age,
-                }
-                if age == 0:
-                    settings |= _without_overlap(config)
-                placed = {"cluster.component_placement": {**placement, **placed_elsewhere}}
-                yield _tried(config, inventory, {**placed, **_changed(config, settings)})
+            for age in (0,) if actor == everything else staleness:
+                settings = {"rollout.tensor_parallel_size": size, "rollout.num_engines": None, "overlap.staleness": age}
+                yield {"actor": actor, "rollout": rollout}, settings
 
 
 def _with_simulators(
-    config: Config,
-    inventory: str | Inventory | None,
-    num_devices: int,
-    sizes: Sequence[int],
-    placed_elsewhere: Settings,
-    others: Sequence[str],
-) -> Iterator[Candidate | Refused]:
-    """Yield placements with as many simulators as the config has, in any number of env processes and stages.
+    config: Config, inventory: str | Inventory | None, num_devices: int, sizes: Sequence[int]
+) -> _Arrangements:
+    """Yield arrangements of as many simulators as the config has, in any number of env processes and stages.
 
     They are synchronous: what staleness gains in simulators is not predicted.
     """
     num_envs = config.env.num_envs * len(make_plan(config, inventory).role("env").processes)
-    with_actor = dict.fromkeys((role for role in others if role not in placed_elsewhere), "@actor")
     for size in sizes:
         for actor, env, rollout in _splits_in_three(num_devices):
-            if len(rollout) % size or num_envs % len(env):
+            per_process, rest = divmod(num_envs, len(env))
+            if len(rollout) % size or rest:
                 continue
-            per_process = num_envs // len(env)
             for stages in STAGES:
                 if per_process % stages:
                     continue
-                placement = {"actor": _ranks(actor), "env": _ranks(env), "rollout": _ranks(rollout)}
                 settings = {
                     "rollout.tensor_parallel_size": size,
                     "rollout.num_engines": None,
                     "rollout.pipeline_stage_num": stages,
                     "env.num_envs": per_process,
                     "overlap.staleness": 0,
-                    **_without_overlap(config),
                 }
-                placed = {"cluster.component_placement": {**placement, **with_actor, **placed_elsewhere}}
-                num_engines = len(rollout) // size
-                if len(env) % num_engines and num_engines % len(env):
-                    because = "neither the number of env processes nor that of engines divides the other"
-                    yield Refused(placed | settings, because)
-                    continue
-                yield _tried(config, inventory, {**placed, **_changed(config, settings)})
+                yield {"actor": actor, "env": env, "rollout": rollout}, settings
 
 
 def _splits_in_three(num_devices: int) -> Iterator[tuple[range, range, range]]:
@@ -177,11 +175,6 @@ def _halved(count: int) -> list[int]:
     return [] if count < 2 else [count // 2, *_halved(count // 2)]
 
 
-def _changed(config: Config, settings: Settings) -> Settings:
-    """Return the settings that the config does not have already."""
-    return {key: value for key, value in settings.items() if value != attrgetter(key)(config)}
-
-
 def _tried(config: Config, inventory: str | Inventory | None, settings: Settings) -> Candidate | Refused:
     try:
         changed = loads(to_yaml(config), as_overrides(settings), forget_idle=True)
@@ -192,16 +185,6 @@ def _tried(config: Config, inventory: str | Inventory | None, settings: Settings
     if plan.verdict == "does_not_fit":
         return Refused(settings, "it does not fit into the devices' memory")
     return Candidate(settings, changed, plan)
-
-
-def _splits(num_devices: int) -> Iterator[tuple[range, range, bool]]:
-    """Yield devices of the actor, devices of the rollout, and whether they share some."""
-    everything = range(num_devices)
-    yield everything, everything, True
-    for count in range(1, num_devices):
-        yield everything, range(num_devices - count, num_devices), True
-    for count in range(1, num_devices):
-        yield range(count), range(count, num_devices), False
 
 
 def _ranks(devices: range) -> str:
