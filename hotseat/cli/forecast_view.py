@@ -12,7 +12,6 @@ from hotseat.checks.run_directory import CONFIG
 from hotseat.config import Config, loads_saved
 from hotseat.errors import UserError
 from hotseat.loop.rl.forecast import (
-    Costs,
     Forecast,
     Resources,
     for_samples,
@@ -34,7 +33,12 @@ def check_recorded(config: Config, run_dir: Path) -> Config:
     """Return the config of a run whose costs hold for this one, too: that of an RL run with the same models."""
     if not config.has_rollouts:
         raise UserError(f"--from predicts what staleness gains in task rl; the task of this config is {config.task}")
-    recorded = _recorded_config(run_dir)
+    path = run_dir / CONFIG
+    if not path.is_file():
+        raise UserError(f"--from {run_dir}: there is no {path}; name the directory of a run")
+    recorded = loads_saved(path.read_text())
+    if not recorded.has_rollouts:
+        raise UserError(f"--from {run_dir}: that run's task is {recorded.task}; name the directory of an RL run")
     here, there = _models(config), _models(recorded)
     for role in [role for role in here | there if here.get(role) != there.get(role)]:
         raise UserError(
@@ -56,17 +60,13 @@ def print_forecast(config: Config, plan: Plan, recorded: Config, run_dir: Path, 
     rows = forecasts(config, for_samples(costs, num_samples, factor), _resources(config, plan))
     console.print(f"\nStaleness, as predicted from the last {costs.num_steps} steps of {run_dir}", style="bold")
     console.print(_table(rows, _samples_per_step(config)))
-    console.print(_own_line(recorded, costs, resources), style="dim", highlight=False)
-
-
-def _recorded_config(run_dir: Path) -> Config:
-    path = run_dir / CONFIG
-    if not path.is_file():
-        raise UserError(f"--from {run_dir}: there is no {path}; name the directory of a run")
-    recorded = loads_saved(path.read_text())
-    if not recorded.has_rollouts:
-        raise UserError(f"--from {run_dir}: that run's task is {recorded.task}; name the directory of an RL run")
-    return recorded
+    own = f"that run, staleness {recorded.overlap.staleness}: {costs.step_s:.2f} s a step measured"
+    own_s = own_step_s(recorded, costs, resources)
+    if own_s is None:
+        own += "; overlap.in_flight restart is not simulated"
+    else:
+        own += f", {own_s:.2f} s predicted; {costs.training_s:.2f} s of it from a batch to the end of its push"
+    console.print(own, style="dim", highlight=False)
 
 
 def _models(config: Config) -> dict[str, ModelShape | str]:
@@ -118,11 +118,3 @@ def _table(rows: list[Forecast], num_samples: int) -> Table:
             cells += [f"{step_s:.2f}", f"{num_samples / step_s:,.1f}", f"{synchronous_s / step_s:.2f}x"]
         table.add_row(*cells)
     return table
-
-
-def _own_line(recorded: Config, costs: Costs, resources: Resources) -> str:
-    measured = f"that run, staleness {recorded.overlap.staleness}: {costs.step_s:.2f} s a step measured"
-    own_s = own_step_s(recorded, costs, resources)
-    if own_s is None:
-        return f"{measured}; overlap.in_flight restart is not simulated"
-    return f"{measured}, {own_s:.2f} s predicted; {costs.training_s:.2f} s of it from a batch to the end of its push"

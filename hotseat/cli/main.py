@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
+_GENERATE = "answer prompts with a model, and write JSON lines"
+_EVAL = "measure a model: accuracy, pass@k and lengths, and a page of its answers"
+_PLAY = "play one episode of an agent, with a live transcript and without training"
+_MERGE = "add a LoRA adapter to its base model, and write a plain model"
+
+
 def entry() -> None:
     """Run the command that the arguments of this process name, and exit."""
     interrupts.handle_until_exit()
@@ -152,36 +158,14 @@ def _add_runs(commands: _Commands, command: str) -> None:
 
 def _add_offline(commands: _Commands) -> None:
     """Add the commands that work on models without a run, and the demo."""
-    offline_arguments.add_generate_arguments(
-        _command(commands, "generate", "cli.offline:run_generate", "answer prompts with a model, and write JSON lines")
-    )
-    offline_arguments.add_eval_arguments(
-        _command(
-            commands,
-            "eval",
-            "cli.offline:run_eval",
-            "measure a model: accuracy, pass@k and lengths, and a page of its answers",
-        )
-    )
-    offline_arguments.add_chat_arguments(
-        _command(commands, "chat", "cli.offline:run_chat", "talk to a model in the terminal")
-    )
-    offline_arguments.add_play_arguments(
-        _command(
-            commands,
-            "play",
-            "cli.offline:run_play",
-            "play one episode of an agent, with a live transcript and without training",
-        )
-    )
-    offline_arguments.add_merge_arguments(
-        _command(
-            commands,
-            "merge-lora",
-            "cli.offline:run_merge",
-            "add a LoRA adapter to its base model, and write a plain model",
-        )
-    )
+    for name, add_arguments, run, text in (
+        ("generate", offline_arguments.add_generate_arguments, "run_generate", _GENERATE),
+        ("eval", offline_arguments.add_eval_arguments, "run_eval", _EVAL),
+        ("chat", offline_arguments.add_chat_arguments, "run_chat", "talk to a model in the terminal"),
+        ("play", offline_arguments.add_play_arguments, "run_play", _PLAY),
+        ("merge-lora", offline_arguments.add_merge_arguments, "run_merge", _MERGE),
+    ):
+        add_arguments(_command(commands, name, f"cli.offline:{run}", text))
 
     demo = _command(
         commands, "demo", "cli.demo:run_demo", "make a small model and a task; train it by SFT, then by GRPO"

@@ -10,6 +10,7 @@ import json
 import textwrap
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 from hotseat.config.annotations import ALL, NameIn, tables_of
@@ -59,7 +60,7 @@ def options(section: str) -> list[dict[str, Any]]:
     return [
         {
             "key": key,
-            "takes": _takes(info),
+            "takes": _words(info.annotation, info.metadata),
             "default": list(info.default) if isinstance(info.default, tuple) else info.default,
             "meaning": _meaning(info),
             "tasks": list(tasks_of(key)),
@@ -82,19 +83,18 @@ def _meaning(info: Any) -> str:
     return " ".join([info.description, *names])
 
 
-def _takes(info: Any) -> str:
-    return next((" | ".join(mark.table) for mark in info.metadata if isinstance(mark, NameIn)), _words(info.annotation))
-
-
-def _words(annotation: Any) -> str:
+def _words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """Describe the values of a field in words."""
+    for mark in metadata:
+        if isinstance(mark, NameIn):
+            return " | ".join(mark.table)
     origin, members = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " | ".join(str(member) for member in members)
     if origin in (typing.Union, types.UnionType):
         return " | ".join(dict.fromkeys(_words(member) for member in members if member is not type(None)))
     if origin is typing.Annotated:
-        return next((" | ".join(mark.table) for mark in members if isinstance(mark, NameIn)), _words(members[0]))
+        return _words(members[0], members[1:])
     if origin is list or origin is tuple:
         return "list"
     if origin is dict or (isinstance(annotation, type) and hasattr(annotation, "model_fields")):

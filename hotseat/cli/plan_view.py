@@ -244,9 +244,10 @@ def _cell(step: GroupStep, group: DeviceGroup) -> Text:
 
 def _letters(holdings: Sequence[Holding]) -> str:
     """Format the state of parts, each by the first letter of its name, as the legend explains."""
-    forms = {"needed": str.upper, "kept": str, "offloaded": "({})".format, "dropped": "[{}]".format}
+    forms = {"needed": "{}", "kept": "{}", "offloaded": "({})", "dropped": "[{}]"}
     letters = {state: "".join(held.part[0] for held in holdings if held.state == state) for state in forms}
-    return "".join(form(letters[state]) for state, form in forms.items() if letters[state])
+    letters["needed"] = letters["needed"].upper()
+    return "".join(form.format(letters[state]) for state, form in forms.items() if letters[state])
 
 
 def _hand_overs(plan: Plan) -> Table:

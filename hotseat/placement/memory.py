@@ -228,17 +228,12 @@ def total(terms: Iterable[Term]) -> float:
 
 def estimate(role: str, memory: Memory | None, model: ModelShape | None, layout: Layout) -> RoleMemory | None:
     """Estimate a role's memory on one of its devices; None where its settings are not known."""
-    if memory is None:
-        role_memory = (
-            _simulator(role, None, layout)
-            if role_entry(role).kind == "simulator" and layout.share is not None
-            else None
-        )
-    elif isinstance(memory, SimulatorMemory):
+    role_memory: RoleMemory | None
+    if isinstance(memory, SimulatorMemory) or (memory is None and role_entry(role).kind == "simulator"):
         role_memory = _simulator(role, memory, layout)
     elif isinstance(memory, ComponentMemory):
         role_memory = _component(role, memory, layout)
-    elif model is None:
+    elif memory is None or model is None:
         role_memory = None
     elif isinstance(memory, TrainMemory):
         role_memory = _train(role, memory, model, layout)
