@@ -9,13 +9,12 @@ from collections.abc import Callable, Collection
 
 from hotseat.checks import (
     capabilities,
-    grader_settings,
     hub,
     model_configs,
     named_files,
     plans,
     reward_columns,
-    reward_servers,
+    reward_sources,
     reward_trial,
     run_directory,
     tokenizers,
@@ -39,8 +38,8 @@ CONFIG_AND_FILES: Stage[Context] = (
     named_files.flow,
     named_files.user_files,
     named_files.simulators,
-    grader_settings.graders,
-    grader_settings.judge,
+    reward_sources.graders,
+    reward_sources.judge,
     named_files.models,
     named_files.export_place,
     named_files.rows,
@@ -52,7 +51,7 @@ CONFIG_AND_FILES: Stage[Context] = (
 RUN_DIRECTORY: Stage[Context] = (run_directory.is_free,)
 HUB: Stage[Context] = (hub.models_and_data,)
 # The user's code runs for the first time, and servers are connected to.
-USER_CODE: Stage[Context] = (reward_servers.servers, reward_trial.reward_functions, grader_settings.sandbox)
+USER_CODE: Stage[Context] = (reward_sources.servers, reward_trial.reward_functions, reward_sources.sandbox)
 PACKAGES: Stage[Context] = (capabilities.optional_packages,)
 # Without a cluster: for the devices of this machine, or those that the config names.
 PLACEMENT: Stage[PlanContext] = (

@@ -50,7 +50,13 @@ def reward_functions(context: Context) -> Iterator[Problem]:
     if not config.has_rollouts or limit_s == 0:
         return
     max_gib = config.reward.max_memory_gib
-    for key, path, data, num_samples in _reward_files(config):
+    evaluation = config.eval
+    for key, path, data, num_samples in (
+        ("reward.function", config.reward.function, config.data.path, config.rollout.samples_per_prompt),
+        ("eval.reward", evaluation.reward, evaluation.path, evaluation.samples_per_prompt),
+    ):
+        if path is None or not re.fullmatch(r".+\.py(:\w+)?", path):
+            continue  # no file of the user's
         context.show(f"calling {path} once, to see that it works")
         row = trial_row(config, data)
         trial = try_reward(
@@ -97,17 +103,6 @@ def trial_row(config: Config, path: str | None) -> TrialRow:
     label = "" if data.label_key is None else row.get(data.label_key)
     columns = {**row, "prompt": row.get(data.input_key)}
     return TrialRow(prompt, label, label_text(label) or "an answer", path, columns)
-
-
-def _reward_files(config: Config) -> Iterator[tuple[str, str, str | None, int]]:
-    """Yield (key, file, data, samples per prompt) of every reward function that is a file of the user's."""
-    evaluation = config.eval
-    for key, path, data, num_samples in (
-        ("reward.function", config.reward.function, config.data.path, config.rollout.samples_per_prompt),
-        ("eval.reward", evaluation.reward, evaluation.path, evaluation.samples_per_prompt),
-    ):
-        if path is not None and re.fullmatch(r".+\.py(:\w+)?", path):
-            yield key, path, data, num_samples
 
 
 def _text(value: Any) -> str | None:

@@ -37,7 +37,9 @@ def run_directory(config: Config) -> Path:
         if each.is_symlink():
             raise link_error(each)
     if path.exists() and any(path.iterdir()) and not config.checkpoint.resume and not _made_no_step(path):
-        resume = f"resume it (`hotseat resume {path}`), " if _has_checkpoint(path, config) else ""
+        folder = Path(config.checkpoint.path) if config.checkpoint.path is not None else path / "checkpoints"
+        has_checkpoint = folder.is_dir() and any(folder.iterdir())
+        resume = f"resume it (`hotseat resume {path}`), " if has_checkpoint else ""
         raise UserError(f"{path} holds a run already: {resume}choose another name (name=...), or remove it")
     return path
 
@@ -65,8 +67,3 @@ def _made_no_step(path: Path) -> bool:
         return False
     metrics = path / METRICS
     return not metrics.exists() or all(record.get("step", 0) == 0 for record in read_lines(metrics))
-
-
-def _has_checkpoint(path: Path, config: Config) -> bool:
-    folder = Path(config.checkpoint.path) if config.checkpoint.path is not None else path / "checkpoints"
-    return folder.is_dir() and any(folder.iterdir())

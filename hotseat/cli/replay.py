@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,23 +34,17 @@ def replay_config(run_dir: Path, overrides: Sequence[str]) -> Config:
     if not path.is_file():
         raise UserError(f"{run_dir} holds no run: there is no {path}")
     config = loads_saved(path.read_text(), overrides)
+    names = (f"{run_dir.name}-replay-{number}" for number in itertools.count(1))
     log = {"keep_rollouts": False, "tensorboard_path": None, "wandb": WandbConfig()}
     return config.model_copy(
         update={
             "run_dir": str(run_dir.parent),
-            "name": _free_name(run_dir),
+            "name": next(name for name in names if not (run_dir.parent / name).exists()),
             "eval": EvaluationConfig(),  # without engines nothing can be evaluated
             "checkpoint": CheckpointConfig(every_minutes=0),
             "log": config.log.model_copy(update=log),
         }
     )
-
-
-def _free_name(run_dir: Path) -> str:
-    number = 1
-    while (run_dir.parent / f"{run_dir.name}-replay-{number}").exists():
-        number += 1
-    return f"{run_dir.name}-replay-{number}"
 
 
 def _directory(config: Config) -> Path:

@@ -53,7 +53,10 @@ def changes_between(saved: str, config: Config) -> list[Change]:
     resumed = with_dtype_of(config, before)
     then, now = _flat(before.model_dump(mode="json")), _flat(resumed.model_dump(mode="json"))
     allowed = config.checkpoint.allow_changes
-    _check_keys(allowed)
+    known = list(valid_keys())
+    for key in allowed:
+        if not any(_is_below(each, [key]) for each in known):
+            raise UserError(f"--allow-change {key}: unknown key; {nearest_key(tuple(key.split('.')))}")
     free = [key for _, keys in may_change(config) for key in keys]
     different = [key for key in dict.fromkeys((*now, *then)) if then.get(key) != now.get(key)]
     idle = {key for key, _ in no_effect(resumed, different)}
@@ -100,13 +103,6 @@ def _refusal(refused: Sequence[Change], allowed: Sequence[str]) -> str:
     else:
         hint = f"set them back, or start a new run; to resume anyway, with different results, {again}"
     return "\n".join(["this run cannot be resumed with another config:", *lines, hint])
-
-
-def _check_keys(keys: Iterable[str]) -> None:
-    known = list(valid_keys())
-    for key in keys:
-        if not any(_is_below(each, [key]) for each in known):
-            raise UserError(f"--allow-change {key}: unknown key; {nearest_key(tuple(key.split('.')))}")
 
 
 def _is_below(key: str, sections: Iterable[str]) -> bool:

@@ -20,12 +20,21 @@ def with_roles(values: Mapping[str, Any]) -> Mapping[str, Any]:
     cluster = values["cluster"]
     placement = cluster.get("component_placement")
     if isinstance(placement, Mapping):
-        placed = {_listed(key, names): _same_as(selection, names) for key, selection in placement.items()}
+        placed = {_listed(key, names): selection for key, selection in placement.items()}
+        for key, selection in placed.items():
+            if isinstance(selection, str) and selection.strip().startswith("@"):
+                placed[key] = f"@{_role(selection.strip()[1:].strip(), names)}"
         # A role that is placed twice keeps its names, for which `checks` refuses it.
         changed["cluster"] = {**cluster, "component_placement": placed if len(placed) == len(placement) else placement}
     flow = values.get("flow")
     if isinstance(flow, list):
-        changed["flow"] = [_phase(phase, names) for phase in flow]
+        works = ("run", "train", "push")
+        changed["flow"] = [
+            {key: _roles(value, names) if key in works else value for key, value in phase.items()}
+            if isinstance(phase, Mapping)
+            else phase
+            for phase in flow
+        ]
     return changed
 
 
@@ -66,18 +75,6 @@ def _role(name: Any, names: Mapping[Any, Any]) -> Any:
 def _listed(key: Any, names: Mapping[Any, Any]) -> Any:
     """Replace names in `a` or `a,b`."""
     return ",".join(_role(name.strip(), names) for name in key.split(",")) if isinstance(key, str) else key
-
-
-def _same_as(selection: Any, names: Mapping[Any, Any]) -> Any:
-    """Replace the name in `@name`."""
-    is_same = isinstance(selection, str) and selection.strip().startswith("@")
-    return f"@{_role(selection.strip()[1:].strip(), names)}" if is_same else selection
-
-
-def _phase(phase: Any, names: Mapping[Any, Any]) -> Any:
-    if not isinstance(phase, Mapping):
-        return phase
-    return {key: _roles(value, names) if key in ("run", "train", "push") else value for key, value in phase.items()}
 
 
 def _roles(written: Any, names: Mapping[Any, Any]) -> Any:

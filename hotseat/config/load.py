@@ -151,7 +151,7 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, A
 def nearest_key(path: KeyPath) -> str:
     """Return `did you mean ...` for an unknown key: a sibling, the same name elsewhere, or its section's keys."""
     leaf = str(path[-1])
-    section = _section_at(path[:-1])
+    _, section = _field_at(path[:-1])
     siblings = list(section.model_fields) if section else []
     close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.65)
     if close:
@@ -176,14 +176,15 @@ def _nested(path: KeyPath, value: Any) -> str | None:
     return f"in a file sections are nested: {split[0]}: {written}"
 
 
-def _section_at(path: KeyPath) -> type[BaseModel] | None:
-    """Return the section of the tree that a path leads to, through lists, mappings and unions."""
+def _field_at(path: KeyPath) -> tuple[Any, type[BaseModel] | None]:
+    """Return the field that a path leads to, through lists, mappings and unions, and the section that it holds."""
     section: type[BaseModel] | None = Config
+    field: Any = None
     for part in path:
         if section is not None and part in section.model_fields:
-            sections = list(_sections_in(section.model_fields[str(part)].annotation))
-            section = sections[0] if sections else None
-    return section
+            field = section.model_fields[str(part)]
+            section = next(_sections_in(field.annotation), None)
+    return field, section
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -305,14 +306,15 @@ def _explain(path: KeyPath, detail: Mapping[str, Any]) -> str:
     """Word one of pydantic's errors: the value that was given, and what would fit."""
     kind, value, context = str(detail["type"]), detail["input"], detail.get("ctx") or {}
     shown = f"given {_shown(value)}"
+    field, _ = _field_at(path)
+    allowed = words_of(field) if field is not None else []  # of the field, or of the mapping around an entry
     if kind == "extra_forbidden":
         return f"unknown key; {_nested(path, value) or nearest_key(path)}"
     if kind == "missing":
         return "must be given"
     if kind == "literal_error":
-        allowed = _literals_at(path)
         close = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.6)
-        own = ", or FILE.py:FUNCTION" if _takes_function(path) else ""
+        own = ", or FILE.py:FUNCTION" if FunctionPath in typing.get_args(field.annotation) else ""
         return f"{shown}, must be one of {', '.join(allowed)}{own}" + (f"; did you mean {close[0]}?" if close else "")
     bounds = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least")}
     bounds |= {"less_than": ("lt", "below"), "less_than_equal": ("le", "at most")}
@@ -322,7 +324,7 @@ def _explain(path: KeyPath, detail: Mapping[str, Any]) -> str:
     if kind in ("too_long", "too_short"):
         return f"{shown}, must have {context.get('max_length', context.get('min_length'))} values"
     expected = FORMS[context["pattern"]] if kind == "string_pattern_mismatch" else _EXPECTED.get(kind.split("_")[0])
-    words = [f" or {word}" for word in _literals_at(path)]
+    words = [f" or {word}" for word in allowed]
     return f"{shown}, must be {expected}{''.join(words)}" if expected else f"{shown}: {detail['msg']}"
 
 
@@ -331,21 +333,3 @@ def _shown(value: Any) -> str:
     if value is None:
         return "nothing"
     return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _takes_function(path: KeyPath) -> bool:
-    """Return whether the field at a path also accepts a function in a user's file."""
-    info = dict(fields_of(Config)).get(dotted(path))
-    return info is not None and FunctionPath in typing.get_args(info.annotation)
-
-
-def _literals_at(path: KeyPath) -> list[str]:
-    """Return the words that the field at a path accepts, or the entries of the mapping around it."""
-    section: type[BaseModel] | None = Config
-    words: list[str] = []
-    for part in path:
-        if section is not None and part in section.model_fields:
-            field = section.model_fields[str(part)]
-            words = words_of(field)
-            section = next(_sections_in(field.annotation), None)
-    return words

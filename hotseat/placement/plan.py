@@ -6,12 +6,13 @@ devices (same kind, same roles), never per device.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hotseat.errors import PlacementError
-from hotseat.placement.advice import Settings, can_start, smaller_shares
 from hotseat.placement.flow import Flow, PhaseStep, check_flow, make_steps, shared_devices
 from hotseat.placement.inventory import Inventory, format_ranges, format_ranks, ranges
 from hotseat.placement.locate import Located, RoleRequest, locate
@@ -19,6 +20,8 @@ from hotseat.placement.memory import (
     FITS_BELOW,
     ForwardMemory,
     Layout,
+    Memory,
+    RoleMemory,
     Term,
     TrainMemory,
     estimate,
@@ -50,9 +53,25 @@ from hotseat.placement.residency import (
 )
 from hotseat.placement.role_names import Part, check_role
 from hotseat.placement.selection import Elsewhere, Selection, parse_selection
+from hotseat.placement.shapes import ModelShape
 from hotseat.registry.roles import role_entry
 
 _ROUNDING = 1e-9  # GiB; tolerance for sums of the same numbers in another order
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Settings:
+    """Inputs of a role's memory estimate, kept so that it can be repeated with another share."""
+
+    memory: Memory | None
+    model: ModelShape | None
+    layout: Layout
+
+    def estimate(self, role: str) -> RoleMemory | None:
+        return estimate(role, self.memory, self.model, self.layout)
+
+    def with_share(self, share: float) -> _Settings:
+        return replace(self, layout=replace(self.layout, share=share))
 
 
 def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
@@ -210,14 +229,14 @@ def _groups(
         for name, count in tenants:
             spec, num_procs = specs[name], len(located[name].processes)
             layout = Layout(num_procs, spec.tensor_parallel, count, spec.share, kind.memory_gib)
-            settings[name] = Settings(spec.memory, spec.model, layout)
+            settings[name] = _Settings(spec.memory, spec.model, layout)
         spans, memory_gib = ranges(devices), kind.memory_gib
         where = f"device{'s' * (len(devices) > 1)} {format_ranges(spans)}"
         _check_shares(settings, steps, where)
         own = [Tenant(name, role.estimate(name), _modes(specs[name], flow)) for name, role in settings.items()]
         holdings, stuck = settle(own, steps, memory_gib)
         if stuck is not None and memory_gib is not None:
-            shares = smaller_shares(own, settings, steps[stuck.step], holdings[stuck.step], memory_gib)
+            shares = _smaller_shares(own, settings, steps[stuck.step], holdings[stuck.step], memory_gib)
             raise PlacementError(_stuck(stuck, steps[stuck.step].name, where, memory_gib, shares))
         in_steps = tuple(
             _group_step(own, settings, step, held, memory_gib) for step, held in zip(steps, holdings, strict=True)
@@ -241,7 +260,7 @@ def _stuck(stuck: Stuck, step: str, devices: str, capacity: float, shares: Mappi
     )
 
 
-def _check_shares(settings: Mapping[str, Settings], steps: Sequence[PhaseStep], devices: str) -> None:
+def _check_shares(settings: Mapping[str, _Settings], steps: Sequence[PhaseStep], devices: str) -> None:
     """Check that the memory shares of the processes that work at the same time do not exceed the device."""
     for step in steps:
         claims = {
@@ -274,7 +293,7 @@ def _check_shares(settings: Mapping[str, Settings], steps: Sequence[PhaseStep], 
 
 def _group_step(
     tenants: Sequence[Tenant],
-    settings: Mapping[str, Settings],
+    settings: Mapping[str, _Settings],
     step: PhaseStep,
     holdings: tuple[Holding, ...],
     capacity: float | None,
@@ -290,7 +309,7 @@ def _group_step(
     terms = tuple(sorted((*resident, *working), key=lambda term: list(settings).index(term.role)))
     used = total(terms)
     works = works_here(step, settings)
-    starts = capacity is None or can_start(step, settings)
+    starts = capacity is None or _can_start(step, settings)
     if all(memory is not None for memory in memories.values()):
         verdict = _verdict(used, capacity) if starts else "does_not_fit"
     else:
@@ -311,6 +330,59 @@ def _verdict(used: float, capacity: float | None) -> Verdict:
     if used > capacity + _ROUNDING:
         return "does_not_fit"
     return "fits" if used <= FITS_BELOW * capacity + _ROUNDING else "tight"
+
+
+def _can_start(step: PhaseStep, settings: Mapping[str, _Settings]) -> bool:
+    """Return whether every engine's memory share has room for its weights and the cache of one sequence."""
+    for work in works_here(step, settings):
+        memory = settings[work.role].estimate(work.role) if Part.KV_CACHE in work.parts else None
+        if memory is not None and memory.min_share is not None:
+            if memory.min_share > (settings[work.role].layout.share or 1.0):
+                return False
+    return True
+
+
+def _smaller_shares(
+    tenants: Sequence[Tenant],
+    settings: Mapping[str, _Settings],
+    step: PhaseStep,
+    holdings: Sequence[Holding],
+    capacity: float,
+) -> dict[str, float]:
+    """Return, for each engine at work, the largest memory share with which the step fits, if there is one.
+
+    It is in hundredths, leaves room for the others, and lets the engine start.
+    """
+
+    def used(role: str, changed: _Settings | None) -> float:
+        """Return the GiB in use with other settings for a role; None leaves it out."""
+        memories = {t.role: t.memory for t in tenants} | {role: changed.estimate(role) if changed is not None else None}
+        those = [replace(t, memory=memories[t.role]) for t in tenants]
+        parts = sum(
+            memory.part_gib(h.part) for h in holdings if h.is_resident and (memory := memories[h.role]) is not None
+        )
+        return total(working_terms(those, step)) + parts
+
+    shares = {}
+    for role in (work.role for work in works_here(step, settings)):
+        own, layout = settings[role], settings[role].layout
+        if layout.share is None or layout.device_gib is None:
+            continue
+        memory = own.estimate(role)
+        least = memory.min_share if memory is not None and memory.min_share is not None else 0.0
+        others = used(role, None)
+        # Memory that the engine takes outside of its share, measured with a share large enough to be filled.
+        enough = max(layout.share, least)
+        filled = used(role, own.with_share(enough)) - others
+        beside = max(0.0, filled - enough * layout.device_gib * layout.procs_per_device)
+        room = (capacity - others - beside) / layout.device_gib / layout.procs_per_device
+        share = math.floor(min(room, 1.0) * 100) / 100
+        if not 0 < share < layout.share:
+            continue
+        smaller = own.with_share(share)
+        if used(role, smaller) <= capacity and _can_start(step, {**settings, role: smaller}):
+            shares[role] = share
+    return shares
 
 
 def _hosts(

@@ -155,10 +155,16 @@ def choose(
         return ChosenBudgets(made, _notes(config, made, why), is_priced=False)
 
     def is_no_worse(tried: Config) -> bool:
+        """Tell whether every step fits well, or takes no more than with the least budget, and no more is copied."""
         try:
-            return _is_no_worse(plan_with(tried), lowest)
+            plan = plan_with(tried)
         except PlacementError:  # a part that may not be offloaded is in the way
             return False
+        for group, small in zip(plan.groups, lowest.groups, strict=True):
+            for step, smallest_step in zip(group.steps, small.steps, strict=True):
+                if step.verdict != "fits" and step.used_gib > smallest_step.used_gib + _ROUNDING:
+                    return False
+        return _copied_gib(plan) <= _copied_gib(lowest) + _ROUNDING
 
     if not are_layers_chosen(config) and model is not None:
         busy = made
@@ -200,15 +206,6 @@ def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
     units = (most - least) // _UNIT
     too_many = bisect_left(range(units), True, key=lambda fewer: fits(least + (units - fewer) * _UNIT))
     return least + (units - too_many) * _UNIT
-
-
-def _is_no_worse(plan: Plan, lowest: Plan) -> bool:
-    """Tell whether every step fits well, or takes no more than with the smallest budget, and no more is copied."""
-    for group, small in zip(plan.groups, lowest.groups, strict=True):
-        for step, least in zip(group.steps, small.steps, strict=True):
-            if step.verdict != "fits" and step.used_gib > least.used_gib + _ROUNDING:
-                return False
-    return _copied_gib(plan) <= _copied_gib(lowest) + _ROUNDING
 
 
 def _copied_gib(plan: Plan) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hotseat.checks.grader_settings import judge
+from hotseat.checks.reward_sources import judge
 from hotseat.checks.stage import Context
 from hotseat.config import loads
 from hotseat.config.presence import has_judge_engine

@@ -7,7 +7,7 @@ from loop_cases import rl_yaml, same, weights
 from reward_servers import FakeServer, HeldPort, sevens, written
 from safetensors.torch import load_file
 
-from hotseat.checks.reward_servers import servers
+from hotseat.checks.reward_sources import servers
 from hotseat.checks.stage import Context, run_checks
 from hotseat.config import Config, loads
 from hotseat.errors import RewardError, UserError
