@@ -31,9 +31,9 @@ def print_auto(config: Config, inventory: str | None, path: Path, console: Conso
     if not possible:
         raise UserError("no placement is possible:\n" + "\n".join(f"  {reason}" for reason in _reasons(made)))
     best = ranked(possible, profile)
-    own = _own(config, inventory, profile)
     console.print(_table(best[:NUM_SHOWN]))
-    if own is not None:
+    if config.rollout.tensor_parallel_size in profile.tensor_parallel_sizes:
+        own = predict(config, make_plan(config, inventory), profile)
         console.print(f"As configured: {own.step_s:.2f} s per step", highlight=False)
     console.print(_notes(made, best), style="dim", highlight=False)
     for number, (candidate, prediction) in enumerate(best[:NUM_SHOWN], 1):
@@ -41,54 +41,30 @@ def print_auto(config: Config, inventory: str | None, path: Path, console: Conso
         console.print(f"{candidate.as_yaml()}".rstrip(), highlight=False, markup=False, soft_wrap=True)
 
 
-def _own(config: Config, inventory: str | None, profile: Profile) -> Prediction | None:
-    """Predict the config's own placement; None if the profile does not have its tensor-parallel size."""
-    if config.rollout.tensor_parallel_size not in profile.tensor_parallel_sizes:
-        return None
-    return predict(config, make_plan(config, inventory), profile)
-
-
 def _table(best: list[tuple[Candidate, Prediction]]) -> Table:
     table = Table(box=box.SIMPLE)
-    table.add_column("")
     has_env = any(has_simulator(candidate.config) for candidate, _ in best)
-    for heading in ("actor", *(("env",) if has_env else ()), "rollout"):
+    roles = ("actor", "env", "rollout") if has_env else ("actor", "rollout")
+    for heading in ("", *roles):
         table.add_column(heading)
-    for heading in (
-        "engines",
-        "stages" if has_env else "staleness",
-        "s per step",
-        "samples/s",
-        "rollout s",
-        "training s",
-    ):
+    numbers = ("s per step", "samples/s", "rollout s", "training s")
+    for heading in ("engines", "stages" if has_env else "staleness", *numbers):
         table.add_column(heading, justify="right")
     for number, (candidate, prediction) in enumerate(best, 1):
-        placement, size = (
-            candidate.settings["cluster.component_placement"],
-            candidate.config.rollout.tensor_parallel_size,
-        )
+        placement, config = candidate.settings["cluster.component_placement"], candidate.config
+        size = config.rollout.tensor_parallel_size
+        training_s = sum(seconds for phase, seconds in prediction.phases.items() if phase != "rollout")
         table.add_row(
             str(number),
-            placement["actor"],
-            *((placement["env"],) if has_env else ()),
-            placement["rollout"],
+            *(placement[role] for role in roles),
             f"{candidate.num_engines}" + (f" x {size}" if size > 1 else ""),
-            str(candidate.config.rollout.pipeline_stage_num if has_env else candidate.config.overlap.staleness),
-            *_numbers(prediction),
+            str(config.rollout.pipeline_stage_num if has_env else config.overlap.staleness),
+            f"{prediction.step_s:.2f}{'*' if prediction.is_extrapolated else ''}",
+            f"{prediction.samples_per_s:.1f}",
+            f"{prediction.phases['rollout']:.2f}",
+            f"{training_s:.2f}",
         )
     return table
-
-
-def _numbers(prediction: Prediction) -> tuple[str, ...]:
-    training_s = sum(seconds for phase, seconds in prediction.phases.items() if phase != "rollout")
-    mark = "*" if prediction.is_extrapolated else ""
-    return (
-        f"{prediction.step_s:.2f}{mark}",
-        f"{prediction.samples_per_s:.1f}",
-        f"{prediction.phases['rollout']:.2f}",
-        f"{training_s:.2f}",
-    )
 
 
 def _notes(made: list[Candidate | Refused], best: list[tuple[Candidate, Prediction]]) -> str:

@@ -20,11 +20,9 @@ from hotseat.placement.memory import (
     FITS_BELOW,
     ForwardMemory,
     Layout,
-    Memory,
     RoleMemory,
     Term,
     TrainMemory,
-    estimate,
     process_on_host,
     total,
 )
@@ -53,7 +51,6 @@ from hotseat.placement.residency import (
 )
 from hotseat.placement.role_names import Part, check_role
 from hotseat.placement.selection import Elsewhere, Selection, parse_selection
-from hotseat.placement.shapes import ModelShape
 from hotseat.registry.roles import role_entry
 
 _ROUNDING = 1e-9  # GiB; tolerance for sums of the same numbers in another order
@@ -63,15 +60,14 @@ _ROUNDING = 1e-9  # GiB; tolerance for sums of the same numbers in another order
 class _Settings:
     """Inputs of a role's memory estimate, kept so that it can be repeated with another share."""
 
-    memory: Memory | None
-    model: ModelShape | None
+    spec: RoleSpec
     layout: Layout
 
-    def estimate(self, role: str) -> RoleMemory | None:
-        return estimate(role, self.memory, self.model, self.layout)
+    def estimate(self) -> RoleMemory | None:
+        return self.spec.estimate(self.layout)
 
     def with_share(self, share: float) -> _Settings:
-        return replace(self, layout=replace(self.layout, share=share))
+        return _Settings(self.spec, replace(self.layout, share=share))
 
 
 def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
@@ -229,11 +225,11 @@ def _groups(
         for name, count in tenants:
             spec, num_procs = specs[name], len(located[name].processes)
             layout = Layout(num_procs, spec.tensor_parallel, count, spec.share, kind.memory_gib)
-            settings[name] = _Settings(spec.memory, spec.model, layout)
+            settings[name] = _Settings(spec, layout)
         spans, memory_gib = ranges(devices), kind.memory_gib
         where = f"device{'s' * (len(devices) > 1)} {format_ranges(spans)}"
         _check_shares(settings, steps, where)
-        own = [Tenant(name, role.estimate(name), _modes(specs[name], flow)) for name, role in settings.items()]
+        own = [Tenant(name, role.estimate(), _modes(specs[name], flow)) for name, role in settings.items()]
         holdings, stuck = settle(own, steps, memory_gib)
         if stuck is not None and memory_gib is not None:
             shares = _smaller_shares(own, settings, steps[stuck.step], holdings[stuck.step], memory_gib)
@@ -335,7 +331,7 @@ def _verdict(used: float, capacity: float | None) -> Verdict:
 def _can_start(step: PhaseStep, settings: Mapping[str, _Settings]) -> bool:
     """Return whether every engine's memory share has room for its weights and the cache of one sequence."""
     for work in works_here(step, settings):
-        memory = settings[work.role].estimate(work.role) if Part.KV_CACHE in work.parts else None
+        memory = settings[work.role].estimate() if Part.KV_CACHE in work.parts else None
         if memory is not None and memory.min_share is not None:
             if memory.min_share > (settings[work.role].layout.share or 1.0):
                 return False
@@ -356,7 +352,7 @@ def _smaller_shares(
 
     def used(role: str, changed: _Settings | None) -> float:
         """Return the GiB in use with other settings for a role; None leaves it out."""
-        memories = {t.role: t.memory for t in tenants} | {role: changed.estimate(role) if changed is not None else None}
+        memories = {t.role: t.memory for t in tenants} | {role: changed.estimate() if changed is not None else None}
         those = [replace(t, memory=memories[t.role]) for t in tenants]
         parts = sum(
             memory.part_gib(h.part) for h in holdings if h.is_resident and (memory := memories[h.role]) is not None
@@ -368,7 +364,7 @@ def _smaller_shares(
         own, layout = settings[role], settings[role].layout
         if layout.share is None or layout.device_gib is None:
             continue
-        memory = own.estimate(role)
+        memory = own.estimate()
         least = memory.min_share if memory is not None and memory.min_share is not None else 0.0
         others = used(role, None)
         # Memory that the engine takes outside of its share, measured with a share large enough to be filled.
@@ -432,10 +428,10 @@ def _host_terms(spec: RoleSpec, place: Located, flow: Flow, steps: Sequence[Phas
     if place.where != "cpu":
         # The device's size does not matter: only the host's terms are used.
         layout = Layout(len(place.processes), spec.tensor_parallel, share=spec.share, device_gib=1.0)
-        memory = estimate(spec.name, spec.memory, spec.model, layout)
+        memory = spec.estimate(layout)
         return memory.host if memory is not None else None
     layout = Layout(len(place.processes), spec.tensor_parallel, has_device=False)
-    memory = estimate(spec.name, spec.memory, spec.model, layout)
+    memory = spec.estimate(layout)
     if memory is None:
         return None
     parts = [term for part in flow.parts_of(spec.name) for term in memory.parts.get(part, ())]

@@ -11,7 +11,7 @@ from hotseat.errors import PlacementError
 from hotseat.placement.flow import Flow, PhaseStep
 from hotseat.placement.inventory import Inventory
 from hotseat.placement.locate import PlannedProcess, Where
-from hotseat.placement.memory import EngineMemory, Memory, Term
+from hotseat.placement.memory import EngineMemory, Layout, Memory, RoleMemory, Term, estimate
 from hotseat.placement.residency import HandOver, Holding
 from hotseat.placement.role_names import Part
 from hotseat.placement.selection import Selection
@@ -49,6 +49,10 @@ class RoleSpec:
     def is_engine(self) -> bool:
         """One process uses several devices, instead of one process per device."""
         return role_entry(self.name).kind == "engine" or isinstance(self.memory, EngineMemory)
+
+    def estimate(self, layout: Layout) -> RoleMemory | None:
+        """Estimate the role's memory on one of its devices; None if that is not known."""
+        return estimate(self.name, self.memory, self.model, layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,21 +13,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotseat.config import Config, loads, to_yaml
+from hotseat.config import Config, loads, roles_of, to_yaml
 from hotseat.config.batches import batch_algebra
-from hotseat.config.presence import has_judge_engine
-from hotseat.config.schema import JudgeEngineConfig, RolloutConfig
 from hotseat.config.yaml_lines import dump, nested
 from hotseat.errors import BatchError, UserError
-from hotseat.placement.memory import Layout, estimate
+from hotseat.placement.memory import Layout
 from hotseat.placement.plan_types import GroupStep, Plan
 from hotseat.planning.budgets import with_least_budgets, with_whole_steps
 from hotseat.planning.config_plan import make_plan, num_data_parallel, on_all_devices, plan_as_is
-from hotseat.planning.role_specs import engine_slots, role_specs
+from hotseat.planning.role_specs import engine_slots, role_specs, section_of_role
 from hotseat.planning.search import Choice, Roles, Settings, Value, cheapest
 from hotseat.registry.backends import BACKENDS, backend_entry
 from hotseat.registry.engines import ENGINES
 from hotseat.registry.lookup import names_with
+from hotseat.registry.roles import role_entry
 
 MAX_SINGLES = 3  # single settings to recommend, the cheapest first
 MAX_DEVICES = 512  # of the larger inventories that are tried
@@ -242,8 +241,7 @@ class _Engines:
         shares = {}
         for role, spec in self._specs.items():
             size = settings.get(f"{_ENGINES[role]}.tensor_parallel_size", spec.tensor_parallel)
-            layouts = [Layout(1, size, 1, spec.share, gib) for gib in self._devices_gib[role]]
-            priced = [estimate(spec.name, spec.memory, spec.model, layout) for layout in layouts]
+            priced = [spec.estimate(Layout(1, size, 1, spec.share, gib)) for gib in self._devices_gib[role]]
             least = [each.min_share for each in priced if each is not None and each.min_share is not None]
             if least and len(least) == len(priced) and (share := math.ceil(max(least) * 100) / 100) <= 1:
                 shares[f"{_ENGINES[role]}.memory_share"] = share
@@ -295,27 +293,19 @@ def _simplest(
 
 def _reliefs(config: Config, engines: _Engines) -> Iterator[Sequence[Settings]]:
     """Yield settings that take less memory and cost little, each with its values in the order to try them."""
-    train, is_rl = config.train, config.has_rollouts
-    for role in ("actor", "critic", "reference", "reward", "rollout"):
-        if getattr(config, role).enable_offload is False:
-            yield [{f"{role}.enable_offload": None}]
-    if config.reward.judge.engine.enable_offload is False:
-        yield [{"reward.judge.engine.enable_offload": None}]
-    for name in ("train", "rollout") if is_rl else ("train",):
+    for role in ("actor", "critic", "reference", "reward", "rollout", "judge"):
+        if section_of_role(config, role).enable_offload is False:
+            yield [{f"{role_entry(role).section}.enable_offload": None}]
+    for name in ("train", "rollout") if config.has_rollouts else ("train",):
         section = config.train if name == "train" else config.rollout
         if section.max_tokens_per_device is not None:
             yield [{f"{name}.max_tokens_per_device": None}]
         elif section.micro_batch_size != "auto":
             yield [{f"{name}.micro_batch_size": "auto"}]
-    if not train.packing:
+    if not config.train.packing:
         yield [{"train.packing": True}]
-    sections: dict[str, RolloutConfig | JudgeEngineConfig] = {
-        "rollout": config.rollout,
-        "judge": config.reward.judge.engine,
-    }
-    present = [role for role in _ENGINES if (is_rl if role == "rollout" else has_judge_engine(config))]
-    for role in present:
-        engine = sections[role]
+    for role in (role for role in _ENGINES if role in roles_of(config)):
+        engine = section_of_role(config, role)
         if role not in engines:
             sizes = [size for size in (32, 16, 8, 4, 2) if size < engine_slots(config, role)]
             if sizes:
@@ -331,17 +321,14 @@ def _choices(config: Config, engines: _Engines, plan: Plan | None) -> Iterator[C
     placements = _placements(config, plan)
     if placements:
         yield placements
-    for role in engines:
-        sizes = _sizes(config, engines, role)
-        if sizes:
-            yield sizes
+    yield from filter(None, (_sizes(config, engines, role) for role in engines))
     yield _shardings(config)
 
 
 def _sizes(config: Config, engines: _Engines, role: str) -> Choice:
     """Return other tensor-parallel sizes of engines, as many of these as there is room for."""
-    section = config.rollout if role == "rollout" else config.reward.judge.engine
-    name, own = _ENGINES[role], section.tensor_parallel_size
+    name, section = _ENGINES[role], section_of_role(config, role)
+    own = section.tensor_parallel_size
     count = {f"{name}.num_engines": None} if section.num_engines is not None else {}
     values = []
     for size in engines.sizes(role):

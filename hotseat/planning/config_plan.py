@@ -22,7 +22,6 @@ from hotseat.placement.memory import (
     EngineMemory,
     Layout,
     TrainMemory,
-    estimate,
     token_activation_bytes,
     useful_cache_gib,
 )
@@ -272,7 +271,7 @@ def host_needs(config: Config, made: Plan) -> dict[str, float]:
     for role in made.roles:
         spec, num_processes = specs[role.name], len(role.processes)
         layout = Layout(num_processes, role.tensor_parallel, has_device=False)
-        memory = estimate(spec.name, spec.memory, spec.model, layout)
+        memory = spec.estimate(layout)
         terms = (
             () if memory is None else (*memory.host, *chain(*memory.parts.values()), *memory.working.get("train", ()))
         )
@@ -355,7 +354,7 @@ def cache_limit(config: Config, made: Plan, role: str = "rollout") -> CacheLimit
     if spec.share is None or spec.model is None or not isinstance(spec.memory, EngineMemory) or None in sizes:
         return None
     device_gib = min(size for size in sizes if size is not None)
-    priced = estimate(spec.name, spec.memory, spec.model, Layout(1, spec.tensor_parallel, 1, spec.share, device_gib))
+    priced = spec.estimate(Layout(1, spec.tensor_parallel, 1, spec.share, device_gib))
     assert priced is not None
     assert priced.min_share is not None  # weights, buffers, workspace and one sequence
     gib = priced.part_gib(Part.KV_CACHE)
