@@ -66,7 +66,7 @@ def _model(
 
     try:
         model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
-        _check_sight(config, model_config)
+        _check_images(config, model_config)
         check_fit(model_config, config.train.sequence_parallel_size, config.train.tensor_parallel_size, aux_loss)
         check_length(model_config, config.data.max_length)
         if (problem := length_problem(config, key, model, model_config.to_dict())) is not None:
@@ -96,15 +96,15 @@ def _described(key: str, model: str, error: Exception) -> Problem:
     return Problem("", f"{key} {model!r}: {reason}")
 
 
-def _check_sight(config: Config, model_config: Any) -> None:
-    """Raise if a run has images and a model sees none, or the other way round."""
+def _check_images(config: Config, model_config: Any) -> None:
+    """Raise if a run has images and a model takes none, or the other way round."""
     from hotseat.vision import sees_images
 
-    name, has_sight = type(model_config).__name__.removesuffix("Config"), sees_images(model_config)
+    name, takes_images = type(model_config).__name__.removesuffix("Config"), sees_images(model_config)
     key = "data.image_key" if config.data.image_key is not None else "env.images"
-    if has_images(config) and not has_sight:
+    if has_images(config) and not takes_images:
         raise UserError(f"{name} sees no images here, and {key} is set: choose a model that does, or unset it")
-    if not has_images(config) and has_sight:
+    if not has_images(config) and takes_images:
         key = "env.images" if has_simulator(config) else "data.image_key"
         raise UserError(f"{name} sees images, and the run has none: set {key}, or choose a model of text alone")
 

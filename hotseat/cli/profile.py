@@ -48,7 +48,7 @@ def measure(
     start: Callable[[Config], object],
     factors: Sequence[float] | None,
     sizes: Sequence[int],
-    tell: Callable[[str], object],
+    show: Callable[[str], object],
     keep: Callable[[Profile], object],
 ) -> None:
     """Run a config at several batch sizes and tensor-parallel sizes, each for a few steps, in a temporary directory.
@@ -57,7 +57,7 @@ def measure(
     """
     factors = factors or default_factors(config)
     if has_simulator(config) and steps_beside_answers(make_plan(config)):
-        tell(
+        show(
             "Simulators step on devices where an engine answers others meanwhile, so the seconds measured for either"
             " include waiting for the other: placements without that may be faster than predicted. To measure them"
             " apart, give env and rollout devices of their own."
@@ -75,13 +75,13 @@ def measure(
                 short = _short(config, factor, size, directory)
                 start(short)
                 measured = measurement_of(short, make_plan(short), Path(directory) / RUN_NAME)
-            tell(
+            show(
                 f"{measured.samples_per_engine:.0f} samples per engine, {measured.samples_per_rank:.0f} per rank:"
                 + "".join(f" {phase} {seconds:.2f} s" for phase, seconds in measured.phases.items())
             )
             if measured.turns is not None:
                 turns = measured.turns
-                tell(
+                show(
                     f"{turns.envs_per_call:.0f} simulators step in {turns.env_s:.3g} s; the policy answers"
                     f" {turns.requests_per_engine:.0f} requests per engine in {turns.policy_s:.3g} s"
                 )

@@ -159,9 +159,9 @@ def _train(model: Any, tokenizer: Any) -> None:
         texts = []
         for _ in range(BATCH_SIZE):
             digit = rng.randrange(len(WORDS))
-            said = digit if rng.random() < RIGHT else (digit + 1) % len(WORDS)
+            answer = digit if rng.random() < RIGHT else (digit + 1) % len(WORDS)
             asked = {"role": "user", "content": rng.choice(QUESTIONS).format(digit)}
-            chat = [asked, {"role": "assistant", "content": WORDS[said]}]
+            chat = [asked, {"role": "assistant", "content": WORDS[answer]}]
             texts.append(tokenizer.apply_chat_template(chat, tokenize=False))
         batch = tokenizer(texts, padding=True, return_tensors="pt")
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)

@@ -78,7 +78,7 @@ def changes_between(saved: str, config: Config) -> list[Change]:
         else:
             refused.append(Change(key, old, new))
     if refused:
-        raise UserError(_refusal(refused, [change.key for change in accepted if change.is_allowed]))
+        raise UserError(_changes_error(refused, [change.key for change in accepted if change.is_allowed]))
     used = [change.key for change in accepted if change.is_allowed]
     unused = [key for key in allowed if not any(_is_below(each, [key]) for each in used)]
     if unused:
@@ -89,7 +89,7 @@ def changes_between(saved: str, config: Config) -> list[Change]:
     return accepted
 
 
-def _refusal(refused: Sequence[Change], allowed: Sequence[str]) -> str:
+def _changes_error(refused: Sequence[Change], allowed: Sequence[str]) -> str:
     """Compose the error for refused changes, with what to add to the command to resume anyway.
 
     allowed: keys that the command allows already. They are named again, since OpenRLHF's commands take the last list.

@@ -24,7 +24,7 @@ def with_roles(values: Mapping[str, Any]) -> Mapping[str, Any]:
         for key, selection in placed.items():
             if isinstance(selection, str) and selection.strip().startswith("@"):
                 placed[key] = f"@{_role(selection.strip()[1:].strip(), names)}"
-        # A role that is placed twice keeps its names, for which `checks` refuses it.
+        # A role that is placed twice keeps its names, for which `conflicts` refuses it.
         changed["cluster"] = {**cluster, "component_placement": placed if len(placed) == len(placement) else placement}
     flow = values.get("flow")
     if isinstance(flow, list):
@@ -80,5 +80,5 @@ def _listed(key: Any, names: Mapping[Any, Any]) -> Any:
 def _roles(written: Any, names: Mapping[Any, Any]) -> Any:
     if isinstance(written, Mapping):
         works = {_role(name, names): parts for name, parts in written.items()}
-        return works if len(works) == len(written) else written  # refused by `checks`, as in the placement
+        return works if len(works) == len(written) else written  # refused by `conflicts`, as in the placement
     return [_role(name, names) for name in written] if isinstance(written, list) else written

@@ -2,7 +2,7 @@
 
 The schema puts them beside the type of an option or of a section, with this module as `when`:
 `Annotated[Positive, when.LORA]`. Of several, all must hold. The predicates of roles and resolved values are in
-`roles.py` and `resolved.py`. None of these modules imports the schema, except for type checkers.
+`presence.py` and `resolved.py`. None of these modules imports the schema, except for type checkers.
 """
 
 from __future__ import annotations

@@ -336,8 +336,8 @@ def _images_in_rollouts(config: Config) -> Problems:
         return
     has_column, rollout = config.data.image_key is not None, config.rollout
     if not engine_entry(rollout.engine).sees_simulators and not has_column:
-        seeing = " or ".join(names_that(ENGINES, "sees_simulators"))
-        yield "rollout.engine", f"{rollout.engine} is not built for images of simulators yet: set it to {seeing}"
+        engines = " or ".join(names_that(ENGINES, "sees_simulators"))
+        yield "rollout.engine", f"{rollout.engine} is not built for images of simulators yet: set it to {engines}"
     for key in ("quantization", "kv_cache_dtype"):
         if getattr(rollout, key) is not None:
             yield f"rollout.{key}", f"fp8 is {_NO_IMAGES}: leave it unset"

@@ -3,8 +3,8 @@
 Defaults are defined only here. `None` means "not set": the option is derived, absent, or decided as needed; the
 field's description says which. Beside its type, or beside that of a section around it, an option has what it takes
 to have an effect: `Tasks`, of which the innermost count and without which it has one in all tasks, and conditions of
-`conditions.py` (`when.LORA`), which must all hold. `MayChange` is beside what may change when a run resumes. `roles.py`
-derives the roles of a run from the tree; what contradicts what is in `checks`.
+`conditions.py` (`when.LORA`), which must all hold. `MayChange` is beside what may change when a run resumes.
+`presence.py` derives the roles of a run from the tree; what contradicts what is in `conflicts.py`.
 """
 
 from __future__ import annotations

@@ -314,10 +314,10 @@ def _processes(inventory: Inventory, request: RoleRequest, spots: _Spots, target
     if spots.where == "cpu":
         return _cpu_processes(request, spots)
     size = request.engine_size
-    said = [count for count in spots.procs if count is not None]
-    if said:
+    demanded = [count for count in spots.procs if count is not None]
+    if demanded:
         counts = [len(p) if n is None else n for p, n in zip(spots.pieces, spots.procs, strict=True)]
-        _check_said(request, spots, counts)
+        _check_processes(request, spots, counts)
         layout = list(zip(spots.pieces, counts, strict=True))
     elif size is not None:
         layout = _engine_layout(request, spots, size, target)
@@ -340,8 +340,8 @@ def _processes(inventory: Inventory, request: RoleRequest, spots: _Spots, target
 def _cpu_processes(request: RoleRequest, spots: _Spots) -> tuple[PlannedProcess, ...]:
     is_shared = isinstance(request.selection, SameAs)
     processes: list[PlannedProcess] = []
-    for piece, said in zip(spots.pieces, spots.procs, strict=True):
-        count = said or (request.num_procs if len(spots.pieces) == 1 else None) or len(piece)
+    for piece, demanded in zip(spots.pieces, spots.procs, strict=True):
+        count = demanded or (request.num_procs if len(spots.pieces) == 1 else None) or len(piece)
         if count < len(piece) and not is_shared:
             raise PlacementError(
                 f"{request.role}: {request.selection} gives {count} processes {len(piece)} nodes: a process is on one"
@@ -358,7 +358,7 @@ def _cpu_processes(request: RoleRequest, spots: _Spots) -> tuple[PlannedProcess,
     return tuple(processes)
 
 
-def _check_said(request: RoleRequest, spots: _Spots, counts: Sequence[int]) -> None:
+def _check_processes(request: RoleRequest, spots: _Spots, counts: Sequence[int]) -> None:
     """Check that PROCS in the selection agree with the number of processes and the engine size of the role."""
     if request.num_procs not in (None, sum(counts)):
         raise PlacementError(

@@ -371,7 +371,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         parts[Part.GRADIENTS] = (replace(gradients, gib=0.0, formula="only during an update"),)
     gathered = _gathered(role, memory, model, shards, tp)
     back = [*gathered, *_reduce(role, memory, model, shards, tp), *_activations(role, memory, model, tp)]
-    back += _seeing_terms(role, memory, model)
+    back += _encoder_terms(role, memory, model)
     if memory.is_whole:
         back.append(replace(gradients, name="gradients so far", part=None))
     tokens = _tokens(memory, memory.micro_batch)
@@ -415,11 +415,11 @@ def _held(model: ModelShape, tp: int) -> tuple[float, str]:
 
 
 def _held_apart(model: ModelShape, tp: int) -> tuple[tuple[float, str], tuple[float, str] | None]:
-    """Count as `_held` does, the decoder and the visual encoder each by itself; None: the model sees nothing."""
+    """Count as `_held` does, the decoder and the visual encoder each by itself; None: it takes text alone."""
     if model.vision is None:
         return _held(model, tp), None
-    seeing = model.num_vision_parameters
-    return _held(replace(model, vision=None), tp), (seeing, f"{_n(seeing)} parameters")
+    num_encoder = model.num_vision_parameters
+    return _held(replace(model, vision=None), tp), (num_encoder, f"{_n(num_encoder)} parameters")
 
 
 def _pixels(role: str, model: ModelShape, num_tokens: float) -> list[Term]:
@@ -432,7 +432,7 @@ def _pixels(role: str, model: ModelShape, num_tokens: float) -> list[Term]:
     return [_bytes(role, "pixels", patches * vision.patch_values * FP32, formula)]
 
 
-def _seeing_forward(role: str, model: ModelShape, num_tokens: float, compute_bytes: int) -> list[Term]:
+def _encoder_forward(role: str, model: ModelShape, num_tokens: float, compute_bytes: int) -> list[Term]:
     """Return the memory of pixels, and of a forward of the visual encoder that keeps nothing."""
     vision = model.vision
     if vision is None or not num_tokens:
@@ -456,13 +456,13 @@ def _patch_activations(memory: TrainMemory, vision: VisionShape) -> tuple[float,
     )
 
 
-def _seeing_terms(role: str, memory: TrainMemory, model: ModelShape) -> list[Term]:
+def _encoder_terms(role: str, memory: TrainMemory, model: ModelShape) -> list[Term]:
     """Return the memory of pixels, and of what the visual encoder keeps for the backward pass. It is not compiled."""
     vision, num_tokens = model.vision, memory.image_share * _tokens(memory, memory.micro_batch)
     if vision is None or not num_tokens:
         return []
     if memory.has_frozen_encoder:
-        return _seeing_forward(role, model, num_tokens, memory.compute_bytes)
+        return _encoder_forward(role, model, num_tokens, memory.compute_bytes)
     patches = num_tokens * vision.patches_per_token
     each, how = _patch_activations(memory, vision)
     kept = _bytes(role, f"{_ENCODER} activations", patches * each, f"{_n(round(patches))} patches x {how}")
@@ -624,7 +624,7 @@ def _forward_terms(
     width = (2 * model.hidden_size + (model.q_size + 2 * model.kv_size + 2 * model.mlp_width) / tp) * compute_bytes
     terms = [_bytes(role, "forward activations", tokens * width, f"{_n(tokens)} tokens x {_n(width)} B")]
     terms += _mask(role, memory, micro_batch, compute_bytes)
-    terms += _seeing_forward(role, model, memory.image_share * tokens, compute_bytes)
+    terms += _encoder_forward(role, model, memory.image_share * tokens, compute_bytes)
     return terms + _logits(role, model, tokens, compute_bytes, 1)
 
 
@@ -670,7 +670,7 @@ def useful_cache_gib(memory: EngineMemory, model: ModelShape, tp: int = 1) -> fl
     return USEFUL_CACHE * memory.slots * memory.max_tokens * kv_bytes_per_token(model, memory.kv_bytes, tp) / GIB
 
 
-def _seen_tokens(memory: EngineMemory, model: ModelShape, layout: Layout) -> int:
+def _image_prompt_tokens(memory: EngineMemory, model: ModelShape, layout: Layout) -> int:
     """Count the tokens of prompts with images that share a forward of the engine's own layers; 0: it has none."""
     is_llava = model.vision is not None and model.vision.tokens_per_image is not None
     if not is_llava or not memory.image_share or not memory.encodes_by_prompt or not layout.has_device:
@@ -685,13 +685,13 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
         formula = f"{_n(count)} parameters x {num_bytes} B{_per(tp, 'tensor parallel')}"
         return _bytes(role, name, count * num_bytes / tp, formula, Part.WEIGHTS)
 
-    seeing = model.num_vision_parameters
+    num_encoder = model.num_vision_parameters
     in_layers = 0 if memory.layer_bytes is None else model.num_matrix_parameters
-    weights = [share("weights", model.num_parameters - seeing - in_layers)]
+    weights = [share("weights", model.num_parameters - num_encoder - in_layers)]
     if memory.layer_bytes is not None:
         weights.append(share("weights of layers", in_layers, memory.layer_bytes))
-    if seeing:
-        weights.append(share(_ENCODER, seeing))
+    if num_encoder:
+        weights.append(share(_ENCODER, num_encoder))
     if layout.has_device and layout.share is not None and layout.device_gib is None:
         return None  # a share of an unknown amount
     fixed = list(_fixed(role, layout, tp > 1))
@@ -701,8 +701,8 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
         fixed.append(Term(role, "captured graphs", graphs, formula))
     buffers = Term(role, "engine buffers", ENGINE_BUFFERS_GIB if layout.has_device else 0.0, "constant")
     fixed.append(buffers)
-    num_seen = _seen_tokens(memory, model, layout)
-    tokens = max(num_seen, min(ENGINE_BATCH_TOKENS, memory.slots * memory.max_tokens))
+    num_shared = _image_prompt_tokens(memory, model, layout)
+    tokens = max(num_shared, min(ENGINE_BATCH_TOKENS, memory.slots * memory.max_tokens))
     width = (
         2 * model.hidden_size + (model.q_size + 2 * model.kv_size + 2 * model.mlp_width) / tp
     ) * memory.weight_bytes
@@ -716,13 +716,13 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     )
     image_tokens = memory.image_share * memory.max_tokens
     if memory.encodes_by_prompt:
-        image_tokens = memory.image_share * max(memory.max_tokens, SHARED_FORWARD_TOKENS, num_seen)
+        image_tokens = memory.image_share * max(memory.max_tokens, SHARED_FORWARD_TOKENS, num_shared)
     else:
         image_tokens = max(image_tokens, min(ENGINE_BATCH_TOKENS, memory.slots * image_tokens))
-    images = _seeing_forward(role, model, image_tokens, memory.weight_bytes)
+    images = _encoder_forward(role, model, image_tokens, memory.weight_bytes)
     per_token = kv_bytes_per_token(model, memory.kv_bytes, tp)
-    formula = f"2 x {_n(num_seen)} tokens x {_n(per_token)} B"  # as they are computed, and cut into prompts
-    prefilled = [_bytes(role, "keys and values of prompts", 2 * num_seen * per_token, formula)] if num_seen else []
+    formula = f"2 x {_n(num_shared)} tokens x {_n(per_token)} B"  # as they are computed, and cut into prompts
+    prefilled = [_bytes(role, "keys and values of prompts", 2 * num_shared * per_token, formula)] if num_shared else []
     one = memory.max_tokens * per_token / GIB
     # The share covers weights, cache, buffers and workspace; context and graphs come on top.
     rest = total(weights) + buffers.gib + workspace.gib + total(images)

@@ -66,7 +66,7 @@ class ModelShape:
     shared_expert_gate: bool = False
     num_dense_layers: int = 0  # of a mixture: layers with a plain MLP
     head: Head = "lm"  # scalar: a value or reward model
-    vision: VisionShape | None = None  # of a model that sees images
+    vision: VisionShape | None = None  # of a vision-language model
 
     @property
     def num_vision_parameters(self) -> int:
@@ -146,8 +146,8 @@ class ModelShape:
         mlps = num_plain * 3 * (h + self.intermediate_size)
         if self.shared_expert_size:
             mlps += (self.num_layers - num_plain) * 3 * (h + self.shared_expert_size)
-        seeing = 0 if self.vision is None else self.vision.num_adapter_parameters(rank)
-        return rank * (self.num_layers * attention + mlps) + seeing + (h if self.head == "scalar" else 0)
+        encoder = 0 if self.vision is None else self.vision.num_adapter_parameters(rank)
+        return rank * (self.num_layers * attention + mlps) + encoder + (h if self.head == "scalar" else 0)
 
     @property
     def mlp_width(self) -> int:
@@ -166,7 +166,7 @@ _REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_atten
 def from_hf_config(config: Mapping[str, object]) -> ModelShape:
     """Read the shape from a Hugging Face config.json of a Llama-, Qwen-, Mistral- or Mixtral-like model.
 
-    Of models that see images, those of Qwen2.5-VL, Qwen3-VL, Idefics3, SmolVLM and LLaVA are described.
+    Of vision-language models, those of Qwen2.5-VL, Qwen3-VL, Idefics3, SmolVLM and LLaVA are described.
     """
     whole = config
     vision = config.get("vision_config")
@@ -236,7 +236,7 @@ _DEEPSTACK = 3  # layers of Qwen3-VL's encoder that reach layers of the decoder
 
 
 def _language_config(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the config of the decoder of a model that sees images; hubs also have files with all keys in one object.
+    """Return the config of the decoder of a vision-language model; hubs also have files with all keys in one object.
 
     The whole model's config says whether its embeddings are tied.
     """
@@ -364,7 +364,7 @@ KNOWN_SHAPES: dict[str, ModelShape] = {
     for name in names.split()
 }
 
-_SEES = r"(?<![a-z])vl(?![a-z])"
+_IS_VLM = r"(?<![a-z])vl(?![a-z])"
 _OTHER_ARCHITECTURE = r"(?<![a-z])(vla|vision|audio|omni|embedding|moe)(?![a-z])"
 
 
@@ -377,8 +377,8 @@ def known_shape(name: str) -> tuple[ModelShape, str] | None:
     last = re.sub(r"[\s_]+", "-", name.rstrip("/").rpartition("/")[2].lower())
     if re.search(_OTHER_ARCHITECTURE, last):
         return None
-    sees = re.search(_SEES, last) is not None
-    fitting = [model for model, shape in KNOWN_SHAPES.items() if (shape.vision is not None) == sees]
+    is_vlm = re.search(_IS_VLM, last) is not None
+    fitting = [model for model, shape in KNOWN_SHAPES.items() if (shape.vision is not None) == is_vlm]
     matches = [model for model in fitting if _names(model.lower(), last)]
     if not matches:
         return None
