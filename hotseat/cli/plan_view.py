@@ -92,10 +92,8 @@ def notes(config: Config, placed: Config, chosen: ChosenBudgets, plan: Plan) -> 
             f"placement: none is set, so this is the plan for all {plan.inventory.num_devices} devices; a run without"
             " one uses one device. To run as planned: cluster: {component_placement: {actor: all}}"
         )
-    if chosen.is_priced:
+    if chosen.is_priced or not chosen.notes:  # without notes their sizes are set
         return [*lines, *chosen.notes]
-    if not chosen.notes:  # their sizes are set
-        return lines
     lacking = "without the devices: give --inventory, such as 1x8xH100-80G, or set cluster.inventory"
     if all(group.memory_gib is not None for group in plan.groups):
         lacking = "without the shape of every model: name one that is at hand, or set actor.shape"

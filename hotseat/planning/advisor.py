@@ -413,16 +413,10 @@ def _on_more_devices(config: Config, plan: Plan | None, assumed: Settings) -> li
     if len(kinds) != 1 or machines.pools:
         return []
     [(num_devices, kind, host_gib)] = kinds
-    base: dict[str, Any] = {}
     everywhere = _everywhere(config.cluster.component_placement)
-    if config.cluster.component_placement != everywhere:
-        base[_PLACEMENT] = everywhere
-    for key, value in (
-        ("cluster.num_nodes", config.cluster.num_nodes),
-        ("rollout.num_engines", config.rollout.num_engines),
-    ):
-        if value is not None:
-            base[key] = None
+    base: dict[str, Any] = {} if config.cluster.component_placement == everywhere else {_PLACEMENT: everywhere}
+    counts = {"cluster.num_nodes": config.cluster.num_nodes, "rollout.num_engines": config.rollout.num_engines}
+    base |= {key: None for key, count in counts.items() if count is not None}
     placed = loads(to_yaml(config), as_overrides(base))
 
     def settings_on(inventory: str) -> Settings | None:
@@ -432,10 +426,9 @@ def _on_more_devices(config: Config, plan: Plan | None, assumed: Settings) -> li
         choices = [*_choices(placed, engines, made), *_last_resorts(placed)]
         return _together(trials, engines, [*_reliefs(placed, engines)], choices, False)
 
-    larger = []
-    num_nodes = 2 * machines.num_nodes
+    host = "" if host_gib is None else f"+{host_gib:g}G"
+    larger, num_nodes = [], 2 * machines.num_nodes
     while num_nodes * num_devices <= MAX_DEVICES:
-        host = "" if host_gib is None else f"+{host_gib:g}G"
         larger.append(f"{num_nodes}x{num_devices}x{kind.name}{host}")
         num_nodes *= 2
     if not larger or settings_on(larger[-1]) is None:
