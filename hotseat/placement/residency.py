@@ -139,9 +139,9 @@ def settle(
         _evict(items, away, bases, limits)
 
     def holding(item: _Item, step: int, is_away: bool) -> Holding:
-        state: State = "dropped" if item.dropped[step] else "offloaded"
-        if not is_away:
-            state = "needed" if item.needs[step] else "kept"
+        state: State = "needed" if item.needs[step] else "kept"
+        if is_away and not item.needs[step]:
+            state = "dropped" if item.dropped[step] else "offloaded"
         return Holding(item.role, item.part, state, item.gib if known else None)
 
     holdings = tuple(
