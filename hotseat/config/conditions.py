@@ -32,13 +32,13 @@ from hotseat.config.presence import (
     is_placed,
 )
 from hotseat.config.resolved import correction_kind, divides_by_deviation, uses_k1_loss
-from hotseat.registry.backends import BACKENDS
+from hotseat.registry.backends import BACKENDS, backend_entry
 from hotseat.registry.corrections import CORRECTIONS, NO_CORRECTION, correction_entry
 from hotseat.registry.engines import ENGINES, engine_entry
 from hotseat.registry.estimators import ESTIMATORS, estimator_entry
 from hotseat.registry.lookup import names_that, names_with
-from hotseat.registry.policy_losses import POLICY_LOSSES
-from hotseat.registry.preference_losses import PREFERENCE_LOSSES
+from hotseat.registry.policy_losses import POLICY_LOSSES, policy_loss_entry
+from hotseat.registry.preference_losses import PREFERENCE_LOSSES, preference_loss_entry
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
@@ -99,9 +99,15 @@ def _is(name: str, *values: Any, because: str = "{key} is {value}") -> Beside:
     return Beside(name, lambda value: value in values, f"is {' or '.join(words)}", because)
 
 
-def _names(option: str, names: list[str]) -> Beside:
-    """Return the condition that an option has one of these names of a table."""
-    return _is(option, *names, because="{key} is {value}; this is for {values}")
+def _names(option: str, holds: Callable[[str], bool], names: list[str]) -> Beside:
+    """Return the condition that an option has one of some names, of which a table knows."""
+    because = f"{{key}} is {{value}}; this is for {' and '.join(names)}"
+    return Beside(option, holds, f"is {' or '.join(names)}", because)
+
+
+def _has_option(option: str) -> Beside:
+    names = names_with(PREFERENCE_LOSSES, option)
+    return _names("loss", lambda name: option in preference_loss_entry(name).options, names)
 
 
 def _is_set(name: str, so: str = "") -> Beside:
@@ -300,7 +306,9 @@ DEVIATION = Condition(
         else f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation"
     ),
 )
-DUAL_CLIP = _names("policy_loss", names_that(POLICY_LOSSES, "has_dual_clip"))
+DUAL_CLIP = _names(
+    "policy_loss", lambda name: policy_loss_entry(name).has_dual_clip, names_that(POLICY_LOSSES, "has_dual_clip")
+)
 CORRECTION = Condition(
     f"algorithm.correction.kind is not {NO_CORRECTION}",
     lambda c: correction_kind(c) != NO_CORRECTION,
@@ -318,13 +326,17 @@ CORRECTION_WEIGHTS = Condition(
 )
 REJECTION = _is_set("reject", ", so no answer is dropped")
 K1_REJECTION = _is("reject", "k1", because="{key} is not k1; the other divergences have no lower bound")
-LABEL_SMOOTHING, LENGTH_NORMALISED, TARGET_MARGIN, NLL = (
-    _names("loss", names_with(PREFERENCE_LOSSES, option))
-    for option in ("label_smoothing", "length_normalised", "gamma", "nll_coef")
+LABEL_SMOOTHING, LENGTH_NORMALISED, TARGET_MARGIN, NLL = map(
+    _has_option, ("label_smoothing", "length_normalised", "gamma", "nll_coef")
 )
 
 # Training
-ZERO = _is("backend", *names_that(BACKENDS, "has_zero_options"))
+ZERO = Beside(
+    "backend",
+    lambda backend: backend_entry(backend).has_zero_options,
+    f"is {' or '.join(names_that(BACKENDS, 'has_zero_options'))}",
+    "{key} is {value}",
+)
 LORA = Condition("train.lora.rank is above 0", lambda c: c.train.lora.rank > 0, "train.lora.rank is 0")
 FROZEN_WEIGHTS = Condition(
     LORA.words,
