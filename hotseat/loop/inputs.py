@@ -17,7 +17,7 @@ from hotseat.config.chat_template import chat_template_text
 from hotseat.config.image_paths import filler_image, image_folder, largest_image
 from hotseat.config.precision import with_dtype
 from hotseat.config.presence import has_agent, has_critic, has_simulator, task_numbers
-from hotseat.config.resolved import prompt_limit, prompt_max_length
+from hotseat.config.resolved import prompt_limit, prompt_max_length, source_of
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, columns_of, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
@@ -145,11 +145,8 @@ def local_inventory(config: Config) -> Inventory | None:
 
 def load_tokenizer(config: Config) -> Any:
     """Load the actor's tokenizer. Raises if there is none, or if a model of the run does not go with it."""
-    from transformers import AutoTokenizer
-
-    assert config.actor.model is not None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.actor.model, trust_remote_code=config.trust_remote_code)
+        tokenizer = source_of(config, config.actor.model).tokenizer()
     except (OSError, ValueError) as error:
         raise UserError(f"actor.model {config.actor.model!r}: no tokenizer there: {error}") from None
     run_checks(TokenizerContext(config=config, tokenizer=tokenizer), MODELS, TOKENIZERS)
@@ -393,8 +390,7 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row], *input_keys: s
 
 
 def _image_store(config: Config, tokenizer: Any) -> ImageStore:
-    assert config.actor.model is not None
-    processor = load_processor(config.actor.model, tokenizer, config.trust_remote_code)
+    processor = load_processor(source_of(config, config.actor.model), tokenizer)
     return ImageStore(image_folder(config), processor, image_limits(config))
 
 

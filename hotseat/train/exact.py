@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hotseat.errors import RunError
+from hotseat.model_source import ModelSource
 from hotseat.train.fp8_rounding import round_cache, round_layers
 from hotseat.train.policy_models import logit_changes
 from hotseat.vision import Vision, policy_class
@@ -40,7 +41,7 @@ class Fp8Parts:
 NO_FP8 = Fp8Parts()
 
 
-def missing_bytes(model: str | Path, device: torch.device, longest: int, trust_remote_code: bool = False) -> int:
+def missing_bytes(model: ModelSource, device: torch.device, longest: int) -> int:
     """Measure how much device memory is lacking for `exact_log_probs`. 0: there is enough. Always 0 on a CPU.
 
     longest: tokens of the longest sequence.
@@ -48,7 +49,7 @@ def missing_bytes(model: str | Path, device: torch.device, longest: int, trust_r
     if device.type != "cuda":
         return 0
     with torch.device("meta"):
-        policy = _untrained(model, trust_remote_code)
+        policy = _untrained(model)
     text = policy.config.get_text_config()
     widest = max(text.vocab_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     needed = 4 * (sum(weight.numel() for weight in policy.parameters()) + _ALIVE * widest * longest)
@@ -58,7 +59,7 @@ def missing_bytes(model: str | Path, device: torch.device, longest: int, trust_r
 
 
 def exact_log_probs(
-    model: str | Path,
+    model: ModelSource,
     named_tensors: Iterable[tuple[str, Tensor]],
     sequences: Sequence[Sequence[int]],
     num_context: Sequence[int],
@@ -66,18 +67,17 @@ def exact_log_probs(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    trust_remote_code: bool = False,
     images: Sequence[Sequence[str]] = (),
     fp8: Fp8Parts = NO_FP8,
 ) -> ExactScores:
     """Score all tokens after the context of each sequence, with the policy that has these weights, in float32.
 
-    model: a folder or hub name, for its shape alone. named_tensors: every weight, in any type, as `Backend.weights`
+    model: for its shape alone. named_tensors: every weight, in any type, as `Backend.weights`
     yields them. num_context: tokens at the beginning of each sequence that are not scored, at least 1. dtype: to round
     logits to. images: those of each sequence. fp8: what the engine has in FP8.
     """
     with torch.device(device):
-        policy = _untrained(model, trust_remote_code).eval()
+        policy = _untrained(model).eval()
     policy.tie_weights()
     slots = dict(policy.named_parameters()) | dict(policy.named_buffers())
     missing = {name for name, _ in policy.named_parameters()}
@@ -107,10 +107,10 @@ def exact_log_probs(
         return ExactScores(exact, rounded, scores()[0])
 
 
-def _untrained(model: str | Path, trust_remote_code: bool) -> PreTrainedModel:
+def _untrained(model: ModelSource) -> PreTrainedModel:
     """Make a model of this shape with uninitialised weights, without drawing from torch's generators."""
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    config = model.config()
+    options: dict[str, Any] = {"dtype": torch.float32, **model.arguments}
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         options["attn_implementation"] = "eager"  # transformers leaves the cap of scores out of faster ones
     with no_init_weights():

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from hotseat.determinism import keep_float32, use_deterministic_kernels
 from hotseat.errors import UserError
@@ -17,10 +15,11 @@ from hotseat.extensions import load
 from hotseat.registry.backends import backend_entry
 from hotseat.train.backend import Backend, TrainOptions, ZeroOptions
 from hotseat.train.model_checks import check_attention
+from hotseat.train.policy_models import Model
 
 
 def make_backend(
-    model: str | Path | PreTrainedModel,
+    model: Model,
     options: TrainOptions,
     *,
     device: str | torch.device = "cpu",

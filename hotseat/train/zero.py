@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from hotseat.train.lora import base_names
 from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names
 from hotseat.train.outgoing import as_they_are, convert
 from hotseat.train.packing import LayoutKind
-from hotseat.train.policy_models import Policy, ValueModel, compiles, layers, load_model, prepare_model
+from hotseat.train.policy_models import Model, Policy, ValueModel, compiles, layers, load_model, prepare_model
 from hotseat.train.ranks import Ranks
 from hotseat.train.sequence import check_ranks
 from hotseat.train.tensor import Cut, TensorGroup, cut_layers
@@ -69,7 +68,7 @@ class ZeroBackend(Trainer):
 
     def __init__(
         self,
-        model: str | Path | PreTrainedModel,
+        model: Model,
         options: TrainOptions,
         *,
         device: str | torch.device = "cpu",

@@ -220,7 +220,7 @@ def make_engine(settings: EngineSettings, rank: int, show: Callable[[str], objec
         use_deterministic_kernels()
     layers: list[str] = []
     if settings.options.adapter_rank:
-        layers = target_layers(settings.model, settings.options.adapter_targets, settings.trust_remote_code)
+        layers = target_layers(settings.model, settings.options.adapter_targets)
     process = EngineProcess(rank, device_of_process(), in_worker_process(), tuple(layers))
     with stages_shown(show):
         return engine_kind(settings.engine).make(settings, process)

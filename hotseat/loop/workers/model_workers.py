@@ -51,6 +51,7 @@ from hotseat.loop.workers.losses import (
 )
 from hotseat.loop.workers.records import RecordedObjective, Recorder, TokenRecord
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
+from hotseat.model_source import ModelSource
 from hotseat.planning.budgets import Use
 from hotseat.train.backend import Backend, Loss, TrainOptions, UpdateReport
 from hotseat.train.exact import NO_FP8, ExactScores, Fp8Parts, exact_log_probs, missing_bytes
@@ -104,7 +105,7 @@ class BackendWorker(HoldsMemory):
 
     def __init__(
         self,
-        model: str,
+        model: ModelSource,
         options: TrainOptions,
         *,
         folder_proof: FolderProof | None = None,
@@ -237,7 +238,7 @@ class ModelWorker(BackendWorker):
 class InferenceWorker(ModelWorker):
     """One rank of a copy of the policy: computes old log-probs on its own devices, and gets weights as engines do."""
 
-    def __init__(self, model: str, options: TrainOptions, engine_dtype: str):
+    def __init__(self, model: ModelSource, options: TrainOptions, engine_dtype: str):
         super().__init__(model, options)
         self._dtype = getattr(torch, engine_dtype)
         self._receiver = Receiver(_ReceivingBackend(self._backend, self._dtype))
@@ -282,7 +283,7 @@ class ActorWorker(ModelWorker):
 
     def __init__(
         self,
-        model: str,
+        model: ModelSource,
         options: TrainOptions,
         engine_dtype: str,
         folder_proof: FolderProof | None = None,
@@ -293,7 +294,7 @@ class ActorWorker(ModelWorker):
         self._returns = BySample()
         self._recorder: Recorder | None = None
         self._rank = int(os.environ.get("RANK", "0"))
-        self._model, self._trust_remote_code = model, options.trust_remote_code
+        self._model = model
         self._dtype = getattr(torch, engine_dtype)
         self._form: WeightForm = "merged"  # of the last push to engines
         self._sender = Sender(self._outgoing, device_of_process())
@@ -411,7 +412,7 @@ class ActorWorker(ModelWorker):
 
     def lacks_bytes_for_exact(self, longest: int) -> int:
         """Return the bytes of device memory that `score_exactly` lacks for sequences of up to `longest` tokens."""
-        return missing_bytes(self._model, device_of_process(), longest, self._trust_remote_code)
+        return missing_bytes(self._model, device_of_process(), longest)
 
     def score_exactly(self, canary: Canary, is_merged: bool = True, fp8: Fp8Parts = NO_FP8) -> ExactScores | str | None:
         """Score with a float32 forward of the weights that engines got. Collective; only the first rank returns scores.
@@ -435,7 +436,6 @@ class ActorWorker(ModelWorker):
                     canary.temperature,
                     dtype=self._dtype,
                     device=device_of_process(),
-                    trust_remote_code=self._trust_remote_code,
                     images=canary.images,
                     fp8=fp8,
                 )

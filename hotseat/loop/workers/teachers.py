@@ -9,6 +9,7 @@ from hotseat.loop.devices.held_memory import device_of_process
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
 from hotseat.loop.workers.experience import Share, flatten, groups_of
 from hotseat.loop.workers.model_workers import BySample, ModelWorker
+from hotseat.model_source import ModelSource
 from hotseat.placement.role_names import Part
 from hotseat.planning.budgets import Use
 from hotseat.train.backend import Backend, TrainOptions
@@ -24,7 +25,7 @@ class TeachersWorker(ModelWorker):
 
     def __init__(
         self,
-        models: Mapping[str, str],
+        models: Mapping[str, ModelSource],
         weights: Mapping[str, float] | None,
         options: TrainOptions,
     ):

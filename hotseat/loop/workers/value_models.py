@@ -23,6 +23,7 @@ from hotseat.loop.workers.experience import (
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.losses import OLD_VALUES, RETURNS, ValueObjective
 from hotseat.loop.workers.model_workers import BySample, ModelWorker, by_sample, in_order
+from hotseat.model_source import ModelSource
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.packing import with_ends
 from hotseat.types import MicroBatch
@@ -44,7 +45,7 @@ class CriticWorker(ModelWorker):
 
     def __init__(
         self,
-        model: str,
+        model: ModelSource,
         options: TrainOptions,
         folder_proof: FolderProof | None = None,
     ):
