@@ -27,7 +27,7 @@ from hotseat.loop.settings.host_settings import environment_settings, image_limi
 from hotseat.loop.settings.training_options import critic_options, train_options
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.observations import EVAL_SEED, simulation_prompts
-from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
+from hotseat.loop.workers.preferences import PreferenceObjective
 from hotseat.machine import has_gpu
 from hotseat.placement import Inventory, Plan
 from hotseat.planning.config_plan import make_plan, num_data_parallel
@@ -245,14 +245,12 @@ def preference_data(config: Config, tokenizer: Any) -> SupervisedData:
     (pairs, report), evaluation = _read(config, lambda rows: _pairs(config, tokenizer, rows))
     section = config.algorithm.dpo
     objective = PreferenceObjective(
-        PreferenceSettings(
-            kind=section.loss,
-            beta=section.beta,
-            label_smoothing=section.label_smoothing,
-            is_length_normalised=section.length_normalised,
-            gamma=section.gamma,
-            nll_coefficient=section.nll_coef,
-        )
+        kind=section.loss,
+        beta=section.beta,
+        label_smoothing=section.label_smoothing,
+        is_length_normalised=section.length_normalised,
+        gamma=section.gamma,
+        nll_coefficient=section.nll_coef,
     )
     notes = [_described_pairs("pairs", report)]
     if evaluation is not None:

@@ -344,12 +344,7 @@ class FSDPBackend(Trainer):
 
 
 def _shard(
-    policy: nn.Module,
-    model: PreTrainedModel,
-    options: TrainOptions,
-    device: torch.device,
-    size: int,
-    unit_bytes: int,
+    policy: nn.Module, model: PreTrainedModel, options: TrainOptions, device: torch.device, size: int, unit_bytes: int
 ) -> None:
     mesh = init_device_mesh(device.type, (size,))
     # Sums over ranks are taken in 32 bits, whatever the weights are.

@@ -18,12 +18,7 @@ from hotseat.train.model_checks import check_attention
 from hotseat.train.policy_models import Model
 
 
-def make_backend(
-    model: Model,
-    options: TrainOptions,
-    *,
-    device: str | torch.device = "cpu",
-) -> Backend:
+def make_backend(model: Model, options: TrainOptions, *, device: str | torch.device = "cpu") -> Backend:
     """Make one rank of the model, with the backend that the options name."""
     keep_float32()
     if options.is_deterministic:

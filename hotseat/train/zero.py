@@ -24,13 +24,7 @@ from hotseat.train.adamw import make_adamw, set_learning_rate
 from hotseat.train.attention import has_flash
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import TrainOptions, ZeroOptions
-from hotseat.train.deepcompile import (
-    build_operations,
-    check_device,
-    compile_model,
-    filled,
-    forget_model,
-)
+from hotseat.train.deepcompile import build_operations, check_device, compile_model, filled, forget_model
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
 from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names

@@ -42,13 +42,7 @@ from hotseat.loop.workers.experience import (
 )
 from hotseat.loop.workers.exports import Origin, begin_export, finish_export
 from hotseat.loop.workers.folder_proof import FolderProof
-from hotseat.loop.workers.losses import (
-    CORRECTION_SCALES,
-    OLD_LOG_PROBS,
-    REFERENCE_LOG_PROBS,
-    RETURNS,
-    PolicyObjective,
-)
+from hotseat.loop.workers.losses import CORRECTION_SCALES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, PolicyObjective
 from hotseat.loop.workers.records import RecordedObjective, Recorder, TokenRecord
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
 from hotseat.model_source import ModelSource
@@ -103,13 +97,7 @@ class PolicySettings:
 class BackendWorker(HoldsMemory):
     """One rank of a model behind a training backend, which can be saved."""
 
-    def __init__(
-        self,
-        model: ModelSource,
-        options: TrainOptions,
-        *,
-        folder_proof: FolderProof | None = None,
-    ):
+    def __init__(self, model: ModelSource, options: TrainOptions, *, folder_proof: FolderProof | None = None):
         """Load the model. folder_proof: what this rank proves first, if checkpoints are made of it."""
         if folder_proof is not None:
             with activity.doing("looking for the folder of checkpoints"):
@@ -282,11 +270,7 @@ class ActorWorker(ModelWorker):
     """
 
     def __init__(
-        self,
-        model: ModelSource,
-        options: TrainOptions,
-        engine_dtype: str,
-        folder_proof: FolderProof | None = None,
+        self, model: ModelSource, options: TrainOptions, engine_dtype: str, folder_proof: FolderProof | None = None
     ):
         super().__init__(model, options, folder_proof=folder_proof)
         self._steps: list[MicroBatch | None] = []

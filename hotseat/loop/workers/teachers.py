@@ -23,12 +23,7 @@ class TeachersWorker(ModelWorker):
     Σ w log π_teacher − log π_old the policy descends Σ w KL(π ‖ π_teacher). None: a prompt's source names its teacher.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, ModelSource],
-        weights: Mapping[str, float] | None,
-        options: TrainOptions,
-    ):
+    def __init__(self, models: Mapping[str, ModelSource], weights: Mapping[str, float] | None, options: TrainOptions):
         (first, model), *others = models.items()
         super().__init__(model, options)
         self._weights = weights

@@ -43,12 +43,7 @@ class CriticSettings:
 class CriticWorker(ModelWorker):
     """One rank of the critic: it computes values of a rollout, and learns from the returns that the actor computed."""
 
-    def __init__(
-        self,
-        model: ModelSource,
-        options: TrainOptions,
-        folder_proof: FolderProof | None = None,
-    ):
+    def __init__(self, model: ModelSource, options: TrainOptions, folder_proof: FolderProof | None = None):
         super().__init__(model, options, folder_proof=folder_proof)
         self._batch: MicroBatch | None = None  # the rollout whose values were computed last
         self._starts: Tensor | None = None  # first tokens of its steps of time; None: each token is one
