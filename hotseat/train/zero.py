@@ -44,8 +44,7 @@ from hotseat.train.zero_config import (
     make_scaler,
     number_device,
 )
-from hotseat.train.zero_stages import Flattened, Scattered, Stage, Unsharded
-from hotseat.train.zero_weights import ShardedWeights
+from hotseat.train.zero_stages import Flattened, Scattered, ShardedWeights, Stage, Unsharded
 from hotseat.types import MicroBatch
 
 _BASE_BUCKET = 2**28  # bytes of a frozen base that are gathered at once, for its digest

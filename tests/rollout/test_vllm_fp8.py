@@ -21,7 +21,7 @@ from hotseat.model_source import ModelSource
 from hotseat.rollout.vllm_engine import VllmEngine, weight_names
 from hotseat.rollout.vllm_fp8 import QuantisedDigests, fp8_problem
 from hotseat.rollout.vllm_versions import installed_version
-from hotseat.train.fp8_rounding import round_layers, rounded_rows
+from hotseat.train.exact import round_layers, rounded_rows
 
 from .conformance import PATIENCE_S, reference_log_probs
 from .test_transformers_engine import random_model

@@ -9,8 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hotseat.errors import RunError
 from hotseat.model_source import ModelSource
-from hotseat.train.exact import Fp8Parts, exact_log_probs, missing_bytes
-from hotseat.train.fp8_rounding import round_cache, rounded_rows
+from hotseat.train.exact import Fp8Parts, exact_log_probs, missing_bytes, round_cache, rounded_rows
 
 CPU = torch.device("cpu")
 SEQUENCES, STARTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5]], [3, 1]

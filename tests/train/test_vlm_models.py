@@ -22,8 +22,8 @@ from hotseat.model_source import ModelSource
 from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.train.attention import IMAGE_ATTENTION, image_attention
 from hotseat.train.backend import AdamW, TrainOptions
+from hotseat.train.exact import round_cache
 from hotseat.train.export import write_model
-from hotseat.train.fp8_rounding import round_cache
 from hotseat.train.packing import join, model_input, take, with_ends
 from hotseat.train.policy_models import load_model, prepare_model
 from hotseat.types import MicroBatch, Request, Sampling
