@@ -46,7 +46,8 @@ class EngineWorker(HoldsMemory):
     def __init__(self, settings: EngineSettings):
         with activity.doing(f"loading {settings.entry.title if settings.entry.compiles else 'weights'}"):
             self._engine = make_engine(settings, int(os.environ.get("RANK", "0")), activity.becomes)
-        self._receiver = Receiver(self._engine)
+        engine = self._engine
+        self._receiver = Receiver(engine.load_bucket, engine.digest, engine.begin_load, engine.finish_load)
         self._changed = threading.Condition()
         self._finished: dict[str, list[Completion | FailedRequest]] = {}
         self._open: dict[str, set[str]] = {}  # ids of requests, by client
