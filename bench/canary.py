@@ -48,6 +48,7 @@ from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.losses import SupervisedObjective
 from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
+from hotseat.model_source import ModelSource
 from hotseat.rollout.kinds import EngineOptions, EngineSettings
 from hotseat.train.backend import TrainOptions
 from hotseat.train.schedule import Schedule
@@ -446,7 +447,7 @@ def main(arguments: list[str]) -> None:
         slots = 64 if chosen.engine == "vllm" else 8
         dtype = {"fp32": "float32", "bf16": "bfloat16"}[chosen.dtype]
         settings = EngineSettings(
-            str(engine_model), MAX_LENGTH, slots, (), dtype, 2, engine=chosen.engine, options=options
+            ModelSource(str(engine_model)), MAX_LENGTH, slots, (), dtype, 2, engine=chosen.engine, options=options
         )
         cluster = stack.enter_context(Cluster("local", num_devices=1))
         engine = cluster.launch("rollout", BenchEngine, args=(settings,), num_threads=2)

@@ -31,6 +31,8 @@ from lib.shapes import VOCAB_SIZES, make_weights, shape
 from lib.trl_side import time_grpo
 from lib.words import save_prompts, save_tokenizer
 
+from hotseat.model_source import ModelSource
+
 NUM_PROMPTS, GROUP_SIZE, PROMPT_LENGTH, NUM_NEW_TOKENS = 32, 8, 23, 512
 NUM_SAMPLES = NUM_PROMPTS * GROUP_SIZE
 NUM_WARM_UP = 2  # steps that do not count
@@ -245,7 +247,9 @@ def measure_engine(directory: Path) -> dict[str, Any]:
 
     options = EngineOptions(1, 0.4, True, False, str(directory / "logs"))
     model = str(directory / "1.5B")
-    engine = make_engine(EngineSettings(model, 1024, 256, (), "bfloat16", 1, engine="vllm", options=options), 0)
+    engine = make_engine(
+        EngineSettings(ModelSource(model), 1024, 256, (), "bfloat16", 1, engine="vllm", options=options), 0
+    )
     rng = random.Random(1)
     sampling = Sampling(max_new_tokens=NUM_NEW_TOKENS)
     seconds = []

@@ -33,6 +33,8 @@ from typing import Any
 
 from lib.trl_side import timed_steps
 
+from hotseat.model_source import ModelSource
+
 TARGET = 1.3  # times as fast as TRL
 NUM_WARM_UP = {"hotseat": 2, "trl": 1}  # steps that do not count; TRL compiles nothing
 LEAST_S = 60  # seconds that a part needs at least: with fewer left it is not begun
@@ -309,7 +311,7 @@ def seconds_to_prepare(model: Path) -> float:
     from hotseat.data.images import ImageLimits, ImageStore, load_processor
 
     limits = ImageLimits(1, 2**26, 2**26)
-    processor = load_processor(str(model), AutoTokenizer.from_pretrained(model))
+    processor = load_processor(ModelSource(str(model)), AutoTokenizer.from_pretrained(model))
     with tempfile.TemporaryDirectory() as folder:
         store = ImageStore(Path(folder), processor, limits)
         images = sorted((model / "images").glob("*.png"))[:16]

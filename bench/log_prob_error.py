@@ -39,6 +39,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
+from hotseat.model_source import ModelSource
 from hotseat.train import logprobs
 from hotseat.types import MicroBatch, Request, Sampling
 
@@ -164,7 +165,7 @@ def vllm_heads(path: Path, eos_token_ids: Sequence[int]) -> Iterator[tuple[str, 
 
     core = Core(
         EngineSettings(
-            model=str(path),
+            model=ModelSource(str(path)),
             max_length=MAX_LENGTH,
             num_slots=256,
             eos_token_ids=(),
@@ -176,7 +177,7 @@ def vllm_heads(path: Path, eos_token_ids: Sequence[int]) -> Iterator[tuple[str, 
     )
     engine = VllmEngine(
         core,
-        weight_names(str(path), False),
+        weight_names(ModelSource(str(path))),
         max_length=MAX_LENGTH,
         num_slots=256,
         eos_token_ids=eos_token_ids,

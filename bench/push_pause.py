@@ -32,6 +32,7 @@ from hotseat.loop.rl.sync import push_weights
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.loop.workers.weight_check import Canary
+from hotseat.model_source import ModelSource
 from hotseat.rollout.kinds import EngineOptions, EngineSettings
 from hotseat.train.backend import TrainOptions
 from hotseat.types import Request, Sampling
@@ -95,7 +96,7 @@ def run(directory: Path, model: str, num_requests: int, num_pushes: int, keeps_c
     engine = "vllm" if has_gpu() else "transformers"
     options = EngineOptions(1, 0.4, True, False, str(directory / "logs"))
     settings = EngineSettings(
-        str(directory / model),
+        ModelSource(str(directory / model)),
         MAX_LENGTH,
         num_requests,
         (),

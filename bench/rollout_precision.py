@@ -33,6 +33,8 @@ from typing import Any
 from lib.devices import need_gpu
 from lib.shapes import VOCAB_SIZES, make_weights, shape
 
+from hotseat.model_source import ModelSource
+
 PROMPT_LENGTH = 64
 NUM_SCORED = 32  # answers
 NUM_DRAFTED = 4
@@ -111,7 +113,7 @@ def make_engine(load: Load, kind: str, directory: str, is_dummy: bool) -> Any:
         lookup = {"prompt_lookup_min": 3, "prompt_lookup_max": 4}
         arguments["speculative_config"] = {"method": method, "num_speculative_tokens": NUM_DRAFTED, **lookup}
     settings = EngineSettings(
-        model=directory,
+        model=ModelSource(directory),
         max_length=load.max_length,
         num_slots=load.num_samples,
         eos_token_ids=(),
@@ -126,7 +128,7 @@ def make_engine(load: Load, kind: str, directory: str, is_dummy: bool) -> Any:
             engine_args=arguments,
         ),
     )
-    names = weight_names(directory, False)
+    names = weight_names(ModelSource(directory))
     core = Core(settings)
     return VllmEngine(core, names, max_length=load.max_length, num_slots=load.num_samples, call_timeout_s=120.0)
 

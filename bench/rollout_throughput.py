@@ -27,6 +27,7 @@ from lib.devices import has_gpu
 from rich.console import Console
 from rich.table import Table
 
+from hotseat.model_source import ModelSource
 from hotseat.types import Request, Sampling
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -149,7 +150,7 @@ def run_ours(folder: Path, engine: str, num_slots: int, num_sequences: int, is_p
     began_s = time.perf_counter()
     device = torch.device("cuda", 0) if has_gpu() else torch.device("cpu")
     settings = EngineSettings(
-        model=str(folder),
+        model=ModelSource(str(folder)),
         max_length=MAX_LENGTH,
         num_slots=num_slots,
         eos_token_ids=(),
@@ -198,7 +199,7 @@ def run_vllm_alone(folder: Path, num_slots: int, num_sequences: int) -> dict[str
 
     began_s = time.perf_counter()
     llm = LLM(
-        model=str(folder),
+        model=ModelSource(str(folder)),
         skip_tokenizer_init=True,
         max_model_len=MAX_LENGTH,
         max_num_seqs=num_slots,

@@ -34,6 +34,7 @@ from hotseat.loop.workers.observations import SimulationSettings, simulation_pro
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.scorers import ScorerSettings
 from hotseat.loop.workers.simulation import Player
+from hotseat.model_source import ModelSource
 from hotseat.rollout.kinds import EngineSettings
 from hotseat.types import Prompt, Sampling
 
@@ -161,9 +162,9 @@ class Bench:
         self._num_envs, self._cores = num_envs, cores
         model = str(folder / "model")
         self._tokenizer = write_policy(model, width)
-        engine = EngineSettings(model, MAX_LENGTH, num_envs, (), "float32", num_threads=1)
+        engine = EngineSettings(ModelSource(model), MAX_LENGTH, num_envs, (), "float32", num_threads=1)
         host = HostSettings(
-            model,
+            ModelSource(model),
             run_seed=0,
             max_length=MAX_LENGTH,
             agent=None,

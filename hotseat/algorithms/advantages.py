@@ -22,14 +22,7 @@ from torch import Tensor
 from hotseat.algorithms.shaping import clip_rewards
 from hotseat.algorithms.time_steps import sampled_steps, steps_of_tokens, sum_per_step
 from hotseat.algorithms.token_masks import floating, sampled_only
-from hotseat.algorithms.turns import (
-    TurnCredit,
-    TurnTable,
-    checked_turns,
-    ends_of_steps,
-    within_turns,
-    without_rounding,
-)
+from hotseat.algorithms.turns import TurnCredit, TurnTable, checked_turns, ends_of_steps, within_turns, without_rounding
 from hotseat.errors import RewardError, UserError
 from hotseat.extensions import load
 from hotseat.registry.estimators import ESTIMATORS, USER_ESTIMATOR, EstimatorEntry, estimator_entry

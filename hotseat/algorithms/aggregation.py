@@ -46,10 +46,7 @@ class StepTotals:
 
 def step_totals(layout: TokenLayout) -> StepTotals:
     """Count the sampled tokens and episodes of one rank's share of a step, or of a whole step."""
-    return StepTotals(
-        num_sampled=int(layout.mask.sum()),
-        num_episodes=int((layout.sampled_per_episode > 0).sum()),
-    )
+    return StepTotals(num_sampled=int(layout.mask.sum()), num_episodes=int((layout.sampled_per_episode > 0).sum()))
 
 
 def mask_truncated(layout: TokenLayout, truncated: Tensor) -> Tensor:

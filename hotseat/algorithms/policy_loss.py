@@ -144,13 +144,7 @@ def _has_one_advantage(advantages: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def cispo_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    eps_low: float,
-    eps_high: float,
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, eps_low: float, eps_high: float
 ) -> PolicyLoss:
     """Compute CISPO: REINFORCE on each token, weighted by its clipped ratio. [num_tokens] in and out.
 

@@ -17,7 +17,7 @@ from hotseat.config.presence import (
     has_judge_engine,
     has_simulator,
 )
-from hotseat.config.resolved import critic_model, judge_length
+from hotseat.config.resolved import critic_model, judge_length, source_of
 from hotseat.errors import Problem, UnsupportedError, UserError
 
 
@@ -40,12 +40,10 @@ def models(context: Context) -> Iterator[Problem]:
 
 
 def _judge(config: Config) -> Iterator[Problem]:
-    from transformers import AutoConfig
-
     model, length = config.reward.judge.model, judge_length(config)
     assert model is not None
     try:
-        model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        model_config = source_of(config, model).config()
         _check_engine(config.reward.judge.engine.kind, length, model_config)
         if (problem := length_problem(config, "reward.judge.model", model, model_config.to_dict())) is not None:
             yield Problem("", str(problem))
@@ -58,14 +56,13 @@ def _judge(config: Config) -> Iterator[Problem]:
 def _model(
     config: Config, key: str, model: str, *, is_value: bool = False, is_trained: bool = False, aux_loss: float = 0.0
 ) -> Iterator[Problem]:
-    from transformers import AutoConfig
-
     from hotseat.train.liger import check_liger
     from hotseat.train.lora import check_language_targets, check_targets
     from hotseat.train.model_checks import check_fit, check_length, check_stored_head, check_value_head
 
+    source = source_of(config, model)
     try:
-        model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        model_config = source.config()
         _check_images(config, model_config)
         check_fit(model_config, config.train.sequence_parallel_size, config.train.tensor_parallel_size, aux_loss)
         check_length(model_config, config.data.max_length)
@@ -84,9 +81,9 @@ def _model(
             check_stored_head(Path(model), model_config, config.reward.value_head_prefix)
         lora = config.train.lora
         if lora.rank > 0 and is_trained:
-            check_targets(model, lora.target_modules, "value" if is_value else "policy", config.trust_remote_code)
+            check_targets(source, lora.target_modules, "value" if is_value else "policy")
         if key == "actor.model" and has_images(config) and config.rollout.lora_sync == "adapter":
-            check_language_targets(model, lora.target_modules, config.trust_remote_code)
+            check_language_targets(source, lora.target_modules)
     except (UserError, OSError, ValueError) as error:
         yield _described(key, model, error)
 

@@ -8,7 +8,7 @@ from typing import Any
 from hotseat.checks.stage import TokenizerContext
 from hotseat.config import Config
 from hotseat.config.presence import has_critic, has_images, has_reference, has_reward_model
-from hotseat.config.resolved import critic_model
+from hotseat.config.resolved import critic_model, source_of
 from hotseat.errors import Problem, UserError
 
 _NUM_NAMED = 3  # tokens in an error message
@@ -51,10 +51,9 @@ def _images(config: Config, tokenizer: Any, others: Mapping[str, str]) -> Iterat
     """Find models beside the policy that prepare images in another way than it."""
     from hotseat.data.images import load_processor, preparation
 
-    assert config.actor.model is not None
-    expected = preparation(load_processor(config.actor.model, tokenizer, config.trust_remote_code))
+    expected = preparation(load_processor(source_of(config, config.actor.model), tokenizer))
     for key, model in others.items():
-        theirs = preparation(load_processor(model, tokenizer, config.trust_remote_code))
+        theirs = preparation(load_processor(source_of(config, model), tokenizer))
         different = sorted(name for name in expected | theirs if expected.get(name) != theirs.get(name))
         if different:
             named = ", ".join(
@@ -85,12 +84,10 @@ def _models_beside(config: Config) -> dict[str, str]:
 
 def reward_scale(config: Config) -> tuple[float, float] | None:
     """Return mean and deviation of the reward model's scores from its config.json; None if they are not needed."""
-    from transformers import AutoConfig
-
     if not config.reward.normalize:
         return None
     model = config.reward.model
-    model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+    model_config = source_of(config, model).config()
     mean, std = getattr(model_config, "mean", None), getattr(model_config, "std", None)
     if isinstance(mean, int | float) and isinstance(std, int | float) and std > 0:
         return float(mean), float(std)
@@ -103,10 +100,8 @@ def reward_scale(config: Config) -> tuple[float, float] | None:
 
 def tokenizer_of(config: Config, key: str, model: str) -> Any:
     """Load the tokenizer of a model beside the policy. key: the option that names it."""
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        return source_of(config, model).tokenizer()
     except (OSError, ValueError) as error:
         raise UserError(
             f"{key} {model!r}: no tokenizer there, so nothing says which tokens it reads: save the tokenizer it was"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hotseat.errors import UserError
+from hotseat.model_source import ModelSource
 from hotseat.rewards.addresses import TOKEN, bearer_token
 
 if TYPE_CHECKING:
@@ -72,13 +73,12 @@ def run_serve_rm(arguments: argparse.Namespace) -> int:
         from hotseat.loop.serving.served_model import ModelOptions
 
         return ModelOptions(
-            model=arguments.model,
+            model=ModelSource(arguments.model, arguments.trust_remote_code),
             max_length=arguments.max_length,
             dtype=arguments.dtype,
             device=arguments.device,
             value_head_prefix=arguments.value_head_prefix,
             normalize=arguments.normalize,
-            trust_remote_code=arguments.trust_remote_code,
         )
 
     serve(arguments.model, model_options, options, arguments.threads)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, get_args
 
 from hotseat.config.presence import has_agent, has_simulator
+from hotseat.model_source import ModelSource
 from hotseat.registry.corrections import NO_CORRECTION, OFF_POLICY_CORRECTION, OFF_POLICY_EPISODE_CORRECTION
 from hotseat.registry.estimators import estimator_entry
 from hotseat.registry.lookup import names_that
@@ -22,6 +23,12 @@ STEPS: tuple[Step, ...] = get_args(Step)  # the shortest first
 
 _RUBRIC_TOKENS = 1024  # room for the rubric in a request to a judge's engine, unless its length is set
 MAX_KL_ERROR = 0.2  # one update of an adaptive coefficient moves by at most this share of samples / horizon
+
+
+def source_of(config: Config, model: str | None) -> ModelSource:
+    """Return what to load a model of a run from."""
+    assert model is not None, "checked before anything is loaded"
+    return ModelSource(model, config.trust_remote_code)
 
 
 def critic_model(config: Config) -> str:

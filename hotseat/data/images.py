@@ -29,6 +29,7 @@ from hotseat.data.chat_rendering import Messages, messages_of
 from hotseat.data.row_problems import BadValue, Problems, kind_of
 from hotseat.data.rows import Row
 from hotseat.errors import DataError, UserError
+from hotseat.model_source import ModelSource
 from hotseat.vision import TOKENS, tokens_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
@@ -173,12 +174,12 @@ def _check_bytes(num_bytes: int, key: str, limits: ImageLimits) -> None:
 # --- preparing --------------------------------------------------------------------------------------------------------
 
 
-def load_processor(model: str, tokenizer: Any, trust_remote_code: bool = False) -> Any:
+def load_processor(model: ModelSource, tokenizer: Any) -> Any:
     """Load the processor of a model, for images alone and by Pillow (`hotseat.vision` says why)."""
-    from transformers import AutoConfig, AutoImageProcessor
+    from transformers import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    config = model.config()
     kind = type(config)
     if kind not in PROCESSOR_MAPPING:
         raise UserError(f"{model}: transformers has no processor of images for {kind.__name__.removesuffix('Config')}")
@@ -186,8 +187,8 @@ def load_processor(model: str, tokenizer: Any, trust_remote_code: bool = False) 
     parts = ["image_processor", "tokenizer"]
     own: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(lambda _: parts)})
     try:
-        images = AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=trust_remote_code)
-        settings, _ = own.get_processor_dict(model)
+        images = AutoImageProcessor.from_pretrained(model.name, backend="pil", **model.arguments)
+        settings, _ = own.get_processor_dict(model.name)
         without = {name: value for name, value in settings.items() if not name.endswith(("_processor", "_class"))}
         if "video_processor" in inspect.signature(whole.__init__).parameters:
             without["video_processor"] = None

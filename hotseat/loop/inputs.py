@@ -17,7 +17,7 @@ from hotseat.config.chat_template import chat_template_text
 from hotseat.config.image_paths import filler_image, image_folder, largest_image
 from hotseat.config.precision import with_dtype
 from hotseat.config.presence import has_agent, has_critic, has_simulator, task_numbers
-from hotseat.config.resolved import prompt_limit, prompt_max_length
+from hotseat.config.resolved import prompt_limit, prompt_max_length, source_of
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, columns_of, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
@@ -27,7 +27,7 @@ from hotseat.loop.settings.host_settings import environment_settings, image_limi
 from hotseat.loop.settings.training_options import critic_options, train_options
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.observations import EVAL_SEED, simulation_prompts
-from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
+from hotseat.loop.workers.preferences import PreferenceObjective
 from hotseat.machine import has_gpu
 from hotseat.placement import Inventory, Plan
 from hotseat.planning.config_plan import make_plan, num_data_parallel
@@ -145,11 +145,8 @@ def local_inventory(config: Config) -> Inventory | None:
 
 def load_tokenizer(config: Config) -> Any:
     """Load the actor's tokenizer. Raises if there is none, or if a model of the run does not go with it."""
-    from transformers import AutoTokenizer
-
-    assert config.actor.model is not None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.actor.model, trust_remote_code=config.trust_remote_code)
+        tokenizer = source_of(config, config.actor.model).tokenizer()
     except (OSError, ValueError) as error:
         raise UserError(f"actor.model {config.actor.model!r}: no tokenizer there: {error}") from None
     run_checks(TokenizerContext(config=config, tokenizer=tokenizer), MODELS, TOKENIZERS)
@@ -248,14 +245,12 @@ def preference_data(config: Config, tokenizer: Any) -> SupervisedData:
     (pairs, report), evaluation = _read(config, lambda rows: _pairs(config, tokenizer, rows))
     section = config.algorithm.dpo
     objective = PreferenceObjective(
-        PreferenceSettings(
-            kind=section.loss,
-            beta=section.beta,
-            label_smoothing=section.label_smoothing,
-            is_length_normalised=section.length_normalised,
-            gamma=section.gamma,
-            nll_coefficient=section.nll_coef,
-        )
+        kind=section.loss,
+        beta=section.beta,
+        label_smoothing=section.label_smoothing,
+        is_length_normalised=section.length_normalised,
+        gamma=section.gamma,
+        nll_coefficient=section.nll_coef,
     )
     notes = [_described_pairs("pairs", report)]
     if evaluation is not None:
@@ -393,8 +388,7 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row], *input_keys: s
 
 
 def _image_store(config: Config, tokenizer: Any) -> ImageStore:
-    assert config.actor.model is not None
-    processor = load_processor(config.actor.model, tokenizer, config.trust_remote_code)
+    processor = load_processor(source_of(config, config.actor.model), tokenizer)
     return ImageStore(image_folder(config), processor, image_limits(config))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hotseat.cli import serving
 from hotseat.cli.ending import OK, reported
 from hotseat.errors import UserError
+from hotseat.model_source import ModelSource
 from hotseat.rewards.addresses import bearer_token
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _serve(arguments: argparse.Namespace, *, is_newer: bool) -> int:
         from hotseat.loop.serving.served_model import ModelOptions
 
         return ModelOptions(
-            model=arguments.model,
+            model=ModelSource(arguments.model),
             max_length=arguments.max_len,
             dtype=arguments.param_dtype or ("bf16" if arguments.bf16 or is_newer else "fp32"),
             value_head_prefix=arguments.value_head_prefix,

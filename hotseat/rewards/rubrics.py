@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hotseat.model_source import ModelSource
+
 TOKEN = "HOTSEAT_JUDGE_TOKEN"  # environment variable with the bearer token
 
 Combine = Literal["mean", "median", "majority"]
@@ -14,8 +16,9 @@ Combine = Literal["mean", "median", "majority"]
 
 @dataclass(frozen=True)
 class JudgeEngine:
-    """Limits of the judge's engines. num_slots: requests that each takes at a time."""
+    """Model and limits of the judge's engines. num_slots: requests that each takes at a time."""
 
+    model: ModelSource
     max_length: int
     num_slots: int
 

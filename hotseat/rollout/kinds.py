@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hotseat.extensions import load
+from hotseat.model_source import ModelSource
 from hotseat.registry.engines import DEFAULT_ENGINE, ENGINES, EngineEntry, engine_entry
 from hotseat.rollout.engine import Engine
 
@@ -45,13 +46,12 @@ class EngineOptions:
 class EngineSettings:
     """Settings of a rollout engine."""
 
-    model: str
+    model: ModelSource
     max_length: int
     num_slots: int
     eos_token_ids: tuple[int, ...]
     dtype: str
     num_threads: int
-    trust_remote_code: bool = False
     fp32_head: bool = True
     num_kept_prompts: int = ENGINES[DEFAULT_ENGINE].num_kept_prompts
     keeps_cache: bool = True  # of requests in flight, when weights change

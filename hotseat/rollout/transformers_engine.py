@@ -513,14 +513,9 @@ class TransformersKind(EngineKind):
         check_config(config, max_length)
 
     def make(self, settings: EngineSettings, process: EngineProcess) -> Engine:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
-        model = policy_class(config).from_pretrained(
-            settings.model,
-            dtype=getattr(torch, settings.dtype),
-            trust_remote_code=settings.trust_remote_code,
-            use_safetensors=True,
+        source, dtype = settings.model, getattr(torch, settings.dtype)
+        model = policy_class(source.config()).from_pretrained(
+            source.name, dtype=dtype, use_safetensors=True, **source.arguments
         )
         return TransformersEngine(
             model,

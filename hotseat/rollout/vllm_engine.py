@@ -21,6 +21,7 @@ from torch import Tensor
 from hotseat import faults
 from hotseat.algorithms.digest import combine_digests
 from hotseat.errors import DeadlineError, HotseatError, RunError, UserError, WeightError
+from hotseat.model_source import ModelSource
 from hotseat.placement.role_names import Part
 from hotseat.rollout.engine import PARTS, Engine
 from hotseat.rollout.live_weights import WeightNames
@@ -263,13 +264,11 @@ class VllmEngine(Engine):
         return {name: combine_digests(parts) for name, parts in counted.items()}
 
 
-def weight_names(model: str, trust_remote_code: bool, adapters: AdapterOptions | None = None) -> WeightNames:
+def weight_names(model: ModelSource, adapters: AdapterOptions | None = None) -> WeightNames:
     """List the weights of a Hugging Face model, from its config alone, and the factors of adapters."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    config = model.config()
     with torch.device("meta"):
-        empty = policy_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        empty = policy_class(config).from_config(config, **model.arguments)
     empty.tie_weights()
     names = WeightNames.of(empty)
     return names if adapters is None else names.with_adapters(adapters.layers, adapters.rank)

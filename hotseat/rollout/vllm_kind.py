@@ -39,11 +39,11 @@ class VllmKind(EngineKind):
         adapters = None
         if options.adapter_rank:
             adapters = vllm_engine.AdapterOptions(options.adapter_rank, process.adapted_layers)
-        names = vllm_engine.weight_names(settings.model, settings.trust_remote_code, adapters)
+        names = vllm_engine.weight_names(settings.model, adapters)
         try:
             core = vllm_engine.Core(settings, adapters, _end_process if process.is_own else None)
         except Exception as error:
-            raise vllm_engine.start_error(error, settings.model, log) from None
+            raise vllm_engine.start_error(error, settings.model.name, log) from None
         if process.is_own:
             gc.freeze()  # what vLLM and torch keep for good is not searched for garbage again during a rollout
         try:

@@ -160,19 +160,18 @@ class Core:
     ):
         options = settings.options
         with _environment() as is_cpu:
-            from transformers import AutoConfig
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.core_client import InprocClient
             from vllm.v1.executor import Executor
 
             self.is_cpu = is_cpu
             use_prepared_images()
-            model_config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+            model_config = settings.model.config()
             max_positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
             # One more token is sampled to score a sequence: leave room for it, if the model has room.
             self.max_length = settings.max_length + (0 if settings.max_length == max_positions else 1)
             arguments = EngineArgs(
-                model=settings.model,
+                model=settings.model.name,
                 # Token ids in, token ids out. But vLLM's descriptions of images want a tokenizer.
                 skip_tokenizer_init=options.images is None,
                 dtype=settings.dtype,
@@ -185,7 +184,7 @@ class Core:
                 # If a step ends inside a prompt, vLLM winds back the generator of the request's seed: a CPU's has
                 # no offset to wind. There a prompt waits for a step that has room for all of it.
                 enable_chunked_prefill=False if is_cpu else None,
-                trust_remote_code=settings.trust_remote_code,
+                trust_remote_code=settings.model.trust_remote_code,
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # sampling is what a request says, not what the model's files say
                 enable_sleep_mode=not is_cpu,

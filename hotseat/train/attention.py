@@ -81,12 +81,7 @@ class Blocks:
 
     @staticmethod
     def of(
-        lengths: Tensor,
-        offsets: Tensor,
-        token: Tensor | None = None,
-        *,
-        device: torch.device | None,
-        has_flash: bool,
+        lengths: Tensor, offsets: Tensor, token: Tensor | None = None, *, device: torch.device | None, has_flash: bool
     ) -> Blocks:
         """Make the blocks of segments with these lengths and offsets.
 

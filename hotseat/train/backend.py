@@ -132,7 +132,6 @@ class TrainOptions:
     sequence_parallel_size: int = 1  # ranks that share the sequences of each micro-batch; see `sequence`
     max_non_finite: int = 3  # the run ends after this many updates in a row whose loss or gradient is not finite
     timeout_s: float = 600.0  # for one rank to wait for the others
-    trust_remote_code: bool = False  # run Python files that come with the model
     backend: str = DEFAULT_BACKEND  # its name in the registry
     zero: ZeroOptions | None = None  # None: a backend without them, or with their defaults
 

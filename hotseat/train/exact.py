@@ -1,20 +1,29 @@
-"""Log-probs of a policy, computed in float32 throughout: the reference for errors of rounding in 16 bits."""
+"""Log-probs of a policy, computed in float32 throughout: the reference for errors of rounding in 16 bits.
+
+The effect of an engine's FP8 weights and cache can be added to it. Engines with `rollout.quantization: fp8` round the
+weights of linear layers, each row (output channel) by a scale of its own, and what goes into these layers, each token
+by its own; the head stays as it is. With `rollout.kv_cache_dtype: fp8` they round queries, keys and values, with scale
+1. All are E4M3 numbers: 3 bits of mantissa, at most 448.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hotseat.errors import RunError
-from hotseat.train.fp8_rounding import round_cache, round_layers
+from hotseat.model_source import ModelSource
 from hotseat.train.policy_models import logit_changes
-from hotseat.vision import Vision, policy_class
+from hotseat.vision import Vision, policy_class, set_attention
 
 _MARGIN_BYTES = 1 << 30  # device memory left for others
 _ALIVE = 8  # tensors of the widest kind that a layer has at one time
@@ -40,7 +49,7 @@ class Fp8Parts:
 NO_FP8 = Fp8Parts()
 
 
-def missing_bytes(model: str | Path, device: torch.device, longest: int, trust_remote_code: bool = False) -> int:
+def missing_bytes(model: ModelSource, device: torch.device, longest: int) -> int:
     """Measure how much device memory is lacking for `exact_log_probs`. 0: there is enough. Always 0 on a CPU.
 
     longest: tokens of the longest sequence.
@@ -48,7 +57,7 @@ def missing_bytes(model: str | Path, device: torch.device, longest: int, trust_r
     if device.type != "cuda":
         return 0
     with torch.device("meta"):
-        policy = _untrained(model, trust_remote_code)
+        policy = _untrained(model)
     text = policy.config.get_text_config()
     widest = max(text.vocab_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     needed = 4 * (sum(weight.numel() for weight in policy.parameters()) + _ALIVE * widest * longest)
@@ -58,7 +67,7 @@ def missing_bytes(model: str | Path, device: torch.device, longest: int, trust_r
 
 
 def exact_log_probs(
-    model: str | Path,
+    model: ModelSource,
     named_tensors: Iterable[tuple[str, Tensor]],
     sequences: Sequence[Sequence[int]],
     num_context: Sequence[int],
@@ -66,18 +75,17 @@ def exact_log_probs(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    trust_remote_code: bool = False,
     images: Sequence[Sequence[str]] = (),
     fp8: Fp8Parts = NO_FP8,
 ) -> ExactScores:
     """Score all tokens after the context of each sequence, with the policy that has these weights, in float32.
 
-    model: a folder or hub name, for its shape alone. named_tensors: every weight, in any type, as `Backend.weights`
+    model: for its shape alone. named_tensors: every weight, in any type, as `Backend.weights`
     yields them. num_context: tokens at the beginning of each sequence that are not scored, at least 1. dtype: to round
     logits to. images: those of each sequence. fp8: what the engine has in FP8.
     """
     with torch.device(device):
-        policy = _untrained(model, trust_remote_code).eval()
+        policy = _untrained(model).eval()
     policy.tie_weights()
     slots = dict(policy.named_parameters()) | dict(policy.named_buffers())
     missing = {name for name, _ in policy.named_parameters()}
@@ -107,10 +115,10 @@ def exact_log_probs(
         return ExactScores(exact, rounded, scores()[0])
 
 
-def _untrained(model: str | Path, trust_remote_code: bool) -> PreTrainedModel:
+def _untrained(model: ModelSource) -> PreTrainedModel:
     """Make a model of this shape with uninitialised weights, without drawing from torch's generators."""
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    config = model.config()
+    options: dict[str, Any] = {"dtype": torch.float32, **model.arguments}
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         options["attn_implementation"] = "eager"  # transformers leaves the cap of scores out of faster ones
     with no_init_weights():
@@ -137,3 +145,48 @@ def _scores(
         return (values / temperature).log_softmax(-1).gather(1, tokens[start:, None])[:, 0]
 
     return torch.stack([log_probs(logits), log_probs(logits.to(dtype))]).cpu()
+
+
+# --- FP8 --------------------------------------------------------------------------------------------------------------
+
+
+_FP8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FP8).max
+_SMALLEST_SCALE = 1.0 / (_LARGEST * 512)  # of rows of zeros
+_ATTENTION = "hotseat_fp8_cache"
+
+
+def rounded_rows(values: Tensor) -> Tensor:
+    """Round values [..., size] to FP8, each row by a scale that makes its largest magnitude the largest number."""
+    scales = (values.abs().amax(-1, keepdim=True).float() / _LARGEST).clamp_min(_SMALLEST_SCALE)
+    return (_rounded(values.float() / scales) * scales).to(values.dtype)
+
+
+def _rounded(values: Tensor) -> Tensor:
+    return values.clamp(-_LARGEST, _LARGEST).to(_FP8).to(values.dtype)
+
+
+@torch.no_grad()
+def round_layers(policy: PreTrainedModel) -> None:
+    """Round the weights of all linear layers but the head, in place, and from now on what goes into them."""
+    head = policy.get_output_embeddings()
+    for layer in policy.modules():
+        if isinstance(layer, nn.Linear) and layer is not head:
+            layer.weight.copy_(rounded_rows(layer.weight))
+            layer.register_forward_pre_hook(lambda _layer, inputs: (rounded_rows(inputs[0]), *inputs[1:]))
+
+
+def round_cache(policy: PreTrainedModel) -> None:
+    """Round queries, keys and values of the language model from now on.
+
+    Raises `RunError` for attention that torch's own does not compute.
+    """
+    if policy.config.get_text_config()._attn_implementation != "sdpa":
+        raise RunError(f"the attention of {type(policy).__name__} has no form with an FP8 KV cache")
+    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, sdpa_mask)
+    set_attention(policy, _ATTENTION)
+
+
+def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+    return sdpa_attention_forward(module, _rounded(query), _rounded(key), _rounded(value), *args, **options)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from hotseat.train.lora import base_names
 from hotseat.train.masters import COPIED_BYTES, Masters
 from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names
 from hotseat.train.outgoing import Merge, as_they_are, convert
-from hotseat.train.policy_models import compiles, layers, load_model, prepare_model
+from hotseat.train.policy_models import Model, compiles, layers, load_model, prepare_model
 from hotseat.train.ranks import Ranks
 from hotseat.train.trainer import Trainer
 from hotseat.types import Moved
@@ -56,7 +55,7 @@ class FSDPBackend(Trainer):
 
     def __init__(
         self,
-        model: str | Path | PreTrainedModel,
+        model: Model,
         options: TrainOptions,
         *,
         device: str | torch.device = "cpu",
@@ -345,12 +344,7 @@ class FSDPBackend(Trainer):
 
 
 def _shard(
-    policy: nn.Module,
-    model: PreTrainedModel,
-    options: TrainOptions,
-    device: torch.device,
-    size: int,
-    unit_bytes: int,
+    policy: nn.Module, model: PreTrainedModel, options: TrainOptions, device: torch.device, size: int, unit_bytes: int
 ) -> None:
     mesh = init_device_mesh(device.type, (size,))
     # Sums over ranks are taken in 32 bits, whatever the weights are.

@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hotseat.errors import UserError
+from hotseat.model_source import ModelSource
 from hotseat.train.backend import Head, LoraOptions
 from hotseat.vision import language_part, policy_class, value_class
 
@@ -119,18 +120,18 @@ def find_targets(model: PreTrainedModel, targets: Sequence[str] | str) -> list[s
     return names
 
 
-def check_targets(source: str, targets: Sequence[str] | str, head: Head, trust_remote_code: bool) -> None:
+def check_targets(source: ModelSource, targets: Sequence[str] | str, head: Head) -> None:
     """Raise as `find_targets` does, without loading the model's weights."""
     if targets != ALL_LINEAR:
-        target_layers(source, targets, trust_remote_code, head)
+        target_layers(source, targets, head)
 
 
-def check_language_targets(source: str, targets: Sequence[str] | str, trust_remote_code: bool) -> None:
+def check_language_targets(source: ModelSource, targets: Sequence[str] | str) -> None:
     """Raise if vLLM cannot apply adapters of these layers to a model that sees images.
 
     It can if all of them are in the language model, and if it holds every weight below them.
     """
-    model = _empty_model(source, trust_remote_code, "policy")
+    model = _empty_model(source, "policy")
     if model.config.model_type == "llava":
         raise UserError(
             "vLLM leaves out layers of LLaVA's visual encoder, and so cannot hold all weights that adapters are applied"
@@ -148,19 +149,17 @@ def check_language_targets(source: str, targets: Sequence[str] | str, trust_remo
         )
 
 
-def target_layers(
-    source: str, targets: Sequence[str] | str, trust_remote_code: bool, head: Head = "policy"
-) -> list[str]:
+def target_layers(source: ModelSource, targets: Sequence[str] | str, head: Head = "policy") -> list[str]:
     """List the layers of a model that `find_targets` would find, without loading its weights."""
-    return find_targets(_empty_model(source, trust_remote_code, head), targets)
+    return find_targets(_empty_model(source, head), targets)
 
 
-def _empty_model(source: str, trust_remote_code: bool, head: Head) -> PreTrainedModel:
+def _empty_model(source: ModelSource, head: Head) -> PreTrainedModel:
     """Make a model without memory for its weights."""
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    config = source.config()
     kind = policy_class(config) if head == "policy" else value_class(config)
     with torch.device("meta"):
-        return kind.from_config(config, trust_remote_code=trust_remote_code)
+        return kind.from_config(config, **source.arguments)
 
 
 def find_adapters(model: nn.Module) -> dict[str, Adapter]:

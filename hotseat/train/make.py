@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from hotseat.determinism import keep_float32, use_deterministic_kernels
 from hotseat.errors import UserError
@@ -17,14 +15,10 @@ from hotseat.extensions import load
 from hotseat.registry.backends import backend_entry
 from hotseat.train.backend import Backend, TrainOptions, ZeroOptions
 from hotseat.train.model_checks import check_attention
+from hotseat.train.policy_models import Model
 
 
-def make_backend(
-    model: str | Path | PreTrainedModel,
-    options: TrainOptions,
-    *,
-    device: str | torch.device = "cpu",
-) -> Backend:
+def make_backend(model: Model, options: TrainOptions, *, device: str | torch.device = "cpu") -> Backend:
     """Make one rank of the model, with the backend that the options name."""
     keep_float32()
     if options.is_deterministic:

@@ -72,12 +72,7 @@ def split_by_count(
 
 
 def split_by_tokens(
-    batch: MicroBatch,
-    max_tokens: int,
-    *,
-    padded: bool = False,
-    allow_longer: bool = False,
-    by_images: bool = False,
+    batch: MicroBatch, max_tokens: int, *, padded: bool = False, allow_longer: bool = False, by_images: bool = False
 ) -> list[MicroBatch]:
     """Cut a batch into as few micro-batches of at most `max_tokens` as first-fit decreasing finds, then even them out.
 

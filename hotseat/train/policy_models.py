@@ -12,15 +12,16 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 from torch.utils._triton import has_triton
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hotseat.errors import UnsupportedError, UserError
+from hotseat.model_source import ModelSource
 from hotseat.observe.noise import without_log_lines
 from hotseat.train.attention import (
     ATTENTION,
@@ -47,6 +48,10 @@ _SCORE = "score"  # what transformers calls the head of a model with one label
 _LARGE_LOGIT = 40.0
 _MAX_VARIANTS = 64  # of one compiled layer
 _NUM_POSITIONS = (64, 2**17)  # in which masks are compared: at least, at most
+
+
+# A name alone is a checkpoint that runs no Python files.
+Model: TypeAlias = ModelSource | str | Path | PreTrainedModel
 
 
 class Policy(nn.Module):
@@ -121,7 +126,7 @@ def logit_changes(config: Any) -> tuple[float, float | None]:
     return float(scale), getattr(text, "final_logit_softcapping", None)
 
 
-def load_model(source: str | Path | PreTrainedModel, options: TrainOptions, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(source: Model, options: TrainOptions, dtype: torch.dtype) -> PreTrainedModel:
     """Load a model from a folder or hub name; or take over one that is loaded, and change it in place."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     check_ranks(options.sequence_parallel_size, num_ranks)
@@ -132,16 +137,17 @@ def load_model(source: str | Path | PreTrainedModel, options: TrainOptions, dtyp
         for weight in source.parameters():  # not buffers, such as the frequencies of positions: they keep their bits
             weight.data = weight.data.to(dtype)
         return source
-    config = AutoConfig.from_pretrained(source, trust_remote_code=options.trust_remote_code)
+    source = source if isinstance(source, ModelSource) else ModelSource(str(source))
+    config = source.config()
     check_fit(config, *fit)
-    common = {"dtype": dtype, "trust_remote_code": options.trust_remote_code, "use_safetensors": True}
+    common = {"dtype": dtype, "use_safetensors": True, **source.arguments}
     if options.head == "policy":
-        return policy_class(config).from_pretrained(source, **common)
+        return policy_class(config).from_pretrained(source.name, **common)
     return _load_value_model(source, config, options, common)
 
 
 def _load_value_model(
-    source: str | Path, config: Any, options: TrainOptions, common: dict[str, Any]
+    source: ModelSource, config: Any, options: TrainOptions, common: dict[str, Any]
 ) -> PreTrainedModel:
     """Load a model with one label. A model to be trained without a head, such as a language model, gets a new one."""
     check_value_head(config)
@@ -151,7 +157,7 @@ def _load_value_model(
     renamed = {} if prefix == _SCORE else {"key_mapping": {rf"^{prefix}\.": f"{_SCORE}."}}
     with without_log_lines("transformers.modeling_utils", _is_looked_into):
         model, info = value_class(config).from_pretrained(
-            source, config=config, output_loading_info=True, **common, **renamed
+            source.name, config=config, output_loading_info=True, **common, **renamed
         )
     head = getattr(model, _SCORE)
     if any(name.startswith(f"{_SCORE}.") for name in info["missing_keys"]):

@@ -2,7 +2,7 @@
 
 `FSDPBackend` (`fsdp`) and `ZeroBackend` (`zero`) implement `TrainerHooks`: how weights are sharded, stepped, streamed
 and stored. `Trainer.update` computes gradients and calls the hook `_step`, which steps the optimizer.
-Separate tasks have their own modules: `forward`, `nonfinite`, `offload`, `outgoing`, `checkpoint_files` and `export`.
+Separate tasks have their own modules: `forward`, `update_facts`, `offload`, `outgoing`, `checkpoint_files`, `export`.
 """
 
 from __future__ import annotations
@@ -52,14 +52,13 @@ from hotseat.train.fragments import local
 from hotseat.train.headroom import Meter, is_out_of_memory, release_memory, trial_batch
 from hotseat.train.hooks import TrainerHooks
 from hotseat.train.lora import adapters_off, dropouts, find_adapters, save_adapter
-from hotseat.train.nonfinite import NonFiniteGuard
 from hotseat.train.offload import PartResidency
 from hotseat.train.outgoing import OutgoingWeights
 from hotseat.train.packing import LayoutKind, filler_batch, image_filler
 from hotseat.train.policy_models import exported_name
 from hotseat.train.ranks import Ranks
 from hotseat.train.sequence import SequenceGroup
-from hotseat.train.update_facts import UpdateFacts
+from hotseat.train.update_facts import NonFiniteGuard, UpdateFacts
 from hotseat.types import MicroBatch, Moved
 from hotseat.vision import Vision
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,19 +24,13 @@ from hotseat.train.adamw import make_adamw, set_learning_rate
 from hotseat.train.attention import has_flash
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import TrainOptions, ZeroOptions
-from hotseat.train.deepcompile import (
-    build_operations,
-    check_device,
-    compile_model,
-    filled,
-    forget_model,
-)
+from hotseat.train.deepcompile import build_operations, check_device, compile_model, filled, forget_model
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
 from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names
 from hotseat.train.outgoing import as_they_are, convert
 from hotseat.train.packing import LayoutKind
-from hotseat.train.policy_models import Policy, ValueModel, compiles, layers, load_model, prepare_model
+from hotseat.train.policy_models import Model, Policy, ValueModel, compiles, layers, load_model, prepare_model
 from hotseat.train.ranks import Ranks
 from hotseat.train.sequence import check_ranks
 from hotseat.train.tensor import Cut, TensorGroup, cut_layers
@@ -51,8 +44,7 @@ from hotseat.train.zero_config import (
     make_scaler,
     number_device,
 )
-from hotseat.train.zero_stages import Flattened, Scattered, Stage, Unsharded
-from hotseat.train.zero_weights import ShardedWeights
+from hotseat.train.zero_stages import Flattened, Scattered, ShardedWeights, Stage, Unsharded
 from hotseat.types import MicroBatch
 
 _BASE_BUCKET = 2**28  # bytes of a frozen base that are gathered at once, for its digest
@@ -69,7 +61,7 @@ class ZeroBackend(Trainer):
 
     def __init__(
         self,
-        model: str | Path | PreTrainedModel,
+        model: Model,
         options: TrainOptions,
         *,
         device: str | torch.device = "cpu",

@@ -16,8 +16,7 @@ weights so that they have no digest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,15 +28,6 @@ from hotseat.weights.device_ipc import Exporter
 from hotseat.weights.transports import Transport
 
 BUCKET_BYTES = 1 << 29
-
-
-class Loads(Protocol):
-    """Methods that an engine must have to receive weights."""
-
-    def begin_load(self, version: int) -> None: ...
-    def load_bucket(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...
-    def finish_load(self) -> None: ...
-    def digest(self, names: Collection[str] | None = None) -> dict[str, int]: ...
 
 
 class Sender:
@@ -118,17 +108,27 @@ class Sender:
 
 
 class Receiver:
-    """Feeds an engine from buckets."""
+    """Feeds an engine, or a copy of the policy, from buckets.
 
-    def __init__(self, engine: Loads):
-        self._engine = engine
+    load: takes the weights of a bucket. digest: hashes live weights of these names. begin, finish: called with the
+    version before the first bucket, and after the last.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Bucket], object],
+        digest: Callable[[Sequence[str]], dict[str, int]],
+        begin: Callable[[int], object] = lambda version: None,
+        finish: Callable[[], object] = lambda: None,
+    ):
+        self._load, self._digest, self._begin, self._finish = load, digest, begin, finish
         self._version: int | None = None
         self._next_index = 0
         self._names: list[str] = []  # of the weights that were taken
 
     def begin(self, version: int) -> None:
         self._version, self._next_index, self._names = version, 0, []
-        self._engine.begin_load(version)
+        self._begin(version)
 
     def take(self, bucket: Bucket) -> None:
         names = ", ".join(entry.name for entry in bucket.entries[:3]) + (", ..." if len(bucket.entries) > 3 else "")
@@ -142,16 +142,16 @@ class Receiver:
                 f" {self._next_index} was due"
             )
         self._next_index += 1
-        self._engine.load_bucket(bucket)
+        self._load(bucket)
         self._names += [entry.name for entry in bucket.entries]
 
     def finish(self, version: int) -> dict[str, int]:
         """Serve the version; return the digests of the weights that were taken, as they are live now."""
         if version != self._version:
             raise WeightError(f"push of version {self._version} cannot be finished as version {version}")
-        self._engine.finish_load()
+        self._finish()
         self._version = None
-        return self._engine.digest(self._names)
+        return self._digest(self._names)
 
 
 def check_digests(version: int, sent: Mapping[str, int], live: Mapping[str, int], engine: str) -> None:

@@ -12,6 +12,7 @@ from hotseat.algorithms.advantages import group_normalised
 from hotseat.loop.workers.experience import AdvantageSettings, Share
 from hotseat.loop.workers.losses import PolicyObjective
 from hotseat.loop.workers.model_workers import ActorWorker, BatchSettings, PolicySettings
+from hotseat.model_source import ModelSource
 from hotseat.train.backend import AdamW, TrainOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Episode, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
@@ -57,7 +58,7 @@ def test_twenty_steps_on_recorded_episodes_give_the_same_weights(example, tmp_pa
     example.make_model(5).save_pretrained(tmp_path)
     optimizer = example.Optimizer(mine, peak=1e-4, num_steps=NUM_STEPS * NUM_UPDATES, warmup=0.05, min_ratio=0.1)
     theirs = ActorWorker(
-        str(tmp_path),
+        ModelSource(str(tmp_path)),
         TrainOptions(
             optimizer=AdamW((0.9, 0.95), 1e-8, 0.0),
             schedule=Schedule("linear", 1e-4, 2, NUM_STEPS * NUM_UPDATES, 0.1),

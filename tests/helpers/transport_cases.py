@@ -53,7 +53,8 @@ def serve(connection: Any, device: str) -> None:
     """Answers ("begin", version), ("take", bucket), ("finish", version), ("die", bucket); None ends it."""
     if device != "cpu":
         torch.cuda.set_device(device)
-    receiver = Receiver(Holding(device))
+    engine = Holding(device)
+    receiver = Receiver(engine.load_bucket, engine.digest, engine.begin_load, engine.finish_load)
     connection.send("ready")
     while (message := connection.recv()) is not None:
         what, value = message

@@ -21,7 +21,7 @@ from hotseat.errors import ConfigError, UserError
 from hotseat.extensions import load
 from hotseat.loop.settings.learning_settings import policy_settings
 from hotseat.loop.start import start
-from hotseat.loop.workers.preferences import Answers, PreferenceSettings, preference_loss
+from hotseat.loop.workers.preferences import Answers, PreferenceObjective
 from hotseat.observe import read_lines
 from hotseat.planning.config_plan import make_plan
 from hotseat.registry.corrections import CORRECTIONS, CorrectionEntry
@@ -122,7 +122,7 @@ def test_a_loss_of_preferences_is_a_function_and_an_entry(added):
         loads("task: dpo\nalgorithm: {dpo: {loss: hinge, label_smoothing: 0.1}}")
     # 2 - (-1 + 2) / 2 and 2 - 6 / 2, which is below 0
     answers = Answers(torch.tensor([[-1.0, -2.0], [-1.0, -7.0]]), torch.ones(2, 2))
-    result = preference_loss(PreferenceSettings("hinge", 0.5, gamma=2.0), answers)
+    result = PreferenceObjective("hinge", 0.5, gamma=2.0).loss_of_pairs(answers)
     assert result.loss.tolist() == [1.5, 0]
 
 

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Confi
 from hotseat.algorithms.adapters import factor_names
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import RunError, WeightError
+from hotseat.model_source import ModelSource
 from hotseat.rollout.kinds import EngineOptions, EngineSettings
 from hotseat.rollout.live_weights import WeightNames
 from hotseat.rollout.vllm_engine import AdapterOptions, Core, VllmEngine, weight_names
@@ -79,10 +80,10 @@ class Adapted:
         self.config, self.dtype, self.tolerance = config, dtype, tolerance
         self.directory = str(directory)
         self.base.save_pretrained(directory)
-        self.adapters = AdapterOptions(RANK, tuple(target_layers(self.directory, targets, False)))
+        self.adapters = AdapterOptions(RANK, tuple(target_layers(ModelSource(self.directory), targets)))
         self.core = Core(
             EngineSettings(
-                model=self.directory,
+                model=ModelSource(self.directory),
                 max_length=640,
                 num_slots=256,
                 eos_token_ids=(),
@@ -97,7 +98,7 @@ class Adapted:
         self.core.close = lambda: self.core.abort(list(self.core._core.scheduler.requests))  # type: ignore[method-assign]
 
     def names(self) -> WeightNames:
-        return weight_names(self.directory, False, self.adapters)
+        return weight_names(ModelSource(self.directory), self.adapters)
 
     @contextmanager
     def empty(self, num_slots: int = 8, max_length: int = 128, eos_token_ids: Any = ()) -> Iterator[VllmEngine]:
@@ -236,6 +237,6 @@ def test_adapters_that_vllm_cannot_apply_have_a_reason() -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_layer_without_a_known_place_is_an_error_that_says_what_to_set(adapted: Adapted) -> None:
-    unknown = weight_names(adapted.directory, False).with_adapters(["lm_head"], RANK)
+    unknown = weight_names(ModelSource(adapted.directory)).with_adapters(["lm_head"], RANK)
     with pytest.raises(RunError, match=r"has no known place for lm_head.lora_A.weight: set rollout.lora_sync to merg"):
         VllmEngine(adapted.core, unknown, num_slots=8, max_length=128, num_threads=1, call_timeout_s=PATIENCE_S)

@@ -21,6 +21,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from hotseat.checks.cpu import has_bf16_units
+from hotseat.model_source import ModelSource
 from hotseat.rollout.kinds import EngineOptions, EngineSettings
 from hotseat.rollout.vllm_engine import Core, VllmEngine, weight_names
 from hotseat.rollout.vllm_internals import widen_head
@@ -68,7 +69,7 @@ class Shared:
         random_model(config, 0).save_pretrained(directory)
         self.core = Core(
             EngineSettings(
-                model=self.directory,
+                model=ModelSource(self.directory),
                 max_length=MAX_LENGTH,
                 num_slots=256,
                 eos_token_ids=(),
@@ -90,7 +91,7 @@ class Shared:
     ) -> Iterator[VllmEngine]:
         engine = VllmEngine(
             self.core,
-            weight_names(self.directory, False),
+            weight_names(ModelSource(self.directory)),
             num_slots=num_slots,
             max_length=max_length,
             eos_token_ids=eos_token_ids,

@@ -17,10 +17,11 @@ from transformers import Qwen2Config
 
 from hotseat.algorithms.digest import named_digests, tensor_digest
 from hotseat.errors import WeightError
+from hotseat.model_source import ModelSource
 from hotseat.rollout.vllm_engine import VllmEngine, weight_names
 from hotseat.rollout.vllm_fp8 import QuantisedDigests, fp8_problem
 from hotseat.rollout.vllm_versions import installed_version
-from hotseat.train.fp8_rounding import round_layers, rounded_rows
+from hotseat.train.exact import round_layers, rounded_rows
 
 from .conformance import PATIENCE_S, reference_log_probs
 from .test_transformers_engine import random_model
@@ -146,7 +147,7 @@ def shared() -> Iterator[Quantised]:
 
 def bare(shared: Shared) -> VllmEngine:
     """An engine around the core as it is, without a push."""
-    names = weight_names(shared.directory, False)
+    names = weight_names(ModelSource(shared.directory))
     return VllmEngine(shared.core, names, max_length=128, num_slots=8, num_threads=1, call_timeout_s=PATIENCE_S)
 
 

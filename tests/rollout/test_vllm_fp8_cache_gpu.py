@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from hotseat.train.fp8_rounding import round_cache, round_layers
+from hotseat.train.exact import round_cache, round_layers
 
 from .conformance import reference_log_probs, request
 from .test_transformers_engine import random_model

@@ -16,6 +16,7 @@ from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare
 from hotseat.data.prompts import make_prompts
 from hotseat.data.rows import Row
 from hotseat.errors import RunError
+from hotseat.model_source import ModelSource
 from hotseat.rollout import TransformersEngine
 from hotseat.rollout.kinds import EngineOptions, EngineSettings, ImageOptions
 from hotseat.rollout.vllm_engine import (
@@ -47,7 +48,7 @@ def start(family, folder):
     """Start vLLM with room for adapters of the language model; return it, the model's name, adapters and prompts."""
     name = tiny.save(family, folder / "model", hidden_size=64)  # vLLM's attention on a CPU has no smaller heads
     tokenizer = AutoTokenizer.from_pretrained(name)
-    store = ImageStore(folder / "images", load_processor(name, tokenizer), ImageLimits(1, 10**6, 10**6))
+    store = ImageStore(folder / "images", load_processor(ModelSource(name), tokenizer), ImageLimits(1, 10**6, 10**6))
     rows = [
         Row({"input": f"{tiny.PLACE[family]} count {at}", "images": [tiny.drawn(at)]}, "x", at, has_line=True)
         for at in range(3)
@@ -57,11 +58,11 @@ def start(family, folder):
     )
     store.write_largest(folder / "largest.safetensors", 256)
     part = "text_model" if family == "idefics3" else "language_model"
-    adapters = AdapterOptions(RANK, tuple(target_layers(name, f".*{part}.*_proj", False)))
+    adapters = AdapterOptions(RANK, tuple(target_layers(ModelSource(name), f".*{part}.*_proj")))
     os.environ.update(log_to(folder / "vllm.log"))
     core = Core(
         EngineSettings(
-            model=name,
+            model=ModelSource(name),
             max_length=256,
             num_slots=16,
             eos_token_ids=(),
@@ -83,7 +84,7 @@ def start(family, folder):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "idefics3"])
 def test_adapters_that_are_pushed_alone_give_what_merged_ones_give(family, tmp_path):
     core, name, adapters, prompts = start(family, tmp_path)
-    names = weight_names(name, False, adapters)
+    names = weight_names(ModelSource(name), adapters)
     engine = VllmEngine(core, names, max_length=256, num_slots=16, num_threads=1)
     judge = TransformersEngine(load(name), max_length=256, num_slots=4)
     base = dict(load(name).named_parameters())
@@ -119,6 +120,6 @@ def test_llava_is_refused_because_vllm_leaves_out_layers_of_its_encoder(tmp_path
     core, name, adapters, _ = start("llava", tmp_path)
     try:
         with pytest.raises(RunError, match=r"no known place for model.vision_tower.* set rollout.lora_sync to merged"):
-            VllmEngine(core, weight_names(name, False, adapters), max_length=256, num_slots=16, num_threads=1)
+            VllmEngine(core, weight_names(ModelSource(name), adapters), max_length=256, num_slots=16, num_threads=1)
     finally:
         core.close()

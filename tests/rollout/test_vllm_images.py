@@ -17,6 +17,7 @@ from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare
 from hotseat.data.prompts import make_prompts
 from hotseat.data.rows import Row
 from hotseat.errors import UserError
+from hotseat.model_source import ModelSource
 from hotseat.rollout import TransformersEngine
 from hotseat.rollout.kinds import EngineOptions, EngineSettings, ImageOptions
 from hotseat.rollout.vllm_engine import Core, VllmEngine, log_to, weight_names
@@ -54,7 +55,7 @@ def seeing(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(family)
     name = tiny.save(family, folder / "model", hidden_size=WIDTH)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    store = ImageStore(folder / "images", load_processor(name, tokenizer), ImageLimits(2, 10**6, 10**6))
+    store = ImageStore(folder / "images", load_processor(ModelSource(name), tokenizer), ImageLimits(2, 10**6, 10**6))
     place = tiny.PLACE[family]
     rows = [
         Row({"input": text, "images": images}, "x", at, has_line=True)
@@ -75,7 +76,7 @@ def seeing(request, tmp_path_factory):
     os.environ.update(log_to(folder / "vllm.log"))
     core = Core(
         EngineSettings(
-            model=name,
+            model=ModelSource(name),
             max_length=256,
             num_slots=16,
             eos_token_ids=(),
@@ -93,7 +94,7 @@ def seeing(request, tmp_path_factory):
     def engine(keeps_cache=False):
         """Return vLLM and transformers, both with the weights of the model's files."""
         made = VllmEngine(
-            core, weight_names(name, False), max_length=256, num_slots=16, num_threads=1, keeps_cache=keeps_cache
+            core, weight_names(ModelSource(name)), max_length=256, num_slots=16, num_threads=1, keeps_cache=keeps_cache
         )
         for each in (made, judge):
             each.load_weights(list(load(name).state_dict().items()), 0)

@@ -28,7 +28,7 @@ from hotseat.loop.state.saving import CheckpointSource, Saver
 from hotseat.machine import available_bytes
 from hotseat.observe import NullJournal, read_lines
 from hotseat.observe.timeline import read_timeline
-from hotseat.train.checkpoint_metadata import MetadataReader
+from hotseat.train.checkpoint_files import MetadataReader
 
 PASSES = "train.num_episodes=4"  # eight steps of rl
 

@@ -10,6 +10,7 @@ import pytest
 from loop_cases import rl_yaml, same, sft_yaml, weights
 from safetensors.torch import load_file
 
+from hotseat.model_source import ModelSource
 from hotseat.checks.pipeline import MODELS
 from hotseat.checks.stage import Context, run_checks
 from hotseat.cli.main import main
@@ -174,7 +175,7 @@ def test_images_of_agents_are_no_larger_than_the_engine_was_started_for(task, tm
     largest = image_cases.write_pixels(tmp_path, 0)
     folders = str(tmp_path / "images"), str(tmp_path / "data")
     settings = HostImages(*folders, ImageLimits(1, 10**6, 10**6), largest=largest)
-    preparer = make_image_preparer(settings, model, AutoTokenizer.from_pretrained(model))
+    preparer = make_image_preparer(settings, ModelSource(model), AutoTokenizer.from_pretrained(model))
     assert len(preparer.prepare(image_cases.drawn(0, 28, 28)).token_ids) == 4
     with pytest.raises(AgentError, match="12 tokens, and vLLM was started for images of 4: make it smaller"):
         preparer.prepare(image_cases.drawn(0))

@@ -9,6 +9,7 @@ from loop_cases import dpo_yaml, ppo_yaml, rm_yaml, same, weights
 from PIL import Image
 from safetensors.torch import load_file
 
+from hotseat.model_source import ModelSource
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.data import digest_of
@@ -250,7 +251,7 @@ def test_a_server_of_rewards_takes_no_model_that_sees(reward_model):
     from hotseat.loop.serving.served_model import ModelOptions, RewardModel
 
     with pytest.raises(UserError, match="sees images, and requests for rewards have none: choose a model of text"):
-        RewardModel(ModelOptions(str(reward_model)))
+        RewardModel(ModelOptions(ModelSource(str(reward_model))))
 
 
 def test_an_adapter_is_merged_into_a_model_that_sees(task, tmp_path):

@@ -11,6 +11,7 @@ from loop_cases import make_task, make_value_model, ppo_yaml, same
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
+from hotseat.model_source import ModelSource
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import UserError, WeightError
@@ -148,9 +149,9 @@ def test_a_step_equals_one_written_by_hand(task):
         train=cut,
     )
     learning = CriticSettings(ValueObjective(VALUE_CLIP), NUM_EPOCHS, cut, cut)
-    actor = ActorWorker(str(task / "model"), TrainOptions(**SETTINGS), "float32")
-    critic = CriticWorker(str(task / "critic"), TrainOptions(head="value", **SETTINGS))
-    base = ModelWorker(str(reference), TrainOptions(optimizer=None))
+    actor = ActorWorker(ModelSource(str(task / "model")), TrainOptions(**SETTINGS), "float32")
+    critic = CriticWorker(ModelSource(str(task / "critic")), TrainOptions(head="value", **SETTINGS))
+    base = ModelWorker(ModelSource(str(reference)), TrainOptions(optimizer=None))
     # The critic has its samples in another order, as on other ranks: they are matched by name.
     steps = ((0, 0), (0, 0), (1, 1), (1, 1))
     shares, others = Share(tuple(groups), steps), Share(tuple(groups[::-1]), steps[::-1])
@@ -189,7 +190,7 @@ def test_the_critic_values_what_follows_an_episode_that_ran_out_of_time(task, ti
         PromptGroup(second.prompt, second.samples[:1]),
     )
     share, cut = Share(groups, ((0,), (0,))), BatchSettings(micro_batch_size=4, max_tokens=None)
-    critic = CriticWorker(str(task / "critic"), TrainOptions(head="value", **SETTINGS))
+    critic = CriticWorker(ModelSource(str(task / "critic")), TrainOptions(head="value", **SETTINGS))
     learning = CriticSettings(ValueObjective(None), 1, cut, cut, time_step)
     values = critic.values([share], learning)
     model = AutoModelForSequenceClassification.from_pretrained(task / "critic")
@@ -201,7 +202,7 @@ def test_the_critic_values_what_follows_an_episode_that_ran_out_of_time(task, ti
     for found, wanted in zip(values["0/0/0"], expected, strict=False):
         assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
 
-    actor = ActorWorker(str(task / "model"), TrainOptions(**SETTINGS), "float32")
+    actor = ActorWorker(ModelSource(str(task / "model")), TrainOptions(**SETTINGS), "float32")
     policy = PolicySettings(
         objective=PolicyObjective("ppo", CLIP, CLIP, None, None, 0.5, 2.0, "k1", 0.0, None),
         advantages=AdvantageSettings("gae", GAMMA, 0.0, True, None, 0.0, "k1", 0, 1.0, None, 5, time_step, "token"),

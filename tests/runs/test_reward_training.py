@@ -21,7 +21,7 @@ from hotseat.errors import UserError
 from hotseat.loop import inputs
 from hotseat.loop.run import start
 from hotseat.loop.workers.model_workers import BatchSettings
-from hotseat.loop.workers.objectives import PairwiseObjective, RewardModelObjective
+from hotseat.loop.workers.objectives import RewardModelObjective
 from hotseat.observe import read_lines
 from hotseat.openrlhf.translate import translate
 from hotseat.train.backend import Outputs, TrainOptions, UpdateReport
@@ -89,7 +89,7 @@ def test_metrics_of_an_update():
     [batch] = OBJECTIVE.batches(PAIRS[:2], PAIRS[:2], BatchSettings(2, None))
     values = torch.zeros(batch.num_tokens)
     values[batch.offsets[1:] - 1] = torch.tensor([1.0, 0.0, 2.0, 3.0])
-    _, sums = PairwiseObjective("sigmoid")(Outputs(values=values), batch)
+    _, sums = OBJECTIVE.loss(Outputs(values=values), batch)
     report = UpdateReport(1, 0.7, 1.0, 1e-3, False, 0, 14, 14, {name: float(value) for name, value in sums.items()})
     assert OBJECTIVE.metrics(report) == {"accuracy": 0.5, "chosen_reward": 1.5, "rejected_reward": 1.5}
 

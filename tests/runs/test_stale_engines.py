@@ -12,6 +12,7 @@ import torch
 from loop_cases import make_task, rl_yaml
 from safetensors.torch import load_file, save_file
 
+from hotseat.model_source import ModelSource
 from hotseat.algorithms.digest import tensor_digest
 from hotseat.cluster import Cluster
 from hotseat.config import loads
@@ -256,7 +257,7 @@ def learned(new: Path, groups: list[PromptGroup], correction: str) -> tuple[dict
     """Weights after one update of the new policy, and what the update reports per token."""
     config = loads(rl_yaml(new, algorithm=f"{{correction: {correction}}}"))
     policy = policy_settings(config, 1, 0.0)
-    actor = ActorWorker(str(config.actor.model), train_options(config, 1), "float32")
+    actor = ActorWorker(ModelSource(str(config.actor.model)), train_options(config, 1), "float32")
     try:
         actor.prepare([Share(tuple(groups), ((0,) * 4,) * 2)], 1, policy, [])
         [report] = actor.update(policy)

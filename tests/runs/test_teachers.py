@@ -11,6 +11,7 @@ import torch
 from loop_cases import make_group, rl_yaml, same, weights
 from safetensors.torch import load_file, save_file
 
+from hotseat.model_source import ModelSource
 from hotseat.checks.model_configs import teachers
 from hotseat.checks.stage import DataContext
 from hotseat.config import loads
@@ -86,9 +87,10 @@ def test_log_probs_of_all_teachers_are_added_by_weight_and_of_one_by_source(task
         worker.close()
         return {sample: torch.cat(segments) for sample, segments in found.items()}
 
-    a, b = (scores(ModelWorker(model, options)) for model in models.values())
-    mixed = scores(TeachersWorker(models, {"a": 0.25, "b": 0.75}, options))
-    routed = scores(TeachersWorker(models, None, options))
+    sources = {name: ModelSource(model) for name, model in models.items()}
+    a, b = (scores(ModelWorker(model, options)) for model in sources.values())
+    mixed = scores(TeachersWorker(sources, {"a": 0.25, "b": 0.75}, options))
+    routed = scores(TeachersWorker(sources, None, options))
     assert mixed.keys() == routed.keys() == a.keys()
     for sample in a:
         torch.testing.assert_close(mixed[sample], 0.25 * a[sample] + 0.75 * b[sample])

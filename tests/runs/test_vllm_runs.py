@@ -20,6 +20,7 @@ from loop_cases import make_task, rl_yaml
 from model_shells import NO_WEIGHTS
 from safetensors.torch import load_file
 
+from hotseat.model_source import ModelSource
 from hotseat.config import Config, loads
 from hotseat.errors import PlacementError
 from hotseat.faults import VARIABLE, Fault
@@ -205,7 +206,7 @@ def test_the_same_episodes_give_the_same_weights_whatever_engine_made_them(coloc
 
     config = colocated.config
     policy = policy_settings(config, 1, 0.0)
-    actor = ActorWorker(config.actor.model, train_options(config, NUM_STEPS), "float32")
+    actor = ActorWorker(ModelSource(config.actor.model), train_options(config, NUM_STEPS), "float32")
     model = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
     engine = TransformersEngine(model, max_length=16, num_slots=16, num_threads=1)
     try:

@@ -1,7 +1,6 @@
 """A float32 forward of a policy's weights, against one by hand, and what it refuses."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,15 +8,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hotseat.errors import RunError
-from hotseat.train.exact import Fp8Parts, exact_log_probs, missing_bytes
-from hotseat.train.fp8_rounding import round_cache, rounded_rows
+from hotseat.model_source import ModelSource
+from hotseat.train.exact import Fp8Parts, exact_log_probs, missing_bytes, round_cache, rounded_rows
 
 CPU = torch.device("cpu")
 SEQUENCES, STARTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5]], [3, 1]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def model(request, tmp_path_factory) -> tuple[Path, LlamaForCausalLM]:
+def model(request, tmp_path_factory) -> tuple[ModelSource, LlamaForCausalLM]:
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(
@@ -26,14 +25,14 @@ def model(request, tmp_path_factory) -> tuple[Path, LlamaForCausalLM]:
     path = tmp_path_factory.mktemp("model")
     policy = LlamaForCausalLM(config).eval()
     policy.save_pretrained(path)
-    return path, policy
+    return ModelSource(str(path)), policy
 
 
 def test_log_probs_are_those_of_the_weights_that_are_handed_in(model):
-    path, policy = model
+    source, policy = model
     weights = [(name, (weight.detach() * 1.5).bfloat16()) for name, weight in policy.named_parameters()]
     state = torch.random.get_rng_state()
-    found = exact_log_probs(path, weights, SEQUENCES, STARTS, 0.7, dtype=torch.bfloat16, device=CPU)
+    found = exact_log_probs(source, weights, SEQUENCES, STARTS, 0.7, dtype=torch.bfloat16, device=CPU)
     assert torch.equal(torch.random.get_rng_state(), state)  # nothing was drawn
     expected, rounded = [], []
     policy = copy.deepcopy(policy)  # other tests have it too
@@ -60,11 +59,11 @@ def test_rows_are_rounded_to_three_bits_of_mantissa_by_scales_of_their_own():
 
 @pytest.mark.parametrize(("weights", "cache"), [(True, False), (False, True), (True, True)])
 def test_fp8_changes_log_probs_by_what_a_rounded_forward_does(model, weights, cache):
-    path, policy = model
+    source, policy = model
     named = [(name, weight.detach()) for name, weight in policy.named_parameters()]
     fp8 = Fp8Parts(weights, cache)
     options = {"dtype": torch.bfloat16, "device": CPU, "fp8": fp8}
-    scores = exact_log_probs(path, named, SEQUENCES[:1], STARTS[:1], 1.0, **options)
+    scores = exact_log_probs(source, named, SEQUENCES[:1], STARTS[:1], 1.0, **options)
     hidden = policy.model.embed_tokens(torch.tensor(SEQUENCES[0]))
     round_inputs = rounded_rows if weights else lambda values: values
     round_cached = (lambda values: values.to(torch.float8_e4m3fn).float()) if cache else lambda values: values
@@ -106,14 +105,14 @@ def test_attention_that_torch_does_not_compute_has_no_8_bit_form(model):
 
 
 def test_a_weight_that_is_missing_or_unknown_is_named(model):
-    path, policy = model
+    source, policy = model
     weights = [(name, weight.detach()) for name, weight in policy.named_parameters()]
     score = {"dtype": torch.float32, "device": CPU}
     rest = [each for each in weights if each[0] != "model.norm.weight"]
     with pytest.raises(RunError, match=r"the trainer holds no model\.norm\.weight, which LlamaForCausalLM has"):
-        exact_log_probs(path, rest, SEQUENCES, STARTS, 1.0, **score)
+        exact_log_probs(source, rest, SEQUENCES, STARTS, 1.0, **score)
     with pytest.raises(RunError, match="LlamaForCausalLM has no weight head, which the trainer holds"):
-        exact_log_probs(path, [*weights, ("head", weights[0][1])], SEQUENCES, STARTS, 1.0, **score)
+        exact_log_probs(source, [*weights, ("head", weights[0][1])], SEQUENCES, STARTS, 1.0, **score)
 
 
 def test_on_a_cpu_there_is_room(model):
@@ -138,7 +137,9 @@ def test_what_a_model_does_to_scores_and_logits_is_part_of_it(family, tmp_path):
     policy.save_pretrained(tmp_path)
     weights = [(name, weight.detach()) for name, weight in policy.named_parameters()]
     [sequence, _], [start, _] = SEQUENCES, STARTS
-    found = exact_log_probs(tmp_path, weights, [sequence], [start], 1.0, dtype=torch.float32, device=CPU)
+    found = exact_log_probs(
+        ModelSource(str(tmp_path)), weights, [sequence], [start], 1.0, dtype=torch.float32, device=CPU
+    )
     with torch.no_grad():
         log_p = policy(torch.tensor([sequence])).logits[0].log_softmax(-1)
     expected = [float(log_p[token - 1, sequence[token]]) for token in range(start, len(sequence))]

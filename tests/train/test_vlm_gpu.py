@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hotseat.data.frames import FramePreparer
 from hotseat.data.images import load_processor
+from hotseat.model_source import ModelSource
 from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.train.attention import IMAGE_ATTENTION
 from hotseat.train.backend import PARTS, AdamW, Schedule, TrainOptions
@@ -128,7 +129,7 @@ def test_an_engine_samples_what_it_scores_on_a_gpu(family, tmp_path):
 def test_chunks_that_llava_decodes_in_graphs_are_scored_alike_by_its_own_forward(tmp_path):
     """More tokens than are sampled at once; from the second chunk on, a graph decodes."""
     name = image_cases.save("llava", tmp_path / "model")
-    preparer = FramePreparer(load_processor(name, AutoTokenizer.from_pretrained(name)))
+    preparer = FramePreparer(load_processor(ModelSource(name), AutoTokenizer.from_pretrained(name)))
     random = np.random.default_rng(0)
     model_class = policy_class(AutoConfig.from_pretrained(name))
     engine, other = (

@@ -18,11 +18,12 @@ from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.envs.simulator import ActionSpec, Observation
 from hotseat.errors import DataError, RunError, UserError
 from hotseat.loop.workers.observations import Reader, SimulationSettings
+from hotseat.model_source import ModelSource
 from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.train.attention import IMAGE_ATTENTION, image_attention
 from hotseat.train.backend import AdamW, TrainOptions
+from hotseat.train.exact import round_cache
 from hotseat.train.export import write_model
-from hotseat.train.fp8_rounding import round_cache
 from hotseat.train.packing import join, model_input, take, with_ends
 from hotseat.train.policy_models import load_model, prepare_model
 from hotseat.types import MicroBatch, Request, Sampling
@@ -61,7 +62,7 @@ def seeing(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(family)
     name = tiny.save(family, folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(name)
-    processor = load_processor(name, tokenizer)
+    processor = load_processor(ModelSource(name), tokenizer)
     store = ImageStore(folder / "images", processor, ImageLimits(2, 10**6, 10**6))
     rows = [
         Row({"input": text, "images": images}, "x", at, has_line=True)
@@ -339,7 +340,7 @@ def test_llava_samples_alike_by_its_own_forward_and_several_tokens_at_once(tmp_p
     """A placeholder that is sampled ends an answer, and what was sampled after it is dropped."""
     name = tiny.save("llava", tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(name)
-    preparer = FramePreparer(load_processor(name, tokenizer))
+    preparer = FramePreparer(load_processor(ModelSource(name), tokenizer))
     random = np.random.default_rng(0)
     frames = [preparer.prepare(random.integers(0, 256, (28, 28, 3)).astype(np.uint8)) for _ in range(20)]
     requests = [
@@ -398,7 +399,7 @@ def test_a_prompt_of_llava_that_ends_with_its_image_is_refused(own_layers, tmp_p
     """Its last token would be decoded without pixels. Other families write a token after an image."""
     name = tiny.save("llava", tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(name)
-    processor = load_processor(name, tokenizer)
+    processor = load_processor(ModelSource(name), tokenizer)
     store = ImageStore(tmp_path / "images", processor, ImageLimits(1, 10**6, 10**6))
     rows = [
         Row({"input": text, "images": [tiny.drawn(0)]}, "x.jsonl", at, has_line=True)
@@ -436,7 +437,9 @@ def test_a_prompt_of_llava_that_ends_with_its_image_is_refused(own_layers, tmp_p
 def test_an_observation_that_is_only_a_picture_is_refused_for_llava(tmp_path):
     name = tiny.save("llava", tmp_path / "model")
     env = SimpleNamespace(action=ActionSpec.numbered(3), num_state_values=None, state_bounds=None)
-    settings = SimulationSettings(SimulatorSettings("gym"), 1, 1, 1, 1, 4, 1.0, False, False, False, images_for=name)
+    settings = SimulationSettings(
+        SimulatorSettings("gym"), 1, 1, 1, 1, 4, 1.0, False, False, False, images_for=ModelSource(name)
+    )
     reader = Reader(settings, AutoTokenizer.from_pretrained(name), 64, env)
     picture = np.zeros((28, 28, 3), dtype=np.uint8)
     assert reader.read(Observation(instruction="go", image=picture)).images

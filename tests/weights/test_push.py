@@ -63,7 +63,7 @@ def pack(named, version=1, bucket_bytes=1024):
 
 
 def push(engine, buckets, version=1) -> dict[str, int]:
-    receiver = Receiver(engine)
+    receiver = Receiver(engine.load_bucket, engine.digest, engine.begin_load, engine.finish_load)
     receiver.begin(version)
     for bucket in buckets:
         receiver.take(bucket)
@@ -181,7 +181,7 @@ def test_a_bucket_of_another_version_is_noticed(trainer, engine):
 
 
 def test_a_push_cannot_be_finished_as_another(trainer, engine):
-    receiver = Receiver(engine)
+    receiver = Receiver(engine.load_bucket, engine.digest, engine.begin_load, engine.finish_load)
     receiver.begin(1)
     with pytest.raises(WeightError, match="push of version 1 cannot be finished as version 2"):
         receiver.finish(2)

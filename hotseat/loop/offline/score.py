@@ -13,6 +13,7 @@ from hotseat.data.rows import Row
 from hotseat.errors import UserError
 from hotseat.loop.offline.group_file import Selection
 from hotseat.loop.serving.served_model import ModelOptions, RewardModel
+from hotseat.model_source import ModelSource
 from hotseat.observe import LiveView
 from hotseat.words import quantity
 
@@ -66,7 +67,7 @@ def score_answers(options: ScoreOptions, output: Path, selection: Selection, vie
     has_scale = _has_scale(options.model)
     model = RewardModel(
         ModelOptions(
-            options.model,
+            ModelSource(options.model),
             options.max_length,
             options.dtype,
             value_head_prefix=options.value_head_prefix,

@@ -16,7 +16,7 @@ from hotseat.checks.model_configs import judge_eos_token_ids
 from hotseat.cluster import Cluster, Process
 from hotseat.config import Config, roles_of
 from hotseat.config.presence import has_simulator
-from hotseat.config.resolved import critic_model
+from hotseat.config.resolved import critic_model, source_of
 from hotseat.loop.opening import ClusterContext
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.recovery import ENGINE, HOST
@@ -191,14 +191,14 @@ def _actor(launch: LaunchContext) -> Worker:
     config = launch.config
     options = train_options(config, launch.schedule_length)
     dtype = engine_dtype(config)
-    return ActorWorker, (config.actor.model, options, dtype, launch.folder_proof)
+    return ActorWorker, (source_of(config, config.actor.model), options, dtype, launch.folder_proof)
 
 
 def _critic(launch: LaunchContext) -> Worker:
     config, proof = launch.config, launch.folder_proof
     options = critic_options(config, launch.schedule_length)
     of_critic = proof and proof.of("critic")
-    return CriticWorker, (critic_model(config), options, of_critic)
+    return CriticWorker, (source_of(config, critic_model(config)), options, of_critic)
 
 
 def _reference(launch: LaunchContext) -> Worker:
@@ -206,19 +206,20 @@ def _reference(launch: LaunchContext) -> Worker:
     options = train_options(config, launch.schedule_length, is_trained=False)
     if reference.teachers:
         weights = reference.teacher_weights or None
-        return TeachersWorker, (reference.teachers, weights, options)
-    return ModelWorker, (reference.model or config.actor.model, options)
+        teachers = {name: source_of(config, model) for name, model in reference.teachers.items()}
+        return TeachersWorker, (teachers, weights, options)
+    return ModelWorker, (source_of(config, reference.model or config.actor.model), options)
 
 
 def _reward(launch: LaunchContext) -> Worker:
     config = launch.config
-    return RewardWorker, (config.reward.model, reward_options(config))
+    return RewardWorker, (source_of(config, config.reward.model), reward_options(config))
 
 
 def _inference(launch: LaunchContext) -> Worker:
     config = launch.config
     options = train_options(config, launch.schedule_length, is_trained=False)
-    return InferenceWorker, (config.actor.model, options, engine_dtype(config))
+    return InferenceWorker, (source_of(config, config.actor.model), options, engine_dtype(config))
 
 
 def _component(component: ComponentSettings, launch: LaunchContext) -> Worker:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from hotseat.algorithms.shaping import normalise_rewards
 from hotseat.errors import UserError
+from hotseat.model_source import ModelSource
 from hotseat.observe.noise import without_log_lines
 from hotseat.vision import sees_images
 from hotseat.words import quantity
@@ -29,13 +30,12 @@ class ModelOptions:
     and fp32 elsewhere. device: None is the first CUDA device, if there is one.
     """
 
-    model: str
+    model: ModelSource
     max_length: int | None = None
     dtype: str | None = None
     device: str | None = None
     value_head_prefix: str = _SCORE
     normalize: bool = False
-    trust_remote_code: bool = False
 
 
 class RewardModel:
@@ -51,7 +51,7 @@ class RewardModel:
         self.dtype = options.dtype or ("bf16" if self._device.type == "cuda" else "fp32")
         self.tokenizer = _load_tokenizer(options)
         config = _load_config(options)
-        self._scale = _stored_scale(options.model, config) if options.normalize else None
+        self._scale = _stored_scale(options.model.name, config) if options.normalize else None
         self._model = _load(options, config, _DTYPES[self.dtype]).to(self._device).eval()
         self.is_causal = hasattr(self._model, _SCORE)
         limits = [limit for limit in (options.max_length, _num_positions(config)) if limit]
@@ -93,52 +93,53 @@ class RewardModel:
 
 def _load_tokenizer(options: ModelOptions) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+        return options.model.tokenizer()
     except (OSError, ValueError) as error:
-        raise UserError(f"{options.model!r}: no tokenizer there: {error}") from None
+        raise UserError(f"{options.model.name!r}: no tokenizer there: {error}") from None
 
 
 def _load_config(options: ModelOptions) -> Any:
-    folder = Path(options.model)
+    folder = Path(options.model.name)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UserError(f"{options.model!r} is no checkpoint: there is no config.json in it")
+        raise UserError(f"{options.model.name!r} is no checkpoint: there is no config.json in it")
     try:
-        return AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+        return options.model.config()
     except (OSError, ValueError) as error:
-        raise UserError(f"{options.model!r}: no model there: {error}") from None
+        raise UserError(f"{options.model.name!r}: no model there: {error}") from None
 
 
 def _load(options: ModelOptions, config: Any, dtype: torch.dtype) -> Any:
     """Load the model with its head of one output, or raise if the checkpoint has no such head."""
+    name = options.model.name
     if sees_images(config):
-        raise UserError(f"{options.model!r} sees images, and requests for rewards have none: choose a model of text")
+        raise UserError(f"{name!r} sees images, and requests for rewards have none: choose a model of text")
     config.num_labels = 1
     prefix = getattr(config, "value_head_prefix", options.value_head_prefix)  # a model of ours or OpenRLHF's says it
     renamed = {} if prefix == _SCORE else {"key_mapping": {rf"^{prefix}\.": f"{_SCORE}."}}
     try:
         with without_log_lines("transformers.modeling_utils", lambda text: "LOAD REPORT" in text):
             model, info = AutoModelForSequenceClassification.from_pretrained(
-                options.model,
+                name,
                 config=config,
                 dtype=dtype,
                 use_safetensors=True,
-                trust_remote_code=options.trust_remote_code,
+                **options.model.arguments,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 **renamed,
             )
     except (OSError, ValueError) as error:
-        raise UserError(f"{options.model!r}: no model there: {error}") from None
+        raise UserError(f"{name!r}: no model there: {error}") from None
     for mismatch in info["mismatched_keys"]:
-        name, stored, *_ = mismatch
+        weight, stored, *_ = mismatch
         raise UserError(
-            f"{options.model!r}: its {name} has the shape {list(stored)}, and a reward is one number: choose a model"
-            " with one output"
+            f"{name!r}: its {weight} has the shape {list(stored)}, and a reward is one number: choose a model with one"
+            " output"
         )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise UserError(
-            f"{options.model!r} is no reward model: it lacks {quantity(len(missing), 'weight')} of a"
+            f"{name!r} is no reward model: it lacks {quantity(len(missing), 'weight')} of a"
             f" {type(model).__name__}, such as {missing[0]}; choose a reward model, or set the prefix of its head"
             f" (now {prefix!r})"
         )

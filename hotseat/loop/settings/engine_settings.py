@@ -7,7 +7,7 @@ from pathlib import Path
 from hotseat.config import Config
 from hotseat.config.image_paths import largest_image
 from hotseat.config.precision import dtype_of
-from hotseat.config.resolved import judge_length, max_new_tokens
+from hotseat.config.resolved import judge_length, max_new_tokens, source_of
 from hotseat.errors import UserError
 from hotseat.loop.settings.training_options import lora_options
 from hotseat.planning.config_plan import CacheLimit
@@ -59,7 +59,6 @@ def engine_settings(
     num_slots: sequences that one engine decodes at a time; None: what the config says. Where it is fewer, prompts are
     kept in the room of the others: of simulators that an action did not change, and that are asked for again.
     """
-    assert config.actor.model is not None
     rollout, all_slots = config.rollout, engine_slots(config)
     num_slots = num_slots or all_slots
     lora = lora_options(config) if adapters_alone else None
@@ -78,13 +77,12 @@ def engine_settings(
         fp8_cache=rollout.kv_cache_dtype is not None,
     )
     return EngineSettings(
-        model=config.actor.model,
+        model=source_of(config, config.actor.model),
         max_length=config.data.max_length,
         num_slots=num_slots,
         eos_token_ids=eos_token_ids,
         dtype=engine_dtype(config),
         num_threads=config.cluster.threads_per_process,
-        trust_remote_code=config.trust_remote_code,
         fp32_head=rollout.fp32_head,
         num_kept_prompts=engine_of(config).num_kept_prompts + all_slots - num_slots,
         keeps_cache=config.overlap.in_flight == "keep",
@@ -99,7 +97,6 @@ def judge_engine_settings(
 ) -> EngineSettings:
     """Return the settings of the judge's engines. `logs`: the folder for their logs. `limit`: of their caches."""
     judge, engine = config.reward.judge, config.reward.judge.engine
-    assert judge.model is not None
     options = EngineOptions(
         tensor_parallel_size=engine.tensor_parallel_size,
         memory_share=engine.memory_share if limit is None else limit.share,
@@ -110,13 +107,12 @@ def judge_engine_settings(
         role="judge",
     )
     return EngineSettings(
-        model=judge.model,
+        model=source_of(config, judge.model),
         max_length=judge_length(config),
         num_slots=engine_slots(config, "judge"),
         eos_token_ids=eos_token_ids,
         dtype=engine_dtype(config),
         num_threads=config.cluster.threads_per_process,
-        trust_remote_code=config.trust_remote_code,
         is_deterministic=config.train.full_determinism,
         engine=engine.kind,
         options=options,

@@ -11,7 +11,7 @@ from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_text
 from hotseat.config.image_paths import image_folder
 from hotseat.config.presence import has_agent, has_critic, has_judge, has_reward_model, has_simulator
-from hotseat.config.resolved import judge_length
+from hotseat.config.resolved import judge_length, source_of
 from hotseat.config.urls import as_list
 from hotseat.data.images import ImageLimits
 from hotseat.envs.family_loading import SimulatorSettings
@@ -48,12 +48,11 @@ def component_settings(config: Config, plan: Plan) -> list[ComponentSettings]:
 
 def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
     """Return the settings of rollout hosts. run_dir: of the run; None where nothing is trained."""
-    assert config.actor.model is not None
     is_kept = run_dir is not None and config.log.keep_rollouts
     is_spooled = is_kept or (run_dir is not None and config.overlap.staleness > 0)
     folder = Path() if run_dir is None else run_dir.absolute()
     return HostSettings(
-        tokenizer=config.actor.model,
+        tokenizer=source_of(config, config.actor.model),
         run_seed=config.seed,
         max_length=config.data.max_length,
         agent=config.agent.path,
@@ -66,8 +65,7 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         ),
         scorers=scorer_settings(config, run_dir),
         has_reward_model=has_reward_model(config),
-        reward_tokenizer=config.reward.model if config.reward.retokenize else None,
-        trust_remote_code=config.trust_remote_code,
+        reward_tokenizer=source_of(config, config.reward.model) if config.reward.retokenize else None,
         simulation=simulation_settings(config) if has_simulator(config) else None,
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
@@ -125,7 +123,6 @@ def _host_images(config: Config, run_dir: Path | None) -> HostImages | None:
         folder=str(of_data if run_dir is None else run_dir.absolute() / EPISODE_IMAGES),
         data_folder=str(of_data),
         limits=image_limits(config),
-        trust_remote_code=config.trust_remote_code,
         largest=None if options is None else options.largest,
     )
 
@@ -146,9 +143,8 @@ def simulation_settings(config: Config) -> SimulationSettings:
         has_turn_rewards=estimator_entry(config.algorithm.estimator).places_turn_rewards,
         has_action_rewards=config.algorithm.time_step != "chunk",
         bootstraps=has_critic(config),
-        images_for=config.actor.model if env.images else None,
+        images_for=source_of(config, config.actor.model) if env.images else None,
         num_films=env.films,
-        trust_remote_code=config.trust_remote_code,
     )
 
 
@@ -218,6 +214,10 @@ def judge_of(config: Config, run_dir: Path | None) -> JudgeSettings | None:
         retries=judge.retries,
         max_open=judge.max_open_requests,
         token=bearer_token(name=TOKEN) if judge.url is not None else None,
-        engine=JudgeEngine(judge_length(config), engine_slots(config, "judge")) if judge.url is None else None,
+        engine=(
+            JudgeEngine(source_of(config, judge.model), judge_length(config), engine_slots(config, "judge"))
+            if judge.url is None
+            else None
+        ),
         cache=None if run_dir is None else str(run_dir.absolute() / VERDICTS),
     )

@@ -10,7 +10,7 @@ from hotseat.config.batches import num_checkpointed, warmup_steps
 from hotseat.config.image_paths import filler_image
 from hotseat.config.precision import dtype_of
 from hotseat.config.presence import compares_with_reference, has_images, is_base_reference
-from hotseat.config.resolved import critic_model
+from hotseat.config.resolved import critic_model, source_of
 from hotseat.config.schema import OptimizerConfig
 from hotseat.loop.workers.reference import ReferenceSettings
 from hotseat.registry.backends import backend_entry
@@ -44,7 +44,6 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         sequence_parallel_size=train.sequence_parallel_size,
         max_non_finite=train.max_skipped_steps,
         timeout_s=config.cluster.call_timeout_s,
-        trust_remote_code=config.trust_remote_code,
         backend=train.backend,
         zero=_zero(config, is_trained),
     )
@@ -69,11 +68,9 @@ def critic_aux_loss(config: Config) -> float:
     """Return the coefficient of the critic's balancing loss: the actor's if the critic has experts, else 0."""
     if not config.algorithm.aux_loss_coef:
         return 0.0
-    from transformers import AutoConfig
-
     from hotseat.train.experts import has_experts
 
-    model_config = AutoConfig.from_pretrained(critic_model(config), trust_remote_code=config.trust_remote_code)
+    model_config = source_of(config, critic_model(config)).config()
     return config.algorithm.aux_loss_coef if has_experts(model_config) else 0.0
 
 
@@ -89,10 +86,8 @@ def reference_settings(config: Config, is_offloaded: bool) -> ReferenceSettings 
     """Return the settings of a rank's reference in preference optimisation; None if its loss has none."""
     if not compares_with_reference(config):
         return None
-    model = config.reference.model or config.actor.model
-    assert model is not None
     return ReferenceSettings(
-        model=model,
+        model=source_of(config, config.reference.model or config.actor.model),
         options=None if is_base_reference(config) else train_options(config, 0, is_trained=False),
         dtype=dtype_of(config),
         is_offloaded=is_offloaded and not config.algorithm.dpo.precompute,

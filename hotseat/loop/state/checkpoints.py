@@ -36,7 +36,6 @@ from hotseat.files import sync, sync_tree, write_whole
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 2
-_WITH_PICKLES = 1  # the format of earlier versions
 _COMPLETE = re.compile(r"step-(\d{6,})")
 _WRITING, _DELETING = ".writing-", ".deleting-"
 _CHUNK = 1 << 20
@@ -235,11 +234,6 @@ class CheckpointStore:
                 raise TypeError("no table of files")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise broken(MANIFEST, f"cannot be read ({error})") from None
-        if manifest.get("format") == _WITH_PICKLES:
-            raise CheckpointError(
-                f"{path} was written by an earlier version of Hotseat, in part as pickles, which can run code when they"
-                " are loaded: resume with that version, or start a new run"
-            )
         if manifest.get("format") != FORMAT:
             raise broken(MANIFEST, f"has format {manifest.get('format')}, this version reads {FORMAT}")
         if manifest.get("step") != step:

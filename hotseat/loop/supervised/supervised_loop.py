@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, token_budget, tokens_per_micro_batch
+from hotseat.config.resolved import source_of
 from hotseat.loop.inputs import SupervisedData, SupervisedInputs
 from hotseat.loop.opening import ClusterContext, Exported, ExportingRanks
 from hotseat.loop.settings.learning_settings import train_batches
@@ -203,7 +204,7 @@ def worker_arguments(
         config.seed,
         reference_settings(config, is_reference_offloaded),
     )
-    return config.actor.model, options, task
+    return source_of(config, config.actor.model), options, task
 
 
 def launch_ranks(

@@ -30,6 +30,7 @@ from hotseat.loop.workers.reference import (
     scored_pairs,
     write_scores,
 )
+from hotseat.model_source import ModelSource
 from hotseat.planning.budgets import Use
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.packing import balance
@@ -81,7 +82,7 @@ class SupervisedWorker(BackendWorker):
 
     def __init__(
         self,
-        model: str,
+        model: ModelSource,
         options: TrainOptions,
         task: SupervisedTask,
         *,

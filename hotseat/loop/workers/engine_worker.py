@@ -46,7 +46,8 @@ class EngineWorker(HoldsMemory):
     def __init__(self, settings: EngineSettings):
         with activity.doing(f"loading {settings.entry.title if settings.entry.compiles else 'weights'}"):
             self._engine = make_engine(settings, int(os.environ.get("RANK", "0")), activity.becomes)
-        self._receiver = Receiver(self._engine)
+        engine = self._engine
+        self._receiver = Receiver(engine.load_bucket, engine.digest, engine.begin_load, engine.finish_load)
         self._changed = threading.Condition()
         self._finished: dict[str, list[Completion | FailedRequest]] = {}
         self._open: dict[str, set[str]] = {}  # ids of requests, by client
@@ -220,7 +221,7 @@ def make_engine(settings: EngineSettings, rank: int, show: Callable[[str], objec
         use_deterministic_kernels()
     layers: list[str] = []
     if settings.options.adapter_rank:
-        layers = target_layers(settings.model, settings.options.adapter_targets, settings.trust_remote_code)
+        layers = target_layers(settings.model, settings.options.adapter_targets)
     process = EngineProcess(rank, device_of_process(), in_worker_process(), tuple(layers))
     with stages_shown(show):
         return engine_kind(settings.engine).make(settings, process)

@@ -24,7 +24,6 @@ from hotseat.vision import PackedImage
 
 _HEAD = struct.Struct("<8sQ")  # the mark and the length of the header
 _MARK = b"group 2\n"
-_PICKLE = b"\x80"  # the first byte of files of earlier versions
 _UTF_8 = ("utf-8", "surrogatepass")  # a decoded text may have half a pair
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, StopIteration, struct.error)
 _NUMBERS = "biuf"  # kinds of numpy types that files may hold
@@ -76,9 +75,7 @@ def encode_group(group: PromptGroup, facts: Mapping[str, Any]) -> list[bytes | m
 def decode_group(data: bytes) -> tuple[PromptGroup, dict[str, Any]]:
     """Return the group and the facts that `encode_group` was given. Raises `NotAGroup`."""
     if not data.startswith(_MARK):
-        is_earlier = data.startswith(_PICKLE)
-        earlier = "was written by an earlier version of Hotseat, as a pickle, which can run code when it is loaded"
-        raise NotAGroup(earlier if is_earlier else "does not begin as one")
+        raise NotAGroup("does not begin as one")
     try:
         return _decode(memoryview(data))
     except _DAMAGE as error:

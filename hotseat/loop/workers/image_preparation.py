@@ -10,6 +10,7 @@ from hotseat.agents.agent import AgentError
 from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
 from hotseat.data.images import ImageLimits, ImageStore, load_processor, processor_template
 from hotseat.data.row_problems import BadValue
+from hotseat.model_source import ModelSource
 from hotseat.vision import placeholder_ids, tokens_of
 
 
@@ -20,19 +21,15 @@ class HostImages:
     folder: str  # for those that are prepared in episodes
     data_folder: str  # of those of the data, which an episode may show again
     limits: ImageLimits
-    trust_remote_code: bool = False
     largest: str | None = None  # the image of the most tokens that the engine was started for; None: any will do
 
 
-def make_image_preparer(settings: HostImages | None, model: str, tokenizer: Any) -> ImagePreparer | None:
+def make_image_preparer(settings: HostImages | None, model: ModelSource, tokenizer: Any) -> ImagePreparer | None:
     """Return a preparer of images that prepares them as those of the data were; None without settings."""
     if settings is None:
         return None
-    from transformers import AutoConfig
-
-    processor = load_processor(model, tokenizer, settings.trust_remote_code)
+    processor = load_processor(model, tokenizer)
     store = ImageStore(Path(settings.folder), processor, settings.limits, Path(settings.data_folder))
-    config = AutoConfig.from_pretrained(model, trust_remote_code=settings.trust_remote_code)
     most = None if settings.largest is None else tokens_of(settings.largest).count(store.image_token_id)
 
     def prepare(image: Any) -> EpisodeImage:
@@ -48,7 +45,7 @@ def make_image_preparer(settings: HostImages | None, model: str, tokenizer: Any)
             )
         return EpisodeImage(prepared.path, prepared.token_ids)
 
-    template = None if tokenizer.chat_template else processor_template(model)
-    ids = frozenset(placeholder_ids(config))
+    template = None if tokenizer.chat_template else processor_template(model.name)
+    ids = frozenset(placeholder_ids(model.config()))
     limits = settings.limits
     return ImagePreparer(prepare, store.image_token_id, ids, limits.max_images, template, processor, limits.max_bytes)

@@ -182,7 +182,6 @@ class ValueObjective:
     """½ · (V − R)² per token, clipped around the values before the update. See `value_loss`."""
 
     clip: float | None
-    needs_entropy: bool = False
 
     def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         assert outputs.values is not None
@@ -202,11 +201,8 @@ class ValueObjective:
         return weighted_sum(surrogate.loss, batch.weights), metrics
 
 
-@dataclass(frozen=True)
 class SupervisedObjective:
     """Cross-entropy of the tokens to learn."""
-
-    needs_entropy: bool = False
 
     def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         loss = sft_loss(outputs.log_probs, batch.mask)

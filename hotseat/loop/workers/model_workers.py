@@ -5,10 +5,12 @@ A method marked as collective waits for the other ranks of its role: all of them
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,17 +44,12 @@ from hotseat.loop.workers.experience import (
 )
 from hotseat.loop.workers.exports import Origin, begin_export, finish_export
 from hotseat.loop.workers.folder_proof import FolderProof
-from hotseat.loop.workers.losses import (
-    CORRECTION_SCALES,
-    OLD_LOG_PROBS,
-    REFERENCE_LOG_PROBS,
-    RETURNS,
-    PolicyObjective,
-)
+from hotseat.loop.workers.losses import CORRECTION_SCALES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, PolicyObjective
 from hotseat.loop.workers.records import RecordedObjective, Recorder, TokenRecord
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
+from hotseat.model_source import ModelSource
 from hotseat.planning.budgets import Use
-from hotseat.train.backend import Backend, Loss, TrainOptions, UpdateReport
+from hotseat.train.backend import Loss, TrainOptions, UpdateReport
 from hotseat.train.exact import NO_FP8, ExactScores, Fp8Parts, exact_log_probs, missing_bytes
 from hotseat.train.make import make_backend
 from hotseat.train.packing import split_by_tokens, take
@@ -102,13 +99,7 @@ class PolicySettings:
 class BackendWorker(HoldsMemory):
     """One rank of a model behind a training backend, which can be saved."""
 
-    def __init__(
-        self,
-        model: str,
-        options: TrainOptions,
-        *,
-        folder_proof: FolderProof | None = None,
-    ):
+    def __init__(self, model: ModelSource, options: TrainOptions, *, folder_proof: FolderProof | None = None):
         """Load the model. folder_proof: what this rank proves first, if checkpoints are made of it."""
         if folder_proof is not None:
             with activity.doing("looking for the folder of checkpoints"):
@@ -200,8 +191,12 @@ class ModelWorker(BackendWorker):
 
     def _add_totals(self, steps: Sequence[MicroBatch | None]) -> list[StepTotals]:
         """Return the totals of each optimizer step, summed over all ranks. Collective."""
-        everyone = self._backend.gather_facts(totals_of(steps), "count the tokens of each optimizer step")
-        return [sum(parts, start=StepTotals(0, 0)) for parts in zip(*everyone, strict=True)]
+        return self._sum_over_ranks(totals_of(steps), "count the tokens of each optimizer step")
+
+    def _sum_over_ranks(self, local: Sequence[Any], what: str) -> list[Any]:
+        """Return the sum over all ranks of each fact. what: the purpose, for an error message. Collective."""
+        everyone = self._backend.gather_facts(local, what)
+        return [functools.reduce(operator.add, parts) for parts in zip(*everyone, strict=True)]
 
     def score_canary(self, canary: Canary) -> list[float]:
         """Return log-probs of the canary's sampled tokens. Collective; every rank scores all of them."""
@@ -237,10 +232,11 @@ class ModelWorker(BackendWorker):
 class InferenceWorker(ModelWorker):
     """One rank of a copy of the policy: computes old log-probs on its own devices, and gets weights as engines do."""
 
-    def __init__(self, model: str, options: TrainOptions, engine_dtype: str):
+    def __init__(self, model: ModelSource, options: TrainOptions, engine_dtype: str):
         super().__init__(model, options)
-        self._dtype = getattr(torch, engine_dtype)
-        self._receiver = Receiver(_ReceivingBackend(self._backend, self._dtype))
+        self._receiver = Receiver(
+            self._backend.take_weights, lambda names: self._backend.digest(dtype=getattr(torch, engine_dtype))
+        )
 
     def begin_load(self, version: int) -> None:
         self._receiver.begin(version)
@@ -254,26 +250,6 @@ class InferenceWorker(ModelWorker):
         return WeightCheck(digests, None if canary is None else self.score_canary(canary))
 
 
-@dataclass(frozen=True)
-class _ReceivingBackend:
-    """Adapts a training backend to `Receiver`, which loads weights into engines."""
-
-    backend: Backend
-    dtype: torch.dtype
-
-    def begin_load(self, version: int) -> None:
-        """Do nothing: no request is served meanwhile."""
-
-    def load_bucket(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.backend.take_weights(named_tensors)
-
-    def finish_load(self) -> None:
-        """Do nothing: weights are live once they are loaded."""
-
-    def digest(self, names: Collection[str] | None = None) -> dict[str, int]:
-        return self.backend.digest(dtype=self.dtype)
-
-
 class ActorWorker(ModelWorker):
     """One rank of the policy: it prepares experience, learns from it, and sends its weights.
 
@@ -281,11 +257,7 @@ class ActorWorker(ModelWorker):
     """
 
     def __init__(
-        self,
-        model: str,
-        options: TrainOptions,
-        engine_dtype: str,
-        folder_proof: FolderProof | None = None,
+        self, model: ModelSource, options: TrainOptions, engine_dtype: str, folder_proof: FolderProof | None = None
     ):
         super().__init__(model, options, folder_proof=folder_proof)
         self._steps: list[MicroBatch | None] = []
@@ -293,7 +265,7 @@ class ActorWorker(ModelWorker):
         self._returns = BySample()
         self._recorder: Recorder | None = None
         self._rank = int(os.environ.get("RANK", "0"))
-        self._model, self._trust_remote_code = model, options.trust_remote_code
+        self._model = model
         self._dtype = getattr(torch, engine_dtype)
         self._form: WeightForm = "merged"  # of the last push to engines
         self._sender = Sender(self._outgoing, device_of_process())
@@ -411,7 +383,7 @@ class ActorWorker(ModelWorker):
 
     def lacks_bytes_for_exact(self, longest: int) -> int:
         """Return the bytes of device memory that `score_exactly` lacks for sequences of up to `longest` tokens."""
-        return missing_bytes(self._model, device_of_process(), longest, self._trust_remote_code)
+        return missing_bytes(self._model, device_of_process(), longest)
 
     def score_exactly(self, canary: Canary, is_merged: bool = True, fp8: Fp8Parts = NO_FP8) -> ExactScores | str | None:
         """Score with a float32 forward of the weights that engines got. Collective; only the first rank returns scores.
@@ -435,7 +407,6 @@ class ActorWorker(ModelWorker):
                     canary.temperature,
                     dtype=self._dtype,
                     device=device_of_process(),
-                    trust_remote_code=self._trust_remote_code,
                     images=canary.images,
                     fp8=fp8,
                 )
@@ -453,16 +424,15 @@ class ActorWorker(ModelWorker):
     def _with_correction_scales(self, objective: PolicyObjective) -> list[MicroBatch | None]:
         """Return the steps with the factor that brings each one's correction weights to mean 1. Collective."""
         local = [WeightTotals(0.0, 0) if batch is None else objective.correction_totals(batch) for batch in self._steps]
-        everyone = self._backend.gather_facts(local, "add up the correction weights of each optimizer step")
-        totals = [sum(parts, start=WeightTotals(0.0, 0)) for parts in zip(*everyone, strict=True)]
+        totals = self._sum_over_ranks(local, "add up the correction weights of each optimizer step")
         return [
             None if batch is None else with_fields(batch, {CORRECTION_SCALES: torch.full([batch.num_tokens], of.scale)})
             for batch, of in zip(self._steps, totals, strict=True)
         ]
 
     def _add_moments(self, local: Moments) -> Moments:
-        everyone = self._backend.gather_facts(local, "add up the moments of the advantages")
-        return sum(everyone[1:], start=everyone[0])
+        [total] = self._sum_over_ranks([local], "add up the moments of the advantages")
+        return total
 
 
 def by_sample(pieces: Sequence[MicroBatch], scores: Sequence[Tensor]) -> BySample:

@@ -20,7 +20,7 @@ from hotseat.algorithms.supervised_loss import PairwiseKind, pairwise_loss
 from hotseat.data import Example, Pair
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.losses import SupervisedObjective
-from hotseat.train.backend import Backend, Head, Loss, Outputs, UpdateReport
+from hotseat.train.backend import Backend, Head, Outputs, UpdateReport
 from hotseat.train.packing import with_ends
 from hotseat.types import MicroBatch
 
@@ -44,10 +44,9 @@ class Objective(ABC, Generic[Item]):
         """Tell whether the loss takes log-probs of a reference."""
         return False
 
-    @property
     @abstractmethod
-    def loss(self) -> Loss:
-        """Return the loss of a micro-batch."""
+    def loss(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        """Compute the loss of a micro-batch, and metrics that add up over micro-batches."""
 
     @abstractmethod
     def num_tokens(self, item: Item) -> int: ...
@@ -103,9 +102,8 @@ def cut_pairs(batch: MicroBatch, cut: BatchSettings) -> list[MicroBatch]:
 class SftObjective(Objective[Example]):
     """Supervised fine-tuning: cross-entropy of each token, and every token counts the same."""
 
-    @property
-    def loss(self) -> SupervisedObjective:
-        return SupervisedObjective()
+    def loss(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        return SupervisedObjective()(outputs, batch)
 
     def num_tokens(self, item: Example) -> int:
         return len(item.token_ids)
@@ -145,25 +143,6 @@ class PairObjective(Objective[Pair]):
 
 
 @dataclass(frozen=True)
-class PairwiseObjective:
-    """Loss of pairs of segments, the better answer first, from the values at their last tokens."""
-
-    kind: PairwiseKind
-
-    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
-        assert outputs.values is not None
-        chosen, rejected = at_ends(outputs.values, batch).unbind(-1)
-        loss = pairwise_loss(chosen, rejected, margin=batch.fields[MARGINS][::2], kind=self.kind)
-        weights = at_ends(batch.weights, batch).sum(-1)
-        return (weights * loss).sum(), {
-            "num_pairs": float(len(loss)),
-            "accuracy": (chosen > rejected).sum(),
-            "chosen_reward": chosen.detach().sum(),
-            "rejected_reward": rejected.detach().sum(),
-        }
-
-
-@dataclass(frozen=True)
 class RewardModelObjective(PairObjective):
     """Reward modelling: the better answer of each pair is to score higher than the other; every pair counts the same.
 
@@ -178,9 +157,18 @@ class RewardModelObjective(PairObjective):
     head: ClassVar[Head] = "value"
     columns: ClassVar[Mapping[str, str]] = {"accuracy": "right {:.1%}", "eval/accuracy": "(held out {:.1%})"}
 
-    @property
-    def loss(self) -> PairwiseObjective:
-        return PairwiseObjective(self.kind)
+    def loss(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        """Compute the loss from the values at the last tokens of segments, the better answer of each pair first."""
+        assert outputs.values is not None
+        chosen, rejected = at_ends(outputs.values, batch).unbind(-1)
+        loss = pairwise_loss(chosen, rejected, margin=batch.fields[MARGINS][::2], kind=self.kind)
+        weights = at_ends(batch.weights, batch).sum(-1)
+        return (weights * loss).sum(), {
+            "num_pairs": float(len(loss)),
+            "accuracy": (chosen > rejected).sum(),
+            "chosen_reward": chosen.detach().sum(),
+            "rejected_reward": rejected.detach().sum(),
+        }
 
     def batches(self, items: Sequence[Pair], step: Sequence[Pair], cut: BatchSettings) -> list[MicroBatch]:
         if not items:

@@ -17,6 +17,7 @@ from hotseat.envs.simulator import ActionSpec, Observation
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
 from hotseat.loop.workers.records import MAX_FRAMES
+from hotseat.model_source import ModelSource
 from hotseat.types import Prompt
 from hotseat.vision import placeholder_ids
 
@@ -40,8 +41,7 @@ class SimulationSettings:
     is_success_rewarded: bool  # instead of the simulator's rewards
     has_turn_rewards: bool  # rewards count where they came, not at the end of the episode
     bootstraps: bool  # a critic values the last observation of an episode that ran out of time
-    images_for: str | None = None  # model whose processor prepares the simulator's images; None: the policy sees none
-    trust_remote_code: bool = False  # of that processor
+    images_for: ModelSource | None = None  # whose processor prepares its images; None: the policy sees none
     has_action_rewards: bool = False  # those of turns are of single actions instead of chunks
     num_films: int = 0  # recorded samples at a time that are played again for a film
 
@@ -162,12 +162,6 @@ class Context:
     images: tuple[str, ...] = ()  # of the placeholders among the tokens
 
 
-def _placeholders(model: str, trust_remote_code: bool) -> tuple[int, ...]:
-    from transformers import AutoConfig
-
-    return placeholder_ids(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
-
-
 class Reader:
     """Turns observations into what the policy reads, and tokens into actions."""
 
@@ -178,9 +172,9 @@ class Reader:
         self._frames = None
         placeholders: tuple[int, ...] = ()
         if settings.images_for is not None:
-            processor = load_processor(settings.images_for, tokenizer, settings.trust_remote_code)
+            processor = load_processor(settings.images_for, tokenizer)
             self._frames = FramePreparer(processor)
-            placeholders = _placeholders(settings.images_for, settings.trust_remote_code)
+            placeholders = placeholder_ids(settings.images_for.config())
         self._placeholders = placeholders
         self.actions = NumberTokens.of_actions(env.action, settings.bins, len(tokenizer), placeholders)
         self.num_sampled = settings.chunk * env.action.dim  # tokens of a chunk

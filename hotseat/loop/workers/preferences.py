@@ -27,22 +27,6 @@ REFERENCE_SUMS = "reference_sums"  # float64: log-prob of the answer under the r
 PAIR_WEIGHTS = "pair_weights"  # weight of the answer's pair in the step's loss
 
 
-@dataclass(frozen=True)
-class PreferenceSettings:
-    """Loss of a pair, and its coefficients; see `hotseat.algorithms.supervised_loss`."""
-
-    kind: str = DEFAULT_PREFERENCE_LOSS
-    beta: float = 0.1
-    label_smoothing: float = 0.0  # dpo
-    is_length_normalised: bool = False  # ipo
-    gamma: float = 0.5  # simpo
-    nll_coefficient: float = 0.0
-
-    @property
-    def needs_reference(self) -> bool:
-        return preference_loss_entry(self.kind).has_reference
-
-
 @dataclass(frozen=True, eq=False)
 class ScoredPair(Pair):
     """A pair whose answers the reference has scored: the sums of its log-probs over the tokens of each."""
@@ -57,29 +41,6 @@ class Answers:
     log_probs: Tensor
     lengths: Tensor
     reference: Tensor | None = None
-
-
-def preference_loss(settings: PreferenceSettings, answers: Answers) -> PreferenceLoss:
-    """Compute the loss of each pair, the NLL term included, and the rewards of its answers."""
-    entry, reference = preference_loss_entry(settings.kind), answers.reference
-    log_probs, lengths = answers.log_probs.unbind(-1), answers.lengths.unbind(-1)
-    given = [*log_probs]
-    if entry.has_reference:
-        assert reference is not None, "no log-probs of the reference"
-        given += reference.unbind(-1)
-    if entry.takes_lengths:
-        given += lengths
-    options: dict[str, Any] = {"beta": settings.beta}
-    if "label_smoothing" in entry.options:
-        options["label_smoothing"] = settings.label_smoothing
-    if "gamma" in entry.options:
-        options["gamma"] = settings.gamma
-    if "length_normalised" in entry.options and settings.is_length_normalised:
-        options |= {"chosen_lengths": lengths[0], "rejected_lengths": lengths[1]}
-    result: PreferenceLoss = load(entry.function)(*given, **options)
-    if not settings.nll_coefficient or "nll_coef" not in entry.options:
-        return result
-    return replace(result, loss=result.loss + settings.nll_coefficient * answer_nll(log_probs[0], lengths[0]))
 
 
 def with_reference(batch: MicroBatch, log_probs: Tensor) -> MicroBatch:
@@ -119,30 +80,18 @@ def _answers(log_probs: Tensor, batch: MicroBatch) -> Answers:
 
 
 @dataclass(frozen=True)
-class PairLoss:
-    """Weighted sum of the losses of a micro-batch of pairs, the better answer of each first."""
-
-    settings: PreferenceSettings
-
-    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
-        assert outputs.log_probs is not None
-        answers = _answers(outputs.log_probs, batch)
-        result = preference_loss(self.settings, answers)
-        sums: dict[str, Tensor | float] = {
-            "num_pairs": float(len(result.loss)),
-            "accuracy": (result.chosen_rewards > result.rejected_rewards).sum(),
-            "chosen_reward": result.chosen_rewards.sum(),
-            "rejected_reward": result.rejected_rewards.sum(),
-            "chosen_nll": answer_nll(answers.log_probs[:, 0], answers.lengths[:, 0]).detach().sum(),
-        }
-        return (batch.fields[PAIR_WEIGHTS][::2] * result.loss).sum(), sums
-
-
-@dataclass(frozen=True)
 class PreferenceObjective(PairObjective):
-    """Preference optimisation: every pair counts the same."""
+    """Preference optimisation: every pair counts the same.
 
-    settings: PreferenceSettings
+    kind: the loss of a pair, see `hotseat.algorithms.supervised_loss`; the others are its coefficients.
+    """
+
+    kind: str = DEFAULT_PREFERENCE_LOSS
+    beta: float = 0.1
+    label_smoothing: float = 0.0  # dpo
+    is_length_normalised: bool = False  # ipo
+    gamma: float = 0.5  # simpo
+    nll_coefficient: float = 0.0
 
     means: ClassVar[tuple[str, ...]] = (*PairObjective.means, "chosen_nll")
     columns: ClassVar[Mapping[str, str]] = {
@@ -153,11 +102,42 @@ class PreferenceObjective(PairObjective):
 
     @property
     def needs_reference(self) -> bool:
-        return self.settings.needs_reference
+        return preference_loss_entry(self.kind).has_reference
 
-    @property
-    def loss(self) -> PairLoss:
-        return PairLoss(self.settings)
+    def loss(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        """Compute the weighted sum of the losses of pairs, the better answer of each first."""
+        assert outputs.log_probs is not None
+        answers = _answers(outputs.log_probs, batch)
+        result = self.loss_of_pairs(answers)
+        sums: dict[str, Tensor | float] = {
+            "num_pairs": float(len(result.loss)),
+            "accuracy": (result.chosen_rewards > result.rejected_rewards).sum(),
+            "chosen_reward": result.chosen_rewards.sum(),
+            "rejected_reward": result.rejected_rewards.sum(),
+            "chosen_nll": answer_nll(answers.log_probs[:, 0], answers.lengths[:, 0]).detach().sum(),
+        }
+        return (batch.fields[PAIR_WEIGHTS][::2] * result.loss).sum(), sums
+
+    def loss_of_pairs(self, answers: Answers) -> PreferenceLoss:
+        """Compute the loss of each pair, the NLL term included, and the rewards of its answers."""
+        entry, reference = preference_loss_entry(self.kind), answers.reference
+        log_probs, lengths = answers.log_probs.unbind(-1), answers.lengths.unbind(-1)
+        inputs = [*log_probs]
+        if entry.has_reference:
+            assert reference is not None, "no log-probs of the reference"
+            inputs += reference.unbind(-1)
+        if entry.takes_lengths:
+            inputs += lengths
+        coefficients = {"beta": self.beta, "label_smoothing": self.label_smoothing, "gamma": self.gamma}
+        options: dict[str, Any] = {
+            name: value for name, value in coefficients.items() if name == "beta" or name in entry.options
+        }
+        if "length_normalised" in entry.options and self.is_length_normalised:
+            options |= {"chosen_lengths": lengths[0], "rejected_lengths": lengths[1]}
+        result: PreferenceLoss = load(entry.function)(*inputs, **options)
+        if not self.nll_coefficient or "nll_coef" not in entry.options:
+            return result
+        return replace(result, loss=result.loss + self.nll_coefficient * answer_nll(log_probs[0], lengths[0]))
 
     def batches(self, items: Sequence[Pair], step: Sequence[Pair], cut: BatchSettings) -> list[MicroBatch]:
         if not items:
@@ -190,7 +170,7 @@ class PreferenceObjective(PairObjective):
             -1, 6 if self.needs_reference else 4
         )
         reference = every[:, 4:] if self.needs_reference else None
-        result = preference_loss(self.settings, Answers(every[:, :2], every[:, 2:4], reference))
+        result = self.loss_of_pairs(Answers(every[:, :2], every[:, 2:4], reference))
         return {
             "eval/accuracy": float((result.chosen_rewards > result.rejected_rewards).double().mean()),
             "eval/loss": float(result.loss.mean()),

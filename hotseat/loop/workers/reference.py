@@ -26,6 +26,7 @@ from hotseat.data import Pair, digest_of
 from hotseat.errors import UserError
 from hotseat.loop.devices.held_memory import device_of_process, release_cache_here
 from hotseat.loop.workers.preferences import ScoredPair
+from hotseat.model_source import ModelSource
 from hotseat.placement.role_names import Part
 from hotseat.train.backend import Backend, TrainOptions
 from hotseat.train.make import make_backend
@@ -45,7 +46,7 @@ class ReferenceSettings:
     None: pairs are scored when they are learned from.
     """
 
-    model: str
+    model: ModelSource
     options: TrainOptions | None
     dtype: str
     is_offloaded: bool = False
@@ -106,7 +107,7 @@ def reference_file(settings: ReferenceSettings, pairs: Sequence[Pair]) -> Path:
     facts = {
         "format": _FORMAT,
         "pairs": digest_of(pairs),
-        "model": digest_of_model(settings.model),
+        "model": digest_of_model(settings.model.name),
         "dtype": settings.dtype,
     }
     name = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()

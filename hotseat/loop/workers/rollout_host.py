@@ -30,6 +30,7 @@ from hotseat.loop.workers.scorers import ScorerSettings, make_eval_scorer, make_
 from hotseat.loop.workers.simulation import Player
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.loop.workers.waiting_groups import WaitingGroups
+from hotseat.model_source import ModelSource
 from hotseat.rewards import Score
 from hotseat.types import Episode, Failed, MicroBatch, Moved, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
@@ -38,7 +39,7 @@ from hotseat.types import Episode, Failed, MicroBatch, Moved, PromptGroup, Sampl
 class HostSettings:
     """Settings of a rollout host."""
 
-    tokenizer: str
+    tokenizer: ModelSource
     run_seed: int
     max_length: int
     agent: str | None
@@ -49,8 +50,7 @@ class HostSettings:
     programs: ProgramSettings | None = None  # of an agent that is a program
     deadlines: Deadlines | None = None  # within an episode; None: none
     has_reward_model: bool = False
-    reward_tokenizer: str | None = None  # of a reward model with another vocabulary; None: it reads the policy's tokens
-    trust_remote_code: bool = False
+    reward_tokenizer: ModelSource | None = None  # of a reward model that cannot read the policy's tokens
     simulation: SimulationSettings | None = None  # episodes are played in simulators
     spool: str | None = None  # folder for finished groups; None: they stay in memory
     kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
@@ -64,9 +64,7 @@ class RolloutHost:
     garbage_threshold = 20_000  # it makes some 100 objects for each of thousands of samples, hardly any in cycles
 
     def __init__(self, settings: HostSettings):
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
+        tokenizer = settings.tokenizer.tokenizer()
         self._player: Player | None = None
         if settings.simulation is not None:
             self._player = Player(settings.simulation, tokenizer, settings.max_length)
@@ -83,9 +81,7 @@ class RolloutHost:
         self._reward = make_scorer(settings.scorers)
         self._eval_reward = make_eval_scorer(settings.scorers)
         self._tokenizer = tokenizer
-        self._waiting = WaitingGroups(
-            tokenizer, settings.reward_tokenizer, settings.scorers.judge, settings.trust_remote_code
-        )
+        self._waiting = WaitingGroups(tokenizer, settings.reward_tokenizer, settings.scorers.judge)
         self._groups: dict[GroupKey, PromptGroup] = {}
         kept = None if settings.kept_rollouts is None else Path(settings.kept_rollouts)
         self._spool = None if settings.spool is None else Spool(Path(settings.spool), kept)

@@ -49,10 +49,7 @@ def make_eval_scorer(settings: ScorerSettings) -> Scorer | None:
     if not settings.eval_graders:
         return function
     return Graders(
-        settings.eval_graders,
-        sandbox=settings.sandbox,
-        function=function,
-        max_memory_bytes=settings.max_bytes,
+        settings.eval_graders, sandbox=settings.sandbox, function=function, max_memory_bytes=settings.max_bytes
     )
 
 

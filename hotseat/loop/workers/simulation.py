@@ -228,14 +228,7 @@ class Player(Agent):
             self._free.append((index, slot))
 
     async def _play(
-        self,
-        stage: Stage,
-        slot: int,
-        task: int,
-        seed: int,
-        key: SampleKey,
-        sampling: Sampling,
-        sample: SampleFunction,
+        self, stage: Stage, slot: int, task: int, seed: int, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> ScoredEpisode:
         settings, reader = self._settings, self._reader
         dim = reader.num_sampled // settings.chunk

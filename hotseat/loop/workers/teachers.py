@@ -9,6 +9,7 @@ from hotseat.loop.devices.held_memory import device_of_process
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
 from hotseat.loop.workers.experience import Share, flatten, groups_of
 from hotseat.loop.workers.model_workers import BySample, ModelWorker
+from hotseat.model_source import ModelSource
 from hotseat.placement.role_names import Part
 from hotseat.planning.budgets import Use
 from hotseat.train.backend import Backend, TrainOptions
@@ -22,12 +23,7 @@ class TeachersWorker(ModelWorker):
     Σ w log π_teacher − log π_old the policy descends Σ w KL(π ‖ π_teacher). None: a prompt's source names its teacher.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, str],
-        weights: Mapping[str, float] | None,
-        options: TrainOptions,
-    ):
+    def __init__(self, models: Mapping[str, ModelSource], weights: Mapping[str, float] | None, options: TrainOptions):
         (first, model), *others = models.items()
         super().__init__(model, options)
         self._weights = weights

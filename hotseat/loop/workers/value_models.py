@@ -23,6 +23,7 @@ from hotseat.loop.workers.experience import (
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.losses import OLD_VALUES, RETURNS, ValueObjective
 from hotseat.loop.workers.model_workers import BySample, ModelWorker, by_sample, in_order
+from hotseat.model_source import ModelSource
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.packing import with_ends
 from hotseat.types import MicroBatch
@@ -42,12 +43,7 @@ class CriticSettings:
 class CriticWorker(ModelWorker):
     """One rank of the critic: it computes values of a rollout, and learns from the returns that the actor computed."""
 
-    def __init__(
-        self,
-        model: str,
-        options: TrainOptions,
-        folder_proof: FolderProof | None = None,
-    ):
+    def __init__(self, model: ModelSource, options: TrainOptions, folder_proof: FolderProof | None = None):
         super().__init__(model, options, folder_proof=folder_proof)
         self._batch: MicroBatch | None = None  # the rollout whose values were computed last
         self._starts: Tensor | None = None  # first tokens of its steps of time; None: each token is one

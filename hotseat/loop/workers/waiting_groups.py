@@ -13,6 +13,7 @@ from hotseat.cluster import WorkerGroup
 from hotseat.loop.workers.collecting import OpenGroup, submit_group
 from hotseat.loop.workers.engine_client import TakesRequests
 from hotseat.loop.workers.judge_engines import JudgeEngines
+from hotseat.model_source import ModelSource
 from hotseat.rewards import Grader, Score
 from hotseat.rewards.graders import add_verdict
 from hotseat.rewards.rubrics import JudgeSettings
@@ -34,14 +35,11 @@ class WaitingGroups:
     tokens of the policy.
     """
 
-    def __init__(
-        self, tokenizer: Any, reward_tokenizer: str | None, judge: JudgeSettings | None, trust_remote_code: bool
-    ):
+    def __init__(self, tokenizer: Any, reward_tokenizer: ModelSource | None, judge: JudgeSettings | None):
         self.groups: list[OpenGroup] = []
         self._tokenizer = tokenizer
-        self._reward_tokenizer = None if reward_tokenizer is None else _tokenizer(reward_tokenizer, trust_remote_code)
+        self._reward_tokenizer = None if reward_tokenizer is None else reward_tokenizer.tokenizer()
         self._settings = judge
-        self._trust_remote_code = trust_remote_code
         self._judge: Judge | None = None
         self._engines: JudgeEngines | None = None
 
@@ -56,7 +54,7 @@ class WaitingGroups:
         self._engines = JudgeEngines(
             engines,
             client,
-            _tokenizer(settings.model, self._trust_remote_code),
+            settings.engine.model.tokenizer(),
             max_length=settings.engine.max_length,
             max_open=-(-settings.engine.num_slots * engines.size // num_hosts),
             timeout_s=settings.timeout_s,
@@ -124,9 +122,3 @@ class WaitingGroups:
 def _episodes(group: OpenGroup) -> list[Episode]:
     """Return the episodes of a group that their agent did not score."""
     return [outcome for outcome in group.outcomes if isinstance(outcome, Episode)]
-
-
-def _tokenizer(model: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)

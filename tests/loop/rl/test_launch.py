@@ -7,6 +7,7 @@ from phase_fakes import FakeGroup
 from hotseat.config import loads
 from hotseat.loop.rl.launch import _Launching
 from hotseat.loop.rl.role_records import LaunchContext
+from hotseat.model_source import ModelSource
 from hotseat.planning.config_plan import make_plan
 from hotseat.rollout.kinds import EngineSettings
 
@@ -47,7 +48,7 @@ class Cluster:
 def test_engines_that_measure_their_devices_start_one_at_a_time_before_models_load():
     log: list[str] = []
     config = loads(CONFIG)
-    engine = EngineSettings("none", 16, 4, (1,), "bfloat16", 1, engine="vllm")
+    engine = EngineSettings(ModelSource("none"), 16, 4, (1,), "bfloat16", 1, engine="vllm")
     launch = LaunchContext(
         config,
         make_plan(config, "1x1xA100-80G"),

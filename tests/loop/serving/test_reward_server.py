@@ -28,6 +28,7 @@ from hotseat.errors import UserError
 from hotseat.loop.serving.batching import Batcher, Rejected, Round, cut_by_padded_tokens
 from hotseat.loop.serving.reward_server import RewardServer, ServerOptions, bound_socket
 from hotseat.loop.serving.served_model import ModelOptions, RewardModel
+from hotseat.model_source import ModelSource
 from hotseat.openrlhf.serve_rm import make_parser
 from hotseat.rewards import Score
 from hotseat.rewards.addresses import TOKEN, connect_problems
@@ -64,7 +65,7 @@ def scores(model: RewardModel, texts: list[str]) -> list[float]:
 
 
 def test_a_batch_gets_the_rewards_that_each_text_gets_alone(folder):
-    model = RewardModel(ModelOptions(str(folder)))
+    model = RewardModel(ModelOptions(ModelSource(str(folder))))
     assert [scores(model, [text])[0] for text in TEXTS] == expected(folder, TEXTS)  # bit for bit
     assert scores(model, TEXTS) == pytest.approx(expected(folder, TEXTS), abs=1e-5)
     assert model.max_length == 32
@@ -72,7 +73,7 @@ def test_a_batch_gets_the_rewards_that_each_text_gets_alone(folder):
 
 
 def test_rewards_are_normalised_by_what_training_stored(folder):
-    plain, normalised = (RewardModel(ModelOptions(str(folder), normalize=each)) for each in (False, True))
+    plain, normalised = (RewardModel(ModelOptions(ModelSource(str(folder)), normalize=each)) for each in (False, True))
     assert scores(normalised, TEXTS) == pytest.approx([(each - 2) / 4 for each in scores(plain, TEXTS)], abs=1e-6)
 
 
@@ -85,10 +86,10 @@ def test_a_head_of_another_name_is_found(folder, tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     weights["value_head.weight"] = weights.pop("score.weight")
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    renamed = RewardModel(ModelOptions(str(tmp_path), value_head_prefix="value_head"))
-    assert scores(renamed, TEXTS) == scores(RewardModel(ModelOptions(str(folder))), TEXTS)
+    renamed = RewardModel(ModelOptions(ModelSource(str(tmp_path)), value_head_prefix="value_head"))
+    assert scores(renamed, TEXTS) == scores(RewardModel(ModelOptions(ModelSource(str(folder)))), TEXTS)
     with pytest.raises(UserError, match=r"it lacks 1 weight of a Llama.*such as score.weight; .*\(now 'score'\)"):
-        RewardModel(ModelOptions(str(tmp_path)))
+        RewardModel(ModelOptions(ModelSource(str(tmp_path))))
 
 
 def test_a_classifier_that_reads_both_ways_gets_its_own_special_tokens(folder, tmp_path):
@@ -103,7 +104,7 @@ def test_a_classifier_that_reads_both_ways_gets_its_own_special_tokens(folder, t
     shape = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.BertConfig(**shape, intermediate_size=16, max_position_embeddings=32, num_labels=1)
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
-    model = RewardModel(ModelOptions(str(tmp_path)))
+    model = RewardModel(ModelOptions(ModelSource(str(tmp_path))))
     reference = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     rows = [tokenizer(text, return_tensors="pt")["input_ids"] for text in TEXTS]
     assert rows[4].tolist() == [[1, 9, 1]]
@@ -114,15 +115,15 @@ def test_a_classifier_that_reads_both_ways_gets_its_own_special_tokens(folder, t
 
 def test_models_that_are_no_reward_models_are_refused(folder, tmp_path):
     with pytest.raises(UserError, match="is no reward model: it lacks 1 weight of a Llama.*such as score.weight"):
-        RewardModel(ModelOptions(str(folder.parent / "model")))
+        RewardModel(ModelOptions(ModelSource(str(folder.parent / "model"))))
     with pytest.raises(UserError, match="no tokenizer there"):
-        RewardModel(ModelOptions(str(tmp_path / "nothing")))
+        RewardModel(ModelOptions(ModelSource(str(tmp_path / "nothing"))))
     two = make_value_model(folder.parent / "two_labels", num_labels=2)
     with pytest.raises(UserError, match=r"its score.weight has the shape \[2, 16\], and a reward is one number"):
-        RewardModel(ModelOptions(str(two)))
+        RewardModel(ModelOptions(ModelSource(str(two))))
     plain = make_value_model(folder.parent / "no_scale")
     with pytest.raises(UserError, match="normalising needs the mean and the std"):
-        RewardModel(ModelOptions(str(plain), normalize=True))
+        RewardModel(ModelOptions(ModelSource(str(plain)), normalize=True))
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ def serving(model, **options):
 
 @pytest.fixture(scope="module")
 def address(folder):
-    with serving(RewardModel(ModelOptions(str(folder))), max_request_bytes=2000) as address:
+    with serving(RewardModel(ModelOptions(ModelSource(str(folder)))), max_request_bytes=2000) as address:
         yield address
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from hotseat.errors import DeadlineError, NonFiniteError, WorkerError
 from hotseat.loop.workers.engine_client import EngineClient, FailedRequest, SampledTokens, engines_of_host
+from hotseat.model_source import ModelSource
 from hotseat.types import Completion, Request, Sampling
 
 
@@ -324,7 +325,7 @@ def test_an_engine_forgets_what_a_lost_client_asked_for(tmp_path):
             time.sleep(0.001)
 
     make_task(tmp_path)
-    engine = EngineWorker(EngineSettings(str(tmp_path / "model"), 16, 1, (1,), "float32", 1))
+    engine = EngineWorker(EngineSettings(ModelSource(str(tmp_path / "model")), 16, 1, (1,), "float32", 1))
     with mock.patch.object(faults, "reach", side_effect=step_when_called), closing(engine):
         long = [Request(name, (3, 4), Sampling(14, ignore_eos=True), seed) for seed, name in enumerate("abcd")]
         engine.submit("lost", long)
@@ -344,7 +345,7 @@ def test_a_request_that_an_engine_refuses_does_not_fail_those_submitted_with_it(
     from hotseat.rollout.kinds import EngineSettings
 
     make_task(tmp_path)
-    engine = EngineWorker(EngineSettings(str(tmp_path / "model"), 16, 4, (1,), "float32", 1))
+    engine = EngineWorker(EngineSettings(ModelSource(str(tmp_path / "model")), 16, 4, (1,), "float32", 1))
     try:
         engine.submit("me", [request("good"), Request("bad", (99,), Sampling(1), 0), request("last")])
         outcomes = {outcome.request_id: outcome for outcome in fetch_all(engine, "me", 3)}
@@ -363,7 +364,7 @@ def test_a_canary_is_answered_while_the_engine_pauses(tmp_path):
     from hotseat.rollout.kinds import EngineSettings
 
     make_task(tmp_path)
-    engine = EngineWorker(EngineSettings(str(tmp_path / "model"), 16, 2, (1,), "float32", 1))
+    engine = EngineWorker(EngineSettings(ModelSource(str(tmp_path / "model")), 16, 2, (1,), "float32", 1))
     with closing(engine):
         engine.pause()
         engine.submit("host", [request("held")])

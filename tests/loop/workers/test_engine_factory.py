@@ -1,7 +1,6 @@
 """What engines are started with."""
 
-from transformers import AutoConfig
-
+from hotseat.model_source import ModelSource
 from hotseat.rollout.kinds import EngineOptions, EngineSettings
 from hotseat.rollout.vllm_versions import memory_arguments
 
@@ -15,8 +14,10 @@ def test_on_a_cpu_the_cache_of_vllm_is_as_large_as_its_slots_need_whatever_its_s
     """
     for share in (None, 0.95):
         options = EngineOptions(1, share, cache_gib=3.0)
-        settings = EngineSettings(f"{task}/model", 16, NUM_SLOTS, (1,), "float32", 1, engine="vllm", options=options)
-        model_config = AutoConfig.from_pretrained(settings.model)
+        settings = EngineSettings(
+            ModelSource(f"{task}/model"), 16, NUM_SLOTS, (1,), "float32", 1, engine="vllm", options=options
+        )
+        model_config = settings.model.config()
         on_cpu = memory_arguments(settings, model_config, is_cpu=True)
         assert on_cpu == {"kv_cache_memory_bytes": NUM_SLOTS * 16 * 2 * 2 * 8 * 4}
         on_gpu = memory_arguments(settings, model_config, is_cpu=False)

@@ -19,7 +19,7 @@ from hotseat.errors import PlacementError, UserError
 from hotseat.loop.inputs import supervised_inputs
 from hotseat.loop.run import start
 from hotseat.loop.workers.model_workers import BatchSettings
-from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings, ScoredPair, with_reference
+from hotseat.loop.workers.preferences import PreferenceObjective, ScoredPair, with_reference
 from hotseat.loop.workers.reference import digest_of_model, read_scores, write_scores
 from hotseat.observe import read_lines
 from hotseat.openrlhf.translate import translate
@@ -69,7 +69,7 @@ def softplus(x: float) -> float:
 @pytest.mark.parametrize("cut", [BatchSettings(1, None), BatchSettings(2, None), BatchSettings(None, 9)])
 @pytest.mark.parametrize("is_scored", [False, True])
 def test_the_loss_of_a_step_is_the_mean_over_its_pairs_however_it_is_cut(cut, is_scored):
-    objective = PreferenceObjective(PreferenceSettings(beta=0.5, nll_coefficient=0.2))
+    objective = PreferenceObjective(beta=0.5, nll_coefficient=0.2)
     pairs = PAIRS
     if is_scored:
         sides = [(total(p.chosen, REFERENCE), total(p.rejected, REFERENCE)) for p in PAIRS]
@@ -89,17 +89,16 @@ def test_the_loss_of_a_step_is_the_mean_over_its_pairs_however_it_is_cut(cut, is
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("objective", "expected"),
     [
-        (PreferenceSettings("ipo", 0.5), [(delta - 1) ** 2 for delta in deltas()]),
+        (PreferenceObjective("ipo", 0.5), [(delta - 1) ** 2 for delta in deltas()]),
         (
-            PreferenceSettings("dpo", 0.5, label_smoothing=0.1),
+            PreferenceObjective("dpo", 0.5, label_smoothing=0.1),
             [0.9 * softplus(-0.5 * delta) + 0.1 * softplus(0.5 * delta) for delta in deltas()],
         ),
     ],
 )
-def test_an_evaluation_over_ranks(settings, expected):
-    objective = PreferenceObjective(settings)
+def test_an_evaluation_over_ranks(objective, expected):
     measured = [
         [
             total(p.chosen, POLICY),
@@ -125,7 +124,7 @@ def test_an_evaluation_over_ranks(settings, expected):
 
 
 def test_metrics_of_an_update():
-    objective = PreferenceObjective(PreferenceSettings("simpo"))
+    objective = PreferenceObjective("simpo")
     sums = {"num_pairs": 4.0, "accuracy": 3.0, "chosen_reward": 2.0, "rejected_reward": -1.0, "chosen_nll": 8.0}
     found = objective.metrics(UpdateReport(1, 0.7, 1.0, 1e-3, False, 0, 14, 14, sums))
     assert found == {
@@ -168,7 +167,7 @@ def test_the_digest_of_a_model_knows_its_weights_and_its_config(task):
 def test_adapters_switched_off_score_as_the_base_and_switch_on_again(task):
     options = TrainOptions(lora=LoraOptions(rank=4, alpha=64))
     backend, base = make_backend(task / "model", options), make_backend(task / "model", TrainOptions(optimizer=None))
-    objective = PreferenceObjective(PreferenceSettings("simpo", beta=2.0))
+    objective = PreferenceObjective("simpo", beta=2.0)
     batches = objective.batches(PAIRS, PAIRS, BatchSettings(4, None))
     for _ in range(2):
         backend.update(batches, objective.loss, 1.0)

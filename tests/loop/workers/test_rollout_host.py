@@ -11,6 +11,7 @@ from hotseat.loop.settings.host_settings import host_settings
 from hotseat.loop.workers.group_facts import Job
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.scorers import ScorerSettings
+from hotseat.model_source import ModelSource
 from hotseat.types import Prompt, Sampling
 
 DRAWING = """
@@ -35,7 +36,7 @@ def make_host(task, agent: str) -> RolloutHost:
     (task / "agent.py").write_text(agent)
     host = RolloutHost(
         HostSettings(
-            tokenizer=f"{task}/model",
+            tokenizer=ModelSource(f"{task}/model"),
             run_seed=3,
             max_length=16,
             agent=f"{task}/agent.py",
@@ -45,7 +46,6 @@ def make_host(task, agent: str) -> RolloutHost:
             scorers=ScorerSettings(),
             has_reward_model=False,
             reward_tokenizer=None,
-            trust_remote_code=False,
         )
     )
     host.connect("host-0", OneEngine(1))

@@ -134,12 +134,12 @@ class Bomb:
 
 
 def test_a_file_with_a_pickle_is_refused_and_does_not_run(tmp_path: Path) -> None:
-    """Scenario 63: as earlier versions wrote it, or behind the mark of this one."""
+    """Scenario 63: as a whole file, or behind the mark of a group."""
     spool, traces = Spool(tmp_path / "spool"), tmp_path / "went off"
     file = tmp_path / "spool" / "1-5.group"
     pickled = pickle.dumps(Bomb(traces))
     file.write_bytes(pickled)
-    with pytest.raises(RunError, match="1-5.group cannot be read as a group of samples: it was written by an earlier"):
+    with pytest.raises(RunError, match="1-5.group cannot be read as a group of samples: it does not begin as one"):
         spool.get((1, 5))
     spool.put(finished())
     file.write_bytes(file.read_bytes()[:16] + pickled)

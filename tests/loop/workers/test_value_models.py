@@ -13,6 +13,7 @@ from hotseat.loop.rl.assemble import columns
 from hotseat.loop.run import start
 from hotseat.loop.workers.model_workers import BatchSettings
 from hotseat.loop.workers.value_models import RewardSettings, RewardWorker
+from hotseat.model_source import ModelSource
 from hotseat.observe import read_lines
 from hotseat.train.backend import TrainOptions
 from hotseat.types import MicroBatch
@@ -63,7 +64,7 @@ def test_a_segment_is_worth_what_transformers_says_of_its_last_token(task, cut):
         torch.zeros(num_tokens),
         sample_ids=tuple("abcd"),
     )
-    worker = RewardWorker(str(task / "reward_model"), TrainOptions(head="value", optimizer=None))
+    worker = RewardWorker(ModelSource(str(task / "reward_model")), TrainOptions(head="value", optimizer=None))
     expected = score(task / "reward_model", sequences)
     found = worker.rewards([batch], RewardSettings(cut, None))
     assert [found[name] for name in "abcd"] == pytest.approx(expected, abs=1e-5)

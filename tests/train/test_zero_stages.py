@@ -17,8 +17,7 @@ pytestmark = pytest.mark.slow
 ONE_RANK = """
 import json, torch
 import torch.distributed as dist
-from hotseat.train.zero_stages import WeightStretch
-from hotseat.train.zero_weights import ShardedWeights
+from hotseat.train.zero_stages import ShardedWeights, WeightStretch
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
