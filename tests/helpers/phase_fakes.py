@@ -479,8 +479,8 @@ class Case:
         self.sync = SyncPhase(self.pusher, self.state, self.guard, self.recovery)
         answering = RolloutRunner(self.groups, self.settings, self.meter, self.guard, self.pusher, self.recovery)
         self.record = FakeArrivals()
-        evaluation = Evaluation(answering, eval_prompts)
-        self.stream = SynchronousStream(answering, self.state, self.samples, self.prompts, evaluation, self.record)
+        self.evaluation = Evaluation(answering, eval_prompts)
+        self.stream = SynchronousStream(answering, self.state, self.samples, self.prompts, self.record)
         self.prepare = PreparePhase(self.groups, self.stream, self.settings, self.meter, self.samples)
         self.update = UpdatePhase(self.groups, self.settings, self.state, self.meter)
 

@@ -15,6 +15,7 @@ from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import MicroBatches
 from hotseat.loop.rl.prepare import PreparePhase
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
+from hotseat.loop.rl.rollout import Evaluation
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.step_metrics import StepMetrics
 from hotseat.loop.rl.stream import Stream
@@ -33,6 +34,7 @@ class RlRun:
     has_evaluation: bool
     eval_every: int | None
     stream: Stream
+    evaluation: Evaluation
     prepare: PreparePhase
     update: UpdatePhase
     sync: SyncPhase
@@ -61,12 +63,12 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint 
         updates = run.update.run(prepared, step)
         run.micro_batches.keep_lowered(saver.keep)
         journal.phase("sync")
-        with run.stream.crossing():
+        with run.stream.weight_update():
             pushed = run.sync.run()
         metrics = run.metrics.of_step(prepared.batch, updates, pushed) | run.stream.metrics() | saver.metrics()
         if run.is_evaluated(step):
             journal.phase("evaluate")
-            evaluation = run.stream.evaluate()
+            evaluation = run.evaluation.run()
             metrics |= evaluation
         journal.step(step, metrics)
         run.samples.record(step, prepared.batch, metrics)
@@ -82,7 +84,7 @@ def begin(run: RlRun, journal: Journal) -> tuple[int, dict[str, float]]:
     evaluation = {}
     if run.has_evaluation:
         journal.phase("evaluate")
-        evaluation = run.stream.evaluate()
+        evaluation = run.evaluation.run()
     journal.step(0, evaluation)
     return 1, evaluation
 
