@@ -45,7 +45,7 @@ def generate_with(
     with _view("generate") as view, _resumable(output, command):
         _try_user_code(config, view)
         view.stage("loading torch and transformers")
-        from hotseat.loop.offline.generate import generate
+        from hotseat.loop.offline.answering import generate
 
         made = generate(config, output, selection, view, overwrite=overwrite, first_row=first_row)
     failed = f", {made.num_failed:,} failed" if made.num_failed else ""

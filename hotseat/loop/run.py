@@ -32,7 +32,7 @@ from hotseat.registry.engines import engine_entry
 from hotseat.registry.roles import ROLES
 
 if TYPE_CHECKING:
-    from hotseat.loop.rl.replay_stream import Recording
+    from hotseat.loop.rl.stream import Recording
 
 
 def start(

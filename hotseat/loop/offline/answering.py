@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,10 +29,9 @@ from hotseat.config.precision import with_dtype
 from hotseat.data import digest_of
 from hotseat.errors import RewardError
 from hotseat.loop.inputs import load_tokenizer, prompts_alone
-from hotseat.loop.offline.group_file import GroupFile, settings_of
-from hotseat.loop.rl.sample_records import ChosenSample, written
-from hotseat.loop.settings.engine_settings import engine_settings, eval_sampling, rollout_sampling
-from hotseat.loop.settings.host_settings import host_settings
+from hotseat.loop.offline.group_file import GroupFile, Row, Selection, settings_of
+from hotseat.loop.rl.sample_log import ChosenSample, written
+from hotseat.loop.settings.rollout_settings import engine_settings, eval_sampling, host_settings, rollout_sampling
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_worker import make_engine
 from hotseat.loop.workers.group_facts import EVALUATION, Job
@@ -283,3 +284,52 @@ def answer_text(episode: Episode, prompt: Prompt, tokenizer: Any, eos: Sequence[
     text = episode.query.removeprefix(prompt.text)
     last = int(episode.segments[-1].token_ids[-1])
     return text.removesuffix(decode(tokenizer, [last])) if last in eos else text
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Counts of a command's output."""
+
+    num_prompts: int
+    num_samples: int
+    num_lines: int
+    num_failed: int
+
+
+def generate(
+    config: Config,
+    output: Path,
+    selection: Selection,
+    view: LiveView,
+    *,
+    overwrite: bool = False,
+    first_row: int = 0,
+) -> Generated:
+    """Answer all prompts and write the lines that `selection` keeps, in the order of the prompts."""
+    prepared = prepare(config, view, first_row=first_row)
+    for note in prepared.notes:
+        view.say(note)
+    with answer_all(prepared, output, view, needs_reward=selection.needs_reward, replace=overwrite) as file:
+        num_lines = write_lines(output, (line for group in file.groups() for line in selection.of(group["rows"])))
+        generated = _counted(file, num_lines)
+        file.remove()
+    return generated
+
+
+def write_lines(output: Path, lines: Iterable[Row]) -> int:
+    """Write a file of JSON lines as a whole: it has all of them, or it is as it was. Returns their number."""
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    count = 0
+    with unfinished.open("w", encoding="utf-8", errors="replace") as out:
+        for line in lines:
+            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            count += 1
+        out.flush()
+        os.fsync(out.fileno())
+    unfinished.replace(output)
+    return count
+
+
+def _counted(file: GroupFile, num_lines: int) -> Generated:
+    counts = [(len(group["rows"]), len(group["failures"])) for group in file.groups()]
+    return Generated(len(counts), sum(rows for rows, _ in counts), num_lines, sum(failed for _, failed in counts))

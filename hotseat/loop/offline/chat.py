@@ -19,7 +19,7 @@ from hotseat.config.precision import with_dtype
 from hotseat.config.resolved import max_new_tokens
 from hotseat.data import ChatTemplate
 from hotseat.loop.inputs import load_tokenizer
-from hotseat.loop.settings.engine_settings import engine_settings, rollout_sampling
+from hotseat.loop.settings.rollout_settings import engine_settings, rollout_sampling
 from hotseat.loop.workers.engine_worker import make_engine
 from hotseat.observe import LiveView
 from hotseat.types import Request, Sampling

@@ -13,7 +13,7 @@ from hotseat.agents.transcript import decode, decode_after
 from hotseat.config import Config
 from hotseat.errors import UserError
 from hotseat.loop.offline.answering import Answerer, prepare
-from hotseat.loop.settings.engine_settings import rollout_sampling
+from hotseat.loop.settings.rollout_settings import rollout_sampling
 from hotseat.observe import LiveView
 from hotseat.types import Completion, Episode, Failed, Request, ScoredEpisode
 from hotseat.words import label_text

@@ -19,8 +19,7 @@ from hotseat.loop.inputs import RlInputs
 from hotseat.loop.opening import ClusterContext
 from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.arrivals import Arrivals
-from hotseat.loop.rl.canary import CanaryGuard
-from hotseat.loop.rl.canary_state import CanarySettings
+from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.components import Components
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
@@ -28,20 +27,17 @@ from hotseat.loop.rl.loop import RlRun
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.overlapped import OverlappedStream
 from hotseat.loop.rl.pacer import Pace
-from hotseat.loop.rl.phase_settings import MicroBatches, PhaseSettings
-from hotseat.loop.rl.prepare import PreparePhase
+from hotseat.loop.rl.phases import PreparePhase, SyncPhase, UpdatePhase
 from hotseat.loop.rl.recovery import Recovery, Replaceable
-from hotseat.loop.rl.replay_stream import Recording, ReplayStream
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
 from hotseat.loop.rl.rollout import Evaluation, RolloutRunner, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
-from hotseat.loop.rl.state import RlState
+from hotseat.loop.rl.state import MicroBatches, PhaseSettings, RlState
 from hotseat.loop.rl.step_metrics import StepMetrics
-from hotseat.loop.rl.stream import Stream, SynchronousStream
-from hotseat.loop.rl.sync import Pusher, Routes, SyncPhase, sender_host
+from hotseat.loop.rl.stream import Recording, ReplayStream, Stream, SynchronousStream
+from hotseat.loop.rl.sync import Pusher, Routes, sender_host
 from hotseat.loop.rl.tickets import Tickets
-from hotseat.loop.rl.update import UpdatePhase
-from hotseat.loop.settings.learning_settings import weight_transports
+from hotseat.loop.settings.training_settings import weight_transports
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline

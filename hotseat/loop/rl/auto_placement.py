@@ -22,8 +22,7 @@ from hotseat.config import Config
 from hotseat.config.presence import has_simulator
 from hotseat.errors import UserError
 from hotseat.files import write_whole
-from hotseat.loop.rl.forecast import Resources, group_costs, measured_steps, own_pace, pace_with, step_s
-from hotseat.loop.rl.pace_simulator import GroupCost
+from hotseat.loop.rl.forecast import GroupCost, Resources, group_costs, measured_steps, own_pace, pace_with, step_s
 from hotseat.loop.rl.simulator_turns import TurnCosts, predicted_rollout, shape_of, turn_costs
 from hotseat.observe import PREDICTION
 from hotseat.placement import Plan, shares_devices

@@ -12,15 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.phase_settings import MicroBatches
-from hotseat.loop.rl.prepare import PreparePhase
+from hotseat.loop.rl.phases import PreparePhase, SyncPhase, UpdatePhase
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
 from hotseat.loop.rl.rollout import Evaluation
 from hotseat.loop.rl.sample_log import SampleLog
+from hotseat.loop.rl.state import MicroBatches
 from hotseat.loop.rl.step_metrics import StepMetrics
 from hotseat.loop.rl.stream import Stream
-from hotseat.loop.rl.sync import SyncPhase
-from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.saving import Saver
 from hotseat.observe import Journal

@@ -21,7 +21,7 @@ from hotseat.loop.rl.rollout import RolloutRunner
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.stream import Stream
 from hotseat.loop.rl.tickets import Tickets
-from hotseat.loop.settings.engine_settings import rollout_sampling
+from hotseat.loop.settings.rollout_settings import rollout_sampling
 from hotseat.loop.state.run_dir import SPOOL
 from hotseat.loop.workers.group_facts import GroupFacts, GroupKey, Job
 from hotseat.loop.workers.spool import Spool

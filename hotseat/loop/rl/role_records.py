@@ -20,9 +20,13 @@ from hotseat.config.resolved import critic_model
 from hotseat.loop.opening import ClusterContext
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.recovery import ENGINE, HOST
-from hotseat.loop.settings.engine_settings import engine_dtype, engine_settings, judge_engine_settings
-from hotseat.loop.settings.host_settings import component_settings
-from hotseat.loop.settings.training_options import critic_options, reward_options, train_options
+from hotseat.loop.settings.rollout_settings import (
+    component_settings,
+    engine_dtype,
+    engine_settings,
+    judge_engine_settings,
+)
+from hotseat.loop.settings.training_settings import critic_options, reward_options, train_options
 from hotseat.loop.workers.component import ComponentSettings, ComponentWorker
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.folder_proof import FolderProof

@@ -15,13 +15,12 @@ from hotseat.errors import RunError
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import GroupFilter, add_rewards, evaluation_metrics
 from hotseat.loop.rl.components import Components
-from hotseat.loop.rl.groups import Groups
-from hotseat.loop.rl.hosts import in_order_of
+from hotseat.loop.rl.groups import Groups, in_order_of
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.state import PhaseSettings
 from hotseat.loop.rl.sync import Pusher
-from hotseat.loop.settings.engine_settings import eval_sampling
+from hotseat.loop.settings.rollout_settings import eval_sampling
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.group_facts import EVALUATION, GroupFacts, Job
 from hotseat.loop.workers.value_models import RewardWorker

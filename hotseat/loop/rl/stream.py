@@ -1,4 +1,4 @@
-"""Sources of the groups that the loop learns from, step by step."""
+"""Sources of the groups that the loop learns from, step by step: sampled on demand, or read from a recorded run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from hotseat import faults
-from hotseat.errors import RunError
-from hotseat.loop.rl.arrivals import Arrivals
+from hotseat.errors import RunError, UserError
+from hotseat.loop.rl.arrivals import Arrivals, recorded_batches
 from hotseat.loop.rl.collect import MAX_REFILLS, Collected, add_rewards, too_few_kept
+from hotseat.loop.rl.groups import RolloutHosts
 from hotseat.loop.rl.rollout import RolloutRunner, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
-from hotseat.loop.settings.engine_settings import rollout_sampling
-from hotseat.loop.workers.group_facts import GroupFacts, Job
+from hotseat.loop.settings.rollout_settings import rollout_sampling
+from hotseat.loop.state.run_dir import ARRIVALS, ROLLOUTS
+from hotseat.loop.workers.group_facts import GroupFacts, GroupKey, Job
+from hotseat.loop.workers.spool import Spool
 from hotseat.rewards import RewardTally
 from hotseat.types import Prompt
 
@@ -153,3 +156,63 @@ class SynchronousStream(Stream):
             if len(kept) == num_groups:
                 return self._unfinished
         raise too_few_kept(num_generated, len(kept), num_groups, [reason for _, reason in dropped])
+
+
+class Recording:
+    """The batches of a recorded run whose groups were kept: those of its first steps, without a gap."""
+
+    def __init__(self, run_dir: Path):
+        if not (run_dir / ARRIVALS).is_file() or not (run_dir / ROLLOUTS).is_dir():
+            raise UserError(
+                f"{run_dir} cannot be replayed: it has no {ARRIVALS} or no {ROLLOUTS}; only runs with"
+                " log.keep_rollouts keep what they learned from"
+            )
+        self.folder = run_dir / ROLLOUTS
+        self._spool = Spool(self.folder)
+        self._batches = recorded_batches(run_dir)
+        self.num_steps = 0
+        while self._is_kept(self._batches.get(self.num_steps + 1)):
+            self.num_steps += 1
+        if self.num_steps == 0:
+            raise UserError(f"{run_dir} cannot be replayed: the groups of its first step are not in {self.folder}")
+
+    def batch(self, step: int) -> Collected:
+        line = self._batches[step]
+        return Collected(
+            tuple(self._facts((epoch, prompt)) for epoch, prompt in line["groups"]),
+            line["num_generated"],
+            tuple((self._facts((epoch, prompt)), reason) for epoch, prompt, reason in line["dropped"]),
+            line["num_failed"],
+        )
+
+    def _is_kept(self, batch: Mapping[str, Any] | None) -> bool:
+        keys = [] if batch is None else [(each[0], each[1]) for each in (*batch["groups"], *batch["dropped"])]
+        return bool(keys) and all(self._spool.has(key) for key in keys)
+
+    def _facts(self, key: GroupKey) -> GroupFacts:
+        finished = self._spool.get(key)
+        assert finished is not None, f"{self.folder} lacks group {key}"
+        return finished.facts()
+
+
+class ReplayStream(Stream):
+    """Supplies the batches of a recording. Nothing is sampled or evaluated."""
+
+    def __init__(self, recording: Recording, hosts: RolloutHosts):
+        self._recording = recording
+        self._hosts = hosts
+
+    def take(self, step: int) -> Collected:
+        return self._recording.batch(step)
+
+    def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
+        """Run `use` on the batch, whose groups hosts read from the recording."""
+        return batch, use(batch)
+
+    def release(self, batch: Collected) -> None:
+        """Let hosts drop a batch from memory; the recording keeps it."""
+        self._hosts.forget([facts.key for facts in batch.groups])
+
+    def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
+        """Refuse: a replay begins at the first step."""
+        raise RunError(f"a replay cannot be resumed from {folder}: start it again")

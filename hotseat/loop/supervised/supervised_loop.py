@@ -16,8 +16,7 @@ from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, token_budget, tokens_per_micro_batch
 from hotseat.loop.inputs import SupervisedData, SupervisedInputs
 from hotseat.loop.opening import ClusterContext, Exported, ExportingRanks
-from hotseat.loop.settings.learning_settings import train_batches
-from hotseat.loop.settings.training_options import reference_settings, train_options
+from hotseat.loop.settings.training_settings import reference_settings, train_batches, train_options
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
 from hotseat.loop.state.watchdog import Readiness

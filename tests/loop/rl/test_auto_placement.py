@@ -17,7 +17,7 @@ from hotseat.cli.profile import default_factors, measure
 from hotseat.config import loads
 from hotseat.errors import RunError, UserError
 from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of, predict, record_prediction
-from hotseat.loop.rl.pace_simulator import GroupCost
+from hotseat.loop.rl.forecast import GroupCost
 from hotseat.loop.rl.simulator_turns import (
     RolloutShape,
     TurnCosts,

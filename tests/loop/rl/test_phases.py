@@ -21,14 +21,12 @@ from hotseat.loop.rl import loop, meter
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.ledger import Ledger, read_ledger
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.phase_settings import MicroBatches
-from hotseat.loop.rl.prepare import Prepared
+from hotseat.loop.rl.phases import Prepared, Updates
 from hotseat.loop.rl.recovery import MAX_DEATHS
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
 from hotseat.loop.rl.rollout import group_filter, repeated
 from hotseat.loop.rl.sample_log import NUM_RECORDED, SampleLog
-from hotseat.loop.rl.state import NONE_SERVED, RlState
-from hotseat.loop.rl.update import Updates
+from hotseat.loop.rl.state import NONE_SERVED, MicroBatches, RlState
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.workers.group_facts import EVALUATION
 from hotseat.loop.workers.records import TokenRecord
