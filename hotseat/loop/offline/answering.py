@@ -234,14 +234,12 @@ def _scored(group: OpenGroup, scores: Sequence[Score | Failed] | None) -> list[O
     remaining = iter(scores or ())
     outcomes: list[Outcome] = []
     for outcome in group.outcomes:
-        if isinstance(outcome, Episode) and scores is not None:
-            score = next(remaining)
-            if isinstance(score, Failed):
-                outcomes.append(score)
-            else:
-                outcomes.append(ScoredEpisode(outcome, score.reward, score.score, score.extra))
-            continue
-        outcomes.append(outcome)
+        if not isinstance(outcome, Episode) or scores is None:
+            outcomes.append(outcome)
+        elif isinstance(score := next(remaining), Failed):
+            outcomes.append(score)
+        else:
+            outcomes.append(ScoredEpisode(outcome, score.reward, score.score, score.extra))
     return outcomes
 
 

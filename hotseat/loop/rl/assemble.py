@@ -170,14 +170,14 @@ def _recovery(
     roles = [
         Replaceable(
             groups.by_role[record.name],
-            record.replacement.noun,
-            partial(record.replacement.connect, groups),
+            record.replaced_as,
+            partial(record.connect, groups),
             needs_weights=role_entry(record.name).gets_weights,
             has_devices=record.name in on_devices,
             measures_its_device=groups.measures_its_device and record.start == "engine",
         )
         for record in groups.records
-        if record.replacement is not None
+        if record.replaced_as is not None
     ]
     return Recovery(
         roles,

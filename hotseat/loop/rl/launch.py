@@ -98,7 +98,7 @@ class _Launching:
         warmed = [record.name for record in self._records if record.warms_up and self._launch.warms_models_up]
         warming = [self.groups[role].start(ModelWorker.warm_up, max_length) for role in warmed]
         for record in self._records:
-            if record.replacement is not None and record not in started:
+            if record.replaced_as is not None and record not in started:
                 self._wait_until_ready(record)
         for group in self.groups.values():
             group.ready()
