@@ -41,8 +41,7 @@ from hotseat.cluster import Cluster
 from hotseat.config.schema import CanaryConfig
 from hotseat.errors import WeightError
 from hotseat.loop.devices.held_memory import device_of_process
-from hotseat.loop.rl.canary import CanaryGuard
-from hotseat.loop.rl.canary_state import CanarySettings
+from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.sync import PushReport, push_weights
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.losses import SupervisedObjective

@@ -26,8 +26,8 @@ from typing import Any
 
 from hotseat.cluster import Cluster
 from hotseat.envs.family_loading import SimulatorSettings
-from hotseat.loop.rl.hosts import RolloutHosts
-from hotseat.loop.rl.simulator_turns import RolloutShape, TurnCosts, predicted_rollout, turn_costs
+from hotseat.loop.rl.auto_placement import RolloutShape, TurnCosts, predicted_rollout, turn_costs
+from hotseat.loop.rl.groups import RolloutHosts
 from hotseat.loop.workers.engine_worker import EngineWorker, make_engine
 from hotseat.loop.workers.group_facts import GroupFacts, Job
 from hotseat.loop.workers.observations import SimulationSettings, simulation_prompts

@@ -19,7 +19,7 @@ from hotseat.cli.main import main
 from hotseat.config import Config, loads
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.run import start
-from hotseat.loop.settings.learning_settings import policy_settings
+from hotseat.loop.settings.training_settings import policy_settings
 from hotseat.loop.state.saving import Saver
 from hotseat.loop.workers.experience import flatten, with_advantages
 from hotseat.loop.workers.losses import ADVANTAGES

@@ -45,7 +45,7 @@ def generate_with(
     with _view("generate") as view, _resumable(output, command):
         _try_user_code(config, view)
         view.stage("loading torch and transformers")
-        from hotseat.loop.offline.generate import generate
+        from hotseat.loop.offline.answering import generate
 
         made = generate(config, output, selection, view, overwrite=overwrite, first_row=first_row)
     failed = f", {made.num_failed:,} failed" if made.num_failed else ""
@@ -147,24 +147,22 @@ def run_play(arguments: argparse.Namespace) -> int:
         _try_user_code(config, view)
         view.stage("loading torch and transformers")
         from hotseat.loop.offline.play import play
-    played = play(
+        from hotseat.types import Failed, ScoredEpisode
+
+    outcome = play(
         config,
         arguments.prompt,
         Path("logs"),
         _view("play"),
         lambda text, kind: console.print(text, style=styles[kind], markup=False, emoji=False, soft_wrap=True),
     )
-    if played.episode is None:
-        print(f"failed: {played.reason}")
+    if isinstance(outcome, Failed):
+        print(f"failed: {outcome.reason}")
         return 1
-    num_segments = quantity(len(played.episode.segments), "segment")
-    print(f"{quantity(played.episode.num_sampled, 'sampled token')} in {num_segments}")
-    if played.scored is not None:
-        for name, value in {
-            "reward": played.scored.reward,
-            "score": played.scored.score,
-            **played.scored.extra,
-        }.items():
+    episode = outcome.episode if isinstance(outcome, ScoredEpisode) else outcome
+    print(f"{quantity(episode.num_sampled, 'sampled token')} in {quantity(len(episode.segments), 'segment')}")
+    if isinstance(outcome, ScoredEpisode):
+        for name, value in {"reward": outcome.reward, "score": outcome.score, **outcome.extra}.items():
             print(f"{name}  {value:.6g}")
     return 0
 

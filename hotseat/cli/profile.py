@@ -14,8 +14,7 @@ from hotseat.checks.named_files import num_rows_of
 from hotseat.config import Config, load, loads, to_yaml
 from hotseat.config.presence import has_simulator
 from hotseat.errors import UserError
-from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of
-from hotseat.loop.rl.simulator_turns import steps_beside_answers
+from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of, steps_beside_answers
 from hotseat.planning.candidates import refuse_fixed_roles
 from hotseat.planning.config_plan import make_plan
 

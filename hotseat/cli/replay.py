@@ -19,7 +19,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     """Replay a run; print whether its weights are those of the recorded run, if that has ended. Return an exit code."""
     run_dir = Path(arguments.run_dir)
     config = replay_config(run_dir, arguments.overrides)
-    from hotseat.loop.rl.replay_stream import Recording
+    from hotseat.loop.rl.stream import Recording
     from hotseat.loop.run import start
 
     recording = Recording(run_dir)

@@ -81,7 +81,7 @@ class LocalGroup(WorkerGroup[W_co]):
         return range(len(self._processes))
 
     def _call(self, method: str, arguments: Arguments, timeout_s: float) -> list[Any]:
-        if len(arguments) > 1 or self._loop:
+        if len(arguments) != 1 or self._loop:
             return super()._call(method, arguments, timeout_s)
         [(rank, (args, kwargs))] = arguments.items()
         self._refuse_if_closed(rank, method)

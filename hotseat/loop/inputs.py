@@ -23,8 +23,8 @@ from hotseat.data import PairReport, Row, check_lost, columns_of, load_rows, mak
 from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
 from hotseat.errors import TooFewDevicesError, UserError
 from hotseat.extensions import load
-from hotseat.loop.settings.host_settings import environment_settings, image_limits, simulation_settings
-from hotseat.loop.settings.training_options import critic_options, train_options
+from hotseat.loop.settings.rollout_settings import environment_settings, image_limits, simulation_settings
+from hotseat.loop.settings.training_settings import critic_options, train_options
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.observations import EVAL_SEED, simulation_prompts
 from hotseat.loop.workers.preferences import PreferenceObjective

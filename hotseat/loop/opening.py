@@ -35,8 +35,8 @@ from hotseat.loop.workers.exports import Origin, is_exported, run_of
 from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.observe import LiveView
 from hotseat.observe.tracker_sink import renaming, trackers
-from hotseat.placement import Plan
-from hotseat.planning.budgets import describe, uses, with_budgets_of
+from hotseat.placement import Inventory, Plan
+from hotseat.planning.budgets import ChosenBudgets, describe, uses, with_budgets_of
 from hotseat.planning.config_plan import (
     are_devices_logical,
     budgets_on,
@@ -136,7 +136,9 @@ def cluster_context(
         cluster = stack.enter_context(_cluster(Cluster, run.config, dry_plan, template))
         stack.callback(faults.reach, "closing")
         interrupts.current().check()
-        config, has_new_budgets = _for_devices(run, cluster)
+        has_gpus = not are_devices_logical(cluster)
+        inventory = inventory_of(cluster) if has_gpus else None
+        config, has_new_budgets = for_devices(run, has_gpus, lambda config: budgets_on(config, cluster), inventory)
         plan = plan_on(config, cluster)
         save_plan(run.run_dir, plan)
         silence_s = config.cluster.silence_timeout_s
@@ -169,16 +171,21 @@ def _begin_records(
     write_config(run_dir, config)
 
 
-def _for_devices(run: OpenRun, cluster: Cluster) -> tuple[Config, bool]:
-    """Return the config with dtype and token budgets, and whether the budgets are new, not from the checkpoint."""
+def for_devices(
+    run: OpenRun, has_gpus: bool, choose: Callable[[Config], ChosenBudgets], inventory: Inventory | None = None
+) -> tuple[Config, bool]:
+    """Return the config with dtype and token budgets, and whether the budgets are new, not from the checkpoint.
+
+    inventory: GPUs of engines, by which the run chooses their slots if it has to.
+    """
     journal = run.journal
-    config = with_known_dtype(run.config, run.checkpoint, not are_devices_logical(cluster), journal)
+    config = _with_known_dtype(run.config, run.checkpoint, has_gpus, journal)
     if run.checkpoint is not None:
         config = with_budgets_of(config, loads_saved(str(run.checkpoint.state["config"])))
-    if is_chosen_by_run(config) and not are_devices_logical(cluster):
-        config = with_slots_on(config, inventory_of(cluster))
+    if inventory is not None and is_chosen_by_run(config):
+        config = with_slots_on(config, inventory)
         journal.say(f"rollout.num_slots: {config.rollout.num_slots} sequences at a time for each engine (it is unset)")
-    chosen = budgets_on(config, cluster)
+    chosen = choose(config)
     if uses(config) and chosen.config == config:
         journal.say(f"micro-batches: {describe(config)} (as this run has chosen before)")
     for note in chosen.notes:
@@ -186,7 +193,7 @@ def _for_devices(run: OpenRun, cluster: Cluster) -> tuple[Config, bool]:
     return chosen.config, bool(uses(config)) and chosen.config != config
 
 
-def with_known_dtype(config: Config, checkpoint: Checkpoint | None, has_gpus: bool, journal: Journal) -> Config:
+def _with_known_dtype(config: Config, checkpoint: Checkpoint | None, has_gpus: bool, journal: Journal) -> Config:
     """Return the config with its dtype: as it is set, else as in the checkpoint, else by the devices."""
     chosen = config if checkpoint is None else with_dtype_of(config, loads_saved(str(checkpoint.state["config"])))
     chosen = with_dtype(chosen, has_gpus)

@@ -32,7 +32,7 @@ from hotseat.registry.engines import engine_entry
 from hotseat.registry.roles import ROLES
 
 if TYPE_CHECKING:
-    from hotseat.loop.rl.replay_stream import Recording
+    from hotseat.loop.rl.stream import Recording
 
 
 def start(
@@ -116,41 +116,20 @@ def _start_supervised(config: Config, view: LiveView, template: Template | None)
     inputs = supervised_inputs(config)
     assert inputs.plan is not None
     from hotseat.loop.state.watchdog import doing_in
-    from hotseat.loop.supervised.supervised_loop import (
-        SupervisedRun,
-        TokenBudget,
-        TrainingRanks,
-        columns,
-        launch_ranks,
-        train_supervised,
-    )
+    from hotseat.loop.supervised.supervised_loop import columns, launch_ranks, train_and_export
     from hotseat.loop.supervised.supervised_worker import SupervisedWorker
 
     with open_run(config, inputs, columns(inputs.data), view) as run:
         if run.evaluation is not None:
             return run.evaluation
-        journal, saver = run.journal, run.saver
+        journal = run.journal
         with cluster_context(run, inputs.plan, template=template) as context:
             record_plan(journal, context)
             journal.stage(_loading(context.config, context.plan), lambda: doing_in(context.cluster))
             with folder_witness(context.config, run.run_dir, context.cluster.runtime == "local") as proof:
                 actor = launch_ranks(context, inputs, journal, proof)
-            ranks = TrainingRanks.of_group(actor)
-            if run.checkpoint is not None:
-                ranks.resume(run.checkpoint)
-            budget = TokenBudget(context.config, journal, saver.keep)
-            with saver.settled(journal), smaller_budget_kept(lambda: budget.config, saver.keep):
-                if context.has_new_budgets and are_budgets_tried(actor.call(SupervisedWorker.device_type)[0] == "cuda"):
-                    budget.try_out(lambda *trial: all(actor.call(SupervisedWorker.fits, *trial)))
-                    actor.call(SupervisedWorker.use_budget, budget.max_tokens)
-                saver.keep(budget.config)
-                num_steps = inputs.algebra.num_steps or 0
-                supervised = SupervisedRun(num_steps, config.eval.every, inputs.data, ranks, budget)
-                evaluation = train_supervised(supervised, journal, saver, run.checkpoint)
-
-            with saver.exporting():
-                export_models(run, ranks.exporting, inputs.tokenizer, num_steps)
-    return evaluation
+            is_tried = are_budgets_tried(actor.call(SupervisedWorker.device_type)[0] == "cuda")
+            return train_and_export(run, inputs, actor, context.config, context.has_new_budgets and is_tried)
 
 
 def _loading(config: Config, plan: Plan) -> str:

@@ -12,7 +12,7 @@ from loop_cases import make_value_model, ppo_yaml, rl_yaml, rm_yaml, sft_yaml
 from hotseat.config import loads
 from hotseat.errors import BatchError, DataError, HotseatError, UnsupportedError, UserError
 from hotseat.loop.run import start
-from hotseat.loop.settings.training_options import reward_options, train_options
+from hotseat.loop.settings.training_settings import reward_options, train_options
 from hotseat.train.model_checks import check_value_head
 
 KL = "{kl: {coef: 0.1}}"

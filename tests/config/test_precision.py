@@ -11,10 +11,10 @@ from hotseat.cli.main import main
 from hotseat.config import loads, loads_saved, to_saved
 from hotseat.config.changes import changes_between
 from hotseat.config.precision import dtype_of, idle_in_fp32, with_dtype, with_dtype_of
-from hotseat.loop.rl.canary_state import CanarySettings
+from hotseat.loop.rl.canary import CanarySettings
 from hotseat.loop.run import start
-from hotseat.loop.settings.engine_settings import engine_dtype
-from hotseat.loop.settings.training_options import train_options
+from hotseat.loop.settings.rollout_settings import engine_dtype
+from hotseat.loop.settings.training_settings import train_options
 from hotseat.machine import has_gpu
 from hotseat.observe import read_lines
 from hotseat.openrlhf.translate import translate

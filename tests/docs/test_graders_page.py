@@ -14,7 +14,7 @@ from hotseat.checks.stage import Context
 from hotseat.config import loads
 from hotseat.config.presence import has_judge_engine
 from hotseat.errors import UserError
-from hotseat.loop.settings.host_settings import judge_of
+from hotseat.loop.settings.rollout_settings import judge_of
 from hotseat.rewards import Graders, RewardFunction, Sandbox, SandboxSettings, Score
 from hotseat.rewards.answers import read_answer
 from hotseat.rewards.function_worker import load, plain

@@ -432,7 +432,7 @@ def test_engines_have_room_for_one_stage():
 
 def test_engines_keep_prompts_in_the_room_of_slots_that_a_stage_does_not_need(tmp_path):
     from hotseat.config.load import loads
-    from hotseat.loop.settings.engine_settings import engine_settings
+    from hotseat.loop.settings.rollout_settings import engine_settings
 
     config = loads(
         "actor: {model: none}\nenv: {path: gym, tasks: [CartPole-v1], num_envs: 48}\nrollout: {num_slots: 40}",

@@ -25,17 +25,14 @@ from hotseat.config import loads
 from hotseat.config.batches import batch_algebra
 from hotseat.errors import WorkerError
 from hotseat.loop.devices.held_memory import DeviceWatch
-from hotseat.loop.rl.groups import Groups
-from hotseat.loop.rl.hosts import RolloutHosts
+from hotseat.loop.rl.groups import Groups, RolloutHosts
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.phase_settings import PhaseSettings
-from hotseat.loop.rl.prepare import PreparePhase
+from hotseat.loop.rl.phases import PreparePhase, SyncPhase, UpdatePhase
 from hotseat.loop.rl.recovery import ENGINE, HOST, Recovery, Replaceable
 from hotseat.loop.rl.rollout import Evaluation, RolloutRunner
-from hotseat.loop.rl.state import RlState
+from hotseat.loop.rl.state import PhaseSettings, RlState
 from hotseat.loop.rl.stream import SynchronousStream
-from hotseat.loop.rl.sync import Pusher, Routes, SyncPhase
-from hotseat.loop.rl.update import UpdatePhase
+from hotseat.loop.rl.sync import Pusher, Routes
 from hotseat.loop.workers.group_facts import EVALUATION, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.records import SampleRecord, TokenRecord
 from hotseat.loop.workers.weight_check import WeightCheck
@@ -479,8 +476,8 @@ class Case:
         self.sync = SyncPhase(self.pusher, self.state, self.guard, self.recovery)
         answering = RolloutRunner(self.groups, self.settings, self.meter, self.guard, self.pusher, self.recovery)
         self.record = FakeArrivals()
-        evaluation = Evaluation(answering, eval_prompts)
-        self.stream = SynchronousStream(answering, self.state, self.samples, self.prompts, evaluation, self.record)
+        self.evaluation = Evaluation(answering, eval_prompts)
+        self.stream = SynchronousStream(answering, self.state, self.samples, self.prompts, self.record)
         self.prepare = PreparePhase(self.groups, self.stream, self.settings, self.meter, self.samples)
         self.update = UpdatePhase(self.groups, self.settings, self.state, self.meter)
 

@@ -19,7 +19,7 @@ from hotseat.config.conflicts import conflicts, missing
 from hotseat.config.presence import compares_with_reference
 from hotseat.errors import ConfigError, UserError
 from hotseat.extensions import load
-from hotseat.loop.settings.learning_settings import policy_settings
+from hotseat.loop.settings.training_settings import policy_settings
 from hotseat.loop.start import start
 from hotseat.loop.workers.preferences import Answers, PreferenceObjective
 from hotseat.observe import read_lines

@@ -10,7 +10,7 @@ from loop_cases import rl_yaml
 from hotseat.cluster import Process, local
 from hotseat.config import loads, roles_of
 from hotseat.loop.rl import role_records
-from hotseat.loop.rl.role_records import Replacement, RoleRecord
+from hotseat.loop.rl.role_records import RoleRecord
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
 from hotseat.registry.roles import ROLES, role_entry, roles_in_docs
@@ -48,7 +48,8 @@ def test_a_role_is_launched_watched_and_replaced_by_its_record_alone(task, monke
         lambda launch: (Observer, (launch.config.actor.model,)),
         is_present=lambda config: config.task == "rl",
         processes=lambda launch: [Process(0, 0)],
-        replacement=Replacement("observer", lambda connections, ranks: connected.append(ranks)),
+        replaced_as="observer",
+        connect=lambda groups, ranks: connected.append(ranks),
     )
     monkeypatch.setattr(role_records, "RECORDS", (*role_records.RECORDS, observer))
     monkeypatch.setattr(Observer, "made", [])

@@ -14,7 +14,7 @@ from hotseat.config import Config, loads
 from hotseat.config.conflicts import missing
 from hotseat.errors import ConfigError, RunError, UserError
 from hotseat.failed import Failed
-from hotseat.loop.settings.host_settings import judge_of
+from hotseat.loop.settings.rollout_settings import judge_of
 from hotseat.rewards import Grader, Graders, Score
 from hotseat.rewards.judge import Endpoints, Judge, VerdictFile, combined
 from hotseat.rewards.rubrics import JudgeSettings

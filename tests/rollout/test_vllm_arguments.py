@@ -20,7 +20,7 @@ from hotseat.config.precision import with_dtype
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.offline.answering import prepare
 from hotseat.loop.offline.chat import Chat
-from hotseat.loop.settings.engine_settings import engine_settings
+from hotseat.loop.settings.rollout_settings import engine_settings
 from hotseat.observe import LiveView
 from hotseat.rollout import vllm_arguments, vllm_versions
 from hotseat.rollout.vllm_arguments import argument_names, refusals

@@ -12,7 +12,7 @@ from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.loop.rl.arrivals import recorded_batches
 from hotseat.loop.rl.pacer import Pace, Pacer
-from hotseat.loop.rl.replay_stream import Recording
+from hotseat.loop.rl.stream import Recording
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
 

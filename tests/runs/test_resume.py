@@ -126,7 +126,7 @@ def test_a_save_that_takes_the_engines_place_changes_nothing(task):
 
 def test_what_was_done_after_the_checkpoint_is_done_again_and_counted_once(uninterrupted, monkeypatch):
     task, whole = uninterrupted("rl")
-    from hotseat.loop.rl.update import UpdatePhase
+    from hotseat.loop.rl.phases import UpdatePhase
 
     with monkeypatch.context() as patch:
         update, count = UpdatePhase.run, []
@@ -234,7 +234,7 @@ def test_settings_change_from_the_next_step_on_and_are_recorded(task, monkeypatc
             run(task, "rl", "run", "checkpoint.every=2")
     directory = str(task / "runs" / "run")
     with monkeypatch.context() as patch:  # fails before its first step, and is resumed otherwise
-        patch.setattr("hotseat.loop.rl.update.UpdatePhase.run", lambda *args: 1 / 0)
+        patch.setattr("hotseat.loop.rl.phases.UpdatePhase.run", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(["resume", directory, "actor.optimizer.learning_rate=0.5", "log.every=2"])
     assert changes(task, "run") == [
@@ -318,7 +318,7 @@ def test_a_directory_in_use_is_refused(task):
 
 def test_without_a_checkpoint_a_run_starts_anew_and_nothing_is_counted_twice(uninterrupted, task, monkeypatch, capsys):
     """Scenario 21: said, not silent."""
-    from hotseat.loop.rl.update import UpdatePhase
+    from hotseat.loop.rl.phases import UpdatePhase
 
     task_of_whole, whole = uninterrupted("rl")
     with monkeypatch.context() as patch:

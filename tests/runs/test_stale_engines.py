@@ -18,11 +18,11 @@ from hotseat.cluster import Cluster
 from hotseat.config import loads
 from hotseat.errors import WeightError
 from hotseat.loop.rl.canary import CanaryGuard
-from hotseat.loop.rl.canary_state import CanarySettings
+from hotseat.loop.rl.canary import CanarySettings
 from hotseat.loop.rl.sync import push_weights
-from hotseat.loop.settings.engine_settings import engine_settings
-from hotseat.loop.settings.learning_settings import policy_settings
-from hotseat.loop.settings.training_options import train_options
+from hotseat.loop.settings.rollout_settings import engine_settings
+from hotseat.loop.settings.training_settings import policy_settings
+from hotseat.loop.settings.training_settings import train_options
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.model_workers import ActorWorker

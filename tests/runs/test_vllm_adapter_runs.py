@@ -10,7 +10,7 @@ from loop_cases import make_task, rl_yaml
 from hotseat.config import loads
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.run import start
-from hotseat.loop.settings.engine_settings import are_adapters_alone, engine_settings
+from hotseat.loop.settings.rollout_settings import are_adapters_alone, engine_settings
 from hotseat.observe import read_lines
 
 ROLLOUT = "{engine: vllm, batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4}"

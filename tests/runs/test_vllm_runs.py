@@ -25,8 +25,8 @@ from hotseat.config import Config, loads
 from hotseat.errors import PlacementError
 from hotseat.faults import VARIABLE, Fault
 from hotseat.loop.run import start
-from hotseat.loop.settings.learning_settings import policy_settings
-from hotseat.loop.settings.training_options import train_options
+from hotseat.loop.settings.training_settings import policy_settings
+from hotseat.loop.settings.training_settings import train_options
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.observe import read_lines

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -27,10 +29,9 @@ from hotseat.config.precision import with_dtype
 from hotseat.data import digest_of
 from hotseat.errors import RewardError
 from hotseat.loop.inputs import load_tokenizer, prompts_alone
-from hotseat.loop.offline.group_file import GroupFile, settings_of
-from hotseat.loop.rl.sample_records import ChosenSample, written
-from hotseat.loop.settings.engine_settings import engine_settings, eval_sampling, rollout_sampling
-from hotseat.loop.settings.host_settings import host_settings
+from hotseat.loop.offline.group_file import GroupFile, Row, Selection, settings_of
+from hotseat.loop.rl.sample_log import ChosenSample, written
+from hotseat.loop.settings.rollout_settings import engine_settings, eval_sampling, host_settings, rollout_sampling
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_worker import make_engine
 from hotseat.loop.workers.group_facts import EVALUATION, Job
@@ -43,6 +44,7 @@ from hotseat.rollout.engine import Engine
 from hotseat.types import Completion, Episode, Failed, Prompt, Request, Sampling, ScoredEpisode
 from hotseat.words import label_text, quantity
 
+Outcome = ScoredEpisode | Episode | Failed  # what became of a sample
 MIN_JUDGED = 64  # samples before too many failures end the command
 
 
@@ -57,47 +59,37 @@ class Prepared:
     notes: list[str]
 
 
+def on_this_device(config: Config) -> Config:
+    """Return the config with the dtype for this machine. Raises `UserError` for what its devices cannot do."""
+    logging.disable_progress_bar()
+    config = with_dtype(config, torch.cuda.is_available())
+    run_checks(DeviceContext(config=config, on_gpu=torch.cuda.is_available()), DEVICES)
+    return config
+
+
 def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, first_row: int = 0) -> Prepared:
     """Read the tokenizer and the prompts, and check the model. Raises `UserError` if anything is wrong with them.
 
     first_row: of the data; those before it are left out.
     """
-    logging.disable_progress_bar()
     view.stage("reading the tokenizer and the prompts")
-    config = with_dtype(config, torch.cuda.is_available())
-    run_checks(DeviceContext(config=config, on_gpu=torch.cuda.is_available()), DEVICES)
+    config = on_this_device(config)
     tokenizer = load_tokenizer(config)
     prompts, notes = prompts_alone(config, tokenizer, is_evaluation=is_evaluation, first_row=first_row)
     return Prepared(config, tokenizer, eos_token_ids(config, tokenizer), prompts, notes)
-
-
-class Watcher(Protocol):
-    """Sees the requests to an engine and their completions."""
-
-    def asked(self, request: Request) -> None:
-        """See a request before the engine does."""
-
-    def answered(self, request: Request, completion: Completion) -> None:
-        """See a completion, in the engine's thread."""
-
-
-def _watched(engine: Engine, watcher: Watcher, request: Request) -> Future[Completion]:
-    watcher.asked(request)
-    future = engine.submit(request)
-
-    def when_done(done: Future[Completion]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            watcher.answered(request, done.result())
-
-    future.add_done_callback(when_done)
-    return future
 
 
 class Answerer:
     """One engine in this process, with the agent and the rewards of a config. Close it at the end."""
 
     def __init__(
-        self, prepared: Prepared, logs: Path, view: LiveView, *, needs_reward: bool, watcher: Watcher | None = None
+        self,
+        prepared: Prepared,
+        logs: Path,
+        view: LiveView,
+        *,
+        needs_reward: bool,
+        submit: Callable[[Engine, Request], Future[Completion]] = lambda engine, request: engine.submit(request),
     ):
         """Load the model. logs: the folder for the log of vLLM. needs_reward: a sample without a reward has failed."""
         config = prepared.config
@@ -124,7 +116,7 @@ class Answerer:
             raise
         self._agents = AgentHost(
             agent,
-            self.engine.submit if watcher is None else partial(_watched, self.engine, watcher),
+            partial(submit, self.engine),
             run_seed=config.seed,
             max_concurrent=self._host.max_concurrent,
             timeout_s=self._host.episode_timeout_s,
@@ -134,10 +126,10 @@ class Answerer:
 
     def answer(
         self, prompts: Sequence[Prompt], epoch: int, num_samples: int, sampling: Sampling
-    ) -> Iterator[tuple[OpenGroup, Sequence[Score | Failed] | None]]:
-        """Yield each prompt's samples as they are complete, with the scores of those that the agent did not score.
+    ) -> Iterator[tuple[Prompt, list[Outcome]]]:
+        """Yield each prompt and its samples as they are complete: episodes only where there is no reward.
 
-        Scores are None without a reward. Only so many prompts are open at a time that the engine is full.
+        Only so many prompts are open at a time that the engine is full.
         """
         # Without scorers, groups come back as those that wait for a reward model do.
         scoring = Scoring(
@@ -148,7 +140,8 @@ class Answerer:
         num_ahead = max(2, -(-2 * self._host.max_concurrent // num_samples))
         num_open = self._add(collecting, list(islice(waiting, num_ahead)), sampling)
         while num_open:
-            yield collecting.next()
+            group, scores = collecting.next()
+            yield group.job.prompt, _scored(group, scores)
             num_open += self._add(collecting, list(islice(waiting, 1)), sampling) - 1
 
     def close(self) -> None:
@@ -211,8 +204,8 @@ def _answer(
     view.expect(num_total, {})
     view.advance(len(file), "sampling")
     view.begin()
-    for open_group, scores in answerer.answer(todo, epoch, num_samples, sampling):
-        group = _group(open_group, scores, prepared, is_evaluation)
+    for prompt, outcomes in answerer.answer(todo, epoch, num_samples, sampling):
+        group = _group(prompt, outcomes, prepared, is_evaluation)
         file.add(group)
         num_judged += num_samples
         failures += [reason for _, reason in group["failures"]]
@@ -236,28 +229,31 @@ def _pace(group: dict[str, Any]) -> str:
     return f"sampling, last reward {statistics.fmean(rewards):.3g}" if rewards else "sampling"
 
 
-def _group(
-    group: OpenGroup, scores: Sequence[Score | Failed] | None, prepared: Prepared, is_evaluation: bool
-) -> dict[str, Any]:
-    prompt, tokenizer = group.job.prompt, prepared.tokenizer
+def _scored(group: OpenGroup, scores: Sequence[Score | Failed] | None) -> list[Outcome]:
+    """Return the samples of a group with the scores of those that the agent did not score; None: without scores."""
     remaining = iter(scores or ())
+    outcomes: list[Outcome] = []
+    for outcome in group.outcomes:
+        if not isinstance(outcome, Episode) or scores is None:
+            outcomes.append(outcome)
+        elif isinstance(score := next(remaining), Failed):
+            outcomes.append(score)
+        else:
+            outcomes.append(ScoredEpisode(outcome, score.reward, score.score, score.extra))
+    return outcomes
+
+
+def _group(prompt: Prompt, outcomes: Sequence[Outcome], prepared: Prepared, is_evaluation: bool) -> dict[str, Any]:
+    tokenizer = prepared.tokenizer
     rows: list[dict[str, Any]] = []
     records: list[dict[str, Any]] = []
     failures: list[tuple[int, str]] = []
-    for sample, outcome in enumerate(group.outcomes):
-        scored: ScoredEpisode | None = None
-        if isinstance(outcome, ScoredEpisode):
-            scored = outcome
-        elif isinstance(outcome, Episode) and scores is not None:
-            score = next(remaining)
-            if isinstance(score, Failed):
-                failures.append((sample, score.reason))
-                continue
-            scored = ScoredEpisode(outcome, score.reward, score.score, score.extra)
-        elif isinstance(outcome, Failed):
+    for sample, outcome in enumerate(outcomes):
+        if isinstance(outcome, Failed):
             failures.append((sample, outcome.reason))
             continue
-        episode = outcome if scored is None else scored.episode
+        scored = outcome if isinstance(outcome, ScoredEpisode) else None
+        episode = outcome.episode if isinstance(outcome, ScoredEpisode) else outcome
         row: dict[str, Any] = {
             "index": prompt.index,
             "sample": sample,
@@ -283,3 +279,52 @@ def answer_text(episode: Episode, prompt: Prompt, tokenizer: Any, eos: Sequence[
     text = episode.query.removeprefix(prompt.text)
     last = int(episode.segments[-1].token_ids[-1])
     return text.removesuffix(decode(tokenizer, [last])) if last in eos else text
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Counts of a command's output."""
+
+    num_prompts: int
+    num_samples: int
+    num_lines: int
+    num_failed: int
+
+
+def generate(
+    config: Config,
+    output: Path,
+    selection: Selection,
+    view: LiveView,
+    *,
+    overwrite: bool = False,
+    first_row: int = 0,
+) -> Generated:
+    """Answer all prompts and write the lines that `selection` keeps, in the order of the prompts."""
+    prepared = prepare(config, view, first_row=first_row)
+    for note in prepared.notes:
+        view.say(note)
+    with answer_all(prepared, output, view, needs_reward=selection.needs_reward, replace=overwrite) as file:
+        num_lines = write_lines(output, (line for group in file.groups() for line in selection.of(group["rows"])))
+        generated = _counted(file, num_lines)
+        file.remove()
+    return generated
+
+
+def write_lines(output: Path, lines: Iterable[Row]) -> int:
+    """Write a file of JSON lines as a whole: it has all of them, or it is as it was. Returns their number."""
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    count = 0
+    with unfinished.open("w", encoding="utf-8", errors="replace") as out:
+        for line in lines:
+            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            count += 1
+        out.flush()
+        os.fsync(out.fileno())
+    unfinished.replace(output)
+    return count
+
+
+def _counted(file: GroupFile, num_lines: int) -> Generated:
+    counts = [(len(group["rows"]), len(group["failures"])) for group in file.groups()]
+    return Generated(len(counts), sum(rows for rows, _ in counts), num_lines, sum(failed for _, failed in counts))

@@ -6,20 +6,15 @@ import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch
-from transformers.utils import logging
-
 from hotseat.agents.transcript import decode
 from hotseat.checks.model_configs import eos_token_ids
-from hotseat.checks.pipeline import DEVICES
-from hotseat.checks.stage import DeviceContext, run_checks
 from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_text
-from hotseat.config.precision import with_dtype
 from hotseat.config.resolved import max_new_tokens
 from hotseat.data import ChatTemplate
 from hotseat.loop.inputs import load_tokenizer
-from hotseat.loop.settings.engine_settings import engine_settings, rollout_sampling
+from hotseat.loop.offline.answering import on_this_device
+from hotseat.loop.settings.rollout_settings import engine_settings, rollout_sampling
 from hotseat.loop.workers.engine_worker import make_engine
 from hotseat.observe import LiveView
 from hotseat.types import Request, Sampling
@@ -32,9 +27,7 @@ class Chat:
     """Conversation with an engine in this process. On a CPU the same words and the same seed get the same answers."""
 
     def __init__(self, config: Config, logs: Path, view: LiveView, system: str | None = None):
-        logging.disable_progress_bar()
-        config = with_dtype(config, torch.cuda.is_available())
-        run_checks(DeviceContext(config=config, on_gpu=torch.cuda.is_available()), DEVICES)
+        config = on_this_device(config)
         view.stage("reading the tokenizer")
         self._tokenizer = load_tokenizer(config)
         self._template = ChatTemplate(self._tokenizer, chat_template_text(config.data.chat_template))

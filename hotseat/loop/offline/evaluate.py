@@ -13,8 +13,7 @@ from hotseat.config import Config, to_saved
 from hotseat.config.hiding import has_secrets
 from hotseat.errors import RunError
 from hotseat.files import write_whole
-from hotseat.loop.offline.answering import answer_all, prepare
-from hotseat.loop.offline.generate import write_lines
+from hotseat.loop.offline.answering import answer_all, prepare, write_lines
 from hotseat.loop.offline.group_file import GroupFile
 from hotseat.loop.rl.collect import evaluation_metrics
 from hotseat.loop.workers.group_facts import EVALUATION, GroupFacts

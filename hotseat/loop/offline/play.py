@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.config import Config
 from hotseat.errors import UserError
-from hotseat.loop.offline.answering import Answerer, prepare
-from hotseat.loop.settings.engine_settings import rollout_sampling
+from hotseat.loop.offline.answering import Answerer, Outcome, prepare
+from hotseat.loop.settings.rollout_settings import rollout_sampling
 from hotseat.observe import LiveView
-from hotseat.types import Completion, Episode, Failed, Request, ScoredEpisode
+from hotseat.rollout.engine import Engine
+from hotseat.types import Completion, Request
 from hotseat.words import label_text
 
 Show = Callable[[str, Literal["about", "read", "sampled"]], object]
-
-
-@dataclass(frozen=True)
-class Played:
-    """The outcome of an episode. episode: None if it failed, for `reason`; reward: None if nobody scored it."""
-
-    episode: Episode | None
-    scored: ScoredEpisode | None = None
-    reason: str | None = None
 
 
 class Transcribed:
@@ -40,7 +32,18 @@ class Transcribed:
         self._numbers: dict[str, int] = {}
         self._known: list[tuple[int, ...]] = []  # contexts with their answers, by number from 1
 
-    def asked(self, request: Request) -> None:
+    def submit(self, engine: Engine, request: Request) -> Future[Completion]:
+        self._asked(request)
+        future = engine.submit(request)
+
+        def when_done(done: Future[Completion]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                self._answered(request, done.result())
+
+        future.add_done_callback(when_done)
+        return future
+
+    def _asked(self, request: Request) -> None:
         with self._lock:
             self._numbers[request.id] = len(self._numbers) + 1
             before = max((known for known in self._known if _begins(request.token_ids, known)), key=len, default=())
@@ -50,7 +53,7 @@ class Transcribed:
             self._show(f"request {self._numbers[request.id]}, {after}: {len(new)} new tokens", "about")
             self._show(text, "read")
 
-    def answered(self, request: Request, completion: Completion) -> None:
+    def _answered(self, request: Request, completion: Completion) -> None:
         with self._lock:
             number = self._numbers[request.id]
             while len(self._known) < number:
@@ -65,28 +68,18 @@ def _begins(tokens: tuple[int, ...], known: tuple[int, ...]) -> bool:
     return bool(known) and tokens[: len(known)] == known
 
 
-def play(config: Config, number: int, logs: Path, view: LiveView, show: Show) -> Played:
+def play(config: Config, number: int, logs: Path, view: LiveView, show: Show) -> Outcome:
     """Play the episode of one prompt, as the first sample of a run's first pass over the data would be."""
     with view:
         prepared = prepare(config, view)
         if not 0 <= number < len(prepared.prompts):
             raise UserError(f"--prompt {number}: there are {len(prepared.prompts):,} prompts, numbered from 0")
         transcribed = Transcribed(prepared.tokenizer, show)
-        answerer = Answerer(prepared, logs, view, needs_reward=False, watcher=transcribed)
+        answerer = Answerer(prepared, logs, view, needs_reward=False, submit=transcribed.submit)
     with closing(answerer):
         prompt = prepared.prompts[number]
         label = "" if label_text(prompt.label) is None else f", label {prompt.label!r}"
         show(f"prompt {number}{label}", "about")
         show(prompt.text, "read")
-        [(group, scores)] = answerer.answer([prompt], 0, 1, rollout_sampling(prepared.config))
-    [outcome] = group.outcomes
-    if isinstance(outcome, Failed):
-        return Played(None, reason=outcome.reason)
-    if isinstance(outcome, ScoredEpisode):
-        return Played(outcome.episode, outcome)
-    if not scores:
-        return Played(outcome)
-    [score] = scores
-    if isinstance(score, Failed):
-        return Played(None, reason=score.reason)
-    return Played(outcome, ScoredEpisode(outcome, score.reward, score.score, score.extra))
+        [(_, [outcome])] = answerer.answer([prompt], 0, 1, rollout_sampling(prepared.config))
+    return outcome

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,30 +19,25 @@ from hotseat.loop.inputs import RlInputs
 from hotseat.loop.opening import ClusterContext
 from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.arrivals import Arrivals
-from hotseat.loop.rl.canary import CanaryGuard
-from hotseat.loop.rl.canary_state import CanarySettings
+from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.components import Components
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.loop import RlRun
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.overlapped import Callbacks, OverlappedStream, RolloutRequest
+from hotseat.loop.rl.overlapped import OverlappedStream
 from hotseat.loop.rl.pacer import Pace
-from hotseat.loop.rl.phase_settings import MicroBatches, PhaseSettings
-from hotseat.loop.rl.prepare import PreparePhase
+from hotseat.loop.rl.phases import PreparePhase, SyncPhase, UpdatePhase
 from hotseat.loop.rl.recovery import Recovery, Replaceable
-from hotseat.loop.rl.replay_stream import Recording, ReplayStream
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
 from hotseat.loop.rl.rollout import Evaluation, RolloutRunner, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
-from hotseat.loop.rl.state import RlState
+from hotseat.loop.rl.state import MicroBatches, PhaseSettings, RlState
 from hotseat.loop.rl.step_metrics import StepMetrics
-from hotseat.loop.rl.stream import Stream, SynchronousStream
-from hotseat.loop.rl.sync import Pusher, Routes, SyncPhase, sender_host
+from hotseat.loop.rl.stream import Recording, ReplayStream, Stream, SynchronousStream
+from hotseat.loop.rl.sync import Pusher, Routes, sender_host
 from hotseat.loop.rl.tickets import Tickets
-from hotseat.loop.rl.update import UpdatePhase
-from hotseat.loop.settings.engine_settings import rollout_sampling
-from hotseat.loop.settings.learning_settings import weight_transports
+from hotseat.loop.settings.training_settings import weight_transports
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
@@ -73,29 +67,6 @@ def columns(config: Config) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class _Basis:
-    """Inputs from which the objects of a run are made."""
-
-    context: ClusterContext
-    inputs: RlInputs
-    groups: Groups
-    run_dir: Path
-    journal: Journal
-    scheduler: DeviceScheduler
-    meter: PhaseMeter
-    recording: Recording | None
-
-    @property
-    def config(self) -> Config:
-        return self.context.config
-
-    @property
-    def num_steps(self) -> int:
-        assert self.inputs.algebra.num_steps is not None
-        return self.inputs.algebra.num_steps
-
-
 @contextmanager
 def assemble(
     context: ClusterContext,
@@ -110,6 +81,8 @@ def assemble(
     recording: of the run that is replayed; None: groups are sampled.
     """
     config, plan, cluster = context.config, context.plan, context.cluster
+    prompts, num_steps = inputs.prompts, inputs.algebra.num_steps
+    assert num_steps is not None
     on_devices = groups.on_devices(plan)
     with ExitStack() as stack:
         scheduler = DeviceScheduler(
@@ -127,7 +100,51 @@ def assemble(
         watch = DeviceWatch(devices, cluster.device_memory)
         stack.callback(watch.close)
         meter = PhaseMeter(scheduler, on_devices, plan, watch)
-        yield _connect(_Basis(context, inputs, groups, run_dir, journal, scheduler, meter, recording))
+        warn = partial(journal.say, kind="warning")
+        state = RlState.initial(config, prompts)
+        phase_settings = PhaseSettings(config, inputs.algebra, state, warn)
+        canary = CanarySettings.of(config, groups.have_gpus, is_merged=not groups.adapters_alone)
+        guard = CanaryGuard(canary, prompts, groups.actor, groups.engines, groups.inference, meter.lease, warn)
+        restarts: Counter[str] = Counter()
+        pusher = Pusher(groups, _routes(context, groups), state, guard, meter, scheduler, restarts, journal.say)
+        recovery = _recovery(context, groups, scheduler, pusher, restarts, partial(journal.say, kind="fault"))
+        evaluating = [name for name, each in config.components.items() if each.evaluates]
+        own = {role: group for role, group in groups.by_role.items() if role in config.components}
+        components = Components(own, groups.hosts, meter, evaluating) if own else None
+        carries_over = config.overlap.staleness > 0 and shares_devices(plan)
+        runner = RolloutRunner(groups, phase_settings, meter, guard, pusher, recovery, carries_over, components)
+        ledger = Ledger(run_dir)
+        samples = SampleLog(groups, ledger, _alarms(config, journal, prompts), state, journal, config.log)
+        if config.log.keep_rollouts:
+            journal.say(_kept_note(config, num_steps, run_dir / ROLLOUTS))
+        record = Arrivals(run_dir)
+        stream: Stream
+        if recording is not None:
+            stream = ReplayStream(recording, groups.hosts)
+        elif config.overlap.staleness == 0:
+            stream = SynchronousStream(runner, state, samples, prompts, record)
+        else:
+            pace = pace_of(config, num_steps)
+            tickets = Tickets(pace, group_filter(config, prompts), lambda count: state.order.next(count), record)
+            draw = partial(_draw_rollout, journal.timeline, plan)
+            stream = OverlappedStream(tickets, prompts, runner, samples, Spool(run_dir / SPOOL), draw)
+        yield RlRun(
+            num_steps=num_steps if recording is None else min(num_steps, recording.num_steps),
+            has_evaluation=bool(inputs.eval_prompts) and recording is None,
+            eval_every=config.eval.every,
+            stream=stream,
+            evaluation=Evaluation(runner, inputs.eval_prompts),
+            prepare=PreparePhase(groups, stream, phase_settings, meter, samples),
+            update=UpdatePhase(groups, phase_settings, state, meter),
+            sync=SyncPhase(pusher, state, guard, recovery),
+            meter=meter,
+            metrics=StepMetrics(
+                meter, recovery, guard, phase_settings, state, groups.reference is not None, components
+            ),
+            micro_batches=MicroBatches(groups.models, phase_settings, meter),
+            samples=samples,
+            checkpoints=RlCheckpoints(groups, scheduler, state, guard, ledger, stream, phase_settings),
+        )
 
 
 def _keep_simulator_memory(config: Config, journal: Journal, device: int, num_bytes: int) -> None:
@@ -141,95 +158,36 @@ def _keep_simulator_memory(config: Config, journal: Journal, device: int, num_by
         )
 
 
-def _connect(basis: _Basis) -> RlRun:
-    config, plan, groups, meter, journal = basis.config, basis.context.plan, basis.groups, basis.meter, basis.journal
-    warn = partial(journal.say, kind="warning")
-    state = RlState.initial(config, basis.inputs.prompts)
-    phase_settings = PhaseSettings(config, basis.inputs.algebra, state, warn)
-    canary = CanarySettings.of(config, groups.have_gpus, is_merged=not groups.adapters_alone)
-    guard = CanaryGuard(canary, basis.inputs.prompts, groups.actor, groups.engines, groups.inference, meter.lease, warn)
-    restarts: Counter[str] = Counter()
-    routes = _routes(basis.context, groups)
-    pusher = Pusher(groups, routes, state, guard, meter, basis.scheduler, restarts, journal.say)
-    recovery = _recovery(basis, pusher, restarts)
-    evaluating = [name for name, each in config.components.items() if each.evaluates]
-    own = {role: group for role, group in groups.by_role.items() if role in config.components}
-    components = Components(own, groups.hosts, meter, evaluating) if own else None
-    carries_over = config.overlap.staleness > 0 and shares_devices(plan)
-    runner = RolloutRunner(
-        groups, phase_settings, meter, guard, pusher, recovery, carries_over=carries_over, components=components
-    )
-    ledger = Ledger(basis.run_dir)
-    samples = SampleLog(groups, ledger, _alarms(config, journal, basis.inputs.prompts), state, journal, config.log)
-    stream = _stream(basis, state, runner, samples)
-    return RlRun(
-        num_steps=basis.num_steps if basis.recording is None else min(basis.num_steps, basis.recording.num_steps),
-        has_evaluation=bool(basis.inputs.eval_prompts) and basis.recording is None,
-        eval_every=config.eval.every,
-        stream=stream,
-        prepare=PreparePhase(groups, stream, phase_settings, meter, samples),
-        update=UpdatePhase(groups, phase_settings, state, meter),
-        sync=SyncPhase(pusher, state, guard, recovery),
-        meter=meter,
-        metrics=StepMetrics(
-            meter,
-            recovery,
-            guard,
-            phase_settings,
-            state,
-            has_reference=groups.reference is not None,
-            components=components,
-        ),
-        micro_batches=MicroBatches(groups.models, phase_settings, meter),
-        samples=samples,
-        checkpoints=RlCheckpoints(groups, basis.scheduler, state, guard, ledger, stream, phase_settings),
-    )
-
-
-def _recovery(basis: _Basis, pusher: Pusher, restarts: Counter[str]) -> Recovery:
-    groups, plan = basis.groups, basis.context.plan
-    on_devices = groups.on_devices(plan)
+def _recovery(
+    context: ClusterContext,
+    groups: Groups,
+    scheduler: DeviceScheduler,
+    pusher: Pusher,
+    restarts: Counter[str],
+    say: Callable[[str], object],
+) -> Recovery:
+    on_devices = groups.on_devices(context.plan)
     roles = [
         Replaceable(
             groups.by_role[record.name],
-            record.replacement.noun,
-            partial(record.replacement.connect, groups),
+            record.replaced_as,
+            partial(record.connect, groups),
             needs_weights=role_entry(record.name).gets_weights,
             has_devices=record.name in on_devices,
             measures_its_device=groups.measures_its_device and record.start == "engine",
         )
         for record in groups.records
-        if record.replacement is not None
+        if record.replaced_as is not None
     ]
     return Recovery(
         roles,
-        basis.scheduler,
+        scheduler,
         push=pusher.push_again,
         rejoin=partial(groups.hosts.rejoin, groups.engines),
-        say=partial(basis.journal.say, kind="fault"),
-        rejoins_in_lease=basis.config.overlap.staleness == 0 or shares_devices(plan),
+        say=say,
+        rejoins_in_lease=context.config.overlap.staleness == 0 or shares_devices(context.plan),
         restarts=restarts,
     )
-
-
-def _stream(basis: _Basis, state: RlState, runner: RolloutRunner, samples: SampleLog) -> Stream:
-    """Make the source of the loop's batches: it samples them when they are asked for or ahead, or replays them."""
-    config, prompts, hosts, plan = basis.config, basis.inputs.prompts, basis.groups.hosts, basis.context.plan
-    if config.log.keep_rollouts:
-        basis.journal.say(_kept_note(config, basis.num_steps, basis.run_dir / ROLLOUTS))
-    record, evaluation = Arrivals(basis.run_dir), Evaluation(runner, basis.inputs.eval_prompts)
-    if basis.recording is not None:
-        return ReplayStream(basis.recording, hosts)
-    if config.overlap.staleness == 0:
-        return SynchronousStream(runner, state, samples, prompts, evaluation, record)
-    draw = partial(_draw_rollout, basis.journal.timeline, plan)
-    callbacks = Callbacks(evaluation.run, runner.score, basis.groups.reconnect, samples.record_unfinished, draw)
-    pace = pace_of(config, basis.num_steps)
-    tickets = Tickets(pace, group_filter(config, prompts), lambda count: state.order.next(count), record)
-    request = RolloutRequest(prompts, config.rollout.samples_per_prompt, rollout_sampling(config))
-    sampling = runner.sampling if shares_devices(plan) else None
-    spool, in_flight = Spool(basis.run_dir / SPOOL), config.overlap.in_flight
-    return OverlappedStream(tickets, request, in_flight, hosts, spool, runner.recovery, callbacks, sampling)
 
 
 def pace_of(config: Config, num_steps: int) -> Pace:

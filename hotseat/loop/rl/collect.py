@@ -1,4 +1,4 @@
-"""Collects the groups of a step, filtered and refilled in prompt order, and those of an evaluation."""
+"""Groups of a step or an evaluation: which are kept, and the metrics of their rewards and lengths."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hotseat.algorithms.filtering import reason_to_drop
-from hotseat.data import PromptOrder, SampledOrder
 from hotseat.errors import RunError
-from hotseat.loop.rl.hosts import RolloutHosts
-from hotseat.loop.workers.group_facts import EVALUATION, GroupFacts, Job
+from hotseat.loop.workers.group_facts import GroupFacts
 from hotseat.loop.workers.observations import SUCCESS
 from hotseat.rewards import RewardTally
-from hotseat.types import Failed, Prompt, Sampling
-
-Answer = Callable[[Sequence[Job], Sampling], list[GroupFacts]]
+from hotseat.types import Failed
 
 MAX_REFILLS = 20  # batches of replacements for one step, before the run stops
 
@@ -49,69 +45,9 @@ class Collected:
     num_failed: int  # samples without a reward
 
 
-NOTHING = Collected((), 0, (), 0)
-
-
-class Collector:
-    """Collects scored groups. `answer` has jobs answered and scored, and returns the facts in the order of the jobs.
-
-    unfinished: the groups sampled so far for a step whose `collect` has not returned, or has raised.
-    """
-
-    def __init__(self, answer: Answer, hosts: RolloutHosts, prompts: Sequence[Prompt]):
-        self._answer = answer
-        self._hosts = hosts
-        self._prompts = prompts
-        self.unfinished = NOTHING
-
-    def collect(
-        self,
-        order: PromptOrder | SampledOrder,
-        num_groups: int,
-        num_samples: int,
-        sampling: Sampling,
-        group_filter: GroupFilter,
-    ) -> Collected:
-        """Sample prompts in order until `num_groups` groups are kept: the next prompts replace dropped groups."""
-        kept: list[GroupFacts] = []
-        dropped: list[tuple[GroupFacts, str]] = []
-        tally = RewardTally(group_filter.max_failed_fraction, group_filter.hint)
-        num_generated = 0
-        self.unfinished = NOTHING
-        for _ in range(MAX_REFILLS):
-            jobs = [
-                Job(self._prompts[index], epoch, num_samples) for epoch, index in order.next(num_groups - len(kept))
-            ]
-            for facts in self._answer(jobs, sampling):
-                num_generated += 1
-                tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
-                reason = group_filter.reason_to_drop(facts)
-                if reason is None:
-                    kept.append(facts)
-                else:
-                    dropped.append((facts, reason))
-            self.unfinished = Collected(tuple(kept), num_generated, tuple(dropped), tally.num_failed)
-            tally.check()
-            if len(kept) == num_groups:
-                collected, self.unfinished = self.unfinished, NOTHING
-                return collected
-        raise too_few_kept(num_generated, len(kept), num_groups, [reason for _, reason in dropped])
-
-    def evaluate(
-        self, num_samples: int, sampling: Sampling, max_failed_fraction: float, hint: Callable[[], str] = str
-    ) -> list[GroupFacts]:
-        """Sample every prompt, with the same seeds each time. Raises if too many samples failed, with the hint."""
-        jobs = [Job(prompt, EVALUATION, num_samples) for prompt in self._prompts]
-        groups = self._answer(jobs, sampling)
-        self.forget(groups)
-        tally = RewardTally(max_failed_fraction, hint)
-        for facts in groups:
-            tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
-        tally.check("evaluation: ")
-        return groups
-
-    def forget(self, groups: Sequence[GroupFacts]) -> None:
-        self._hosts.forget([facts.key for facts in groups])
+def add_rewards(tally: RewardTally, facts: GroupFacts) -> None:
+    """Count the rewards and failures of a group's samples."""
+    tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
 
 
 def too_few_kept(num_generated: int, num_kept: int, num_groups: int, reasons: Sequence[str]) -> RunError:

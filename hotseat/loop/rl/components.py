@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from hotseat.cluster import WorkerGroup
-from hotseat.loop.rl.hosts import RolloutHosts
+from hotseat.loop.rl.groups import RolloutHosts
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.workers.component import ComponentWorker
 from hotseat.loop.workers.group_facts import GroupFacts, GroupKey

@@ -1,63 +1,209 @@
-"""The worker groups of a reinforcement run, by role, and the connections of rollout hosts to engines."""
+"""The worker groups of a reinforcement run, by role; which rollout host works on which group of prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+import concurrent.futures
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hotseat.cluster import Holder, Pending, WorkerGroup
-from hotseat.cluster.group import Arguments
+from hotseat.cluster import Pending, WorkerGroup, as_arguments
+from hotseat.cluster.local import LocalGroup
+from hotseat.cluster.runtime import Launch
 from hotseat.errors import RunError
-from hotseat.loop.rl.hosts import RolloutHosts
+from hotseat.loop.workers.engine_client import TakesRequests
 from hotseat.loop.workers.engine_worker import EngineWorker
+from hotseat.loop.workers.group_facts import Fetched, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.model_workers import ActorWorker, InferenceWorker, ModelWorker
+from hotseat.loop.workers.records import SampleRecord
+from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.placement import Part, Plan
 from hotseat.registry.roles import role_entry
+from hotseat.types import SampleKey, Sampling
 
 if TYPE_CHECKING:
     from hotseat.loop.rl.role_records import RoleRecord
 
-W_co = TypeVar("W_co", covariant=True)
+
+T = TypeVar("T")
+R = TypeVar("R")
+_NO_ENGINES = LocalGroup(Launch("rollout", EngineWorker, (), lambda node: {}, 1, 1, 1.0, 1.0), lambda rank: {})
 
 
-class NoWorkers(WorkerGroup[W_co]):
-    """A role without processes: every call returns at once, with no results."""
+class RolloutHosts:
+    """Deals groups to hosts, and puts together what they answer. `workers`: their processes."""
 
-    timeout_s = 1.0
+    def __init__(self, workers: WorkerGroup[RolloutHost]):
+        self.workers = workers
+        self._host_of: dict[GroupKey, int] = {}
+        self._num_connections = 0
+        self._clients: dict[int, str] = {}  # by host: the name under which it sends requests to engines
+        self._judge_clients: dict[int, str] = {}  # the same for the judge's engines
 
-    def __init__(self, name: str):
-        self.name = name
+    def connect(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int] | None = None) -> list[str]:
+        """Connect hosts of these ranks, or all, to the engines; return the names under which hosts send requests."""
+        new = self._named(self._clients, "host", ranks)
+        connecting = [
+            self.workers.on(rank).start(RolloutHost.connect, name, engines, self.workers.size, rank)
+            for rank, name in new.items()
+        ]
+        for each in connecting:
+            each.result()
+        return list(self._clients.values())
 
-    @property
-    def ranks(self) -> range:
-        return range(0)
+    def connect_judge(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int] | None = None) -> list[str]:
+        """Connect hosts of these ranks, or all, to the judge's engines, as `connect` does to the policy's."""
+        new = self._named(self._judge_clients, "judge-of-host", ranks)
+        self.workers.on(*new).scatter(RolloutHost.connect_judge, list(new.values()), engines, self.workers.size)
+        return list(self._judge_clients.values())
 
-    def states(self) -> list[str]:
-        return []
+    def _named(self, clients: dict[int, str], prefix: str, ranks: Sequence[int] | None) -> dict[int, str]:
+        """Give hosts of these ranks, or all, new names for their requests, and return these in order of rank."""
+        first = self._num_connections + 1
+        chosen = sorted(self.workers.ranks if ranks is None else ranks)
+        new = {rank: f"{prefix}-{rank}-{number}" for number, rank in enumerate(chosen, start=first)}
+        self._num_connections += len(new)
+        clients |= new
+        return new
 
-    def holders(self) -> tuple[Holder, ...]:
-        return ()
+    def rejoin(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int]) -> None:
+        """Have all hosts send requests to the engines of these ranks, which were replaced."""
+        self.workers.call(RolloutHost.rejoin, engines, ranks)
 
-    def restart(self, rank: int) -> NoReturn:
-        raise RunError(f"{self.name} has no rank {rank}")
+    # --- sampling -----------------------------------------------------------------------------------------------------
 
-    def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
-        self.is_closed = True
+    def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
+        """Have jobs answered and scored; return facts in the order of the jobs, or none if a model scores."""
+        dealt = self._dealt(jobs, [job.key for job in jobs])
+        if len(dealt) == 1:
+            [(rank, mine)] = dealt.items()
+            answers = self.workers.on(rank).call(RolloutHost.collect, mine, sampling)
+        else:
+            answers = self.workers.on(*dealt).scatter(RolloutHost.collect, list(dealt.values()), sampling)
+        return in_order_of(jobs, [facts for answer in answers for facts in answer])
 
-    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: bool = False) -> Pending[Any]:
-        return Pending(self, method, {}, timeout_s)
+    def begin(self, jobs: Sequence[Job], sampling: Sampling) -> Iterator[tuple[list[GroupKey], list[GroupKey]]]:
+        """Begin jobs; yield for each host what it has taken, and what of it is sampled now.
 
-    def open(self, rank: int, method: str, future: Future[Any]) -> Any:
-        return future.result()
+        Raises the failure of a host, after the answers of the others.
+        """
+        dealt = self._dealt(jobs, [job.key for job in jobs])
+        started = {rank: self.workers.on(rank).start(RolloutHost.begin, mine, sampling) for rank, mine in dealt.items()}
+        for rank, sampled in _answers(started):
+            yield [job.key for job in dealt[rank]], sampled
 
-    def describe(self, rank: int) -> str:
-        return "does not exist"
+    def fetch(self, wait_s: float, at_least: int, *, reports_deaths: bool) -> Iterator[Fetched]:
+        """Yield what each host has finished, waiting for `at_least` groups of all hosts, at most `wait_s`.
+
+        Raises the failure of a host, after the answers of the others.
+        """
+        # Of so many groups one host has at least its part.
+        part = -(-at_least // self.workers.size)
+        started = {
+            rank: self.workers.on(rank).start(RolloutHost.fetch, wait_s, part, reports_deaths=reports_deaths)
+            for rank in self.workers.ranks
+        }
+        if len(started) > 1:
+            futures = [future for pending in started.values() for future in pending.futures.values()]
+            concurrent.futures.wait(futures, wait_s, concurrent.futures.FIRST_COMPLETED)
+            for rank, pending in started.items():
+                if not pending.done():
+                    self.workers.on(rank).start(RolloutHost.hurry)
+        for _, fetched in _answers(started):
+            yield fetched
+
+    # --- finished groups ----------------------------------------------------------------------------------------------
+
+    def share(self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]]) -> list[Any]:
+        """Return references to the shares of one rank, one for each host that has some of its groups."""
+        dealt = self._dealt(range(len(keys)), keys) or {0: []}
+        shares = [
+            self.workers.on(rank).call_and_keep(
+                RolloutHost.share,
+                [keys[at] for at in members],
+                [steps[at] for at in members],
+                members if len(dealt) > 1 else (),
+            )
+            for rank, members in dealt.items()
+        ]
+        return as_arguments([share for [share] in shares])
+
+    def to_score(self, rank: int, num_ranks: int) -> list[Any]:
+        """Return references to what one rank of a reward model has to score, one for each host."""
+        return as_arguments(self.workers.call_and_keep(RolloutHost.to_score, rank, num_ranks))
+
+    def take_rewards(self, rewards: Mapping[str, float]) -> list[GroupFacts]:
+        """Complete groups with a reward model's rewards, by sample id."""
+        return [facts for answer in self.workers.call(RolloutHost.take_rewards, rewards) for facts in answer]
+
+    def change_rewards(self, rewards: Mapping[GroupKey, Sequence[float]]) -> None:
+        """Replace the rewards of samples, by group, in the order of its samples."""
+        for rank, keys in self._dealt(rewards, list(rewards)).items():
+            self.workers.on(rank).call(RolloutHost.change_rewards, {key: rewards[key] for key in keys})
+
+    def judge(self) -> list[GroupFacts]:
+        """Have the judge's engines judge the groups that wait, and complete them with its verdicts."""
+        return [facts for answer in self.workers.call(RolloutHost.judge) for facts in answer]
+
+    def sample_records(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
+        """Return records of some samples, in their order."""
+        dealt = self._dealt(samples, [(key.epoch, key.prompt) for key in samples])
+        if not dealt:
+            return []
+        answers = self.workers.on(*dealt).scatter(RolloutHost.sample_records, list(dealt.values()))
+        records = {
+            key: record
+            for mine, answer in zip(dealt.values(), answers, strict=True)
+            for key, record in zip(mine, answer, strict=True)
+        }
+        return [records[key] for key in samples]
+
+    def forget(self, keys: Sequence[GroupKey]) -> None:
+        """Drop groups. Every host is called, also one that has none of them: a batch ends with this."""
+        dealt = self._dealt(keys, keys)
+        self.workers.scatter(RolloutHost.forget, [dealt.get(rank, []) for rank in self.workers.ranks])
+        for key in keys:
+            self._host_of.pop(key, None)
+
+    # --- dealing ------------------------------------------------------------------------------------------------------
+
+    def _dealt(self, items: Iterable[T], keys: Sequence[GroupKey]) -> dict[int, list[T]]:
+        """Sort items, which belong to the groups of these keys, by host, in ascending order of hosts.
+
+        A group without a host goes to the one that has the fewest.
+        """
+        load = Counter(dict.fromkeys(self.workers.ranks, 0))
+        load.update(self._host_of.values())
+        dealt: dict[int, list[T]] = {}
+        for item, key in zip(items, keys, strict=True):
+            if key not in self._host_of:
+                rank = min(self.workers.ranks, key=lambda rank: load[rank])
+                self._host_of[key] = rank
+                load[rank] += 1
+            dealt.setdefault(self._host_of[key], []).append(item)
+        return dict(sorted(dealt.items()))
 
 
-_NO_ENGINES: WorkerGroup[EngineWorker] = NoWorkers("rollout")
+def _answers(started: Mapping[int, Pending[R]]) -> Iterator[tuple[int, R]]:
+    """Yield each host's answer; raise the first failure after that."""
+    failure: RunError | None = None
+    for rank, pending in started.items():
+        try:
+            [answer] = pending.result()
+        except RunError as error:
+            failure = failure or error
+        else:
+            yield rank, answer
+    if failure is not None:
+        raise failure
+
+
+def in_order_of(jobs: Sequence[Job], facts: Sequence[GroupFacts]) -> list[GroupFacts]:
+    """Sort the facts of these jobs in their order; none stay none."""
+    by_key = {each.key: each for each in facts}
+    return [by_key[job.key] for job in jobs] if facts else []
 
 
 @dataclass(frozen=True)

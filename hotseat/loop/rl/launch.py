@@ -18,13 +18,11 @@ from hotseat.cluster import WorkerGroup
 from hotseat.config.batches import BatchAlgebra
 from hotseat.errors import RunError
 from hotseat.loop.opening import ClusterContext, folder_witness
-from hotseat.loop.rl.groups import Groups
-from hotseat.loop.rl.hosts import RolloutHosts
+from hotseat.loop.rl.groups import Groups, RolloutHosts
 from hotseat.loop.rl.recovery import start_up
-from hotseat.loop.rl.replay_stream import Recording
 from hotseat.loop.rl.role_records import LaunchContext, RoleRecord, engine_settings_of, host_places, records_of
-from hotseat.loop.settings.engine_settings import are_adapters_alone
-from hotseat.loop.settings.host_settings import host_settings
+from hotseat.loop.rl.stream import Recording
+from hotseat.loop.settings.rollout_settings import are_adapters_alone, host_settings
 from hotseat.loop.state.run_dir import LOGS
 from hotseat.loop.state.watchdog import Readiness
 from hotseat.loop.workers.engine_worker import EngineWorker
@@ -100,7 +98,7 @@ class _Launching:
         warmed = [record.name for record in self._records if record.warms_up and self._launch.warms_models_up]
         warming = [self.groups[role].start(ModelWorker.warm_up, max_length) for role in warmed]
         for record in self._records:
-            if record.replacement is not None and record not in started:
+            if record.replaced_as is not None and record not in started:
                 self._wait_until_ready(record)
         for group in self.groups.values():
             group.ready()

@@ -12,14 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.phase_settings import MicroBatches
-from hotseat.loop.rl.prepare import PreparePhase
+from hotseat.loop.rl.phases import PreparePhase, SyncPhase, UpdatePhase
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
+from hotseat.loop.rl.rollout import Evaluation
 from hotseat.loop.rl.sample_log import SampleLog
+from hotseat.loop.rl.state import MicroBatches
 from hotseat.loop.rl.step_metrics import StepMetrics
 from hotseat.loop.rl.stream import Stream
-from hotseat.loop.rl.sync import SyncPhase
-from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.saving import Saver
 from hotseat.observe import Journal
@@ -33,6 +32,7 @@ class RlRun:
     has_evaluation: bool
     eval_every: int | None
     stream: Stream
+    evaluation: Evaluation
     prepare: PreparePhase
     update: UpdatePhase
     sync: SyncPhase
@@ -61,12 +61,12 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint 
         updates = run.update.run(prepared, step)
         run.micro_batches.keep_lowered(saver.keep)
         journal.phase("sync")
-        with run.stream.crossing():
+        with run.stream.weight_update():
             pushed = run.sync.run()
         metrics = run.metrics.of_step(prepared.batch, updates, pushed) | run.stream.metrics() | saver.metrics()
         if run.is_evaluated(step):
             journal.phase("evaluate")
-            evaluation = run.stream.evaluate()
+            evaluation = run.evaluation.run()
             metrics |= evaluation
         journal.step(step, metrics)
         run.samples.record(step, prepared.batch, metrics)
@@ -82,7 +82,7 @@ def begin(run: RlRun, journal: Journal) -> tuple[int, dict[str, float]]:
     evaluation = {}
     if run.has_evaluation:
         journal.phase("evaluate")
-        evaluation = run.stream.evaluate()
+        evaluation = run.evaluation.run()
     journal.step(0, evaluation)
     return 1, evaluation
 

@@ -9,56 +9,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from hotseat import faults
 from hotseat.errors import RunError
 from hotseat.loop.rl.collect import Collected
-from hotseat.loop.rl.hosts import RolloutHosts
-from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.rollout import RolloutRunner
+from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.stream import Stream
 from hotseat.loop.rl.tickets import Tickets
+from hotseat.loop.settings.rollout_settings import rollout_sampling
 from hotseat.loop.state.run_dir import SPOOL
 from hotseat.loop.workers.group_facts import GroupFacts, GroupKey, Job
 from hotseat.loop.workers.spool import Spool
-from hotseat.types import Prompt, Sampling
-
-InFlight = Literal["wait", "keep", "recompute", "restart"]
+from hotseat.types import Prompt
 
 FETCH_WAIT_S = 5.0  # longest wait for groups before the hosts are checked again
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RolloutRequest:
-    """The work of the hosts: prompts, and how often and how each is answered."""
-
-    prompts: Sequence[Prompt]
-    num_samples: int
-    sampling: Sampling
 
 
 @dataclass(eq=False)
 class OverlappedStream(Stream):
     """Supplies batches of groups that were sampled while earlier batches were trained.
 
-    in_flight: what a push does with open requests. `wait` lets them finish first; `keep` and `recompute` continue
-    them with the new weights, with or without the KV cache of the old ones; `restart` samples their groups anew.
-    sampling: leases devices that engines share with training; between two leases open requests stand still. None: they
-    have devices of their own.
+    `overlap.in_flight` says what a push does with open requests. `wait` lets them finish first; `keep` and `recompute`
+    continue them with the new weights, with or without the KV cache of the old ones; `restart` samples their groups
+    anew. Where engines share devices with training, open requests stand still between two leases.
+    draw_rollout: draws the rollout in the timeline, from then until now.
     """
 
     tickets: Tickets
-    request: RolloutRequest
-    in_flight: InFlight
-    hosts: RolloutHosts
+    prompts: Sequence[Prompt]
+    runner: RolloutRunner
+    samples: SampleLog
     spool: Spool
-    recovery: Recovery
-    callbacks: Callbacks
-    sampling: Callable[[], AbstractContextManager[None]] | None = None
+    draw_rollout: Callable[[float], object]
     _num_restarts: int = field(default=0, init=False)  # of engines and hosts, when tickets were last begun
     _num_unscored: int = field(default=0, init=False)  # groups that hosts hold for a reward model
     _num_sent_again: int = field(default=0, init=False)  # requests of engines that died
@@ -74,7 +62,7 @@ class OverlappedStream(Stream):
         started_s = time.monotonic()
         self._step = step
         with self._unfinished_recorded():
-            self.recovery.during(self._sample_batch)
+            self.runner.recovery.during(self._sample_batch)
         batch = self.tickets.take(step)
         self._measure(batch, time.monotonic() - started_s)
         self._step = step + 1
@@ -83,34 +71,31 @@ class OverlappedStream(Stream):
 
     def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
         """Run `use` on the batch. Its groups are in the spool, so a host that is replaced has them too."""
-        return batch, self.recovery.during(lambda: use(batch))
+        return batch, self.runner.recovery.during(lambda: use(batch))
 
     def release(self, batch: Collected) -> None:
         keys = [facts.key for facts in (*batch.groups, *(facts for facts, _ in batch.dropped))]
-        self.recovery.during(lambda: self.hosts.forget(keys))
-        self.recovery.start_counting()
+        self.runner.recovery.during(lambda: self.runner.groups.hosts.forget(keys))
+        self.runner.recovery.start_counting()
 
     @contextmanager
-    def crossing(self) -> Iterator[None]:
+    def weight_update(self) -> Iterator[None]:
         """Finish, restart or keep open requests over a push, as the config says; then count the batch as trained."""
-        started_s = time.monotonic()
-        if self.in_flight == "wait":
+        started_s, in_flight = time.monotonic(), self.runner.settings.config.overlap.in_flight
+        if in_flight == "wait":
             with self._unfinished_recorded():
-                self.recovery.during(self._drain)
-        elif self.in_flight == "restart":
-            self.recovery.during(self.callbacks.reconnect)
+                self.runner.recovery.during(self._drain)
+        elif in_flight == "restart":
+            self.runner.recovery.during(self.runner.groups.reconnect)
         self._metrics["time/drain"] = time.monotonic() - started_s
-        if self.sampling is None:  # otherwise the leases of the devices are drawn
-            self.callbacks.draw_rollout(self._pushed_s)
+        if not self.runner.carries_over:  # otherwise the leases of the devices are drawn
+            self.draw_rollout(self._pushed_s)
         yield
         self._pushed_s = time.time()
         self.tickets.trained()
-        if self.in_flight == "restart":
+        if in_flight == "restart":
             self.tickets.begin_again()
         self._begin_ahead()
-
-    def evaluate(self) -> dict[str, float]:
-        return self.callbacks.evaluate()
 
     def metrics(self) -> dict[str, float]:
         """Return the age of the batch in training, how many groups wait or are in flight, and seconds of waiting."""
@@ -140,7 +125,7 @@ class OverlappedStream(Stream):
 
     def _sample_batch(self) -> None:
         while True:
-            with self.sampling() if self.sampling is not None else nullcontext():
+            with self.runner.sampling() if self.runner.carries_over else nullcontext():
                 # Before asking what is awaited: the group that was dropped may have been the last in flight.
                 self._begin()
                 while not self._is_scoring_due:
@@ -157,7 +142,7 @@ class OverlappedStream(Stream):
         try:
             yield
         except RunError:
-            self.callbacks.record_unfinished(self._step, self.tickets.unfinished())
+            self.samples.record_unfinished(self._step, self.tickets.unfinished())
             raise
 
     def _drain(self) -> None:
@@ -172,16 +157,17 @@ class OverlappedStream(Stream):
 
     def _begin_ahead(self) -> None:
         """Begin what may begin while the loop does something else. On shared devices that waits for their lease."""
-        if self.sampling is None:
-            self.recovery.during(self._begin)
+        if not self.runner.carries_over:
+            self.runner.recovery.during(self._begin)
 
     def _begin(self) -> None:
-        num_restarts = self.recovery.num_restarts + self.recovery.num_host_restarts
+        num_restarts = self.runner.recovery.num_restarts + self.runner.recovery.num_host_restarts
         if num_restarts != self._num_restarts:  # a host that was replaced has lost what was open
             self.tickets.begin_again()
             self._num_restarts = num_restarts
         jobs = [self._job(key) for key in self.tickets.admit()]
-        for taken, sampled in self.hosts.begin(jobs, self.request.sampling):
+        sampling = rollout_sampling(self.runner.settings.config)
+        for taken, sampled in self.runner.groups.hosts.begin(jobs, sampling):
             self.tickets.begin(taken, sampled)
 
     def _fetch(self, num_groups: int) -> None:
@@ -189,7 +175,8 @@ class OverlappedStream(Stream):
         at_least = 1 if self.tickets.is_filtered else max(1, num_groups - self._num_unscored)
         self._num_unscored = self._num_sent_again = 0
         # On shared devices an engine is replaced between two leases, in which the others pause.
-        for fetched in self.hosts.fetch(FETCH_WAIT_S, at_least, reports_deaths=self.sampling is None):
+        reports_deaths = not self.runner.carries_over
+        for fetched in self.runner.groups.hosts.fetch(FETCH_WAIT_S, at_least, reports_deaths=reports_deaths):
             self._num_unscored += fetched.num_unscored
             self._num_sent_again += fetched.num_sent_again
             self.tickets.arrive(fetched.facts)
@@ -204,13 +191,13 @@ class OverlappedStream(Stream):
         return is_batch or self._num_unscored >= len(pacer.in_flight)
 
     def _score(self) -> None:
-        groups = self.callbacks.score()
+        groups = self.runner.score()
         self._num_unscored = 0  # not before: if a host dies meanwhile, groups of the others still wait to be scored
         self.tickets.arrive(groups)
 
     def _job(self, key: GroupKey) -> Job:
         epoch, prompt = key
-        return Job(self.request.prompts[prompt], epoch, self.request.num_samples)
+        return Job(self.prompts[prompt], epoch, self.runner.settings.config.rollout.samples_per_prompt)
 
     def _measure(self, batch: Collected, waited_s: float) -> None:
         pacer = self.tickets.pacer
@@ -226,14 +213,3 @@ class OverlappedStream(Stream):
             "requests_sent_again": float(self._num_sent_again),
             "time/wait": waited_s,
         }
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """Functions that an overlapped stream calls, besides the methods of hosts."""
-
-    evaluate: Callable[[], dict[str, float]]  # of the weights that are served
-    score: Callable[[], list[GroupFacts]]  # by the reward model, what hosts hold for it
-    reconnect: Callable[[], object]  # hosts to engines, which ends every open request
-    record_unfinished: Callable[[int, Collected], object]  # of a step in which the run stops
-    draw_rollout: Callable[[float], object]  # in the timeline, from then until now

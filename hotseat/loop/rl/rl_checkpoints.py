@@ -12,8 +12,7 @@ from hotseat.loop.opening import Exported, ExportingRanks
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
-from hotseat.loop.rl.phase_settings import PhaseSettings
-from hotseat.loop.rl.state import RlState
+from hotseat.loop.rl.state import PhaseSettings, RlState
 from hotseat.loop.rl.stream import Stream
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.saving import BACKENDS, CheckpointSource, critic_folder, for_ranks

@@ -20,9 +20,13 @@ from hotseat.config.resolved import critic_model, source_of
 from hotseat.loop.opening import ClusterContext
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.recovery import ENGINE, HOST
-from hotseat.loop.settings.engine_settings import engine_dtype, engine_settings, judge_engine_settings
-from hotseat.loop.settings.host_settings import component_settings
-from hotseat.loop.settings.training_options import critic_options, reward_options, train_options
+from hotseat.loop.settings.rollout_settings import (
+    component_settings,
+    engine_dtype,
+    engine_settings,
+    judge_engine_settings,
+)
+from hotseat.loop.settings.training_settings import critic_options, reward_options, train_options
 from hotseat.loop.workers.component import ComponentSettings, ComponentWorker
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.folder_proof import FolderProof
@@ -83,17 +87,6 @@ class LaunchContext:
 
 
 @dataclass(frozen=True)
-class Replacement:
-    """How a process that died is replaced, which is possible if it held nothing that others lack.
-
-    noun: what messages call a process. connect: to be called with the ranks of new processes before they work.
-    """
-
-    noun: str
-    connect: Callable[[Groups, Sequence[int]], object] = lambda groups, ranks: None
-
-
-@dataclass(frozen=True)
 class RoleRecord:
     """How the processes of a role are made, started and replaced.
 
@@ -101,6 +94,9 @@ class RoleRecord:
     processes: returns their places, for processes without devices; by default those of the plan. serves_hosts: a call
     of every rollout host waits in each process. warms_up: see `LaunchContext.warms_models_up`. is_offloaded_first: the
     parts that the plan ever offloads leave the device as soon as the role has started.
+
+    replaced_as: what messages call a process, where one that died is replaced: it held nothing that others lack. None:
+    the run ends. connect: to be called with the ranks of new processes before they work.
     """
 
     name: str
@@ -111,7 +107,8 @@ class RoleRecord:
     serves_hosts: bool = False
     warms_up: bool = False
     is_offloaded_first: bool = False
-    replacement: Replacement | None = None
+    replaced_as: str | None = None
+    connect: Callable[[Groups, Sequence[int]], object] = lambda groups, ranks: None
 
     def is_in(self, launch: LaunchContext) -> bool:
         if self.is_present is not None:
@@ -226,31 +223,30 @@ def _component(component: ComponentSettings, launch: LaunchContext) -> Worker:
     return ComponentWorker, (component,)
 
 
-_HOST = Replacement(HOST, Groups.reconnect)
 RECORDS: tuple[RoleRecord, ...] = (
-    RoleRecord(
-        "rollout", partial(_engine, "rollout"), start="engine", serves_hosts=True, replacement=Replacement(ENGINE)
-    ),
+    RoleRecord("rollout", partial(_engine, "rollout"), start="engine", serves_hosts=True, replaced_as=ENGINE),
     RoleRecord(
         "judge",
         partial(_engine, "judge"),
         start="engine",
         serves_hosts=True,
         is_offloaded_first=True,
-        replacement=Replacement("judge", lambda groups, ranks: groups.reconnect_judge()),
+        replaced_as="judge",
+        connect=lambda groups, ranks: groups.reconnect_judge(),
     ),
     RoleRecord("actor", _actor, warms_up=True),
     RoleRecord("critic", _critic),
     RoleRecord("reference", _reference, warms_up=True),
     RoleRecord("reward", _reward),
     RoleRecord("inference", _inference),
-    RoleRecord("env", _host, start="host", replacement=_HOST),
+    RoleRecord("env", _host, start="host", replaced_as=HOST, connect=Groups.reconnect),
     RoleRecord(
         "agents",
         _host,
         start="host",
         is_present=lambda config: not has_simulator(config),
         processes=lambda launch: host_places(launch.config, launch.plan),
-        replacement=_HOST,
+        replaced_as=HOST,
+        connect=Groups.reconnect,
     ),
 )

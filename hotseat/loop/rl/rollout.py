@@ -13,18 +13,18 @@ from hotseat.config import Config
 from hotseat.config.presence import has_accuracy, needs_siblings
 from hotseat.errors import RunError
 from hotseat.loop.rl.canary import CanaryGuard
-from hotseat.loop.rl.collect import Collector, GroupFilter, evaluation_metrics
+from hotseat.loop.rl.collect import GroupFilter, add_rewards, evaluation_metrics
 from hotseat.loop.rl.components import Components
-from hotseat.loop.rl.groups import Groups
-from hotseat.loop.rl.hosts import in_order_of
+from hotseat.loop.rl.groups import Groups, in_order_of
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.state import PhaseSettings
 from hotseat.loop.rl.sync import Pusher
-from hotseat.loop.settings.engine_settings import eval_sampling
+from hotseat.loop.settings.rollout_settings import eval_sampling
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.group_facts import EVALUATION, GroupFacts, Job
 from hotseat.loop.workers.value_models import RewardWorker
+from hotseat.rewards import RewardTally
 from hotseat.types import Prompt, Sampling
 
 T = TypeVar("T")
@@ -95,26 +95,29 @@ class RolloutRunner:
                 self.groups.engines.call(EngineWorker.pause)
 
 
+@dataclass(frozen=True)
 class Evaluation:
-    """Samples the answers to the evaluation prompts, if there are any."""
+    """Samples the answers to the evaluation prompts, with the same seeds each time."""
 
-    def __init__(self, runner: RolloutRunner, prompts: Sequence[Prompt]):
-        self._runner = runner
-        self._collector = Collector(runner.answer, runner.groups.hosts, prompts) if prompts else None
-        self._hint = partial(label_hint, runner.settings.config, prompts)
+    runner: RolloutRunner
+    prompts: Sequence[Prompt]
 
     def run(self) -> dict[str, float]:
-        """Return the metrics of an evaluation; none without prompts for it."""
-        if self._collector is None:
-            return {}
-        collector, config = self._collector, self._runner.settings.config
+        """Return the metrics of an evaluation. Raises if too many samples failed."""
+        config = self.runner.settings.config
         num_samples = config.eval.samples_per_prompt
+        jobs = [Job(prompt, EVALUATION, num_samples) for prompt in self.prompts]
 
         def sample() -> list[GroupFacts]:
-            sampling, max_failed = eval_sampling(config), config.reward.max_failed_fraction
-            return collector.evaluate(num_samples, sampling, max_failed, self._hint)
+            groups = self.runner.answer(jobs, eval_sampling(config))
+            self.runner.groups.hosts.forget([facts.key for facts in groups])
+            tally = RewardTally(config.reward.max_failed_fraction, partial(label_hint, config, self.prompts))
+            for facts in groups:
+                add_rewards(tally, facts)
+            tally.check("evaluation: ")
+            return groups
 
-        groups = self._runner.recovery.during(sample)
+        groups = self.runner.recovery.during(sample)
         kept = [facts for facts in groups if facts.dropped_because is None]
         if not kept:
             raise RunError(
@@ -122,7 +125,7 @@ class Evaluation:
                 " them drop fewer, or set their evaluates to false"
             )
         metrics = evaluation_metrics(kept, num_samples, has_full_reward=has_accuracy(config))
-        components = self._runner.components
+        components = self.runner.components
         return metrics if components is None else metrics | components.metrics(is_evaluation=True)
 
 

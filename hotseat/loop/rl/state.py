@@ -1,14 +1,21 @@
-"""State that the driver of a reinforcement run keeps from step to step, apart from the weights."""
+"""What changes during a reinforcement run apart from the weights, and the settings that workers get because of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hotseat.algorithms.kl import AdaptiveKl, FixedKl
+from hotseat.cluster import WorkerGroup
 from hotseat.config import Config, loads_saved
+from hotseat.config.batches import BatchAlgebra, token_budget
 from hotseat.data import PromptOrder, SampledOrder, digest_of
+from hotseat.loop.rl.meter import PhaseMeter
+from hotseat.loop.settings.training_settings import critic_settings, policy_settings, reward_settings
+from hotseat.loop.workers.model_workers import ModelWorker, PolicySettings
+from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
+from hotseat.planning.budgets import Use, least_tokens, lowered_note, lowered_until, smallest, uses, with_budget
 from hotseat.types import Prompt
 from hotseat.user_functions import own_function
 
@@ -42,3 +49,92 @@ class RlState:
         if loads_saved(str(saved["config"])).algorithm.kl.coef == config.algorithm.kl.coef:
             self.kl = replace(self.kl, coefficient=float(saved["kl_coefficient"]))
         self.version = int(saved["version"]) - 1  # the first push sends that version again
+
+
+class PhaseSettings:
+    """Config of the run with the token budgets in use, and the settings that workers get from it."""
+
+    def __init__(self, config: Config, algebra: BatchAlgebra, state: RlState, warn: Callable[[str], object]):
+        self.config = config
+        self.algebra = algebra
+        self._state = state
+        self._warn = warn
+
+    @property
+    def policy(self) -> PolicySettings:
+        optimizer_steps = self.algebra.optimizer_steps_per_step
+        return policy_settings(self.config, optimizer_steps, self._state.kl.coefficient, self._state.version)
+
+    @property
+    def critic(self) -> CriticSettings:
+        return critic_settings(self.config)
+
+    @property
+    def reward(self) -> RewardSettings:
+        return reward_settings(self.config)
+
+    def lower_budget(self, use: Use, tokens: int, why: str) -> None:
+        """Use at most `tokens` tokens per micro-batch from now on, if that is fewer than before."""
+        before = token_budget(getattr(self.config, use))
+        if before is None or tokens >= before:
+            return
+        self.config = with_budget(self.config, use, tokens)
+        self._warn(lowered_note(why, use, tokens, before))
+
+
+class MicroBatches:
+    """Finds budgets that fit on the devices, role by role."""
+
+    def __init__(
+        self, models: Mapping[str, WorkerGroup[ModelWorker]], phase_settings: PhaseSettings, meter: PhaseMeter
+    ):
+        self._models = models
+        self._settings = phase_settings
+        self._meter = meter
+
+    @property
+    def config(self) -> Config:
+        """Return the run's config, with the token budgets that are in use."""
+        return self._settings.config
+
+    def try_out(self, keep: Callable[[Config], object]) -> None:
+        """Check before the first step that micro-batches as large as the budgets fit beside all else on the devices.
+
+        Budgets that do not fit are halved until they do. `keep` gets the config that results.
+        """
+        config = self._settings.config
+        scorer = "inference" if "inference" in self._models else "actor"
+        trials: dict[Use, list[tuple[str, str]]] = {
+            "rollout": [(role, "prepare") for role in ("reward", "reference", "critic", scorer)],
+            "train": [(role, "update") for role in ("critic", "actor")],
+        }
+        for use in ("rollout", "train"):
+            for role, phase in trials[use] if use in uses(config) else ():
+                if role in self._models:
+                    self._settings.lower_budget(use, self._largest_that_fits(use, role, phase), f"{role}: tried out")
+        keep(self._settings.config)
+
+    def _largest_that_fits(self, use: Use, role: str, phase: str) -> int:
+        config, least = self._settings.config, least_tokens(self._settings.config)
+        is_update = use == "train"
+        with_entropy = is_update and config.algorithm.entropy_coef is not None
+
+        def fits(tokens: int) -> bool:
+            num_tokens = tokens * config.train.sequence_parallel_size
+            group = self._models[role]
+            return all(group.call(ModelWorker.fits, num_tokens, config.data.max_length, is_update, with_entropy))
+
+        with self._meter.lease(phase, role):
+            return lowered_until(fits, token_budget(getattr(config, use)) or least, least)
+
+    def keep_lowered(self, keep: Callable[[Config], object]) -> None:
+        """Adopt for all later steps the budgets that ranks lowered because memory ran out; `keep` gets the config."""
+        before = self._settings.config
+        if not uses(before):
+            return
+        asked = {name: group.start(ModelWorker.lowered) for name, group in self._models.items()}
+        for role, calls in asked.items():
+            for use, tokens in smallest(calls.result()).items():
+                self._settings.lower_budget(use, tokens, f"{role} ran out of device memory, and repeated its work")
+        if self._settings.config is not before:
+            keep(self._settings.config)

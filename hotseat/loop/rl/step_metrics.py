@@ -11,12 +11,11 @@ from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected, rollout_metrics
 from hotseat.loop.rl.components import Components
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.phase_settings import PhaseSettings
+from hotseat.loop.rl.phases import Updates, mean
 from hotseat.loop.rl.recovery import Recovery
-from hotseat.loop.rl.state import RlState
+from hotseat.loop.rl.state import PhaseSettings, RlState
 from hotseat.loop.rl.sync import PushReport
-from hotseat.loop.rl.update import Updates, mean
-from hotseat.loop.settings.learning_settings import is_filtered
+from hotseat.loop.settings.training_settings import is_filtered
 from hotseat.train.backend import UpdateReport
 from hotseat.train.update_facts import add_up
 

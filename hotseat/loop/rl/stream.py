@@ -1,25 +1,32 @@
-"""Sources of the groups that the loop learns from, step by step."""
+"""Sources of the groups that the loop learns from, step by step: sampled on demand, or read from a recorded run."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
 from hotseat import faults
-from hotseat.errors import RunError
-from hotseat.loop.rl.arrivals import Arrivals
-from hotseat.loop.rl.collect import Collected, Collector
-from hotseat.loop.rl.rollout import Evaluation, RolloutRunner, group_filter
+from hotseat.errors import RunError, UserError
+from hotseat.loop.rl.arrivals import Arrivals, recorded_batches
+from hotseat.loop.rl.collect import MAX_REFILLS, Collected, add_rewards, too_few_kept
+from hotseat.loop.rl.groups import RolloutHosts
+from hotseat.loop.rl.rollout import RolloutRunner, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
-from hotseat.loop.settings.engine_settings import rollout_sampling
+from hotseat.loop.settings.rollout_settings import rollout_sampling
+from hotseat.loop.state.run_dir import ARRIVALS, ROLLOUTS
+from hotseat.loop.workers.group_facts import GroupFacts, GroupKey, Job
+from hotseat.loop.workers.spool import Spool
+from hotseat.rewards import RewardTally
 from hotseat.types import Prompt
 
 T = TypeVar("T")
+NOTHING = Collected((), 0, (), 0)
 
 
 class Stream(ABC):
@@ -41,13 +48,9 @@ class Stream(ABC):
     def release(self, batch: Collected) -> None:
         """Drop the groups of a batch whose experience was made."""
 
-    def crossing(self) -> AbstractContextManager[None]:
+    def weight_update(self) -> AbstractContextManager[None]:
         """Guard a push: no request may be answered by two versions of the weights unless the config allows it."""
         return nullcontext()
-
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate the weights that engines serve."""
-        return {}
 
     def metrics(self) -> dict[str, float]:
         """Return what the stream measured of the batch that was taken last."""
@@ -65,40 +68,30 @@ class Stream(ABC):
         """Continue from a checkpoint that was made after `step`."""
 
 
+@dataclass(eq=False)
 class SynchronousStream(Stream):
     """Samples the groups of a step on demand, and again if they were lost with their host.
 
     No request is open during an update or a push.
     """
 
-    def __init__(
-        self,
-        runner: RolloutRunner,
-        state: RlState,
-        samples: SampleLog,
-        prompts: Sequence[Prompt],
-        evaluation: Evaluation,
-        record: Arrivals,
-    ):
-        self._recovery = runner.recovery
-        self._settings = runner.settings
-        self._state = state
-        self._samples = samples
-        self._prompts = prompts
-        self._evaluation = evaluation
-        self._record = record
-        self._collector = Collector(runner.answer, runner.groups.hosts, prompts)
-        # Of the batch that was sampled last: order of prompts before it, restarts of hosts by its end, and its step.
-        self._order_before = state.order.state()
-        self._num_host_restarts = 0
-        self._step = 0
+    runner: RolloutRunner
+    run_state: RlState
+    samples: SampleLog
+    prompts: Sequence[Prompt]
+    record: Arrivals
+    # Of the batch that was sampled last: order of prompts before it, restarts of hosts by its end, and its step.
+    _order_before: dict[str, Any] = field(default_factory=dict, init=False)
+    _num_host_restarts: int = field(default=0, init=False)
+    _step: int = field(default=0, init=False)
+    _unfinished: Collected = field(default=NOTHING, init=False)  # groups so far of a step that is being sampled
 
     def take(self, step: int) -> Collected:
         """Sample and score the groups of a step. If that stops the run, record what became of its samples."""
         faults.reach("generation.before")
-        self._order_before, self._step = self._state.order.state(), step
+        self._order_before, self._step = self.run_state.order.state(), step
         batch = self._sample_until_done()
-        self._record.taken(step, batch)
+        self.record.taken(step, batch)
         return batch
 
     def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
@@ -106,21 +99,18 @@ class SynchronousStream(Stream):
 
         def work() -> tuple[Collected, T]:
             nonlocal batch
-            if self._recovery.num_host_restarts > self._num_host_restarts:
+            if self.runner.recovery.num_host_restarts > self._num_host_restarts:
                 batch = self._sample_until_done()
             return batch, use(batch)
 
-        return self._recovery.during(work)
+        return self.runner.recovery.during(work)
 
     def release(self, batch: Collected) -> None:
         """Let the hosts drop the groups of a batch; the order of prompts gets their scores."""
         groups = [*batch.groups, *(facts for facts, _ in batch.dropped)]
-        self._state.order.record({facts.prompt: fmean(facts.scores) for facts in groups if facts.scores})
-        self._recovery.during(lambda: self._collector.forget(groups))
-        self._recovery.start_counting()
-
-    def evaluate(self) -> dict[str, float]:
-        return self._evaluation.run()
+        self.run_state.order.record({facts.prompt: fmean(facts.scores) for facts in groups if facts.scores})
+        self.runner.recovery.during(lambda: self.runner.groups.hosts.forget([facts.key for facts in groups]))
+        self.runner.recovery.start_counting()
 
     def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
         """Refuse groups that were sampled ahead: they would be lost."""
@@ -129,25 +119,100 @@ class SynchronousStream(Stream):
                 f"{folder} holds {len(state['tickets'])} groups that were sampled ahead of training, and"
                 " overlap.staleness is 0 now: resume with the overlap that it was saved with"
             )
-        self._record.restored(step, None)
+        self.record.restored(step, None)
 
     def _sample_until_done(self) -> Collected:
         try:
-            batch = self._recovery.during(self._sample)
+            batch = self.runner.recovery.during(self._sample)
         except RunError:
-            self._samples.record_unfinished(self._step, self._collector.unfinished)
+            self.samples.record_unfinished(self._step, self._unfinished)
             raise
-        self._num_host_restarts = self._recovery.num_host_restarts
+        self._num_host_restarts = self.runner.recovery.num_host_restarts
         return batch
 
     def _sample(self) -> Collected:
+        """Sample prompts in order until enough groups are kept: the next prompts replace dropped groups."""
         # Sampling again gives the same samples: a request's seed is made from its key.
-        self._state.order = self._state.order.at(self._order_before)
-        config = self._settings.config
-        return self._collector.collect(
-            self._state.order,
-            config.rollout.batch_size,
-            config.rollout.samples_per_prompt,
-            rollout_sampling(config),
-            group_filter(config, self._prompts),
+        self.run_state.order = self.run_state.order.at(self._order_before)
+        config = self.runner.settings.config
+        num_groups, keep = config.rollout.batch_size, group_filter(config, self.prompts)
+        kept: list[GroupFacts] = []
+        dropped: list[tuple[GroupFacts, str]] = []
+        tally = RewardTally(keep.max_failed_fraction, keep.hint)
+        self._unfinished = NOTHING
+        for _ in range(MAX_REFILLS):
+            keys = self.run_state.order.next(num_groups - len(kept))
+            jobs = [Job(self.prompts[index], epoch, config.rollout.samples_per_prompt) for epoch, index in keys]
+            for facts in self.runner.answer(jobs, rollout_sampling(config)):
+                add_rewards(tally, facts)
+                reason = keep.reason_to_drop(facts)
+                if reason is None:
+                    kept.append(facts)
+                else:
+                    dropped.append((facts, reason))
+            num_generated = len(kept) + len(dropped)
+            self._unfinished = Collected(tuple(kept), num_generated, tuple(dropped), tally.num_failed)
+            tally.check()
+            if len(kept) == num_groups:
+                return self._unfinished
+        raise too_few_kept(num_generated, len(kept), num_groups, [reason for _, reason in dropped])
+
+
+class Recording:
+    """The batches of a recorded run whose groups were kept: those of its first steps, without a gap."""
+
+    def __init__(self, run_dir: Path):
+        if not (run_dir / ARRIVALS).is_file() or not (run_dir / ROLLOUTS).is_dir():
+            raise UserError(
+                f"{run_dir} cannot be replayed: it has no {ARRIVALS} or no {ROLLOUTS}; only runs with"
+                " log.keep_rollouts keep what they learned from"
+            )
+        self.folder = run_dir / ROLLOUTS
+        self._spool = Spool(self.folder)
+        self._batches = recorded_batches(run_dir)
+        self.num_steps = 0
+        while self._is_kept(self._batches.get(self.num_steps + 1)):
+            self.num_steps += 1
+        if self.num_steps == 0:
+            raise UserError(f"{run_dir} cannot be replayed: the groups of its first step are not in {self.folder}")
+
+    def batch(self, step: int) -> Collected:
+        line = self._batches[step]
+        return Collected(
+            tuple(self._facts((epoch, prompt)) for epoch, prompt in line["groups"]),
+            line["num_generated"],
+            tuple((self._facts((epoch, prompt)), reason) for epoch, prompt, reason in line["dropped"]),
+            line["num_failed"],
         )
+
+    def _is_kept(self, batch: Mapping[str, Any] | None) -> bool:
+        keys = [] if batch is None else [(each[0], each[1]) for each in (*batch["groups"], *batch["dropped"])]
+        return bool(keys) and all(self._spool.has(key) for key in keys)
+
+    def _facts(self, key: GroupKey) -> GroupFacts:
+        finished = self._spool.get(key)
+        assert finished is not None, f"{self.folder} lacks group {key}"
+        return finished.facts()
+
+
+class ReplayStream(Stream):
+    """Supplies the batches of a recording. Nothing is sampled or evaluated."""
+
+    def __init__(self, recording: Recording, hosts: RolloutHosts):
+        self._recording = recording
+        self._hosts = hosts
+
+    def take(self, step: int) -> Collected:
+        return self._recording.batch(step)
+
+    def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
+        """Run `use` on the batch, whose groups hosts read from the recording."""
+        return batch, use(batch)
+
+    def release(self, batch: Collected) -> None:
+        """Let hosts drop a batch from memory; the recording keeps it."""
+        self._hosts.forget([facts.key for facts in batch.groups])
+
+    def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
+        """Refuse: a replay begins at the first step."""
+        raise RunError(f"a replay cannot be resumed from {folder}: start it again")

@@ -14,7 +14,7 @@ from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.recovery import ENGINE, Recovery
+from hotseat.loop.rl.recovery import ENGINE
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
@@ -102,27 +102,6 @@ class Pusher:
             return "merged"
         have_base = self._bases_sent == self.restarts[ENGINE] and self.scheduler.has_weights("rollout")
         return "adapters" if have_base else "apart"
-
-
-class SyncPhase:
-    """Pushes weights to the engines under a new version, and has the canary judge what they compute from them."""
-
-    def __init__(self, pusher: Pusher, state: RlState, guard: CanaryGuard, recovery: Recovery):
-        self._pusher = pusher
-        self._state = state
-        self._guard = guard
-        self._recovery = recovery
-
-    def run(self) -> PushReport:
-        """Push the actor's weights as the next version, and serve it from now on."""
-        faults.reach("push.before")
-        version = self._state.version + 1
-        report = self._recovery.during(lambda: self._pusher.push(version), is_push=True)
-        self._state.version = version
-        if not self._guard.is_started:
-            self._recovery.during(lambda: self._guard.start(version))
-        faults.reach("push.after")
-        return report
 
 
 def sender_host(plan: Plan, cluster: Cluster) -> str:

@@ -9,11 +9,10 @@ from typing import Any
 
 from hotseat.errors import RunError
 from hotseat.loop.rl.arrivals import Arrivals
-from hotseat.loop.rl.collect import MAX_REFILLS, Collected, GroupFilter, too_few_kept
+from hotseat.loop.rl.collect import MAX_REFILLS, Collected, GroupFilter, add_rewards, too_few_kept
 from hotseat.loop.rl.pacer import Awaited, Pace, Pacer
 from hotseat.loop.workers.group_facts import GroupFacts, GroupKey
 from hotseat.rewards import RewardTally
-from hotseat.types import Failed
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class _Arrivals:
     num_dropped: int = 0
 
     def add(self, arrival: _Arrival) -> None:
-        self.tally.add([*(Failed(why) for _, why in arrival.facts.failures), *arrival.facts.rewards])
+        add_rewards(self.tally, arrival.facts)
         self.each.append(arrival)
         self.num_dropped += arrival.reason is not None
 
@@ -186,8 +185,8 @@ class Tickets:
             )
         self._tickets = {(epoch, prompt): ticket for ticket, epoch, prompt in state["tickets"]}
         self._facts = {t: facts_of(key) for key, t in self._tickets.items() if t in self.pacer.waiting}
-        for epoch, prompt, reason, *ticket in state["arrivals"]:  # older checkpoints have no tickets here
-            self._arrivals.add(_Arrival(ticket[0] if ticket else -1, facts_of((epoch, prompt)), reason))
+        for epoch, prompt, reason, ticket in state["arrivals"]:
+            self._arrivals.add(_Arrival(ticket, facts_of((epoch, prompt)), reason))
         self.begin_again()
         self._begun = set(self._unbegun)
 

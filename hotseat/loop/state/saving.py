@@ -219,14 +219,23 @@ class Saver:
         return f"{lost}: the last checkpoint is of step {saved}. Resume with: {command}"
 
     def after_step(
-        self, step: int, source: CheckpointSource, evaluation: Mapping[str, float], journal: Journal
+        self,
+        step: int,
+        source: CheckpointSource,
+        evaluation: Mapping[str, float],
+        journal: Journal,
+        is_told: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Save if a checkpoint is due or the run is to stop; then stop. Raises if the previous save failed."""
+        """Save if a checkpoint is due or the run is to stop; then stop. Raises if the previous save failed.
+
+        is_told: tells whether another process that trains was told to stop.
+        """
         self.made(step)
         interrupts.current().check()
-        is_stopping = self.is_stopping  # read once: a signal that comes later must not end the run without a save
+        # Read once: a signal that comes later must not end the run without a save.
+        is_stopping = self.is_stopping or is_told()
         path = self.save_if_due(step, source, evaluation, journal, is_stopping)
-        if path is not None and (is_stopping or self.is_stopping):
+        if path is not None and (is_stopping or self.is_stopping or is_told()):
             self.stop(path, journal)
 
     def save_if_due(

@@ -1,54 +1,143 @@
-"""Supervised run of ranks that a launcher started: no cluster, no driver; the first rank writes and prints."""
+"""Supervised run of ranks that a launcher started: no cluster, no driver; the first rank leads, writes and prints."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
-from hotseat.config import Config, loads_saved
-from hotseat.config.batches import token_budget
+import torch
+
+from hotseat.cluster import Holder, Pending, WorkerGroup
+from hotseat.cluster.group import Arguments
+from hotseat.config import Config
 from hotseat.config.precision import with_dtype
 from hotseat.config.presence import has_reference
-from hotseat.errors import UserError
+from hotseat.errors import HotseatError, RunError, UserError
 from hotseat.loop.inputs import supervised_inputs
-from hotseat.loop.opening import (
-    OpenRun,
-    are_budgets_tried,
-    export_models,
-    open_run,
-    stoppable,
-    with_known_dtype,
-)
-from hotseat.loop.state.run_dir import write_config
+from hotseat.loop.opening import OpenRun, are_budgets_tried, for_devices, open_run, stoppable
 from hotseat.loop.state.saving import Saver, for_ranks
-from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
-from hotseat.loop.supervised.supervised_loop import (
-    SupervisedRun,
-    TokenBudget,
-    TrainingRanks,
-    columns,
-    train_supervised,
-    worker_arguments,
-)
+from hotseat.loop.supervised.supervised_loop import columns, train_and_export, worker_arguments
 from hotseat.loop.supervised.supervised_worker import SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.machine import has_gpu
 from hotseat.observe import LiveView, NullJournal
 from hotseat.placement import GIB, DeviceKind, Inventory, Node
-from hotseat.planning.budgets import (
-    are_layers_chosen,
-    smaller_budget_kept,
-    uses,
-    with_budget,
-    with_budgets_of,
-)
+from hotseat.planning.budgets import ChosenBudgets, are_layers_chosen, with_budgets_of
 from hotseat.planning.config_plan import is_offloaded, make_plan, with_budgets
 
 AGAIN = "start it again with checkpoint.resume=true"
+Result = TypeVar("Result")
+
+
+class LaunchedRanks(WorkerGroup[SupervisedWorker]):
+    """Ranks that a launcher started, as a group that the first of them drives.
+
+    All ranks enter `led`. There the first rank runs code that only one process may run, and calls methods of all ranks;
+    the others serve its calls until it is done. They raise what it raises, except for failures inside a call: in these
+    each rank has an error of its own, or notices that the connection to the failed one is closed.
+
+    saver: this rank's, which knows of signals. is_told: some rank was told to stop, as far as the last call has shown:
+    signals reach ranks at different moments.
+    """
+
+    name = "actor"
+
+    def __init__(self, worker: SupervisedWorker, rank: int, num_ranks: int, timeout_s: float):
+        self.timeout_s = timeout_s
+        self.is_first = rank == 0
+        self.saver: Saver | None = None
+        self.is_told = False
+        self._worker = worker
+        self._num_ranks = num_ranks
+        self._has_failed_in_call = False
+
+    def led(self, do: Callable[[], Result]) -> Result:
+        """Run `do` on the first rank alone, and return its result on every rank. All ranks call it."""
+        if not self.is_first:
+            return self._follow()
+        try:
+            result = do()
+        except BaseException as error:
+            if not self._has_failed_in_call:
+                self._share(("error", _sent(error)), "tell the other ranks")
+            raise
+        self._share(("result", result), "tell the other ranks")
+        return result
+
+    def _follow(self) -> Any:
+        while True:
+            kind, message = self._share(None, "hear from the first rank")[0]
+            if kind == "error":
+                raise message
+            if kind == "result":
+                return message
+            self._run(*message)
+
+    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: bool = False) -> Pending[Any]:
+        """Call a method here, and on the other ranks too unless the first is called alone."""
+        args, kwargs = arguments[0]
+        if len(arguments) < self._num_ranks:
+            results = [getattr(self._worker, method)(*args, **kwargs)]
+        else:
+            self._share(("call", (method, args, kwargs)), "tell the other ranks")
+            results = self._run(method, args, kwargs)
+        futures: dict[int, Future[Any]] = {rank: Future() for rank in arguments}
+        for future, result in zip(futures.values(), results, strict=True):
+            future.set_result(result)
+        return Pending(self, method, futures, timeout_s)
+
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        try:
+            result = getattr(self._worker, method)(*args, **kwargs)
+        except BaseException:
+            self._has_failed_in_call = True
+            raise
+        facts = self._share((result, self.saver is not None and self.saver.is_stopping), f"end {method!r}")
+        self.is_told = any(is_told for _, is_told in facts)
+        return [each for each, _ in facts]
+
+    def _share(self, fact: Any, what: str) -> list[Any]:
+        """Gather every rank's fact, in rank order. The other ranks no longer listen where that has failed."""
+        try:
+            return self._worker.share(fact, what)
+        except BaseException:
+            self._has_failed_in_call = True
+            raise
+
+    @property
+    def ranks(self) -> range:
+        return range(self._num_ranks)
+
+    def states(self) -> list[str]:
+        return ["running"] * self._num_ranks
+
+    def holders(self) -> tuple[Holder, ...]:
+        return ()
+
+    def restart(self, rank: int) -> NoReturn:
+        raise RunError(f"rank {rank} was started by a launcher, which alone can start it again")
+
+    def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
+        self._worker.close()
+
+    def open(self, rank: int, method: str, future: Future[Any]) -> Any:
+        return future.result()
+
+    def describe(self, rank: int) -> str:
+        return "was started by a launcher"
+
+
+def _sent(error: BaseException) -> BaseException:
+    """Return an error to send to the other ranks: of the same type if it is one of ours, else a `RunError`."""
+    if isinstance(error, HotseatError | KeyboardInterrupt):
+        return type(error)(*error.args)
+    return RunError(f"the first rank failed: {type(error).__name__}: {error}")
 
 
 def run_launched(config: Config, view: LiveView) -> dict[str, float]:
@@ -69,34 +158,25 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
             num_ranks=inputs.algebra.num_ranks,
             folder_proof=proof,
         )
-    led_ranks = LedRanks(worker, rank)
-
-    def on_this(method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        return [method(worker, *args, **kwargs)]
-
-    ranks = TrainingRanks(each=on_this, call=led_ranks.call, on_first=on_this, num_ranks=num_ranks)
+    ranks = LaunchedRanks(worker, rank, num_ranks, config.cluster.call_timeout_s)
     try:
+        memory_gib = _least_memory_gib(worker)
         with ExitStack() as stack:
 
-            def begin() -> OpenRun:
+            def begin() -> tuple[OpenRun, bool]:
                 run = stack.enter_context(open_run(config, inputs, columns(inputs.data), view, AGAIN))
-                if run.checkpoint is not None and run.evaluation is None:
-                    ranks.resume(run.checkpoint)
-                return run
+                if run.evaluation is not None:
+                    return run, False
+                has_gpus = memory_gib is not None
+                chosen, is_new = for_devices(run, has_gpus, lambda config: _budgets(config, num_ranks, memory_gib))
+                return replace(run, config=chosen), is_new
 
-            run = _open_on_first(config, led_ranks, begin, stack)
+            run, has_new_budgets = _opened(config, ranks, begin, stack)
             if run.evaluation is not None:
                 return run.evaluation
-            saver = LedSaver(run.saver, led_ranks)
-            budget = _budget(run, num_ranks, worker, saver)
-            # A rank that runs out of memory ends alone, so that rank writes the budget for all.
-            with smaller_budget_kept(lambda: budget.config, lambda smaller: write_config(run.run_dir, smaller)):
-                num_steps, eval_every = inputs.algebra.num_steps or 0, config.eval.every
-                supervised = SupervisedRun(num_steps, eval_every, inputs.data, ranks, budget)
-                evaluation = train_supervised(supervised, run.journal, saver, run.checkpoint)
-            with run.saver.exporting():
-                led_ranks.led(lambda: export_models(run, ranks.exporting, inputs.tokenizer, num_steps))
-        return evaluation
+            ranks.saver = run.saver
+            is_tried = has_new_budgets and are_budgets_tried(memory_gib is not None)
+            return train_and_export(run, inputs, ranks, run.config, is_tried, ranks.led, lambda: ranks.is_told)
     finally:
         worker.close()
 
@@ -118,34 +198,36 @@ def _folder_proof(config: Config, rank: int, num_ranks: int) -> Iterator[FolderP
             yield proof
 
 
-def _open_on_first(
-    config: Config, led_ranks: LedRanks[SupervisedWorker], begin: Callable[[], OpenRun], stack: ExitStack
-) -> OpenRun:
-    """Open the run on the first rank, and send the others its config, directory, checkpoint and evaluation."""
-    opened: list[OpenRun] = []
-    own_saver = Saver(config, Path(config.run_dir))
+def _opened(
+    config: Config, ranks: LaunchedRanks, begin: Callable[[], tuple[OpenRun, bool]], stack: ExitStack
+) -> tuple[OpenRun, bool]:
+    """Open the run on the first rank; give the others its config, directory, checkpoint, evaluation and new budgets."""
+    opened: list[tuple[OpenRun, bool]] = []
 
     def first() -> tuple[Any, ...]:
         opened.append(begin())
-        run = opened[0]
-        return run.config, run.run_dir, run.checkpoint, run.evaluation
+        run, has_new_budgets = opened[0]
+        return run.config, run.run_dir, run.checkpoint, run.evaluation, has_new_budgets
 
-    if not led_ranks.is_first:
-        stack.enter_context(stoppable()).append(own_saver)
-    facts = led_ranks.led(first)
+    config, run_dir, checkpoint, evaluation, has_new_budgets = ranks.led(first)
     if opened:
         return opened[0]
-    config, run_dir, checkpoint, evaluation = facts
-    return OpenRun(config, run_dir, own_saver, checkpoint, NullJournal(), evaluation)
+    saver = Saver(config, run_dir)
+    stack.enter_context(stoppable()).append(saver)
+    return OpenRun(config, run_dir, saver, checkpoint, NullJournal(), evaluation), has_new_budgets
 
 
-def _on_launched(config: Config, num_ranks: int) -> tuple[Config, Inventory | None]:
+def _least_memory_gib(worker: SupervisedWorker) -> float | None:
+    """Return the memory of the smallest device of all ranks; None without GPUs."""
+    memory = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
+    known = [gib for gib in worker.share(memory, "compare the memory of devices") if gib is not None]
+    return min(known, default=None)
+
+
+def _on_launched(config: Config, num_ranks: int, memory_gib: float | None) -> tuple[Config, Inventory | None]:
     """Return the config placed on a device per rank, and these devices; without GPUs, None."""
-    import torch
-
     inventory = None
-    if torch.cuda.is_available():
-        memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    if memory_gib is not None:
         inventory = Inventory((Node(0, num_devices=num_ranks, device_kind=DeviceKind("GPU", memory_gib)),))
     alone: dict[str, Any] = {
         "component_placement": {"actor": f"0-{num_ranks - 1}"},
@@ -160,31 +242,13 @@ def _is_reference_offloaded(config: Config, num_ranks: int) -> bool:
     """Tell whether a plan for the launched ranks has the reference off their devices while the actor learns."""
     if not has_reference(config):
         return False
-    placed, inventory = _on_launched(config, num_ranks)
+    memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
+    placed, inventory = _on_launched(config, num_ranks, memory_gib)
     return is_offloaded(make_plan(placed, inventory, are_devices_logical=inventory is None), "reference")
 
 
-def _budget(run: OpenRun, num_ranks: int, worker: SupervisedWorker, saver: LedSaver) -> TokenBudget:
-    """Return the token budget that the ranks use, after agreeing on the smallest if the config leaves it to them."""
-    import torch
-
-    config, journal = run.config, run.journal
-    if run.checkpoint is not None:
-        config = with_budgets_of(config, loads_saved(str(run.checkpoint.state["config"])))
-    has_gpus = torch.cuda.is_available()
-    config = with_known_dtype(config, run.checkpoint, has_gpus, journal)
-    placed, inventory = _on_launched(config, num_ranks)
-    chosen = with_budgets(placed, inventory, are_devices_logical=not has_gpus)
-    budget = TokenBudget(with_budgets_of(config, chosen.config), journal, saver.keep)
-    if not uses(config):
-        return budget
-    for note in chosen.notes:
-        journal.say(note)
-    # Devices of other ranks may differ.
-    tokens = min(worker.share(token_budget(budget.config.train), "agree on the size of micro-batches"))
-    budget.config = with_budget(budget.config, "train", tokens)
-    if chosen.config != placed and are_budgets_tried(has_gpus):
-        budget.try_out(worker.fits)
-    worker.use_budget(budget.max_tokens)
-    saver.keep(budget.config)
-    return budget
+def _budgets(config: Config, num_ranks: int, memory_gib: float | None) -> ChosenBudgets:
+    """Choose token budgets for the smallest device, since devices of ranks may differ."""
+    placed, inventory = _on_launched(config, num_ranks, memory_gib)
+    chosen = with_budgets(placed, inventory, are_devices_logical=inventory is None)
+    return replace(chosen, config=with_budgets_of(config, chosen.config))

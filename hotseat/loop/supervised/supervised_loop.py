@@ -9,105 +9,117 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, token_budget, tokens_per_micro_batch
 from hotseat.config.resolved import source_of
 from hotseat.loop.inputs import SupervisedData, SupervisedInputs
-from hotseat.loop.opening import ClusterContext, Exported, ExportingRanks
-from hotseat.loop.settings.learning_settings import train_batches
-from hotseat.loop.settings.training_options import reference_settings, train_options
+from hotseat.loop.opening import ClusterContext, Exported, ExportingRanks, OpenRun, export_models
+from hotseat.loop.settings.training_settings import reference_settings, train_batches, train_options
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
 from hotseat.loop.state.watchdog import Readiness
-from hotseat.loop.supervised.led_ranks import LedSaver
 from hotseat.loop.supervised.supervised_worker import StepResult, SupervisedTask, SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.observe import Journal
-from hotseat.planning.budgets import Use, least_tokens, lowered_note, lowered_until, with_budget
+from hotseat.planning.budgets import (
+    Use,
+    least_tokens,
+    lowered_note,
+    lowered_until,
+    smaller_budget_kept,
+    uses,
+    with_budget,
+)
 from hotseat.planning.config_plan import is_offloaded
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class CallsRanks(Protocol):
-    """Calls a method of all ranks, and returns the results of those that this process knows."""
-
-    def __call__(
-        self, method: Callable[Concatenate[SupervisedWorker, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> list[R]: ...
-
-
-@dataclass(frozen=True)
-class TrainingRanks:
-    """Ranks that train: a worker group that this process drives, or ranks that a launcher started.
-
-    each: for calls that every launched rank makes by itself. call: for calls that the first rank makes for all.
-    on_first: calls the first rank alone, from its process or the driver's. has_snapshots: a checkpoint can be written
-    while the ranks continue.
-    """
-
-    each: CallsRanks
-    call: CallsRanks
-    on_first: CallsRanks
-    num_ranks: int
-    has_snapshots: bool = False
-
-    @classmethod
-    def of_group(cls, actor: WorkerGroup[SupervisedWorker]) -> TrainingRanks:
-        return cls(actor.call, actor.call, actor.on(0).call, actor.size, has_snapshots=True)
-
-    def resume(self, checkpoint: Checkpoint) -> None:
-        self.call(SupervisedWorker.resume, for_ranks(checkpoint.path / BACKEND), dict(checkpoint.state))
-
-    def evaluate(self) -> dict[str, float]:
-        return self.each(SupervisedWorker.evaluate)[0]
-
-    def checkpoint_source(self, evaluation: dict[str, float]) -> CheckpointSource:
-        def snapshot(path: Path) -> Callable[[], bool]:
-            self.call(SupervisedWorker.snapshot, for_ranks(path / BACKEND))
-            return lambda: all(self.call(SupervisedWorker.is_written))
-
-        def state() -> dict[str, Any]:
-            return {**self.on_first(SupervisedWorker.state)[0], "evaluation": evaluation, "num_ranks": self.num_ranks}
-
-        return CheckpointSource(
-            num_bytes=lambda: sum(self.call(SupervisedWorker.saved_bytes)),
-            write=lambda path: self.call(SupervisedWorker.save, for_ranks(path / BACKEND)),
-            snapshot=snapshot if self.has_snapshots else None,
-            num_ranks={BACKEND: self.num_ranks},
-            export=lambda path: self.call(SupervisedWorker.export, for_ranks(path)),
-            state=state,
-        )
-
-    def exporting(self, what: Exported) -> ExportingRanks:
-        return ExportingRanks(
-            on_first=lambda method, *args: self.on_first(method, *args)[0],
-            write=lambda folder: self.call(SupervisedWorker.export, folder, what == "moving average"),
-        )
 
 
 @dataclass(frozen=True)
 class SupervisedRun:
-    """Objects that the loop drives."""
+    """Objects that the loop drives.
+
+    is_told: tells whether a rank that a launcher started was told to stop. None: the ranks are a cluster's, which can
+    also copy their state and write it while they continue.
+    """
 
     num_steps: int
     eval_every: int | None
     data: SupervisedData
-    ranks: TrainingRanks
+    ranks: WorkerGroup[SupervisedWorker]
     budget: TokenBudget
+    is_told: Callable[[], bool] | None = None
 
     def is_evaluated(self, step: int) -> bool:
         """Tell whether the model is evaluated after this step."""
         is_due = step == self.num_steps or (self.eval_every is not None and step % self.eval_every == 0)
         return is_due and bool(self.data.held_out)
 
+    def checkpoint_source(self, evaluation: dict[str, float]) -> CheckpointSource:
+        ranks = self.ranks
+
+        def snapshot(path: Path) -> Callable[[], bool]:
+            ranks.call(SupervisedWorker.snapshot, for_ranks(path / BACKEND))
+            return lambda: all(ranks.call(SupervisedWorker.is_written))
+
+        return CheckpointSource(
+            num_bytes=lambda: sum(ranks.call(SupervisedWorker.saved_bytes)),
+            write=lambda path: ranks.call(SupervisedWorker.save, for_ranks(path / BACKEND)),
+            snapshot=snapshot if self.is_told is None else None,
+            num_ranks={BACKEND: ranks.size},
+            export=lambda path: ranks.call(SupervisedWorker.export, for_ranks(path)),
+            state=lambda: {
+                **ranks.on(0).call(SupervisedWorker.state)[0],
+                "evaluation": evaluation,
+                "num_ranks": ranks.size,
+            },
+        )
+
+
+def train_and_export(
+    run: OpenRun,
+    inputs: SupervisedInputs,
+    ranks: WorkerGroup[SupervisedWorker],
+    config: Config,
+    is_tried: bool,
+    led: Callable[[Callable[[], Any]], Any] = lambda do: do(),
+    is_told: Callable[[], bool] | None = None,
+) -> dict[str, float]:
+    """Train and export with ranks that have loaded their models, and return the last evaluation.
+
+    is_tried: the token budget is tried out first. led: runs a function in one process, and returns its result in all
+    that call this; a worker group has only one.
+    """
+    journal, saver, num_steps = run.journal, run.saver, inputs.algebra.num_steps or 0
+    budget = TokenBudget(config, journal, saver.keep)
+
+    def train() -> dict[str, float]:
+        if run.checkpoint is not None:
+            ranks.call(SupervisedWorker.resume, for_ranks(run.checkpoint.path / BACKEND), dict(run.checkpoint.state))
+        if is_tried:
+            budget.try_out(lambda *trial: all(ranks.call(SupervisedWorker.fits, *trial)))
+        if uses(config):
+            ranks.call(SupervisedWorker.use_budget, budget.max_tokens)
+        saver.keep(budget.config)
+        supervised = SupervisedRun(num_steps, config.eval.every, inputs.data, ranks, budget, is_told)
+        return train_supervised(supervised, journal, saver, run.checkpoint)
+
+    def exporting(what: Exported) -> ExportingRanks:
+        return ExportingRanks(
+            on_first=lambda method, *args: ranks.on(0).call(method, *args)[0],
+            write=lambda folder: ranks.call(SupervisedWorker.export, folder, what == "moving average"),
+        )
+
+    with saver.settled(journal), smaller_budget_kept(lambda: budget.config, saver.keep):
+        evaluation: dict[str, float] = led(train)
+    with saver.exporting():
+        led(lambda: export_models(run, exporting, inputs.tokenizer, num_steps))
+    return evaluation
+
 
 def train_supervised(
-    run: SupervisedRun, journal: Journal, saver: Saver | LedSaver, checkpoint: Checkpoint | None
+    run: SupervisedRun, journal: Journal, saver: Saver, checkpoint: Checkpoint | None
 ) -> dict[str, float]:
     """Train to the last step, from the beginning or from a checkpoint, and return the last evaluation."""
     prepare(run, journal)
@@ -118,17 +130,16 @@ def train_supervised(
     for step in range(first_step, run.num_steps + 1):
         started_s = time.monotonic()
         journal.phase("update")
-        results = run.ranks.each(SupervisedWorker.measured_step)
+        results = run.ranks.call(SupervisedWorker.measured_step)
         run.budget.keep_lowered(results[0].lowered)
         metrics = step_metrics(run.data, results, time.monotonic() - started_s) | saver.metrics()
         if run.is_evaluated(step):
             journal.phase("evaluate")
-            evaluation = run.ranks.evaluate()
+            evaluation = run.ranks.call(SupervisedWorker.evaluate)[0]
             metrics |= evaluation
         journal.step(step, metrics)
-        saver.after_step(
-            step, run.ranks.checkpoint_source(evaluation), evaluation if run.is_evaluated(step) else {}, journal
-        )
+        measured = evaluation if run.is_evaluated(step) else {}
+        saver.after_step(step, run.checkpoint_source(evaluation), measured, journal, run.is_told or (lambda: False))
     return evaluation
 
 
@@ -137,7 +148,7 @@ def prepare(run: SupervisedRun, journal: Journal) -> None:
     if not run.data.objective.needs_reference:
         return
     journal.phase("reference")
-    while not (preparation := run.ranks.each(SupervisedWorker.prepare)[0]).is_done:
+    while not (preparation := run.ranks.call(SupervisedWorker.prepare)[0]).is_done:
         pass
     for note in preparation.notes:
         journal.say(note)
@@ -148,13 +159,13 @@ def first_evaluation(run: SupervisedRun, journal: Journal) -> dict[str, float]:
     if not run.data.held_out:
         return {}
     journal.phase("evaluate")
-    evaluation = run.ranks.evaluate()
+    evaluation = run.ranks.call(SupervisedWorker.evaluate)[0]
     journal.step(0, evaluation)
     return evaluation
 
 
 def step_metrics(data: SupervisedData, results: Sequence[StepResult], seconds: float) -> dict[str, float]:
-    """Return the metrics of an optimizer step that took `seconds`: a report is all ranks', memory the fullest known."""
+    """Return the metrics of an optimizer step that took `seconds`: a report is all ranks', memory the fullest."""
     report = results[0].report
     metrics = {
         "loss": report.loss,

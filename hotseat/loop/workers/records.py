@@ -1,7 +1,7 @@
 """Records of samples: a few of each step, with facts for every token, for people to read (`samples.jsonl`).
 
 Rollout hosts record the episode (`record_of`), ranks of the actor what they learned from its tokens (`Recorder`).
-`loop.rl.sample_records` makes a line of both.
+`loop.rl.sample_log` makes a line of both.
 """
 
 from __future__ import annotations

@@ -16,15 +16,19 @@ from hotseat.cli.main import main
 from hotseat.cli.profile import default_factors, measure
 from hotseat.config import loads
 from hotseat.errors import RunError, UserError
-from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of, predict, record_prediction
-from hotseat.loop.rl.pace_simulator import GroupCost
-from hotseat.loop.rl.simulator_turns import (
+from hotseat.loop.rl.auto_placement import (
+    Measurement,
+    Profile,
     RolloutShape,
     TurnCosts,
+    measurement_of,
+    predict,
     predicted_rollout,
+    record_prediction,
     shape_of,
     steps_beside_answers,
 )
+from hotseat.loop.rl.forecast import GroupCost
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, PREDICTION
 from hotseat.observe.report.curves import Table

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hotseat.errors import WeightError
-from hotseat.loop.rl.canary import ANSWER_TOKENS, CanaryGuard
-from hotseat.loop.rl.canary_state import CanarySettings
+from hotseat.loop.rl.canary import ANSWER_TOKENS, CanaryGuard, CanarySettings
 from hotseat.loop.rl.sync import PushReport
 from hotseat.loop.workers.weight_check import Canary
 from hotseat.train.exact import NO_FP8, ExactScores, Fp8Parts

@@ -11,6 +11,7 @@ from hotseat.config import loads, to_saved
 from hotseat.errors import UserError
 from hotseat.loop.rl.forecast import (
     Costs,
+    GroupCost,
     Resources,
     for_samples,
     forecasts,
@@ -19,7 +20,6 @@ from hotseat.loop.rl.forecast import (
     resources_of,
     without_queueing,
 )
-from hotseat.loop.rl.pace_simulator import GroupCost
 
 BESIDE = Resources(num_places=4, is_shared=False)
 SFT = "task: sft\nactor: {model: some/model}\ndata: {path: rows.jsonl, input_key: a, output_key: b}\n"

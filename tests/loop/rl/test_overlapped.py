@@ -7,19 +7,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 from phase_fakes import FakeArrivals, facts_of, make_prompts
 
+from hotseat.config import loads
 from hotseat.loop.rl.collect import GroupFilter
-from hotseat.loop.rl.overlapped import Callbacks, InFlight, OverlappedStream, RolloutRequest
+from hotseat.loop.rl.overlapped import OverlappedStream
 from hotseat.loop.rl.pacer import Order, Pace
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.workers.group_facts import Fetched, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.spool import Spool
 from hotseat.types import Sampling
 
+BATCHES = ("rollout.batch_size=1", "train.batch_size=2")
 T = TypeVar("T")
 
 
@@ -96,7 +99,7 @@ class Schedule:
         self.may_work = False
 
 
-def play(seed: int, in_flight: InFlight, is_shared: bool, folder: Path, num_steps: int = 6) -> None:
+def play(seed: int, in_flight: str, is_shared: bool, folder: Path, num_steps: int = 6) -> None:
     """Take and train every batch of a run whose hosts follow a random schedule."""
     rng = random.Random(seed)
     per_step, staleness = rng.randint(1, 4), rng.randint(1, 3)
@@ -111,18 +114,16 @@ def play(seed: int, in_flight: InFlight, is_shared: bool, folder: Path, num_step
     keys = iter((epoch, prompt.index) for epoch in range(10_000) for prompt in prompts)
     tickets = Tickets(pace, keep, lambda count: [next(keys) for _ in range(count)], FakeArrivals())
     unused: Any = None
-    callbacks = Callbacks(dict, hosts.score, hosts.lose_open_groups, unused, lambda since_s: None)
-    fakes: Any = hosts
-    stream = OverlappedStream(
-        tickets,
-        RolloutRequest(prompts, 2, Sampling(max_new_tokens=1)),
-        in_flight,
-        fakes,
-        Spool(folder),
-        fakes,
-        callbacks,
-        hosts.lease if is_shared else None,
+    options = [f"overlap.in_flight={in_flight}", "overlap.staleness=1", "rollout.samples_per_prompt=2"]
+    runner: Any = SimpleNamespace(
+        groups=SimpleNamespace(hosts=hosts, reconnect=hosts.lose_open_groups),
+        settings=SimpleNamespace(config=loads("", [*options, *BATCHES])),
+        recovery=hosts,
+        score=hosts.score,
+        sampling=hosts.lease,
+        carries_over=is_shared,
     )
+    stream = OverlappedStream(tickets, prompts, runner, unused, Spool(folder), lambda since_s: None)
     trained: list[GroupKey] = []
     for step in range(1, num_steps + 1):
         batch = stream.take(step)
@@ -131,7 +132,7 @@ def play(seed: int, in_flight: InFlight, is_shared: bool, folder: Path, num_step
         stream.release(batch)
         if rng.random() < 0.1:
             hosts.lose_open_groups()
-        with stream.crossing():
+        with stream.weight_update():
             hosts.version += 1
     assert len({*trained}) == per_step * num_steps
     assert not tickets.pacer.in_flight

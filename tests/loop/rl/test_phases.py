@@ -21,14 +21,12 @@ from hotseat.loop.rl import loop, meter
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.ledger import Ledger, read_ledger
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.phase_settings import MicroBatches
-from hotseat.loop.rl.prepare import Prepared
+from hotseat.loop.rl.phases import Prepared, Updates
 from hotseat.loop.rl.recovery import MAX_DEATHS
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
 from hotseat.loop.rl.rollout import group_filter, repeated
 from hotseat.loop.rl.sample_log import NUM_RECORDED, SampleLog
-from hotseat.loop.rl.state import NONE_SERVED, RlState
-from hotseat.loop.rl.update import Updates
+from hotseat.loop.rl.state import NONE_SERVED, MicroBatches, RlState
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.workers.group_facts import EVALUATION
 from hotseat.loop.workers.records import TokenRecord
@@ -73,7 +71,7 @@ def test_a_step_is_sampled_in_the_order_of_the_prompts_in_one_lease():
 def test_samples_are_taken_as_the_config_says():
     case = Case("rollout.temperature=0.7", "rollout.top_k=5", "eval.temperature=0.1", num_eval_prompts=1)
     case.stream.take(1)
-    case.stream.evaluate()
+    case.evaluation.run()
     training, evaluation = (call.args[0][1] for call in case.hosts.named("collect"))
     assert (training.max_new_tokens, training.temperature, training.top_k) == (4, 0.7, 5)
     assert (evaluation.max_new_tokens, evaluation.temperature, evaluation.top_k) == (4, 0.1, 0)
@@ -223,19 +221,19 @@ def test_ranks_that_share_a_model_score_the_same_samples():
 
 def test_an_evaluation_with_a_reward_of_its_own_asks_no_reward_model():
     case = Case(*REWARD_MODEL, "eval.reward=other.py", reward=1, num_eval_prompts=2)
-    metrics = case.stream.evaluate()
+    metrics = case.evaluation.run()
     assert case.reward.calls == []
     assert "lease prepare/reward" not in case.log
     assert "eval/accuracy" in metrics  # a function's rewards have a full reward
     case = Case(*REWARD_MODEL, reward=1, num_eval_prompts=2)
-    assert case.stream.evaluate().keys() == {"eval/reward", "eval/length"}  # a model's have none
+    assert case.evaluation.run().keys() == {"eval/reward", "eval/length"}  # a model's have none
     assert len(case.reward.calls) == 1
 
 
 def test_an_evaluation_samples_its_own_prompts_and_leaves_the_order_alone():
     case = Case("eval.samples_per_prompt=2", num_eval_prompts=3, rewards=lambda key: [float(key[1] == 101)] * 4)
     before = case.state.order.state()
-    metrics = case.stream.evaluate()
+    metrics = case.evaluation.run()
     assert case.jobs() == [[(EVALUATION, 100), (EVALUATION, 101), (EVALUATION, 102)]]
     assert case.state.order.state() == before
     assert case.host.held == {}
@@ -245,19 +243,13 @@ def test_an_evaluation_samples_its_own_prompts_and_leaves_the_order_alone():
         "eval/pass@2": pytest.approx(1 / 3),
         "eval/length": 2.0,
     }
-    assert case.stream.evaluate() == metrics
-
-
-def test_without_prompts_to_evaluate_nobody_is_asked():
-    case = Case()
-    assert case.stream.evaluate() == {}
-    assert case.log == []
+    assert case.evaluation.run() == metrics
 
 
 def test_an_evaluation_is_done_again_when_a_host_dies():
     case = Case(num_eval_prompts=2)
     case.hosts.deaths.append(("collect", 0))
-    assert case.stream.evaluate()["eval/reward"] > 0
+    assert case.evaluation.run()["eval/reward"] > 0
     assert case.jobs()[0] == case.jobs()[1]
 
 
@@ -293,7 +285,7 @@ def test_deaths_are_counted_from_one_released_batch_to_the_next():
 
 def test_no_request_is_open_while_weights_are_pushed():
     case = Case()
-    with case.stream.crossing():
+    with case.stream.weight_update():
         assert case.log == []
 
 
@@ -1014,6 +1006,7 @@ class FakePhases:
             has_evaluation=True,
             eval_every=eval_every,
             stream=self,
+            evaluation=SimpleNamespace(run=self.evaluate),
             prepare=SimpleNamespace(run=lambda batch, step: self.note(f"prepare {batch} {step}", self)),
             update=SimpleNamespace(run=lambda prepared, step: self.note(f"update {step}", "updates")),
             sync=SimpleNamespace(run=lambda: self.note("push", "pushed")),
@@ -1038,8 +1031,8 @@ class FakePhases:
         return self.note(f"take {step}", f"batch{step}")
 
     @contextmanager
-    def crossing(self):
-        self.note("crossing")
+    def weight_update(self):
+        self.note("weight_update")
         yield
         self.note("crossed")
 
@@ -1074,7 +1067,7 @@ def test_a_run_begins_with_a_push_and_an_evaluation_and_each_step_is_four_phases
         "update 1",
         "keep_lowered",
         "phase sync",
-        "crossing",
+        "weight_update",
         "push",
         "crossed",
         "phase evaluate",

@@ -13,7 +13,6 @@ from hotseat.errors import ConfigError
 from hotseat.loop.run import start
 from hotseat.loop.state.checkpoints import CheckpointStore
 from hotseat.loop.state.saving import CheckpointSource, Saver
-from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
 
 COMMAND = "hotseat resume runs/x"
 
@@ -111,35 +110,6 @@ def test_a_disk_that_is_too_small_is_warned_of_once_unless_checkpoints_were_aske
     assert text.startswith("no checkpoint is made: it takes ")
     assert "set checkpoint.path to a larger disk and checkpoint.every, or checkpoint.every_minutes to 0" in text
     assert not (tmp_path / "checkpoints").exists()
-
-
-def test_the_first_ranks_clock_decides_for_all(tmp_path):
-    """A rank whose own clock says otherwise saves, or does not, with the first."""
-
-    class Others:
-        """The other ranks, of which the first has another opinion."""
-
-        def __init__(self, first_is_due: bool):
-            self.first_is_due = first_is_due
-
-        def share(self, fact, what):
-            if what == "hear from the first rank":
-                return [("result", None)]
-            if what == "agree on whether to save, and to stop":
-                self.agreed = fact
-                return [(False, self.first_is_due), fact]
-            return [fact, fact]
-
-    for first_is_due, minutes in ((True, 0), (False, 60)):
-        clock = Clock()
-        saver = Saver(loads(""), tmp_path, clock=clock)
-        others = Others(first_is_due)
-        led, heard = LedSaver(saver, LedRanks(others, rank=1)), []
-        led._ranks.led = lambda do, heard=heard: heard.append("led")
-        clock.minutes += minutes
-        led.after_step(1, clock.parts(), {}, Said())
-        assert others.agreed == (False, not first_is_due)
-        assert heard == ["led"] * first_is_due
 
 
 @pytest.mark.parametrize(

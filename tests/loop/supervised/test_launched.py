@@ -23,7 +23,7 @@ from hotseat.faults import VARIABLE, Fault
 from hotseat.loop.run import start
 from hotseat.loop.state.checkpoints import CheckpointStore
 from hotseat.loop.state.saving import CheckpointSource, Saver
-from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
+from hotseat.loop.supervised.launched import LaunchedRanks
 from hotseat.observe import NullJournal, read_lines
 
 HAS_MOUNTS = bool(shutil.which("unshare")) and not subprocess.run(["unshare", "-rm", "true"]).returncode
@@ -192,35 +192,42 @@ def test_writing_in_the_background_is_refused_rather_than_ignored(task):
         start(loads(sft_yaml(task), ["checkpoint.every=2", "checkpoint.background=true"]), launched=True)
 
 
-class Shared:
-    """One rank, to which a signal comes while it shares a fact for the n-th time."""
+class Steps:
+    """The first of two ranks, the second of which was told to stop."""
 
-    def __init__(self, saver: Saver, told_at: int):
-        self.saver, self.told_at, self.count = saver, told_at, 0
+    def step(self):
+        return "first"
 
     def share(self, fact, what):
-        self.count += 1
-        self.saver.is_stopping |= self.count == self.told_at
-        return [fact]
+        return [fact, ("second", True) if what == "end 'step'" else None]
+
+
+def test_the_first_rank_hears_that_another_was_told_to_stop():
+    ranks = LaunchedRanks(Steps(), 0, 2, 60.0)
+    assert not ranks.is_told
+    assert ranks.call(Steps.step) == ["first", "second"]
+    assert ranks.is_told
+    assert ranks.on(0).call(Steps.step) == ["first"]
 
 
 @pytest.mark.parametrize(
     ("every", "told_at", "ends_after"),
     [
-        (1000, 1, 2),  # it has said that it goes on, and hears the others: they go on, so this step is not saved
-        (1000, 2, 3),
+        (1000, 1, 1),
+        (1000, 2, 2),
         (1, 2, 1),  # while it saves anyway
-        (1, 3, 2),  # the checkpoint is there, and all have agreed to go on
+        (1, 3, 2),  # the checkpoint is there, and the run goes on
     ],
 )
-def test_a_signal_during_agreement_or_saving_stops_the_ranks(tmp_path, every, told_at, ends_after):
+def test_a_signal_to_another_rank_saves_and_ends_the_run(tmp_path, every, told_at, ends_after):
     saver = Saver(loads("", [f"checkpoint.every={every}"]), tmp_path)
-    led = LedSaver(saver, LedRanks(Shared(saver, told_at), 0))
     parts = CheckpointSource(lambda: 0, lambda path: (path / "actor").mkdir(), lambda path: path.mkdir(), dict)
+    asked = iter(range(1, 10))
+    is_told = lambda: next(asked) >= told_at  # noqa: E731
     for step in range(1, ends_after):
-        led.after_step(step, parts, {}, NullJournal())
+        saver.after_step(step, parts, {}, NullJournal(), is_told)
     with pytest.raises(KeyboardInterrupt):
-        led.after_step(ends_after, parts, {}, NullJournal())
+        saver.after_step(ends_after, parts, {}, NullJournal(), is_told)
     assert CheckpointStore(tmp_path / "checkpoints").newest().step == ends_after
 
 
@@ -236,7 +243,7 @@ def test_an_error_that_is_nobodys_mistake_travels_as_text():
         return 1 / 0
 
     with pytest.raises(ZeroDivisionError):
-        LedRanks(Alone(), 0).led(divide)
+        LaunchedRanks(Alone(), 0, 1, 60.0).led(divide)
     [(kind, error)] = told
     assert (kind, type(error), str(error)) == (
         "error",

@@ -456,7 +456,7 @@ def test_an_engine_process_hands_over_tokens_while_it_samples(tmp_path):
 
     from hotseat import faults
     from hotseat.config import loads
-    from hotseat.loop.settings.engine_settings import engine_settings
+    from hotseat.loop.settings.rollout_settings import engine_settings
     from hotseat.loop.workers.engine_worker import EngineWorker
 
     task = make_task(tmp_path, seed=0)

@@ -13,7 +13,7 @@ from loop_cases import make_group, make_segment
 
 from hotseat.algorithms.advantages import Moments
 from hotseat.config import loads
-from hotseat.loop.settings.learning_settings import policy_settings
+from hotseat.loop.settings.training_settings import policy_settings
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
     Share,

@@ -7,7 +7,7 @@ from test_engine_client import FakeEngines
 
 from hotseat.config import loads
 from hotseat.loop.rl.launch import replaying
-from hotseat.loop.settings.host_settings import host_settings
+from hotseat.loop.settings.rollout_settings import host_settings
 from hotseat.loop.workers.group_facts import Job
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.scorers import ScorerSettings

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hotseat.config import loads
-from hotseat.loop.settings.host_settings import simulation_settings
-from hotseat.loop.settings.learning_settings import policy_settings
+from hotseat.loop.settings.rollout_settings import simulation_settings
+from hotseat.loop.settings.training_settings import policy_settings
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
     flatten,

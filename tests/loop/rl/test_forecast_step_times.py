@@ -2,7 +2,7 @@
 
 import pytest
 
-from hotseat.loop.rl.pace_simulator import GroupCost, step_times
+from hotseat.loop.rl.forecast import GroupCost, step_times
 from hotseat.loop.rl.pacer import Pace
 
 

@@ -1,4 +1,4 @@
-"""Makes settings of rollout hosts: agents, simulators, images, rewards; and of components."""
+"""Makes settings of what samples and scores: engines, rollout hosts, simulators, rewards, components."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from hotseat.agents import Deadlines, ProgramSettings
 from hotseat.agents.environments.families import EnvironmentSettings
 from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_text
-from hotseat.config.image_paths import image_folder
+from hotseat.config.image_paths import image_folder, largest_image
+from hotseat.config.precision import dtype_of
 from hotseat.config.presence import has_agent, has_critic, has_judge, has_reward_model, has_simulator
-from hotseat.config.resolved import judge_length, source_of
+from hotseat.config.resolved import judge_length, max_new_tokens, source_of
 from hotseat.config.urls import as_list
 from hotseat.data.images import ImageLimits
 from hotseat.envs.family_loading import SimulatorSettings
-from hotseat.loop.settings.engine_settings import image_options
+from hotseat.errors import UserError
+from hotseat.loop.settings.training_settings import lora_options
 from hotseat.loop.state.run_dir import EPISODE_IMAGES, NOTES, ROLLOUTS, SPOOL
 from hotseat.loop.workers.component import ComponentSettings
 from hotseat.loop.workers.image_preparation import HostImages
@@ -23,18 +25,133 @@ from hotseat.loop.workers.observations import SimulationSettings
 from hotseat.loop.workers.rollout_host import HostSettings
 from hotseat.loop.workers.scorers import ScorerSettings
 from hotseat.placement import Plan
-from hotseat.planning.config_plan import episodes_per_engine
-from hotseat.planning.role_specs import engine_slots
+from hotseat.planning.config_plan import CacheLimit, episodes_per_engine
+from hotseat.planning.role_specs import engine_of, engine_slots
 from hotseat.registry.engines import engine_entry
 from hotseat.registry.estimators import estimator_entry
 from hotseat.rewards.addresses import bearer_token
 from hotseat.rewards.graders import graders_of
 from hotseat.rewards.rubrics import TOKEN, JudgeEngine, JudgeSettings
 from hotseat.rewards.sandbox import SandboxSettings
+from hotseat.rollout.kinds import EngineOptions, EngineSettings, ImageOptions, engine_kind
+from hotseat.types import Sampling
 from hotseat.user_functions import absolute
+
+VERDICTS = "judge.jsonl"
 
 # Seconds of an attempt to score a group, and further attempts. Those of servers are OpenRLHF's.
 FUNCTION_LIMITS, SERVER_LIMITS = (60.0, 2), (180.0, 4)
+
+
+def rollout_sampling(config: Config) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        max_new_tokens=max_new_tokens(config),
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+    )
+
+
+def eval_sampling(config: Config) -> Sampling:
+    return Sampling(max_new_tokens=max_new_tokens(config), temperature=config.eval.temperature)
+
+
+def engine_dtype(config: Config) -> str:
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype_of(config)]
+
+
+def are_adapters_alone(config: Config, on_gpu: bool) -> bool:
+    """Tell whether engines get adapters without the other weights. Raises if these could not apply them."""
+    if config.rollout.lora_sync == "merged":
+        return False
+    kind = engine_kind(config.rollout.engine)
+    problem = kind.adapter_problem(config.train.lora.rank, engine_dtype(config), is_cpu=not on_gpu)
+    if problem is not None:
+        raise UserError(f"rollout.lora_sync is adapter: {problem}; set it to merged")
+    return True
+
+
+def engine_settings(
+    config: Config,
+    eos_token_ids: tuple[int, ...],
+    logs: Path,
+    *,
+    limit: CacheLimit | None = None,
+    adapters_alone: bool = False,
+    num_slots: int | None = None,
+) -> EngineSettings:
+    """Return the settings of the rollout engines. `logs`: the folder for their logs. `limit`: of their caches.
+
+    num_slots: sequences that one engine decodes at a time; None: what the config says. Where it is fewer, prompts are
+    kept in the room of the others: of simulators that an action did not change, and that are asked for again.
+    """
+    rollout, all_slots = config.rollout, engine_slots(config)
+    num_slots = num_slots or all_slots
+    lora = lora_options(config) if adapters_alone else None
+    options = EngineOptions(
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        memory_share=rollout.memory_share if limit is None else limit.share,
+        cache_gib=None if limit is None else limit.gib,
+        prefix_caching=rollout.prefix_caching,
+        enforce_eager=rollout.enforce_eager,
+        logs=str(logs),
+        engine_args=rollout.engine_args,
+        adapter_rank=0 if lora is None else lora.rank,
+        adapter_targets=() if lora is None else lora.target_modules,
+        images=image_options(config),
+        fp8_weights=rollout.quantization is not None,
+        fp8_cache=rollout.kv_cache_dtype is not None,
+    )
+    return EngineSettings(
+        model=source_of(config, config.actor.model),
+        max_length=config.data.max_length,
+        num_slots=num_slots,
+        eos_token_ids=eos_token_ids,
+        dtype=engine_dtype(config),
+        num_threads=config.cluster.threads_per_process,
+        fp32_head=rollout.fp32_head,
+        num_kept_prompts=engine_of(config).num_kept_prompts + all_slots - num_slots,
+        keeps_cache=config.overlap.in_flight == "keep",
+        is_deterministic=config.train.full_determinism,
+        engine=rollout.engine,
+        options=options,
+    )
+
+
+def judge_engine_settings(
+    config: Config, eos_token_ids: tuple[int, ...], logs: Path, *, limit: CacheLimit | None = None
+) -> EngineSettings:
+    """Return the settings of the judge's engines. `logs`: the folder for their logs. `limit`: of their caches."""
+    judge, engine = config.reward.judge, config.reward.judge.engine
+    options = EngineOptions(
+        tensor_parallel_size=engine.tensor_parallel_size,
+        memory_share=engine.memory_share if limit is None else limit.share,
+        cache_gib=None if limit is None else limit.gib,
+        prefix_caching=True,  # the votes on an answer are the same request, and all requests begin with the rubric
+        enforce_eager=engine.enforce_eager,
+        logs=str(logs),
+        role="judge",
+    )
+    return EngineSettings(
+        model=source_of(config, judge.model),
+        max_length=judge_length(config),
+        num_slots=engine_slots(config, "judge"),
+        eos_token_ids=eos_token_ids,
+        dtype=engine_dtype(config),
+        num_threads=config.cluster.threads_per_process,
+        is_deterministic=config.train.full_determinism,
+        engine=engine.kind,
+        options=options,
+    )
+
+
+def image_options(config: Config) -> ImageOptions | None:
+    """Return bounds on the images of requests; None if no images were prepared for this config."""
+    largest = largest_image(config)
+    if config.data.image_key is None or not largest.exists():
+        return None
+    return ImageOptions(config.data.max_images_per_prompt, str(largest))
 
 
 def component_settings(config: Config, plan: Plan) -> list[ComponentSettings]:
@@ -183,9 +300,6 @@ def environment_settings(config: Config) -> EnvironmentSettings | None:
         agent.python,
         environment.num_processes,
     )
-
-
-VERDICTS = "judge.jsonl"
 
 
 def judge_of(config: Config, run_dir: Path | None) -> JudgeSettings | None:

@@ -6,7 +6,7 @@ from phase_fakes import FakeGroup, FakeHost, facts_of, make_prompts
 
 from hotseat.config import loads
 from hotseat.errors import RunError, WorkerError
-from hotseat.loop.rl.hosts import RolloutHosts
+from hotseat.loop.rl.groups import RolloutHosts
 from hotseat.loop.rl.launch import check_spool
 from hotseat.loop.rl.role_records import host_places
 from hotseat.loop.workers.experience import Share, groups_of

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from hotseat.config import loads
 from hotseat.loop.rl.ledger import read_ledger
-from hotseat.loop.rl.sample_records import ChosenSample, written
+from hotseat.loop.rl.sample_log import ChosenSample, written
 from hotseat.loop.run import start
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.records import record_of, token_texts

@@ -1,4 +1,4 @@
-"""Prepare phase: reference, critic and actor turn the groups of a step into experience."""
+"""Phases of a step after the rollout: experience of its groups, updates from it, and a push of the weights."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from dataclasses import dataclass
 from hotseat import faults
 from hotseat.cluster import Pending, Ref, WorkerGroup, as_arguments
 from hotseat.config.batches import token_budget
+from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.phase_settings import PhaseSettings
+from hotseat.loop.rl.recovery import Recovery
 from hotseat.loop.rl.rollout import repeated
 from hotseat.loop.rl.sample_log import SampleLog
+from hotseat.loop.rl.state import PhaseSettings, RlState
 from hotseat.loop.rl.stream import Stream
+from hotseat.loop.rl.sync import Pusher, PushReport
 from hotseat.loop.workers.experience import Share, assign
 from hotseat.loop.workers.model_workers import ActorWorker, BySample, ModelWorker
 from hotseat.loop.workers.value_models import CriticWorker
+from hotseat.train.backend import UpdateReport
 
 Shares = list[list[Share]]  # for each data-parallel rank, references to its groups, typed as what they arrive as
 
@@ -132,3 +136,73 @@ class PreparePhase:
 
     def _for_ranks(self, group: WorkerGroup[ModelWorker], shares: Mapping[int, Shares]) -> Shares:
         return repeated(shares[group.size // self.num_model_parallel], self.num_model_parallel)
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Reports of the optimizer steps of a rollout, equal on every rank; empty for a role that did not learn."""
+
+    actor: list[UpdateReport]
+    critic: list[UpdateReport]
+
+
+@dataclass(frozen=True)
+class UpdatePhase:
+    """Makes every optimizer step of a rollout, on batches that `ActorWorker.prepare` has left on the actor's ranks."""
+
+    groups: Groups
+    settings: PhaseSettings
+    state: RlState
+    meter: PhaseMeter
+
+    def run(self, prepared: Prepared, step: int) -> Updates:
+        """Update the critic first, then the actor, unless the critic is still warming up; adapt the KL coefficient."""
+        faults.reach("update.before")
+        critic = self._update_critic(prepared) if self.groups.critic is not None else []
+        is_warm = self.groups.critic is None or step > self.settings.config.critic.warmup_steps
+        actor = self._update_actor() if is_warm else []
+        kl = mean(actor, "kl")
+        if kl is not None:
+            self.state.kl = self.state.kl.updated(kl, self.settings.algebra.samples_per_step)
+        return Updates(actor, critic)
+
+    def _update_critic(self, prepared: Prepared) -> list[UpdateReport]:
+        assert self.groups.critic is not None
+        num_model_parallel = self.settings.config.train.num_model_parallel
+        returns = as_arguments(self.groups.actor.call_and_keep(ActorWorker.returns)[::num_model_parallel])
+        with self.meter.lease("update", "critic"):
+            arguments = returns, prepared.num_optimizer_steps, self.settings.critic
+            return self.groups.critic.call(CriticWorker.update, *arguments)[0]
+
+    def _update_actor(self) -> list[UpdateReport]:
+        with self.meter.lease("update", "actor"):
+            return self.groups.actor.call(ActorWorker.update, self.settings.policy)[0]
+
+
+@dataclass(frozen=True)
+class SyncPhase:
+    """Pushes weights to the engines under a new version, and has the canary judge what they compute from them."""
+
+    pusher: Pusher
+    state: RlState
+    guard: CanaryGuard
+    recovery: Recovery
+
+    def run(self) -> PushReport:
+        """Push the actor's weights as the next version, and serve it from now on."""
+        faults.reach("push.before")
+        version = self.state.version + 1
+        report = self.recovery.during(lambda: self.pusher.push(version), is_push=True)
+        self.state.version = version
+        if not self.guard.is_started:
+            self.recovery.during(lambda: self.guard.start(version))
+        faults.reach("push.after")
+        return report
+
+
+def mean(reports: Sequence[UpdateReport], name: str) -> float | None:
+    """Return a metric's mean per learned token, over all optimizer steps of a rollout; None if it was not measured."""
+    if not reports or any(name not in report.metrics for report in reports):
+        return None
+    total: float = sum(report.metrics[name] for report in reports)
+    return total / max(1, sum(report.num_sampled for report in reports))
