@@ -16,6 +16,9 @@ from typing import Any
 
 from hotseat.errors import UserError
 
+# Folder, beside that of a run, with the files of objects that a script gave to `hotseat.run`, while that lasts.
+SCRIPT_FOLDER = ".{name}.python"
+
 
 def is_own(name: str) -> bool:
     """Tell whether a name is `FILE.py:FUNCTION`, and not that of a built-in function."""
@@ -34,6 +37,11 @@ def absolute(name: str) -> str:
         return name
     file, function = located(name)
     return f"{file}:{function}"
+
+
+def is_of_script(path: Path) -> bool:
+    """Tell whether a path is in the folder of a script's objects, which is there only while the script trains."""
+    return any(re.fullmatch(r"\..+\.python", part) for part in path.parts)
 
 
 def load_file(file: Path, name: str) -> ModuleType:

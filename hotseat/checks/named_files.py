@@ -30,6 +30,7 @@ from hotseat.config.unsupported import unsupported
 from hotseat.envs.family_loading import EXAMPLES, import_problem, path_problem
 from hotseat.errors import Problem
 from hotseat.planning.config_plan import flow_problem
+from hotseat.user_functions import is_of_script
 
 # Endings of data files: a path with one of them is no name on the hub.
 _ROW_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -261,6 +262,11 @@ def near(path: Path, holding: str | None = None) -> str:
     holding: a file that a folder must have to be suggested.
     """
     parent = path.parent
+    if is_of_script(path):
+        return (
+            ": it was an object of a Python script, and is not kept; to resume, call hotseat.run there with the same"
+            " objects and name, and checkpoint.resume=true"
+        )
     if not parent.is_dir():
         if holding is not None:
             return ""
