@@ -41,7 +41,8 @@ def run(
 
     A mapping may have objects where a file has paths, and so may the keywords, which stand for these keys: `train` for
     data.path, `eval` for eval.path, `reward` for reward.function, `agent` for agent.path, `model` for actor.model.
-    docs/python.md lists what fits. tokenizer: instead of the model's. callbacks: called between steps.
+    Several rewards are a list of functions, or of pairs of a function and its weight. docs/python.md lists what fits.
+    tokenizer: instead of the model's. callbacks: called between steps.
 
     A config that cannot work raises a `UserError` before any model loads; a run that fails raises another
     `HotseatError`. Called in the main thread, it hears Ctrl-C and SIGTERM until it returns: the first one lets the
@@ -96,8 +97,9 @@ def _made(
     if objects:
         place = objects.place(Path(named.run_dir) / str(named.name))
         placed = loads(place(to_yaml(named)))
-        model = place(objects.model_of(named))
-        named = placed.model_copy(update={"actor": placed.actor.model_copy(update={"model": model})})
+        model = objects.model_of(named)
+        actor = placed.actor.model_copy(update={"model": model and place(model)})
+        named = placed.model_copy(update={"actor": actor})
 
     def train(config: Config, steering: Steering) -> None:
         from hotseat.loop.start import start
@@ -109,10 +111,7 @@ def _made(
 
 
 def _overrides(keywords: Mapping[str, Any], objects: ScriptObjects) -> list[str]:
-    import json
-
-    given = {_KEYWORDS[name]: value for name, value in keywords.items() if value is not None}
-    return [f"{key}={json.dumps(objects.path_of(key, value))}" for key, value in given.items()]
+    return [objects.override(_KEYWORDS[name], value) for name, value in keywords.items() if value is not None]
 
 
 def _checked(config: Source | Config, overrides: Sequence[str], objects: ScriptObjects) -> Config:

@@ -24,8 +24,8 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 
 # A name that is added or removed is a decision: change docs/python.md with it.
 PUBLIC = [
-    *("Advantages", "Agent", "AgentError", "Completion", "Config", "ConfigError", "Environment", "Episode"),
-    *("GroupChange", "HotseatError", "PolicyLoss", "Prompt", "PromptGroup"),
+    *("Advantages", "Agent", "AgentError", "Callback", "Completion", "Config", "ConfigError", "EarlyStopping"),
+    *("Environment", "Episode", "GroupChange", "HotseatError", "LiveRun", "PolicyLoss", "Prompt", "PromptGroup"),
     *("Run", "RunError", "SampleFunction", "SampleKey", "Sampling"),
     *(
         "Sandbox",
@@ -34,11 +34,12 @@ PUBLIC = [
         "Segment",
         "SingleTurn",
         "Step",
+        "StopAt",
         "TokenLayout",
         "Transcript",
         "UserError",
     ),
-    *("__version__", "demo", "run"),
+    *("__version__", "demo", "run", "start"),
 ]
 
 

@@ -17,6 +17,7 @@ LAYERS = (
     ("__main__",),
     ("openrlhf", "rlinf"),
     ("cli", "api"),
+    ("script",),
     ("demo",),
     ("loop",),
     ("checks",),

@@ -19,6 +19,7 @@ from hotseat.checks.reward_columns import label_hint_of
 from hotseat.checks.stage import Context
 from hotseat.checks.user_files import line_of_function
 from hotseat.config import Config
+from hotseat.config.presence import reward_files
 from hotseat.errors import Problem
 from hotseat.rewards.function import Trial, try_reward
 from hotseat.words import label_text
@@ -52,7 +53,7 @@ def reward_functions(context: Context) -> Iterator[Problem]:
     max_gib = config.reward.max_memory_gib
     evaluation = config.eval
     for key, path, data, num_samples in (
-        ("reward.function", config.reward.function, config.data.path, config.rollout.samples_per_prompt),
+        *((key, path, config.data.path, config.rollout.samples_per_prompt) for key, path in reward_files(config)),
         ("eval.reward", evaluation.reward, evaluation.path, evaluation.samples_per_prompt),
     ):
         if path is None or not re.fullmatch(r".+\.py(:\w+)?", path):

@@ -101,7 +101,7 @@ def _start_rl(
                         rl_run.micro_batches.try_out(saver.keep)
                     saver.keep(rl_run.micro_batches.config)
                     evaluation = train_rl(rl_run, journal, saver, run.checkpoint)
-                if recording is None:
+                if recording is None and not saver.is_ending:
                     rl_run.samples.record_left_over(
                         saver.last_made or rl_run.num_steps,
                         config.train.num_episodes,

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from hotseat.script.objects import ScriptObjects
 
 
+_one_run = threading.Lock()  # held while a run is under way
+
+
 class LiveRun(Run):
     """A run under way, or ended. `for metrics in run:` yields the metrics of each step as they come."""
 
@@ -74,8 +77,14 @@ class LiveRun(Run):
     def __repr__(self) -> str:
         return f"LiveRun({str(self.path)!r}, {'running' if self.is_running else 'ended'})"
 
+    def _take_the_process(self) -> None:
+        """Raise `UserError` if another run is under way in this process, whose cluster and clock are of one run."""
+        if not _one_run.acquire(blocking=False):
+            raise UserError("another run is under way in this process: wait for its end (`run.wait()`)")
+
     def begin(self, train: Callable[[Config, Steering], object]) -> Self:
         """Train in a thread of its own. train: trains a config to its end."""
+        self._take_the_process()
         name = f"run {self.path.name}"
         self._thread = threading.Thread(target=self._steering.train, args=(train,), name=name, daemon=True)
         self._thread.start()
@@ -83,6 +92,7 @@ class LiveRun(Run):
 
     def train(self, train: Callable[[Config, Steering], object]) -> Self:
         """Train in this thread."""
+        self._take_the_process()
         self._steering.train(train)
         return self.wait()
 
@@ -117,6 +127,7 @@ class _ScriptSteering(Steering):
         except BaseException as error:
             self._run.error = self._run.error or error
         finally:
+            _one_run.release()
             with self._changed:
                 self.is_over = True
                 self._changed.notify_all()
@@ -131,8 +142,8 @@ class _ScriptSteering(Steering):
         return bool(self._overrides) and self._is_stopping
 
     def _resumed(self) -> Config:
+        from hotseat.checks.run_directory import CONFIG
         from hotseat.config import loads_saved
-        from hotseat.loop.state.run_dir import CONFIG
 
         overrides, self._overrides, self._is_stopping, self._saver = self._overrides, [], False, None
         return loads_saved((self._run.path / CONFIG).read_text(), [*overrides, "checkpoint.resume=true"])

@@ -47,6 +47,7 @@ KINDS = {
     "data.path": _DATA,
     "eval.path": _DATA,
     "reward.function": _FUNCTION,
+    "reward.functions.*.function": _FUNCTION,
     "eval.reward": _FUNCTION,
     "agent.path": _AGENT,
     "actor.model": "a model of transformers",
@@ -97,13 +98,19 @@ class ScriptObjects:
         result: dict[str, Any] = replaced
         return result
 
-    def path_of(self, key: str, value: Any) -> str:
-        """Return the path that stands for an object, or the value itself if it is a path already."""
+    def override(self, key: str, value: Any) -> str:
+        """Return the override that sets a key to the path which stands for an object, or to a path that it is already.
+
+        Several rewards, each a function or a pair of a function and its weight, become `reward.functions`.
+        """
+        if key == "reward.function" and isinstance(value, list | tuple):
+            pairs = [each if isinstance(each, tuple) else (each, 1.0) for each in value]
+            key, value = "reward.functions", [{"function": each, "weight": weight} for each, weight in pairs]
         problems: list[Problem] = []
-        path = self._replace(value, tuple(key.split(".")), problems)
+        replaced = self._replace(value, tuple(key.split(".")), problems)
         if problems:
             raise ConfigError(problems)
-        return str(path)
+        return f"{key}={json.dumps(replaced)}"
 
     def place(self, run_dir: Path) -> Callable[[str], str]:
         """Choose the folder of the files by that of the run; return a function that puts it into a config's text."""
