@@ -44,6 +44,15 @@ def is_of_script(path: Path) -> bool:
     return any(re.fullmatch(r"\..+\.python", part) for part in path.parts)
 
 
+def shown_place(file: Path) -> str:
+    """Return where a file's function stands, for messages: the file, or the line of the script whose object it is."""
+    if is_of_script(file) and file.is_file():
+        match = re.match(r'"""from (.+)"""', file.read_text(encoding="utf-8"))
+        if match is not None:
+            return match[1]
+    return str(file)
+
+
 def load_file(file: Path, name: str) -> ModuleType:
     """Run a file as a module of this name. It can import the modules beside it."""
     spec = importlib.util.spec_from_file_location(name, file)

@@ -288,7 +288,9 @@ def _link_or_copy(source: str, target: str) -> None:
 
 # --- functions and classes --------------------------------------------------------------------------------------------
 
-_STUB = '''"""{described}"""
+_STUB = '''"""from {place}"""
+
+# An object of the script that called hotseat.run, which shown_place names in messages.
 
 import pickle
 import sys
@@ -326,8 +328,7 @@ def _write_function(value: Any, name: str, path: Path) -> int:
     elif isinstance(value, type):
         more = _AS_CLASS.format(name=name)
     folders = [os.path.abspath(folder or ".") for folder in sys.path]
-    described = f"{name}, an object of the script that called hotseat.run."
-    path.write_text(_STUB.format(described=described, folders=folders, name=name, more=more))
+    path.write_text(_STUB.format(place=_place_of(value), folders=folders, name=name, more=more))
     return len(data)
 
 
@@ -357,6 +358,16 @@ def _culprit(value: Any) -> str:
         except Exception:  # which of them it is counts, not how it fails
             return f"it uses {name!r}, of type {_named(each)}. "
     return ""
+
+
+def _place_of(value: Any) -> str:
+    """Return file and line of an object's source, as far as Python knows them."""
+    code = inspect.unwrap(value) if inspect.isroutine(value) or isinstance(value, type) else type(value)
+    try:
+        file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
+    except (OSError, TypeError):
+        return "the script"
+    return f"{file}:{line}"
 
 
 def _source_of(value: Any) -> str | None:
