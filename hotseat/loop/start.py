@@ -40,7 +40,8 @@ def start(config: Config, launched: bool = False, steering: Steering | None = No
 def _check_and_run(config: Config, launched: bool, steering: Steering | None) -> dict[str, float]:
     check_config(config)
     keep_compiled()
-    with make_view(config, launched) as view, agent_trial(config) as trial:
+    shown = None if steering is None else steering.view(config.task)
+    with shown or make_view(config, launched) as view, agent_trial(config) as trial:
         notes = [*check_job_directory(config, Path.cwd()), *check_user_code(config, view.stage)]
         view.stage("loading torch and transformers")
         has_workers = not launched and config.cluster.runtime == "ray"

@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hotseat.loop.state.saving import Saver
+    from hotseat.observe import LiveView
 
 
 class Steering:
     """Moments of a run at which a script may watch and steer it. All of them come in the thread of the run."""
+
+    def view(self, title: str) -> LiveView | None:
+        """Return what shows the run, where that is not a terminal or a file; None: the usual view."""
+        return None
 
     def begin(self, run_dir: Path, saver: Saver, say: Callable[[str], object]) -> None:
         """Take note that the run's directory is open. saver: ends the run when it is asked to."""

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hotseat.errors import HotseatError, RunError, UserError
 from hotseat.loop.steering import Steering
+from hotseat.script.notebook import NotebookView, in_notebook
 from hotseat.script.run_files import Run
 
 if TYPE_CHECKING:
     from hotseat.config import Config
     from hotseat.loop.state.saving import Saver
+    from hotseat.observe import LiveView
     from hotseat.script.callbacks import Callback
     from hotseat.script.objects import ScriptObjects
 
@@ -109,6 +111,7 @@ class _ScriptSteering(Steering):
         self._overrides: list[str] = []
         self._is_stopping = self._is_finishing = self._has_begun = False
         self._checkpoint: int | None = None  # step of the last one that callbacks have seen
+        self._view = NotebookView(config.task).__enter__() if in_notebook() else None  # in the cell that is run now
         self.is_over = False
 
     # --- the run's thread ---------------------------------------------------------------------------------------------
@@ -147,6 +150,9 @@ class _ScriptSteering(Steering):
 
         overrides, self._overrides, self._is_stopping, self._saver = self._overrides, [], False, None
         return loads_saved((self._run.path / CONFIG).read_text(), [*overrides, "checkpoint.resume=true"])
+
+    def view(self, title: str) -> LiveView | None:
+        return self._view
 
     def begin(self, run_dir: Path, saver: Saver, say: Callable[[str], object]) -> None:
         self._say = say
