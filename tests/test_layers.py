@@ -157,6 +157,7 @@ ROOMS = (
     ("opening",),
     ("inputs",),
     ("settings",),
+    ("steering",),
     ("state",),
     ("workers",),
     ("devices",),

@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import sys
+import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -360,12 +361,16 @@ def _culprit(value: Any) -> str:
     return ""
 
 
+# What inspect raises where it finds no source, or another text than the one that was run.
+_NO_SOURCE = (OSError, TypeError, SyntaxError, tokenize.TokenError)
+
+
 def _place_of(value: Any) -> str:
     """Return file and line of an object's source, as far as Python knows them."""
     code = inspect.unwrap(value) if inspect.isroutine(value) or isinstance(value, type) else type(value)
     try:
         file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
-    except (OSError, TypeError):
+    except _NO_SOURCE:
         return "the script"
     return f"{file}:{line}"
 
@@ -373,7 +378,7 @@ def _place_of(value: Any) -> str:
 def _source_of(value: Any) -> str | None:
     try:
         return inspect.getsource(value if inspect.isroutine(value) or isinstance(value, type) else type(value))
-    except (OSError, TypeError):
+    except _NO_SOURCE:
         return None  # typed into an interpreter
 
 
