@@ -16,6 +16,9 @@ from typing import Any
 
 from hotseat.errors import UserError
 
+# Folder, beside that of a run, with the files of objects that a script gave to `hotseat.run`, while that lasts.
+SCRIPT_FOLDER = ".{name}.python"
+
 
 def is_own(name: str) -> bool:
     """Tell whether a name is `FILE.py:FUNCTION`, and not that of a built-in function."""
@@ -34,6 +37,20 @@ def absolute(name: str) -> str:
         return name
     file, function = located(name)
     return f"{file}:{function}"
+
+
+def is_of_script(path: Path) -> bool:
+    """Tell whether a path is in the folder of a script's objects, which is there only while the script trains."""
+    return any(re.fullmatch(r"\..+\.python", part) for part in path.parts)
+
+
+def shown_place(file: Path) -> str:
+    """Return where a file's function stands, for messages: the file, or the line of the script whose object it is."""
+    if is_of_script(file) and file.is_file():
+        match = re.match(r'"""from (.+)"""', file.read_text(encoding="utf-8"))
+        if match is not None:
+            return match[1]
+    return str(file)
 
 
 def load_file(file: Path, name: str) -> ModuleType:

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.checks.stage import Context, Unsupported
-from hotseat.checks.user_files import agent_problem, function_problem, reward_problem, spelling_problem
+from hotseat.checks.user_files import (
+    agent_problem,
+    function_problem,
+    is_reward_key,
+    reward_problem,
+    spelling_problem,
+)
 from hotseat.checks.weight_files import weights_problem
 from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_problem
@@ -23,6 +29,7 @@ from hotseat.config.presence import (
     has_reference,
     has_reward_model,
     has_simulator,
+    reward_files,
     task_numbers,
 )
 from hotseat.config.resolved import judge_length
@@ -30,6 +37,7 @@ from hotseat.config.unsupported import unsupported
 from hotseat.envs.family_loading import EXAMPLES, import_problem, path_problem
 from hotseat.errors import Problem
 from hotseat.planning.config_plan import flow_problem
+from hotseat.user_functions import is_of_script
 
 # Endings of data files: a path with one of them is no name on the hub.
 _ROW_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -65,7 +73,7 @@ def user_files(context: Context) -> Iterator[Problem]:
     if not config.has_rollouts:
         return
     for key, path, find_problem in (
-        ("reward.function", config.reward.function, reward_problem),
+        *((key, path, reward_problem) for key, path in reward_files(config)),
         ("eval.reward", config.eval.reward, reward_problem),
         ("agent.path", config.agent.path, agent_problem),
         ("algorithm.policy_loss", config.algorithm.policy_loss, function_problem),
@@ -76,8 +84,8 @@ def user_files(context: Context) -> Iterator[Problem]:
         match = re.fullmatch(r"([^,]+\.py)(?::(\w+))?", path or "")
         if match is None:
             # The schema checks the names of functions, and the class of a component may be a module's.
-            is_checked = path is not None and key in ("reward.function", "eval.reward", "agent.path")
-            if is_checked and (problem := spelling_problem(key, str(path))) is not None:
+            is_checked = key == "agent.path" or is_reward_key(key)
+            if path is not None and is_checked and (problem := spelling_problem(key, str(path))) is not None:
                 yield Problem(key, problem)
             continue
         file = Path(match[1]).expanduser()
@@ -261,6 +269,11 @@ def near(path: Path, holding: str | None = None) -> str:
     holding: a file that a folder must have to be suggested.
     """
     parent = path.parent
+    if is_of_script(path):
+        return (
+            ": it was an object of a Python script, and is not kept; to resume, call hotseat.run there with the same"
+            " objects and name, and checkpoint.resume=true"
+        )
     if not parent.is_dir():
         if holding is not None:
             return ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hotseat.checks.stage import DataContext
 from hotseat.checks.user_files import parameters_of
 from hotseat.config import Config
-from hotseat.config.presence import has_reward_model, has_simulator
+from hotseat.config.presence import has_reward_model, has_simulator, reward_files
 from hotseat.errors import Problem
 from hotseat.rewards.function import locate
 from hotseat.rewards.function_worker import is_trl_form
@@ -29,20 +29,21 @@ def keeps_columns(config: Config) -> bool:
 def columns(context: DataContext) -> Iterator[Problem]:
     """Find functions that are called by names and require a column that the data does not have."""
     evaluation = context.config.eval
-    yield from _lacking(context.config, "reward.function", context.prompts)
+    learned = [key for key, _ in reward_files(context.config)]
+    yield from _lacking(context.config, learned, context.prompts)
     if evaluation.reward is not None:
-        yield from _lacking(context.config, "eval.reward", context.eval_prompts)
+        yield from _lacking(context.config, ["eval.reward"], context.eval_prompts)
     elif not evaluation.graders:  # which score evaluations without the function
-        yield from _lacking(context.config, "reward.function", context.eval_prompts)
+        yield from _lacking(context.config, learned, context.eval_prompts)
 
 
-def _lacking(config: Config, used: str, prompts: Sequence[Prompt]) -> Iterator[Problem]:
-    """Find that the function of the key `used` requires a column that these prompts do not have."""
+def _lacking(config: Config, used: Sequence[str], prompts: Sequence[Prompt]) -> Iterator[Problem]:
+    """Find that a function of the keys `used` requires a column that these prompts do not have."""
     if not prompts:
         return
     there = [name for name in prompts[0].columns or () if name not in ("prompt", "completion", *_PASSED)]
     for key, path, parameters in _functions(config):
-        if key != used or parameters is None or not is_trl_form(parameters):
+        if key not in used or parameters is None or not is_trl_form(parameters):
             continue
         missing = [name for name, is_required in parameters.items() if is_required and name not in (*_PASSED, *there)]
         if missing:
@@ -56,9 +57,9 @@ def _lacking(config: Config, used: str, prompts: Sequence[Prompt]) -> Iterator[P
 
 def _functions(config: Config) -> Iterator[tuple[str, str, dict[str, bool] | None]]:
     """Yield (key, path, parameters) of the reward functions; parameters is None where the text does not show them."""
-    for key, path in (("reward.function", config.reward.function), ("eval.reward", config.eval.reward)):
-        if path is not None:
-            yield key, path, parameters_of(*locate(path))
+    of_evaluation = [] if config.eval.reward is None else [("eval.reward", config.eval.reward)]
+    for key, path in (*reward_files(config), *of_evaluation):
+        yield key, path, parameters_of(*locate(path))
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from hotseat.observe import METRICS, read_lines
 
 CONFIG = "config.yaml"
 LOCK = ".lock"  # held by the process of the run
+INITIAL_MODEL = "initial_model"  # folder of a model that a script gave as an object, saved before the run begins
 
 
 def is_free(context: Context) -> Iterable[Problem]:
@@ -36,7 +37,8 @@ def run_directory(config: Config) -> Path:
     for each in path.iterdir() if path.is_dir() else ():
         if each.is_symlink():
             raise link_error(each)
-    if path.exists() and any(path.iterdir()) and not config.checkpoint.resume and not _made_no_step(path):
+    is_empty = not path.exists() or all(each.name == INITIAL_MODEL for each in path.iterdir())
+    if not is_empty and not config.checkpoint.resume and not _made_no_step(path):
         folder = Path(config.checkpoint.path) if config.checkpoint.path is not None else path / "checkpoints"
         has_checkpoint = folder.is_dir() and any(folder.iterdir())
         resume = f"resume it (`hotseat resume {path}`), " if has_checkpoint else ""

@@ -49,9 +49,14 @@ def reward_problem(file: Path, function: str | None = None) -> str | None:
     )
 
 
+def is_reward_key(key: str) -> bool:
+    """Tell whether the value of a key is a reward function."""
+    return key.startswith("reward.function") or key == "eval.reward"
+
+
 def spelling_problem(key: str, path: str) -> str | None:
     """Return why the value of a key is neither FILE.py, nor FILE.py:NAME, nor a built-in reward; None if it is one."""
-    is_reward = key in ("reward.function", "eval.reward")
+    is_reward = is_reward_key(key)
     if is_reward and path in FUNCTIONS:
         return None
     if not is_reward and Path(path).expanduser().is_file():

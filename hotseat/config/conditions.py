@@ -202,7 +202,9 @@ REWARD_MODEL = Condition(
     "rewards come from reward.model", has_reward_model, "rewards do not come from a model (reward.model is not set)"
 )
 REWARD_FILE = Condition(
-    "rewards come from reward.function", has_reward_file, "rewards do not come from reward.function"
+    "rewards come from reward.function or reward.functions",
+    has_reward_file,
+    "rewards do not come from reward.function or reward.functions",
 )
 REWARD_FILE_OR_URL = Condition(
     "rewards come from reward.function or reward.url",

@@ -19,7 +19,9 @@ from hotseat.config.presence import (
     has_reward_model,
     has_simulator,
     is_placed,
+    name_of_function,
     placed_roles,
+    reward_files,
     task_numbers,
 )
 from hotseat.config.resolved import (
@@ -81,8 +83,9 @@ def _missing_models_and_data(config: Config) -> Problems:
 
 def _missing_in_rl(config: Config) -> Problems:
     reward, samples = config.reward, config.rollout.samples_per_prompt
-    has_other_source = reward.graders or has_judge(config) or has_agent(config)  # a simulator is one
-    if not has_other_source and all(source is None for source in (reward.function, reward.url, reward.model)):
+    scores_alone = reward.graders or has_judge(config) or has_agent(config)  # a simulator is one
+    has_source = scores_alone or reward_files(config) or reward.url is not None or reward.model is not None
+    if not has_source:
         yield (
             "reward.function",
             "no source of rewards: set reward.function, reward.url, reward.model or agent.path; a config may also have"
@@ -458,6 +461,8 @@ def _rewards(config: Config) -> Problems:
     sources = [name for name in ("function", "url", "model") if getattr(reward, name) is not None]
     if len(sources) > 1:
         yield f"reward.{sources[1]}", f"reward.{sources[0]} is set too: rewards have one source"
+    if reward.functions and reward.function is not None:
+        yield "reward.functions", "reward.function is set too: put it among them"
     for key, is_added in (("reward.graders", bool(reward.graders)), ("reward.judge", has_judge(config))):
         if reward.model is not None and is_added:
             yield key, "cannot be added to reward.model, which scores alone: set one of them"
@@ -468,16 +473,22 @@ def _rewards(config: Config) -> Problems:
 
 
 def _graders(config: Config) -> Problems:
-    yield from _grader_problems("reward.graders", config.reward.graders, config.reward.function)
-    yield from _grader_problems("eval.graders", config.eval.graders, config.eval.reward)
+    reward = config.reward
+    names = [name_of_function(each) for each in reward.functions]
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            yield f"reward.functions[{at}].name", f"{name!r} is taken: give each function a name of its own"
+    taken = [*names, *(["function"] if reward.function is not None else [])]
+    yield from _grader_problems("reward.graders", reward.graders, taken)
+    yield from _grader_problems("eval.graders", config.eval.graders, [] if config.eval.reward is None else ["function"])
 
 
-def _grader_problems(key: str, graders: Iterable[GraderConfig], function: str | None) -> Problems:
+def _grader_problems(key: str, graders: Iterable[GraderConfig], taken: Iterable[str]) -> Problems:
     """Yield graders that lack an option of their kind, have one of another, or share a name.
 
-    function: the file that scores beside them, if any.
+    taken: names of the functions that score beside them.
     """
-    names: set[str] = set()
+    names = set(taken)
     for number, grader in enumerate(graders):
         at = f"{key}[{number}]"
         for option, kind in {"pattern": "regex", "json_schema": "json", "partial": "code"}.items():
@@ -488,7 +499,7 @@ def _grader_problems(key: str, graders: Iterable[GraderConfig], function: str | 
         if grader.kind == "code" and "timeout_s" in grader.model_fields_set:
             yield f"{at}.timeout_s", "has no effect on kind code; set reward.sandbox.timeout_s"
         name = grader.name or grader.kind
-        if name in names or (name == "function" and function is not None):
+        if name in names:
             yield f"{at}.name", f"{name!r} is taken: give each grader a name of its own"
         names.add(name)
 
@@ -526,7 +537,7 @@ def _judge(config: Config) -> Problems:
     own = {"model", "messages", "temperature", "max_tokens", "seed", "n", "stream"} & set(judge.request)
     if own:
         yield "reward.judge.request", f"{', '.join(sorted(own))}: set by the judge's other options"
-    names = {grader.name or grader.kind for grader in reward.graders}
+    names = {*(grader.name or grader.kind for grader in reward.graders), *map(name_of_function, reward.functions)}
     if reward.function is not None or reward.url:
         names.add("function")
     if judge.name in names:

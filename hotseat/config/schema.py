@@ -379,9 +379,20 @@ class JudgeConfig(Section):
     """Requests of a rollout host at a time."""
 
 
+class RewardFunctionConfig(Section):
+    function: str
+    """As `reward.function`."""
+    weight: float = 1.0
+    """Factor of its rewards in the sum."""
+    name: str | None = None
+    """Name of its rewards in metrics and samples; unset is the function's."""
+
+
 class RewardConfig(Section):
     function: Annotated[str | None, when.SCORED] = None
     """Python file with `reward_func(queries, prompts, labels)`."""
+    functions: Annotated[list[RewardFunctionConfig], when.SCORED] = []
+    """Several functions instead of `function`; the reward is the weighted sum of theirs, each of which is recorded."""
     graders: Annotated[list[GraderConfig], when.SCORED] = []
     """Built-in graders; the reward is the weighted sum of their verdicts, plus the reward of `function`, if set."""
     judge: Annotated[JudgeConfig, when.JUDGE] = JudgeConfig()

@@ -18,7 +18,7 @@ from hotseat.rewards import builtin
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
 from hotseat.rewards.function_process import LoadedTooLate, NotLoaded, OwnerThread, Task, Tracebacks, Worker
 from hotseat.rewards.scorer import NamedArguments, SampleGroup, Scorer, named_samples, to_stderr
-from hotseat.user_functions import located
+from hotseat.user_functions import located, shown_place
 from hotseat.words import label_text
 
 _MAX_KILLS = 3
@@ -61,7 +61,7 @@ class RewardFunction(Scorer):
         say: Callable[[str], object] | None = None,
     ):
         file, function = locate(str(path))
-        self.name = f"{file}: {function}"
+        self.name = f"{shown_place(file)}: {function}"
         self._is_builtin = str(path) in builtin.FUNCTIONS
         self.timeout_s = timeout_s
         self.retries = retries

@@ -35,6 +35,8 @@ def main(channel: Channel, task: dict[str, Any]) -> None:
         runpy.run_path(os.path.join(package, helper))["install"]()
     try:
         function = load(task["file"], task["function"])
+        code = getattr(inspect.unwrap(function), "__code__", None)  # which may be of a module, or of a script
+        written_in = task["file"] if code is None else code.co_filename
     except BaseException as error:
         channel.send(description(error, task["file"]))
         return
@@ -55,7 +57,7 @@ def main(channel: Channel, task: dict[str, Any]) -> None:
                 result = asyncio.run(_wait(result))
             answer = {"result": plain(result)}
         except BaseException as error:  # whatever the user's code raises, even SystemExit, is reported as its answer
-            answer = {**description(error, task["file"]), "is_mistake": isinstance(error, ArgumentMissing)}
+            answer = {**description(error, written_in), "is_mistake": isinstance(error, ArgumentMissing)}
         channel.send(answer)
 
 

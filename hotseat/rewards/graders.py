@@ -87,12 +87,12 @@ def package_problem(kind: str) -> str | None:
 class Graders(Scorer):
     """Scores groups by several graders; the reward is the weighted sum of their verdicts, each of which is logged.
 
-    A `function`, or servers, score beside them, with weight 1; and a model as `judge`, whose verdicts count as those of
-    a grader with the name and weight that come with it. The constructor starts everything once: a missing
-    package, or a sandbox that does not work on this machine, raises `UserError`. Graders that compare text have a
-    process each, which is ended and replaced if it does not answer in time. Generated code runs in the sandbox,
-    `max_concurrent` programs at a time. A sample that a grader cannot judge is `Failed`, with the grader's name and the
-    reason.
+    A `function`, or servers, score with them, with weight 1. `beside`: scorers whose rewards count as the verdicts of
+    graders with the names and weights that come with them: several functions, and a model as judge. The constructor
+    starts everything once: a missing package, or a sandbox that does not work on this machine, raises `UserError`.
+    Graders that compare text have a process each, which is ended and replaced if it does not answer in time. Generated
+    code runs in the sandbox, `max_concurrent` programs at a time. A sample that a grader cannot judge is `Failed`, with
+    the grader's name and the reason.
 
     One thread takes groups in the order of `submit` and has their texts judged; threads of a pool wait for the sandbox.
     `close` wakes all of them.
@@ -104,13 +104,13 @@ class Graders(Scorer):
         *,
         sandbox: SandboxSettings | None = None,
         function: Scorer | None = None,
-        judge: tuple[Grader, Scorer] | None = None,
+        beside: Sequence[tuple[Grader, Scorer]] = (),
         max_memory_bytes: int | None = None,
     ):
         self._texts = [grader for grader in graders if grader.kind in _FUNCTIONS]
         self._codes = [grader for grader in graders if grader.kind == "code"]
         self._function = function
-        self._judge = judge
+        self._beside = tuple(beside)
         self._sandbox: Sandbox | None = None
         self._pool: ThreadPoolExecutor | None = None
         for grader in graders:
@@ -145,9 +145,12 @@ class Graders(Scorer):
             ]
         samples = (group.queries, group.prompts, group.labels, group.ids)
         own = None if self._function is None else self._function.submit(*samples, group.named)
-        judged = None if self._judge is None else self._judge[1].submit(*samples)
-        beside = [future for future in (own, judged) if future is not None]
-        waits_for: list[Future[Any]] = [texts, *(future for _, future in codes), *beside]
+        beside = [(grader, scorer.submit(*samples, group.named)) for grader, scorer in self._beside]
+        waits_for: list[Future[Any]] = [texts, *(future for _, future in codes), *(future for _, future in beside)]
+        waits_for += [] if own is None else [own]
+        nothing: Score | Failed = Score(0.0, 0.0, {})
+        if beside and not (self._texts or self._codes):
+            nothing = NotApplicable("no reward function applies to it")  # until one does
 
         def finish() -> None:
             try:
@@ -156,13 +159,12 @@ class Graders(Scorer):
                 for index, grader in enumerate(self._codes):
                     mine = codes[index * size : (index + 1) * size]
                     parts.append((grader, [future.result() for _, future in mine]))
-                if self._judge is not None and judged is not None:
-                    parts.append((self._judge[0], judged.result()))
+                parts += [(grader, future.result()) for grader, future in beside]
                 rewards = [None] * size if own is None else own.result()
                 sums: list[Score | Failed] = []
                 for number, name in enumerate(group.ids):
                     reward = rewards[number]
-                    sums.append(Score(0.0, 0.0, {}) if reward is None else reward)
+                    sums.append(nothing if reward is None else reward)
                     if isinstance(reward, Score):
                         sums[-1] = Score(reward.reward, reward.score, {**reward.extra, "function": reward.reward})
                     for grader, verdicts in parts:
@@ -187,8 +189,8 @@ class Graders(Scorer):
             self._pool.shutdown(cancel_futures=True)
         if self._function is not None:
             self._function.close()
-        if self._judge is not None:
-            self._judge[1].close()
+        for _, scorer in self._beside:
+            scorer.close()
 
     def _run_code(self, grader: Grader, answer: str, label: Any) -> Score | Failed:
         assert self._sandbox is not None
@@ -257,7 +259,12 @@ class _Judge(Worker):
 
 
 def add_verdict(total: Score | Failed, grader: Grader, verdict: Score | Failed, sample: str) -> Score | Failed:
-    """Add the verdict of one more grader to the reward of a sample. A failure stays one."""
+    """Add the verdict of one more grader to the reward of a sample. A failure stays one.
+
+    What does not apply to the sample adds nothing; nor do its other numbers, if some grader has their name.
+    """
+    if isinstance(verdict, NotApplicable):
+        return total
     if isinstance(total, NotApplicable):
         total = Score(0.0, 0.0, {})
     if isinstance(total, Failed):
@@ -269,4 +276,4 @@ def add_verdict(total: Score | Failed, grader: Grader, verdict: Score | Failed, 
         return Failed(f"extra_logs of the reward function has {grader.name!r}, the name of a grader: rename one")
     reward = total.reward + grader.weight * verdict.reward
     score = total.score + grader.weight * verdict.score
-    return Score(reward, score, {**total.extra, grader.name: verdict.reward})
+    return Score(reward, score, {**verdict.extra, **total.extra, grader.name: verdict.reward})

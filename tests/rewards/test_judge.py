@@ -255,7 +255,7 @@ def test_what_is_open_when_the_judge_is_closed_says_so(server, judge):
 
 def test_its_verdict_is_added_as_a_graders_is(server, judge):
     there = server(lambda number, message: written("Score: 5" if "Answer: 4" in text_of(message) else "Hm."))
-    with Graders([Grader("exact", "exact")], judge=(Grader("judge", "taste", 0.5), judge(there))) as graders:
+    with Graders([Grader("exact", "exact")], beside=[(Grader("judge", "taste", 0.5), judge(there))]) as graders:
         good, bad = scored(graders)
     assert good == Score(1.25, 1.25, {"exact": 1.0, "taste": 0.5})
     assert bad.reason.startswith("grader taste: the judge wrote no verdict")
