@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hotseat.config import Config
     from hotseat.errors import ConfigError, HotseatError, RunError, UserError
     from hotseat.rewards import Sandbox, SandboxSettings
+    from hotseat.trl.translate import from_trl
     from hotseat.types import (
         Completion,
         Episode,
@@ -66,6 +67,7 @@ __all__ = [
     "UserError",
     "__version__",
     "demo",
+    "from_trl",
     "run",
 ]
 
@@ -79,6 +81,7 @@ _HOMES = {
     "hotseat.config": ("Config",),
     "hotseat.errors": ("ConfigError", "HotseatError", "RunError", "UserError"),
     "hotseat.rewards": ("Sandbox", "SandboxSettings"),
+    "hotseat.trl.translate": ("from_trl",),
     "hotseat.types": (
         *("Completion", "Episode", "GroupChange", "Prompt", "PromptGroup"),
         *("SampleKey", "Sampling", "ScoredEpisode", "Segment", "TokenLayout"),

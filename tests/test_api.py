@@ -38,7 +38,7 @@ PUBLIC = [
         "Transcript",
         "UserError",
     ),
-    *("__version__", "demo", "run"),
+    *("__version__", "demo", "from_trl", "run"),
 ]
 
 
