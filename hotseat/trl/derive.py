@@ -248,9 +248,11 @@ def logs(draft: ConfigDraft) -> None:
 def trackers(draft: ConfigDraft) -> None:
     values = draft.values
     names = [values["report_to"]] if isinstance(values["report_to"], str) else list(values["report_to"] or ())
-    others = sorted({*names} - {"none", "tensorboard", "wandb", "mlflow", "trackio"})
+    others = sorted({*names} - {"none", "tensorboard", "wandb", "mlflow", "trackio", "kubeflow"})
     if others:
         draft.refuse("report_to", f"{', '.join(others)}: the trackers are wandb, mlflow, trackio and TensorBoard")
+    if "kubeflow" in names:  # which TRL adds by itself inside a job of Kubeflow
+        draft.differ("report_to", "kubeflow: a run does not report its progress there")
     for name in ("wandb", "mlflow", "trackio"):
         if name in names:
             draft.set("report_to", {f"log.{name}.enabled": True})

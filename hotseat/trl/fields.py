@@ -7,7 +7,7 @@ Names and defaults are those of `VERSION`. What all of them have from transforme
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 VERSION = "1.16"
@@ -25,6 +25,7 @@ class TrlField:
     note: str = ""  # conversion, or why it sets no key
     is_refused: bool = False  # values besides the default are refused, because of the note
     silent: tuple[Any, ...] = ()  # further values of which nothing is said, such as those that TRL puts in itself
+    is_secret: bool = False  # its value is in no message
 
 
 def _copied(
@@ -198,7 +199,7 @@ SHARED: tuple[TrlField, ...] = (
     ),
     _idle("enable_jit_checkpoint", False, "SIGTERM always ends a run with a checkpoint"),
     _refused("push_to_hub", False, _NO_HUB),
-    _idle("hub_token", None, _NO_HUB),
+    replace(_idle("hub_token", None, _NO_HUB), is_secret=True),
     _idle("hub_private_repo", None, _NO_HUB),
     _idle("hub_model_id", None, _NO_HUB),
     _idle("hub_strategy", "every_save", _NO_HUB),
@@ -315,7 +316,9 @@ GRPO: tuple[TrlField, ...] = (
     ),
     _copied("temperature", 1.0, "rollout.temperature"),
     _copied("top_p", 1.0, "rollout.top_p"),
-    _copied("top_k", 0, "rollout.top_k", convert=lambda value: value or 0),
+    _copied(
+        "top_k", 0, "rollout.top_k", convert=lambda value: max(value or 0, 0), note="-1 and None are 0, which is all"
+    ),
     _refused("min_p", None, "engines sample by temperature, top-p and top-k"),
     _refused("generation_kwargs", None, "engines sample by temperature, top-p and top-k", silent=({},)),
     _refused("chat_template_kwargs", None, "put them into a template, `data.chat_template`", silent=({},)),

@@ -46,7 +46,9 @@ def from_trl(
     names = [field.name for field in entry.fields]
     values = {name: _plain(getattr(config, name, _BEFORE.get(name, _default(entry, name)))) for name in names}
     world_size = max(1, int(config.world_size))
-    draft = ConfigDraft(entry.task, values, world_size if num_processes is None else num_processes, world_size)
+    draft = ConfigDraft(entry.task, values, num_processes or world_size, world_size)
+    if num_processes is not None and num_processes < 1:
+        draft.refuse("num_processes", f"{num_processes}: at least one process trains")
     draft.set("", {"task": entry.task})
     _note_strangers(draft, config, names)
     _set_keys(draft, entry)
@@ -105,14 +107,15 @@ def _set_keys(draft: ConfigDraft, entry: TrlConfig) -> None:
             for key in field.sets:
                 draft.set(field.name, {key: field.convert(value) if field.convert else value})
         elif not _is_default(field, entry, value):
+            shown = "a value" if field.is_secret else repr(value)
             if field.is_refused:
-                draft.refuse(field.name, f"{value!r}: {field.note}")
+                draft.refuse(field.name, f"{shown}: {field.note}")
             else:
-                draft.differ(field.name, f"{value!r} has no effect here: {field.note}")
+                draft.differ(field.name, f"{shown} has no effect here: {field.note}")
 
 
 def _is_default(field: TrlField, entry: TrlConfig, value: Any) -> bool:
-    return any(type(value) is type(other) and value == other for other in (entry.default_of(field), *field.silent))
+    return value in (entry.default_of(field), *field.silent)
 
 
 def _set_adapters(draft: ConfigDraft, peft_config: Any) -> None:
