@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.errors import Problem
+from hotseat.words import quantity
 
 PROMPT_ROOM = 1024  # tokens for the prompt beside `max_completion_length`, where TRL has no limit
 _UNBOUNDED = "None: a sequence has at most `data.max_length` tokens here, so name a number"
@@ -40,6 +41,14 @@ class ConfigDraft:
 
     def differ(self, name: str, message: str) -> None:
         self.differences.append(f"{name}: {message}" if name else message)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Return a copy of a field that holds arguments, which TRL also takes as text."""
+        value = self.values[name] or {}
+        if isinstance(value, str):
+            self.refuse(name, f"{value!r}: give a mapping")
+            return {}
+        return dict(value)
 
     @property
     def samples_per_update(self) -> int:
@@ -97,10 +106,11 @@ def batches(draft: ConfigDraft) -> None:
     accumulated, group = values["gradient_accumulation_steps"], values["num_generations"]
     per_rollout = values["steps_per_generation"] or accumulated
     if draft.num_processes != draft.world_size and per_rollout != accumulated:
+        made_for = quantity(draft.world_size, "process", "processes")
         draft.refuse(
             "steps_per_generation",
-            f"{per_rollout}: the config was made for {draft.world_size} processes, of which `generation_batch_size` and"
-            f" this depend, and num_processes is {draft.num_processes}: make it with as many (WORLD_SIZE)",
+            f"{per_rollout}: the config was made for {made_for}, on which it and generation_batch_size depend, and"
+            f" num_processes is {draft.num_processes}: make it with as many (WORLD_SIZE)",
         )
     if per_rollout % accumulated and accumulated % per_rollout:
         draft.refuse(
@@ -118,7 +128,7 @@ def batches(draft: ConfigDraft) -> None:
     if samples % group:
         draft.refuse(
             "generation_batch_size",
-            f"{samples} completions in a rollout are no whole groups of {group} (num_generations)",
+            f"{samples} completions in a rollout are not whole groups of num_generations, {group}",
         )
     draft.set("generation_batch_size", {"rollout.batch_size": max(1, samples // group)})
     draft.set("num_generations", {"rollout.samples_per_prompt": group})
@@ -132,7 +142,7 @@ def batches(draft: ConfigDraft) -> None:
 
 
 def passes(draft: ConfigDraft) -> None:
-    passes, max_steps = draft.values["num_train_epochs"], draft.values["max_steps"]
+    epochs, max_steps = draft.values["num_train_epochs"], draft.values["max_steps"]
     if max_steps > 0:
         steps = -(-max_steps // draft.updates_per_step)
         rows = steps * (draft.prompts_per_rollout if draft.task == "rl" else draft.samples_per_update)
@@ -142,16 +152,16 @@ def passes(draft: ConfigDraft) -> None:
             f" data.max_samples={rows} of our config the run then has as many optimizer steps, if the data has as many"
             " rows",
         )
-    elif passes != int(passes) or passes < 1:
-        draft.refuse("num_train_epochs", f"{passes:g}: passes are whole, at least one; set data.max_samples for less")
+    elif epochs != int(epochs) or epochs < 1:
+        draft.refuse("num_train_epochs", f"{epochs:g}: passes are whole, at least one; set data.max_samples for less")
     elif draft.task == "rl":
-        draft.set("num_train_epochs", {"train.num_episodes": int(passes)})
+        draft.set("num_train_epochs", {"train.num_episodes": int(epochs)})
     else:
-        draft.set("num_train_epochs", {"train.max_epochs": int(passes)})
+        draft.set("num_train_epochs", {"train.max_epochs": int(epochs)})
 
 
 def schedule(draft: ConfigDraft) -> None:
-    kind, arguments = draft.values["lr_scheduler_type"], dict(draft.values["lr_scheduler_kwargs"] or {})
+    kind, arguments = draft.values["lr_scheduler_type"], draft.mapping("lr_scheduler_kwargs")
     peak, warmup = draft.values["learning_rate"], draft.values["warmup_steps"] or 0
     ours = {
         "linear": "linear",
@@ -200,11 +210,7 @@ _WEIGHTS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 def precision(draft: ConfigDraft) -> None:
     values = draft.values
-    arguments = values["model_init_kwargs"] or {}
-    if isinstance(arguments, str):
-        draft.refuse("model_init_kwargs", f"{arguments!r}: give a mapping")
-        arguments = {}
-    arguments = dict(arguments)
+    arguments = draft.mapping("model_init_kwargs")
     given = arguments.pop("dtype", arguments.pop("torch_dtype", None))
     weights = _WEIGHTS.get(str(given or "float32").removeprefix("torch."))
     if weights is None:

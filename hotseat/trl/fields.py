@@ -254,9 +254,9 @@ SHARED: tuple[TrlField, ...] = (
     ),
     _idle("debug", "", _LOGGING, silent=([],)),
     _idle("skip_memory_metrics", True, "memory is always measured"),
-    _idle("do_train", False, "of scripts", silent=(True,)),
-    _idle("do_eval", False, "of scripts", silent=(True,)),
-    _idle("do_predict", False, "of scripts"),
+    _idle("do_train", False, "read by scripts alone", silent=(True,)),
+    _idle("do_eval", False, "read by scripts alone", silent=(True,)),
+    _idle("do_predict", False, "read by scripts alone"),
     _refused(
         *("resume_from_checkpoint", None),
         "TRL's checkpoints hold another state: start from their weights by `model`, or resume a run of Hotseat",

@@ -17,6 +17,10 @@ from hotseat.trl.lora import default_of, derive_lora, is_lora
 
 # What fields stand for in versions of TRL that do not have them yet, where that is not their default.
 _BEFORE = {"use_bias_correction_kl": False}
+_COUNTS = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("num_generations", "num_iterations", "steps_per_generation"),
+)
 # Options without an effect until the user names the data to evaluate on.
 _LATER = "eval."
 
@@ -46,9 +50,8 @@ def from_trl(
     names = [field.name for field in entry.fields]
     values = {name: _plain(getattr(config, name, _BEFORE.get(name, _default(entry, name)))) for name in names}
     world_size = max(1, int(config.world_size))
-    draft = ConfigDraft(entry.task, values, num_processes or world_size, world_size)
-    if num_processes is not None and num_processes < 1:
-        draft.refuse("num_processes", f"{num_processes}: at least one process trains")
+    draft = ConfigDraft(entry.task, values, world_size if num_processes is None else num_processes, world_size)
+    _check_counts(draft)
     draft.set("", {"task": entry.task})
     _note_strangers(draft, config, names)
     _set_keys(draft, entry)
@@ -72,6 +75,15 @@ def _entry_of(config: Any) -> TrlConfig:
 
 def _default(entry: TrlConfig, name: str) -> Any:
     return next(entry.default_of(field) for field in entry.fields if field.name == name)
+
+
+def _check_counts(draft: ConfigDraft) -> None:
+    """Raise an error for counts below 1, by which others are divided."""
+    counts = {name: draft.values[name] for name in _COUNTS if draft.values.get(name) is not None}
+    counts["num_processes"] = draft.num_processes
+    problems = [Problem(name, f"given {count}, must be at least 1") for name, count in counts.items() if count < 1]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _plain(value: Any) -> Any:

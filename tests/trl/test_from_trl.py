@@ -37,6 +37,14 @@ def as_run(config, *overrides):
     return loads(to_yaml(config), overrides)
 
 
+def stand_in(args, *, without=(), world_size=1, **changes):
+    """An object of a class with TRL's name, as another version or another launch would make it."""
+    names = [field.name for field in dataclasses.fields(args) if field.name not in without]
+    made = dataclasses.make_dataclass(type(args).__name__, [*names, "world_size"])
+    made.__module__ = type(args).__module__
+    return made(**{name: getattr(args, name) for name in names} | changes, world_size=world_size)
+
+
 def differences(name="GRPOConfig", **values) -> dict[str, str]:
     lines = translated(name, **values).differences
     return dict(line.split(": ", 1) for line in lines if ": " in line)
@@ -138,13 +146,18 @@ def test_an_optimizer_step_over_parts_of_two_rollouts_is_refused():
 
 
 def test_a_generation_batch_of_another_number_of_processes_is_refused():
-    assert "made for 1 processes" in refused(steps_per_generation=4, num_processes=2)["steps_per_generation"]
+    assert "made for 1 process, on which" in refused(steps_per_generation=4, num_processes=2)["steps_per_generation"]
     assert config_of(steps_per_generation=4, num_processes=1).rollout.batch_size == 4
 
 
-def test_a_number_of_processes_may_make_whole_groups():
-    args = {"per_device_train_batch_size": 4, "num_generations": 4}
-    assert config_of(**args, num_processes=3).rollout.batch_size == 3
+def test_a_number_of_processes_multiplies_batches_of_whole_groups():
+    args = trl_config("GRPOConfig", per_device_train_batch_size=4, num_generations=4)
+    assert hotseat.from_trl(args, num_processes=3).config.rollout.batch_size == 3
+    # Launched as two processes, 8 completions are a group; as one, 4 are half of it.
+    launched = stand_in(args, world_size=2, num_generations=8, generation_batch_size=8)
+    assert hotseat.from_trl(launched).config.rollout.batch_size == 1
+    with pytest.raises(ConfigError, match="4 completions in a rollout are not whole groups of num_generations, 8"):
+        hotseat.from_trl(launched, num_processes=1)
 
 
 def test_batches_of_pairs_and_rows():
@@ -239,6 +252,7 @@ def test_what_no_schedule_or_optimizer_has_is_refused():
     assert "polynomial" in refused(lr_scheduler_type="polynomial")["lr_scheduler_type"]
     cycles = refused(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 2})
     assert "num_cycles" in cycles["lr_scheduler_kwargs"]
+    assert "give a mapping" in refused(lr_scheduler_kwargs="kwargs.json")["lr_scheduler_kwargs"]
     assert "adafactor" in refused(optim="adafactor")["optim"]
 
 
@@ -277,6 +291,8 @@ def test_arguments_of_loading_a_model():
     told = refused(model_init_kwargs={"revision": "v2", "quantization_config": {}})
     assert told["model_init_kwargs"].startswith("revision, quantization_config: ")
     assert "dtype auto" in refused(model_init_kwargs={"dtype": "auto"})["model_init_kwargs"]
+    assert "the computation is in bf16" in refused(model_init_kwargs={"dtype": "float16"})["model_init_kwargs"]
+    assert "give a mapping" in refused(model_init_kwargs="kwargs.json")["model_init_kwargs"]
 
 
 # --- GRPO -------------------------------------------------------------------------------------------------------------
@@ -320,6 +336,7 @@ def test_clip_ranges():
 def test_bounds_that_mean_something_else_are_refused():
     assert "clip good answers" in refused(epsilon_high=0.28, delta=1.2)["delta"]
     assert "above 1" in refused(loss_type="cispo")["epsilon_high"]
+    assert "the levels are token and sequence" in refused(importance_sampling_level="turn")["importance_sampling_level"]
     assert "importance_sampling_level" in refused(
         loss_type="cispo", epsilon_high=5.0, importance_sampling_level="sequence"
     )
@@ -391,6 +408,9 @@ def test_what_engines_cannot_do_is_refused():
     assert (
         "name one"
         in refused(use_vllm=True, vllm_importance_sampling_clip_max=None)["vllm_importance_sampling_clip_max"]
+    )
+    assert (
+        "the modes are" in refused(use_vllm=True, vllm_importance_sampling_mode="both")["vllm_importance_sampling_mode"]
     )
     told = refused(use_vllm=True, vllm_importance_sampling_mode="token_mask", importance_sampling_level="sequence")
     assert "one ratio per sequence" in told["vllm_importance_sampling_mode"]
@@ -471,6 +491,7 @@ def test_trackers():
     assert (config.log.trackio.project, config.log.trackio.run_name) == ("mine", "one")
     assert not config.log.mlflow.enabled
     assert "comet_ml" in refused(report_to=["comet_ml"])["report_to"]
+    assert "kubeflow" in differences(report_to=["kubeflow"])["report_to"]
 
 
 def test_checkpoints():
@@ -490,6 +511,7 @@ def test_evaluations_wait_for_their_data():
         as_run(result.config, "data.path=prompts.jsonl")
     assert as_run(result.config, "data.path=prompts.jsonl", "eval.path=held_out.jsonl").eval.every == 20
     assert "eval_strategy" in refused(eval_strategy="epoch")
+    assert "a share of all steps" in refused(eval_strategy="steps", eval_steps=0.1)["eval_steps"]
 
 
 def test_logs():
@@ -531,8 +553,9 @@ def test_whole_numbers_are_defaults_too_and_secrets_are_not_shown():
     assert [line for line in result.differences if line.startswith("hub_token: a value has no effect")]
 
 
-def test_there_is_a_process():
-    assert "num_processes" in refused(num_processes=0)
+def test_counts_by_which_others_are_divided_are_at_least_one():
+    told = refused("DPOConfig", num_processes=0, gradient_accumulation_steps=0)
+    assert told == dict.fromkeys(("gradient_accumulation_steps", "num_processes"), "given 0, must be at least 1")
 
 
 def test_other_batches_of_the_accelerator_are_refused():
@@ -593,12 +616,9 @@ def test_a_users_class_that_inherits_is_taken_and_its_own_fields_are_not():
 
 
 def test_fields_that_a_version_lacks_are_listed():
-    args, lacking = trl_config("GRPOConfig", beta=0.1), "use_bias_correction_kl"
-    names = [field.name for field in dataclasses.fields(args) if field.name != lacking]
-    older = dataclasses.make_dataclass("GRPOConfig", [*names, "world_size"])
-    older.__module__ = "trl.trainer.grpo_config"
-    # Without the field, the KL was not multiplied by the ratio.
-    result = hotseat.from_trl(older(*(getattr(args, name) for name in names), world_size=1))
+    # Without the field, the KL is not multiplied by the ratio.
+    older = stand_in(trl_config("GRPOConfig", beta=0.1), without=["use_bias_correction_kl"])
+    result = hotseat.from_trl(older)
     assert result.config.algorithm.kl.coef == 0.1
     assert [line for line in result.differences if line.endswith("read as unset: use_bias_correction_kl")]
 
@@ -618,6 +638,52 @@ def test_neither_trl_nor_torch_is_imported_with_the_name():
     code = "import sys, hotseat; hotseat.from_trl; print(sorted({'trl', 'peft', 'torch', 'ray'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_a_translated_grpo_run_learns(task, has_adapters):
+    # 4 prompts x 4 answers in a step, 8 prompts, 2 passes
+    args = trl_config(
+        *("GRPOConfig",),
+        output_dir=str(task / "out" / "grpo"),
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        max_completion_length=4,
+        num_train_epochs=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        beta=0.01,
+        use_bias_correction_kl=False,
+        bf16=False,
+        report_to=[],
+    )
+    adapters = lora(r=2, target_modules="all-linear") if has_adapters else None
+    config = hotseat.from_trl(args, model=task / "model", peft_config=adapters).config
+    own = [f"data.path={task}/prompts.jsonl", "data.input_key=input", "data.label_key=label", "data.max_length=16"]
+    run = hotseat.run(config, *own, f"reward.function={task}/reward.py", "cluster.runtime=local")
+    assert run.path == task / "out" / "grpo"
+    steps, rates = run.curve("learning_rate")
+    assert (steps, rates[0]) == ([1, 2, 3, 4], pytest.approx(1e-2))
+    assert rates == sorted(rates, reverse=True)
+    assert all("kl" in record for record in run.metrics()[1:])
+
+
+def test_a_translated_dpo_run_learns(task):
+    args = trl_config(
+        *("DPOConfig",),
+        output_dir=str(task / "out" / "dpo"),
+        per_device_train_batch_size=4,
+        max_length=16,
+        num_train_epochs=1,
+        logging_steps=1,
+        bf16=False,
+        report_to=[],
+    )
+    config = hotseat.from_trl(args, model=task / "model").config
+    run = hotseat.run(config, f"data.path={task}/pairs.jsonl", "cluster.runtime=local")
+    _, losses = run.curve("loss")
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3)
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
