@@ -709,6 +709,10 @@ def test_other_options_of_adapters_are_refused_by_name():
     assert "q_proj" in refused(peft_config=lora(target_modules=None))["peft_config.target_modules"]
 
 
+def test_adapters_without_a_rank_are_refused():
+    assert "has no effect: train.lora.rank is 0" in refused(peft_config=lora(r=0))["peft_config.lora_alpha"]
+
+
 def test_other_methods_of_peft_are_refused():
     from peft import LoHaConfig
 
