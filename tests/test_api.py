@@ -39,7 +39,7 @@ PUBLIC = [
         "Transcript",
         "UserError",
     ),
-    *("__version__", "demo", "run", "start"),
+    *("__version__", "demo", "from_trl", "run", "start"),
 ]
 
 

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "hotseat"
 # From the top. Folders in one row are siblings.
 LAYERS = (
     ("__main__",),
-    ("openrlhf", "rlinf"),
+    ("openrlhf", "rlinf", "trl"),
     ("cli", "api"),
     ("script",),
     ("demo",),
@@ -69,8 +69,9 @@ ALLOWED_SIBLINGS = {
 
 # Folders with what users of other frameworks bring along. Nothing below imports them: `extensions` has the names by
 # which the core finds what it needs. Only the commands that users type call them.
-FRAMEWORKS = ("openrlhf", "rlinf")
+FRAMEWORKS = ("openrlhf", "rlinf", "trl")
 ENTRIES = {
+    "__init__.py",  # the public name `from_trl`
     *(f"cli/{name}.py" for name in ("train_ppo_ray", "train_sft", "train_rm", "train_dpo")),
     *(f"cli/{name}.py" for name in ("batch_inference", "lora_combiner", "serve_rm")),
     "cli/main.py",
@@ -81,6 +82,7 @@ HOMES = {
     "ray": ("cluster/on_ray/",),
     "vllm": ("rollout/",),
     "deepspeed": ("train/",),
+    "trl": (),
 }
 NO_CONFIG = ("algorithms", "placement")
 
@@ -135,6 +137,13 @@ ROWS_OF = {
         ("packing",),
         ("keeper",),
         ("cuda",),
+    ),
+    "trl": (
+        ("__init__",),
+        ("table", "translate"),
+        ("lora",),
+        ("derive",),
+        ("fields",),
     ),
     "cluster/on_ray": (
         ("__init__",),
