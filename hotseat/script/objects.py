@@ -420,7 +420,7 @@ def _write_data(value: Any, path: Path) -> None:
             raise UserError(f"given data sets by name: give one of them, such as [{next(iter(value.keys()))!r}]")
         if not hasattr(value, "__len__"):
             raise UserError("a data set without a length cannot be read to its end: take a part of it, as a list")
-        value.save_to_disk(str(path))
+        _save_quietly(value, path)
         return
     rows = _rows_of(value)
     if not rows:
@@ -434,6 +434,19 @@ def _write_data(value: Any, path: Path) -> None:
         except TypeError as error:
             raise UserError(f"row {number}: {error}; a datasets.Dataset may have images and arrays") from None
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _save_quietly(data_set: Any, path: Path) -> None:
+    """Save a data set without the progress bars of `datasets`, which would stand between the lines of the run."""
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    were_disabled = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        data_set.save_to_disk(str(path))
+    finally:
+        if not were_disabled:
+            enable_progress_bars()
 
 
 def _as_json(value: Any) -> Any:

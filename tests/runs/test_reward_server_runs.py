@@ -195,3 +195,11 @@ def test_a_judge_without_a_verdict_fails_its_samples_alone(task, server):
     assert [line["eval/reward"] for line in evaluations] == [0.5, 0.5]
     samples = {key for entry in read_ledger(task / "runs" / "mute") for key in entry.keys}
     assert len(first) <= len(samples)  # which are those to learn from
+
+
+def test_a_function_is_added_to_what_a_server_gives(task, server):
+    (task / "parts.py").write_text("def longer(queries, prompts, labels):\n    return [len(q) for q in queries]\n")
+    one = server()
+    records = run(task, "both", one, functions=[{"function": f"{task}/parts.py:longer", "weight": 0.5}])
+    step = records[1]
+    assert step["reward"] == pytest.approx(step["extra/function"] + 0.5 * step["extra/longer"], abs=1e-5)
