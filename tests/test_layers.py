@@ -110,7 +110,7 @@ ROWS_OF = {
         ("__init__",),
         ("executor", "stand_in"),
         ("episodes",),
-        ("turns",),
+        ("agent_turns",),
         ("sampling_params",),
     ),
     "rlinf": (
@@ -131,7 +131,7 @@ ROWS_OF = {
     ),
     "rlinf/device_items": (
         ("__init__",),
-        ("packing",),
+        ("pickling",),
         ("keeper",),
         ("cuda",),
     ),

@@ -11,7 +11,7 @@ from hotseat.cluster.device_memory import device_memory
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.nodes_and_processes import devices_of
 from hotseat.cluster.on_ray.connection import RayConnection
-from hotseat.cluster.on_ray.daemons import Watch, watch_daemons, watch_nodes
+from hotseat.cluster.on_ray.daemons import RayWatch, watch_daemons, watch_nodes
 from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
 from hotseat.cluster.on_ray.nodes import NodeProcesses
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
@@ -38,7 +38,7 @@ class RayRuntime:
         self._prepared: dict[str, tuple[ActorStarter, list[RankProcess]]] = {}  # groups that are not launched yet
         self._reservation: Reservation | None = None
         self._num_launched = 0
-        self._watch: Watch | None = None
+        self._watch: RayWatch | None = None
         try:
             self.nodes = connection.nodes
             if connection.is_own:

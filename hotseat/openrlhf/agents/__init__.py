@@ -22,9 +22,9 @@ from hotseat.agents.agent import Agent
 from hotseat.agents.agent_file import AgentFile
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import MultiTurn
+from hotseat.openrlhf.agents.agent_turns import FunctionTurns, InstanceTurns
 from hotseat.openrlhf.agents.executor import ExecutorAgent
 from hotseat.openrlhf.agents.stand_in import stand_in
-from hotseat.openrlhf.agents.turns import FunctionTurns, InstanceTurns
 
 __all__ = ["FORM"]
 
