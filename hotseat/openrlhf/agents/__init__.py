@@ -9,7 +9,7 @@ OpenRLHF's versions had four forms, which are all in use:
 
 While a file loads, `openrlhf.utils.agent` is a stand-in (`stand_in.py`), whether OpenRLHF is installed or not. The
 helpers in `hotseat.openrlhf.helpers` stand in for OpenRLHF's where it is not installed, also for later imports.
-`turns.py` plays the first three forms, turn by turn; `executor.py` and `episodes.py` run the last.
+`agent_turns.py` plays the first three forms, turn by turn; `executor.py` and `episodes.py` run the last.
 `agents/agent_file.py` finds `FORM` by its name in `hotseat.extensions`.
 """
 
