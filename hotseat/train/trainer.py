@@ -335,12 +335,13 @@ class Trainer(TrainerHooks):
 
     def _grad_norm(self) -> float:
         """Compute the norm of all gradients of all ranks together."""
-        each = torch._foreach_norm(self._gradients(), 2, dtype=torch.float32)
-        squares, shares = torch.stack([norm.to(self._device) for norm in each]).square_(), self._gradient_shares()
-        total = squares.sum() if shares is None else squares @ squares.new_tensor(shares)
-        if self._ranks.size > 1 and self._are_gradients_sharded():
+        gradients = self._gradients()
+        each = torch._foreach_norm(gradients.tensors, 2, dtype=torch.float32)
+        squares = torch.stack([norm.to(self._device) for norm in each]).square_()
+        total = squares.sum() if gradients.shares is None else squares @ squares.new_tensor(gradients.shares)
+        if self._ranks.size > 1 and gradients.is_sharded:
             dist.all_reduce(total)
-        return float(total.sqrt_()) * self._gradient_unit()
+        return float(total.sqrt_()) * gradients.unit
 
     def _clip_factor(self, grad_norm: float) -> float:
         """Return the factor that clips gradients of this norm.

@@ -25,6 +25,7 @@ from hotseat.train.attention import has_flash
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import TrainOptions, ZeroOptions
 from hotseat.train.deepcompile import build_operations, check_device, compile_model, filled, forget_model
+from hotseat.train.hooks import Gradients
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
 from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names
@@ -229,21 +230,14 @@ class ZeroBackend(Trainer):
     def _backward(self, total: Tensor, is_last: bool) -> None:
         self._stage.backward(total, is_last)
 
-    def _gradients(self) -> list[Tensor]:
-        return self._stage.gradients()
-
-    def _gradient_unit(self) -> float:
-        return self._stage.gradient_unit()
-
-    def _are_gradients_sharded(self) -> bool:
-        return self._stage.are_gradients_sharded or self._tensor is not None
-
-    def _gradient_shares(self) -> list[float] | None:
-        if self._tensor is None:
-            return None
-        num_equal = 1 if self._stage.are_gradients_sharded else self._tensor.num_across
-        are_cut = self._stage.are_of({id(self._weights[name]) for name in self._cuts})
-        return [1 / (num_equal if is_cut else num_equal * self._tensor.size) for is_cut in are_cut]
+    def _gradients(self) -> Gradients:
+        stage, shares = self._stage, None
+        if self._tensor is not None:
+            num_equal = 1 if stage.are_gradients_sharded else self._tensor.num_across
+            are_cut = stage.are_of({id(self._weights[name]) for name in self._cuts})
+            shares = [1 / (num_equal if is_cut else num_equal * self._tensor.size) for is_cut in are_cut]
+        is_sharded = stage.are_gradients_sharded or self._tensor is not None
+        return Gradients(stage.gradients(), is_sharded, stage.gradient_unit(), shares)
 
     def _step(self, grad_norm: float, learning_rate: float) -> None:
         assert self._optimizer is not None
