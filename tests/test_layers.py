@@ -94,7 +94,7 @@ ROWS_OF = {
         ("runtime",),
         ("group",),
         ("worker_process", "device_memory", "session"),
-        ("activity", "environment", "lease", "ports", "nodes_and_processes", "refs"),
+        ("activity", "environment", "lease", "ports", "cluster_nodes", "refs"),
     ),
     "openrlhf": (
         ("__init__",),

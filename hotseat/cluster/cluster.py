@@ -19,14 +19,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+from hotseat.cluster.cluster_nodes import ClusterNode, devices_of
 from hotseat.cluster.group import CallObserver, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.local import LocalRuntime
-from hotseat.cluster.nodes_and_processes import ClusterNode, Process, ProcessLike, devices_of
 from hotseat.cluster.on_ray.template import Template
 from hotseat.cluster.runtime import Launch, NodeService, Runtime
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
+from hotseat.placement.locate import Process
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -104,7 +105,7 @@ class Cluster:
 
     def reserve(
         self,
-        processes: Iterable[ProcessLike],
+        processes: Iterable[Process],
         *,
         nodes: Iterable[Any] = (),
         timeout_s: float = 60.0,
@@ -134,7 +135,7 @@ class Cluster:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         per_rank: Sequence[Mapping[str, Any]] | None = None,
-        processes: Sequence[ProcessLike] | Any = 1,
+        processes: Sequence[Process] | Any = 1,
         env: Mapping[str, str] | None = None,
         num_threads: int = 1,
         max_concurrency: int | None = None,
@@ -179,7 +180,7 @@ class Cluster:
         name: str,
         cls: type,
         *,
-        processes: Sequence[ProcessLike] | Any = 1,
+        processes: Sequence[Process] | Any = 1,
         num_threads: int = 1,
         timeout_s: float | None = None,
     ) -> None:
@@ -206,7 +207,7 @@ class Cluster:
             start_timeout_s=max(_LEAST_START_S, timeout_s),
         )
 
-    def _placed_anew(self, name: str, processes: Any) -> list[ProcessLike]:
+    def _placed_anew(self, name: str, processes: Any) -> list[Process]:
         """Return the places of a group to be launched. Raises if it exists."""
         self._refuse_if_closed()
         if name in self._groups and not self._groups[name].is_closed:
@@ -223,7 +224,7 @@ class Cluster:
             self._check_place(f"{name} rank {process.rank}", process)
         return placed
 
-    def _check_place(self, who: str, process: ProcessLike) -> None:
+    def _check_place(self, who: str, process: Process) -> None:
         if not 0 <= process.node < len(self.nodes):
             raise PlacementError(
                 f"{who} is placed on node {process.node}; the cluster has nodes 0 to {len(self.nodes) - 1}"

@@ -18,10 +18,10 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NoReturn, TypeVar
 
+from hotseat.cluster.cluster_nodes import ClusterNode
 from hotseat.cluster.environment import environment, restore_environment
 from hotseat.cluster.group import Arguments, Pending, WorkerGroup, under_way_at_restart, worker_error
 from hotseat.cluster.lease import Holder
-from hotseat.cluster.nodes_and_processes import ClusterNode
 from hotseat.cluster.ports import free_port
 from hotseat.cluster.refs import Ref, resolve
 from hotseat.cluster.runtime import Launch, NodeService

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from hotseat.cluster.cluster_nodes import ClusterNode
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
-from hotseat.cluster.nodes_and_processes import ClusterNode, ProcessLike
+from hotseat.placement.locate import Process
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -24,7 +25,7 @@ class Launch(Generic[T]):
 
     name: str
     cls: type[T]
-    processes: Sequence[ProcessLike]
+    processes: Sequence[Process]
     env_on: Callable[[int], Mapping[str, str]]
     num_threads: int
     max_concurrency: int

@@ -110,7 +110,7 @@ class LocatedStrategy(PlacementStrategy):
         self.located = located
 
     def get_placement(self, cluster: HasInventory) -> list[Process]:
-        return [Process(each.rank, each.node, each.devices) for each in self.located.processes]
+        return list(self.located.processes)
 
 
 def default_strategy(inventory: Inventory) -> PlacementStrategy:

@@ -1,8 +1,8 @@
 """The hooks of a training backend: everything that a new backend must fill in, in one place.
 
 `Trainer` calls them in this order. Scoring: `_module`, then `_after_scoring` once. An update: for each micro-batch
-`_before_forward`, `_module`, `_backward`; then `_gradients`, for their norm; then `_step` or `_lower_loss_scale`; and at the end always `_forget_gradients`. "All ranks together" marks a hook that contains a
-collective: every rank calls it.
+`_before_forward`, `_module`, `_backward`; then `_gradients` for their norm, then `_step` or `_lower_loss_scale`; and at
+the end always `_forget_gradients`. "All ranks together" marks a hook that contains a collective: every rank calls it.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from hotseat.cluster.group import Pending
-from hotseat.cluster.nodes_and_processes import ProcessLike
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
 from hotseat.cluster.on_ray.reservation import Reservation
 from hotseat.cluster.runtime import Launch
 from hotseat.cluster.worker_process import AsyncObjectHost, ObjectHost, ProcessIdentity, is_async
 from hotseat.errors import PlacementError
 from hotseat.openmp import thread_env
+from hotseat.placement.locate import Process
 from hotseat.processes import supervisor
 
 
@@ -93,7 +93,7 @@ class ActorStarter:
             .remote()
         )
 
-    def _device_env(self, place: ProcessLike) -> dict[str, str]:
+    def _device_env(self, place: Process) -> dict[str, str]:
         names = [self._reservation.device_name(device) or "" for device in place.devices]
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(names),
@@ -112,7 +112,7 @@ def refuse_unreserved(launch: Launch[Any], reservation: Reservation) -> None:
             )
 
 
-def _rank_env(processes: Sequence[ProcessLike], rank: int, address: str, port: int) -> dict[str, str]:
+def _rank_env(processes: Sequence[Process], rank: int, address: str, port: int) -> dict[str, str]:
     node = processes[rank].node
     variables = {
         "RANK": str(rank),

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from hotseat.cluster.cluster_nodes import devices_of
 from hotseat.cluster.device_memory import device_memory
 from hotseat.cluster.lease import DeviceMemory, Holder
-from hotseat.cluster.nodes_and_processes import devices_of
 from hotseat.cluster.on_ray.connection import RayConnection
 from hotseat.cluster.on_ray.daemons import RayWatch, watch_daemons, watch_nodes
 from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
