@@ -19,12 +19,13 @@ from hotseat.rollout.slot_cache import (
     Prefix,
     RowsOfImages,
     SlotCache,
+    SlotModel,
     causal_bias,
     cut_prefixes,
     padded,
     without_last,
 )
-from hotseat.vision import Vision, set_attention
+from hotseat.vision import set_attention
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -73,15 +74,14 @@ def check_config(model_config: Any, max_length: int) -> None:
         )
 
 
-class AnySlots:
+class AnySlots(SlotModel):
     """Any causal model with keys and values per token, through its own forward with masks and positions of ours."""
 
     max_forward_tokens = SHARED_FORWARD_TOKENS  # few, because scoring holds the logits of all of them
 
     def __init__(self, model: Any, num_slots: int, max_length: int, device: torch.device, fp32_head: bool):
+        super().__init__(model)
         self._model = model
-        self._vision = Vision.of(model)
-        self.sees_images = self._vision is not None
         self.has_shifts = self._vision is not None and self._vision.has_axes
         if fp32_head:
             _widen_head(model)
@@ -97,7 +97,6 @@ class AnySlots:
             set_attention(model, "eager")  # transformers' other kernels leave out the cap of the scores
         self._window = getattr(config, "sliding_window", None)
         self._layer_types = set(getattr(config, "layer_types", None) or ())
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
 
         probe: Any = DynamicCache()
         try:
@@ -129,7 +128,7 @@ class AnySlots:
 
     def _check_against_forward(self, device: torch.device) -> None:
         """Raise unless decoding one token equals the whole forward: some models read masks in ways of their own."""
-        tokens = torch.arange(2 * ROWS, device=device)[None] % self.vocab_size
+        tokens = torch.arange(2 * ROWS, device=device)[None] % self._model.get_input_embeddings().weight.shape[0]
         name = type(self._model).__name__
         try:
             expected = self._eager_logits(tokens)[0, ROWS].float()
@@ -169,12 +168,6 @@ class AnySlots:
             return sliding
         return {"full_attention": full, "sliding_attention": sliding}
 
-    def step_shape(self, num_rows: int, num_keys: int) -> tuple[int, int]:
-        return padded(num_rows), padded(num_keys)
-
-    def release(self) -> None:
-        pass
-
     def decode(self, tokens: Tensor, positions: Tensor, num_keys: int, shifts: Tensor | None = None) -> Tensor:
         at = self.cache.rows_at(positions)
         for layer in self._slot_layers:
@@ -211,7 +204,6 @@ class AnySlots:
         return logits[:num_rows]
 
     def shift(self, token_ids: Sequence[int], images: Sequence[str]) -> int:
-        """Return how far the positions of tokens after these are from their number: an image's may be fewer."""
         if self._vision is None or not self.has_shifts or not images:
             return 0
         return int(self._vision.positions(torch.tensor(token_ids), images).max()) + 1 - len(token_ids)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from typing import Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -47,6 +48,17 @@ class Health:
     seconds_since_step: float  # since the last decode step ended, or since the start
 
 
+class ServingOptions(TypedDict, total=False):
+    """Options that every engine is made with."""
+
+    max_length: Required[int]  # of prompt and completion together
+    num_slots: int  # sequences that run at once
+    eos_token_ids: Iterable[int]  # end a completion unless the request says `ignore_eos`
+    num_threads: int | None  # of the thread that computes; None leaves it to torch
+    version: int  # of the weights
+    call_timeout_s: float  # how long a call that waits for the background thread may take
+
+
 class Engine(EngineHooks):
     """Generates from token ids and scores token ids, with weights that are replaced while it runs.
 
@@ -54,9 +66,6 @@ class Engine(EngineHooks):
     pending futures and every later call raise `WorkerError` with the cause.
 
     A subclass sets itself up, then calls `_start`.
-
-    num_slots: sequences that run at once. vocab_size: of the model. num_threads: of the thread that computes; None
-    leaves it to torch.
     """
 
     sees_images = False
@@ -65,15 +74,17 @@ class Engine(EngineHooks):
     def __init__(
         self,
         *,
-        max_length: int,
-        num_slots: int,
         vocab_size: int,
-        eos_token_ids: Iterable[int],
         device: torch.device,
-        num_threads: int | None,
-        version: int,
-        call_timeout_s: float,
+        max_length: int,
+        num_slots: int = 64,
+        eos_token_ids: Iterable[int] = (),
+        num_threads: int | None = None,
+        version: int = 0,
+        call_timeout_s: float = 600.0,
     ):
+        if num_slots < 1 or max_length < 2:
+            raise UserError(f"num_slots {num_slots} must be at least 1 and max_length {max_length} at least 2")
         self._max_length, self._num_slots, self._vocab_size = max_length, num_slots, vocab_size
         self._eos_ids = frozenset(eos_token_ids)
         self._device = device

@@ -57,8 +57,7 @@ class EngineHooks(ABC):
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace these weights. When it returns, the sender may reuse their memory."""
 
-    @abstractmethod
-    def _finish_loading(self) -> None:
+    def _finish_loading(self) -> None:  # noqa: B027
         """Get requests that are in flight ready to go on: all weights are loaded."""
 
     @abstractmethod
@@ -69,10 +68,8 @@ class EngineHooks(ABC):
     def _digest(self, names: Collection[str] | None) -> dict[str, int]:
         """Hash live weights as `Engine.digest` promises."""
 
-    @abstractmethod
-    def _pause(self) -> None:
+    def _pause(self) -> None:  # noqa: B027
         """Finish steps that are still under way: after this nothing is sampled until the next step."""
 
-    @abstractmethod
-    def _end(self) -> None:
+    def _end(self) -> None:  # noqa: B027
         """Give back what the thread held, at its end."""

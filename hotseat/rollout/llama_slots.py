@@ -43,7 +43,6 @@ from hotseat.rollout.slot_cache import (
     without_last,
 )
 from hotseat.rollout.triton_kernels import triton_kernels
-from hotseat.vision import Vision
 
 _LLAMA_LIKE = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _BODIES = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
@@ -191,7 +190,7 @@ class _DecodeGraphs:
         self._graphs[shape] = (graph, own_tokens, own_positions, logits)
 
 
-class LlamaSlots:
+class LlamaSlots(SlotModel):
     """Llama-like models over slots, without the Python overhead of their modules.
 
     Query, key and value projections are one matrix, gate and up another; the module's parameters become views of them,
@@ -199,13 +198,11 @@ class LlamaSlots:
     """
 
     max_forward_tokens = 4096
-    has_shifts = False
 
     def __init__(self, model: Any, num_slots: int, max_length: int, device: torch.device, fp32_head: bool):
+        super().__init__(model)
         body = _body(model)
         config = body.config
-        self._vision = Vision.of(model)
-        self.sees_images = self._vision is not None
         self._num_heads = config.num_attention_heads
         self._num_kv_heads = config.num_key_value_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -217,7 +214,6 @@ class LlamaSlots:
         # With tied embeddings this moves the embedding too: it is the same parameter.
         self._head, _ = _fuse([model.lm_head], in_major)
         self._has_fp32_head = fp32_head and self._head.dtype in HALVES
-        self.vocab_size = int(self._embedding.shape[0])
 
         max_keys = padded(max_length)
         positions = torch.arange(max_keys, device=device)[None]
@@ -304,7 +300,7 @@ class LlamaSlots:
 
     def step_shape(self, num_rows: int, num_keys: int) -> tuple[int, int]:
         if self._graphs is None:
-            return padded(num_rows), padded(num_keys)
+            return super().step_shape(num_rows, num_keys)
         # Few shapes, since each is recorded: powers of two, for many rows one between, for keys three.
         rows, keys = ROWS, 128
         while rows < num_rows:
@@ -374,9 +370,6 @@ class LlamaSlots:
             attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self._groups > 1)
             x = self._rest(layer, x, attended.transpose(1, 2).reshape(batch * length, -1))
         return x, keys, values
-
-    def shift(self, token_ids: Sequence[int], images: Sequence[str]) -> int:
-        return 0
 
     def image_batch(self, length: int, images: Sequence[str], index: int) -> ImageBatch:
         """Contexts whose images have one shape go together, `ROWS` of them on a CPU; all others are alone."""

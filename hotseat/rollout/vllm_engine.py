@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -23,21 +23,12 @@ from hotseat.algorithms.digest import combine_digests
 from hotseat.errors import DeadlineError, HotseatError, RunError, UserError, WeightError
 from hotseat.model_source import ModelSource
 from hotseat.placement.role_names import Part
-from hotseat.rollout.engine import PARTS, Engine
+from hotseat.rollout.engine import PARTS, Engine, ServingOptions
 from hotseat.rollout.live_weights import WeightNames
 from hotseat.rollout.open_requests import EngineSequence
 from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, AdapterOptions, Core, Sampled
 from hotseat.types import Completion, Request
 from hotseat.vision import policy_class
-
-__all__ = [
-    "AdapterOptions",
-    "Core",
-    "VllmEngine",
-    "log_to",
-    "start_error",
-    "weight_names",
-]
 
 _MAX_REASON = 400  # characters of vLLM's error message
 
@@ -59,32 +50,17 @@ class VllmEngine(Engine):
         core: Core,
         names: WeightNames,
         *,
-        max_length: int,
-        num_slots: int,
-        eos_token_ids: Iterable[int] = (),
-        num_threads: int | None = None,
-        version: int = 0,
         keeps_cache: bool = False,
-        call_timeout_s: float = 600.0,
+        **serving: Unpack[ServingOptions],
     ):
-        if num_slots < 1 or max_length < 2:
-            raise UserError(f"num_slots {num_slots} must be at least 1 and max_length {max_length} at least 2")
         self.can_offload: frozenset[Part] = frozenset() if core.is_cpu else frozenset(PARTS)
-        super().__init__(
-            max_length=max_length,
-            num_slots=num_slots,
-            vocab_size=core.vocab_size,
-            eos_token_ids=eos_token_ids,
-            device=torch.device("cpu") if core.is_cpu else torch.device("cuda", torch.cuda.current_device()),
-            num_threads=num_threads,
-            version=version,
-            call_timeout_s=call_timeout_s,
-        )
+        device = torch.device("cpu") if core.is_cpu else torch.device("cuda", torch.cuda.current_device())
+        super().__init__(vocab_size=core.vocab_size, device=device, **serving)
         self.keeps_cache = keeps_cache
         self.sees_images = core.sees_images
         self.placeholder_ids = core.placeholder_ids
         self._core = core
-        started = core.call("hotseat_start", names, timeout_s=call_timeout_s)
+        started = core.call("hotseat_start", names, timeout_s=self._call_timeout_s)
         problem = next((rank["problem"] for rank in started if "problem" in rank), None)
         if problem is not None:
             raise RunError(problem)
@@ -230,12 +206,10 @@ class VllmEngine(Engine):
 
     def _prepare_load(self) -> None:
         self._pause()
+        # What vLLM forgets here, it computes again after the load.
         if not self.keeps_cache and Part.KV_CACHE not in self._serving.offloaded & self.can_offload:
             self._core.forget_cache()
         self._core.call("hotseat_begin_load", timeout_s=self._call_timeout_s)
-
-    def _finish_loading(self) -> None:
-        pass  # vLLM computes again what `_prepare_load` made it forget
 
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._core.tensor_parallel_size > 1 and isinstance(named_tensors, Iterator):

@@ -38,10 +38,10 @@ class VllmKind(EngineKind):
         os.environ.update(vllm_engine.log_to(log))
         adapters = None
         if options.adapter_rank:
-            adapters = vllm_engine.AdapterOptions(options.adapter_rank, process.adapted_layers)
+            adapters = vllm_versions.AdapterOptions(options.adapter_rank, process.adapted_layers)
         names = vllm_engine.weight_names(settings.model, adapters)
         try:
-            core = vllm_engine.Core(settings, adapters, _end_process if process.is_own else None)
+            core = vllm_versions.Core(settings, adapters, _end_process if process.is_own else None)
         except Exception as error:
             raise vllm_engine.start_error(error, settings.model.name, log) from None
         if process.is_own:

@@ -131,11 +131,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, *scores = ctx.saved_tensors
-        gradients = _differentiate_chunks(
-            (grad_log_probs, grad_entropy), (hidden, weight, bias), targets, *scores, ctx.needs_input_grad, ctx.chunking
-        )
-        return *gradients, None, None
+        gradients = (grad_log_probs, grad_entropy)
+        needs = ctx.needs_input_grad[:3]
+        return *_differentiate_chunks(gradients, ctx.saved_tensors, needs, ctx.chunking), None, None
 
 
 def _score_chunks(
@@ -169,18 +167,17 @@ def _score_chunks(
 
 def _differentiate_chunks(
     gradients: tuple[Tensor, Tensor | None],
-    inputs: tuple[Tensor, Tensor, Tensor | None],
-    targets: Tensor,
-    log_normalizer: Tensor,
-    entropy: Tensor,
-    kept: Tensor | None,
+    saved: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None],
     needs: Sequence[bool],
     chunking: _Chunking,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute gradients of the inputs (hidden, weight, bias) that need one, from those of log-probs and entropy."""
+    """Compute gradients of hidden, weight and bias, as far as they need one, from those of log-probs and entropy.
+
+    saved: these three, targets, log-normalizer, entropy, and the logits that were kept, if any.
+    """
     grad_log_probs, grad_entropy = gradients
-    hidden, weight, bias = inputs
-    needs_hidden, needs_weight, needs_bias, *_ = needs
+    hidden, weight, bias, targets, log_normalizer, entropy, kept = saved
+    needs_hidden, needs_weight, needs_bias = needs
     temperature, _, rows, compiler = chunking
     num_rows = hidden.shape[0]
     grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
@@ -333,11 +330,7 @@ def _operation_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_hidden, grad_weight, grad_bias = _differentiate_chunks(
         (grad_log_probs.contiguous(), None if grad_entropy is None else grad_entropy.contiguous()),
-        (hidden, weight, bias),
-        targets,
-        log_normalizer,
-        entropy,
-        None,
+        (hidden, weight, bias, targets, log_normalizer, entropy, None),
         (True, True, bias is not None),
         _Chunking(temperature, grad_entropy is not None, rows, _inner_compiler(is_compiled)),
     )

@@ -24,8 +24,8 @@ from hotseat.errors import RunError, WeightError
 from hotseat.model_source import ModelSource
 from hotseat.rollout.kinds import EngineOptions, EngineSettings
 from hotseat.rollout.live_weights import WeightNames
-from hotseat.rollout.vllm_engine import AdapterOptions, Core, VllmEngine, weight_names
-from hotseat.rollout.vllm_versions import adapter_problem
+from hotseat.rollout.vllm_engine import VllmEngine, weight_names
+from hotseat.rollout.vllm_versions import AdapterOptions, Core, adapter_problem
 from hotseat.train.lora import target_layers
 
 from . import conformance
