@@ -30,6 +30,8 @@ PARTS: tuple[Part, ...] = (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 
 Precision = Literal["fp32", "bf16_master", "bf16", "fp16"]
 GradDtype = Literal["fp32", "bf16", "fp16"]
+Facts = Mapping[str, Any]  # further entries of config.json
+NO_FACTS: Facts = MappingProxyType({})
 Head = Literal["policy", "value"]  # log-probs over the vocabulary, or one number per token (critic, reward model)
 
 
@@ -136,12 +138,9 @@ class TrainOptions:
     zero: ZeroOptions | None = None  # None: a backend without them, or with their defaults
 
     def __post_init__(self) -> None:
-        if self.precision not in get_args(Precision):
-            raise UserError(f"precision {self.precision!r}: choose one of {', '.join(get_args(Precision))}")
-        if self.head not in get_args(Head):
-            raise UserError(f"head {self.head!r}: choose one of {', '.join(get_args(Head))}")
-        if self.layout not in get_args(LayoutKind):
-            raise UserError(f"layout {self.layout!r}: choose one of {', '.join(get_args(LayoutKind))}")
+        for name, kind in (("precision", Precision), ("head", Head), ("layout", LayoutKind)):
+            if vars(self)[name] not in get_args(kind):
+                raise UserError(f"{name} {vars(self)[name]!r}: choose one of {', '.join(get_args(kind))}")
         if self.attention is not None and self.layout != "padded":
             raise UserError(
                 f"train.attention is {self.attention}, which does not keep packed sequences apart: set train.packing to"
@@ -371,17 +370,11 @@ class Backend(Protocol):
     def without_adapters(self) -> AbstractContextManager[None]:
         """Switch adapters off inside the context, in which the model scores as the one that they are trained on."""
 
-    def export(
-        self,
-        directory: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        facts: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
+    def export(self, directory: str | Path, *, dtype: torch.dtype | None = None, facts: Facts = NO_FACTS) -> None:
         """Write a Hugging Face model in safetensors, by the first rank. All ranks together.
 
         The caller writes the tokenizer. Adapters are merged into the model, and also written to `adapter/` in PEFT's
-        format. facts: further entries of config.json.
+        format.
         """
 
     def close(self) -> None:

@@ -38,9 +38,8 @@ class ForwardPass:
         model_batch: MicroBatch,
         num_tokens: int,
         temperature: float,
-        *,
-        with_entropy: bool = False,
-        with_routing: bool = False,
+        with_entropy: bool,
+        with_routing: bool,
     ) -> Outputs:
         """Run `module` on `model_batch` and return the outputs of its first `num_tokens` tokens."""
         has_filler = self.filler is not None and not model_batch.images

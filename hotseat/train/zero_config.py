@@ -164,7 +164,7 @@ def deepspeed_config(
         is_pure = options.precision == "bf16" and options.optimizer is not None
         config["bf16"] = {
             "enabled": True,
-            "check_grad_overflow": False,  # as above
+            "check_grad_overflow": False,  # whether there is one is known by then
             "bf16_master_weights_and_grads": is_pure,
             "bf16_optimizer_states": is_pure,
         }
