@@ -1,4 +1,4 @@
-"""What the sequence in each slot needs for its next token, on the device: a row per slot."""
+"""State on the device from which the next token of each slot is decoded and sampled: a row per slot."""
 
 from __future__ import annotations
 

@@ -79,7 +79,6 @@ class FSDPBackend(Trainer):
         for weight in loaded.parameters():
             if weight.requires_grad and options.precision == "bf16_master":
                 weight.data = weight.data.float()
-        self._saved_names = set(loaded.state_dict())
         has_masters = options.precision == "bf16_master"
         exact = [weight for weight in loaded.parameters() if weight.dtype == torch.float32] if has_masters else []
         is_large = 2 * sum(weight.numel() for weight in exact) > copied_bytes
@@ -274,7 +273,7 @@ class FSDPBackend(Trainer):
     def _state(self) -> dict[str, Tensor]:
         """Return weights without adapters, then buffers that are saved, each once under its first name."""
         state = {plain: self._weights[name].detach() for name, plain in base_names(list(self._weights)).items()}
-        return state | {name: buffer for name, buffer in self._model.named_buffers() if name in self._saved_names}
+        return state | self._outgoing.buffers()
 
     def _gather(
         self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None, merge: Merge

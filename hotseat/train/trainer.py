@@ -103,7 +103,8 @@ class Trainer(TrainerHooks):
         )
         if options.filler_image is not None and ranks.size > 1:
             self._forward_pass.filler = image_filler(options.filler_image)
-        self._outgoing = OutgoingWeights(model, find_adapters(model) if has_adapters else {}, options.precision)
+        adapters = find_adapters(model) if has_adapters else {}
+        self._outgoing = OutgoingWeights(model, adapters, options.precision, frozenset(model.state_dict()))
         self._residency = PartResidency(device)
         self._history = UpdateHistory(options.max_non_finite)
         self._checkpoint_files = CheckpointFiles(self.name, ranks)

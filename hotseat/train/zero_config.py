@@ -155,8 +155,14 @@ def deepspeed_config(
         "timers": {"throughput": {"enabled": False}},
         "compile": {"deepcompile": is_whole},
     }
-    if zero.stage == 0:
-        return config
+    if zero.stage > 0:
+        config |= _numbers(options, zero)
+    return config
+
+
+def _numbers(options: TrainOptions, zero: ZeroOptions) -> dict[str, Any]:
+    """Return the types of numbers, as far as they are not DeepSpeed's own."""
+    config: dict[str, Any] = {}
     if zero.grad_accum_dtype is not None:
         config["data_types"] = {"grad_accum_dtype": zero.grad_accum_dtype}
         config["communication_data_type"] = zero.grad_accum_dtype
