@@ -94,7 +94,7 @@ ROWS_OF = {
         ("runtime",),
         ("group",),
         ("worker_process", "device_memory", "session"),
-        ("activity", "environment", "lease", "ports", "cluster_nodes", "refs"),
+        ("activity", "environment", "lease", "ports", "refs"),
     ),
     "openrlhf": (
         ("__init__",),

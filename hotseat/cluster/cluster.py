@@ -19,12 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from hotseat.cluster.cluster_nodes import ClusterNode, devices_of
 from hotseat.cluster.group import CallObserver, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.local import LocalRuntime
 from hotseat.cluster.on_ray.template import Template
-from hotseat.cluster.runtime import Launch, NodeService, Runtime
+from hotseat.cluster.runtime import ClusterNode, Launch, NodeService, Runtime, devices_of
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
 from hotseat.placement.locate import Process

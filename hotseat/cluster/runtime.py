@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from hotseat.cluster.cluster_nodes import ClusterNode
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.placement.locate import Process
@@ -14,6 +13,24 @@ from hotseat.placement.locate import Process
 T = TypeVar("T")
 A = TypeVar("A")
 Address_co = TypeVar("Address_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """Machine of the cluster. Its devices are numbered after those of the node before it."""
+
+    rank: int
+    num_devices: int
+    address: str = "127.0.0.1"
+    hostname: str = ""
+    id: str = ""  # Ray's
+    device_bytes: int | None = None  # memory of each device; None where it cannot be known
+
+
+def devices_of(nodes: Sequence[ClusterNode], node: int) -> range:
+    """Return the numbers of a node's devices."""
+    first = sum(before.num_devices for before in nodes[:node])
+    return range(first, first + nodes[node].num_devices)
 
 
 @dataclass(frozen=True)

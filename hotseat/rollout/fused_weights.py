@@ -111,7 +111,6 @@ def _of_parameter(
     parent, _, last = prefix.rpartition(".")
     is_cut = isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.tp_size > 1
     part = module.tp_rank if is_cut else 0
-
     full = f"{prefix}.{name}" if prefix else name
 
     def piece(full: str, view: Tensor, start: int, total: int, dim: int = 0, is_counted: bool = True) -> Piece:
@@ -123,14 +122,14 @@ def _of_parameter(
         names = packed.get(last, ())
         if live.shape[0] != sum(sizes):
             return  # fused in another way: no digest reaches it
+        places = list(zip(live.split(list(sizes)), sizes, parts, totals, counted, strict=True))
         # Some checkpoints have one fused weight too (Phi-3, GLM-4), under that name, which others do not have.
-        starts = [sum(totals[:index]) for index in range(len(totals))]
-        for view, size, at, first, counts in zip(live.split(list(sizes)), sizes, parts, starts, counted, strict=True):
+        first = 0
+        for view, size, at, total, counts in places:
             yield piece(full, view, first + at * size, sum(totals), is_counted=counts)
-        if len(names) != len(sizes):
-            return
-        for each, view, size, at, total, counts in zip(
-            names, live.split(list(sizes)), sizes, parts, totals, counted, strict=True
+            first += total
+        for each, (view, size, at, total, counts) in (
+            zip(names, places, strict=True) if len(names) == len(sizes) else ()
         ):
             yield piece(f"{parent}.{each}.{name}", view, at * size, total, is_counted=counts)
 

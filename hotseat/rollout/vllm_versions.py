@@ -95,7 +95,6 @@ class Core:
     ):
         options = settings.options
         with _environment() as is_cpu:
-            from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.core_client import InprocClient
             from vllm.v1.executor import Executor
 
@@ -105,36 +104,7 @@ class Core:
             max_positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
             # One more token is sampled to score a sequence: leave room for it, if the model has room.
             self.max_length = settings.max_length + (0 if settings.max_length == max_positions else 1)
-            arguments = EngineArgs(
-                model=settings.model.name,
-                # Token ids in, token ids out. But vLLM's descriptions of images want a tokenizer.
-                skip_tokenizer_init=options.images is None,
-                dtype=settings.dtype,
-                max_model_len=self.max_length,
-                max_num_seqs=settings.num_slots + SCORED_AT_ONCE,
-                tensor_parallel_size=options.tensor_parallel_size,
-                distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else "uni",
-                enable_prefix_caching=options.prefix_caching,
-                enforce_eager=options.enforce_eager or is_cpu,
-                # If a step ends inside a prompt, vLLM winds back the generator of the request's seed: a CPU's has
-                # no offset to wind. There a prompt waits for a step that has room for all of it.
-                enable_chunked_prefill=False if is_cpu else None,
-                trust_remote_code=settings.model.trust_remote_code,
-                logprobs_mode="processed_logprobs",
-                generation_config="vllm",  # sampling is what a request says, not what the model's files say
-                enable_sleep_mode=not is_cpu,
-                moe_backend="auto" if is_cpu else "triton",  # others keep experts in an order of their own
-                worker_extension_cls=_WORKER,
-                hf_overrides=_fp32_head(settings),
-                use_tqdm_on_load=False,
-                disable_log_stats=True,
-                seed=0,
-                **({"quantization": FP8_WEIGHTS} if options.fp8_weights else {}),
-                **({"kv_cache_dtype": "fp8"} if options.fp8_cache else {}),
-                **_adapters(adapters),
-                **engine_arguments(options.images, frozenset(each.name for each in fields(EngineArgs))),
-                **memory_arguments(settings, model_config, is_cpu) | dict(options.engine_args),
-            )
+            arguments = _engine_args(settings, adapters, self.max_length, model_config, is_cpu)
             if options.tensor_parallel_size == 1:
                 _import_model_class(model_config)
             config = arguments.create_engine_config()
@@ -315,12 +285,44 @@ def _import_model_class(model_config: Any) -> None:
                 ModelRegistry.register_model(name, model_class)
 
 
-def _fp32_head(settings: EngineSettings) -> dict[str, str]:
-    """Return the entry of a model's config by which vLLM sets the type of its head.
+def _engine_args(
+    settings: EngineSettings, adapters: AdapterOptions | None, max_length: int, model_config: Any, is_cpu: bool
+) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
 
-    Before 0.26 vLLM reads it only for models that do not generate, and `widen_head` does the rest.
-    """
-    return {"head_dtype": "float32"} if settings.fp32_head and getattr(torch, settings.dtype) in HALVES else {}
+    options = settings.options
+    has_wide_head = settings.fp32_head and getattr(torch, settings.dtype) in HALVES
+    return EngineArgs(
+        model=settings.model.name,
+        # Token ids in, token ids out. But vLLM's descriptions of images want a tokenizer.
+        skip_tokenizer_init=options.images is None,
+        dtype=settings.dtype,
+        max_model_len=max_length,
+        max_num_seqs=settings.num_slots + SCORED_AT_ONCE,
+        tensor_parallel_size=options.tensor_parallel_size,
+        distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else "uni",
+        enable_prefix_caching=options.prefix_caching,
+        enforce_eager=options.enforce_eager or is_cpu,
+        # If a step ends inside a prompt, vLLM winds back the generator of the request's seed: a CPU's has
+        # no offset to wind. There a prompt waits for a step that has room for all of it.
+        enable_chunked_prefill=False if is_cpu else None,
+        trust_remote_code=settings.model.trust_remote_code,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # sampling is what a request says, not what the model's files say
+        enable_sleep_mode=not is_cpu,
+        moe_backend="auto" if is_cpu else "triton",  # others keep experts in an order of their own
+        worker_extension_cls=_WORKER,
+        # Before 0.26 vLLM reads this only for models that do not generate, and `widen_head` does the rest.
+        hf_overrides={"head_dtype": "float32"} if has_wide_head else {},
+        use_tqdm_on_load=False,
+        disable_log_stats=True,
+        seed=0,
+        **({"quantization": FP8_WEIGHTS} if options.fp8_weights else {}),
+        **({"kv_cache_dtype": "fp8"} if options.fp8_cache else {}),
+        **_adapters(adapters),
+        **engine_arguments(options.images, frozenset(each.name for each in fields(EngineArgs))),
+        **memory_arguments(settings, model_config, is_cpu) | dict(options.engine_args),
+    )
 
 
 def _adapters(adapters: AdapterOptions | None) -> dict[str, Any]:

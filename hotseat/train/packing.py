@@ -325,14 +325,9 @@ def model_input(
             counts = part.of(counts[None])[0]
             is_mine = (rows >= part.first) & (rows < part.first + part.length)
             rows, scored = rows[is_mine] - part.first, scored[is_mine]
-    pixels: dict[str, Tensor] = {}
+    pixels: Mapping[str, Tensor] = {}
     if batch.images and vision is not None:
-        # A shared context, and the images in it, stands where its first segment begins.
-        owned = list(range(batch.num_segments))
-        if kind == "shared" and owners is not None:
-            begins = starts[: batch.num_segments].tolist()  # without those of fillers, which have no images
-            owned = [index for index, start in enumerate(begins) if int(owners[start]) == start]
-        pixels = vision.arguments([image for index in owned for image in batch.images[index]], device)
+        pixels = _pixels(batch, starts, owners if kind == "shared" else None, vision, device)
     targets = token_ids[scored]
     if device is not None and device.type != "cpu":
         input_ids, rows, targets, scored = (to_device(tensor, device) for tensor in (input_ids, rows, targets, scored))
@@ -347,6 +342,17 @@ def _axes(vision: Vision, batch: MicroBatch, segments: Sequence[Tensor]) -> Tens
         return None
     each = zip(segments, batch.images, strict=True)
     return torch.cat([vision.positions(token_ids, images) for token_ids, images in each], dim=1)
+
+
+def _pixels(
+    batch: MicroBatch, starts: Tensor, owners: Tensor | None, vision: Vision, device: torch.device | None
+) -> Mapping[str, Tensor]:
+    """Prepare images: one that is in a shared context only for the first segment with it."""
+    owned = list(range(batch.num_segments))
+    if owners is not None:
+        begins = starts[: batch.num_segments].tolist()  # without those of fillers, which have no images
+        owned = [index for index, start in enumerate(begins) if int(owners[start]) == start]
+    return vision.arguments([image for index in owned for image in batch.images[index]], device)
 
 
 def _num_missing(num_rows: int) -> int:

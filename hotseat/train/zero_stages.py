@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hotseat.train.adamw import start_state
-from hotseat.train.fragments import Fragment
+from hotseat.train.fragments import Fragment, in_buckets
 from hotseat.train.tensor import Cut, TensorGroup
 
 
@@ -419,17 +419,7 @@ class ShardedWeights:
 
     def buckets(self, names: Iterable[str], num_bytes: int, bucket_bytes: int) -> Iterator[list[str]]:
         """Group names of weights into buckets of at most `bucket_bytes`. num_bytes: per element."""
-        bucket: list[str] = []
-        size = 0
-        for name in names:
-            needed = math.prod(self.shapes[name]) * num_bytes
-            if bucket and size + needed > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(name)
-            size += needed
-        if bucket:
-            yield bucket
+        return in_buckets(names, lambda name: math.prod(self.shapes[name]) * num_bytes, bucket_bytes)
 
     def replace(self, name: str, whole: Tensor) -> None:
         """Copy this rank's stretch out of a whole weight, if it has one."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hotseat.cluster.environment import rank_env
 from hotseat.cluster.group import Pending
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
 from hotseat.cluster.on_ray.reservation import Reservation
@@ -73,7 +74,8 @@ class ActorStarter:
         process.mark = f"{self._mark}:{rank}:{self._number}.{process.incarnation}"
         process.identity = None
         env = {
-            **_rank_env(launch.processes, rank, *self._master),
+            **rank_env(launch.processes, rank, *self._master),
+            **_interface_env(self._master[0]),
             **thread_env(launch.num_threads),
             **launch.env_on(process.place.node),
             **self._device_env(process.place),
@@ -112,22 +114,15 @@ def refuse_unreserved(launch: Launch[Any], reservation: Reservation) -> None:
             )
 
 
-def _rank_env(processes: Sequence[Process], rank: int, address: str, port: int) -> dict[str, str]:
-    node = processes[rank].node
-    variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(len(processes)),
-        "LOCAL_RANK": str(sum(other.node == node for other in processes[:rank])),
-        "LOCAL_WORLD_SIZE": str(sum(other.node == node for other in processes)),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-    }
-    if _is_loopback(address):
-        # Otherwise collectives would listen on whatever address the host name stands for.
-        interface = "lo" if sys.platform.startswith("linux") else "lo0"
-        names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        variables |= dict.fromkeys(names, interface)
-    return variables
+def _interface_env(address: str) -> dict[str, str]:
+    """Return the variables that keep collectives on loopback, where ranks meet there.
+
+    Otherwise they would listen on whatever address the host name stands for.
+    """
+    if not _is_loopback(address):
+        return {}
+    interface = "lo" if sys.platform.startswith("linux") else "lo0"
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
 
 
 def _is_loopback(address: str) -> bool:

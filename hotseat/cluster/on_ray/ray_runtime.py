@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from hotseat.cluster.cluster_nodes import devices_of
 from hotseat.cluster.device_memory import device_memory
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.on_ray.connection import RayConnection
@@ -16,7 +15,7 @@ from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
 from hotseat.cluster.on_ray.nodes import NodeProcesses
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
 from hotseat.cluster.on_ray.reservation import Reservation
-from hotseat.cluster.runtime import Launch, NodeService
+from hotseat.cluster.runtime import Launch, NodeService, devices_of
 from hotseat.cluster.session import Session
 from hotseat.errors import ClusterError, PlacementError
 from hotseat.processes import supervisor
