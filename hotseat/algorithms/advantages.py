@@ -36,8 +36,7 @@ def group_mean_centred(rewards: Tensor, groups: Tensor) -> Tensor:
     """r − mean(group): Dr. GRPO, and REINFORCE++-baseline before its normalisation.
 
     Here as in the next two: `rewards` is [num_episodes] or [num_episodes, columns] (each column on its own), `groups`
-    is [num_episodes] ids in any order; groups may differ in size; a group of one is refused, since it would be its own
-    baseline.
+    is [num_episodes] ids in any order, of groups of any size but one: an episode would be its own baseline.
     """
     return _Groups(groups).centred(rewards)
 
@@ -313,8 +312,7 @@ def compute_advantages(
     The order is: baseline, clipping to `reward_clip`, placing on tokens with −kl_coefficient·kl, returns or GAE,
     normalisation. `rewards` and `groups` are [num_episodes]; `values` (for gae) and `kl` are [num_tokens]; turn
     rewards are as in `place_rewards`. `divide_by_std=False` is OpenRLHF's no_advantage_std_norm: no estimator divides
-    by a standard deviation then. `over_batch`: whether advantages are normalised over the batch; None: as the table
-    says.
+    by a standard deviation then. `over_batch`: whether to normalise over the batch; None: as the table says.
 
     With several ranks, each has whole groups, and `add_up` turns this rank's moments into the sum over all.
 
@@ -347,9 +345,9 @@ def compute_advantages(
     alive = layout.sampled_per_episode > 0
     _refuse_failed("episode", torch.where(alive, rewards, 0.0))
     if turn_credit == "own" and not facts.credits_own_turns:
-        shown = estimator if isinstance(estimator, str) else "of your own"
+        name = estimator if isinstance(estimator, str) else "of your own"
         raise UserError(
-            f"estimator {shown!r} cannot credit turns with their own rewards alone: use"
+            f"estimator {name!r} cannot credit turns with their own rewards alone: use"
             f" {', '.join(names_that(ESTIMATORS, 'credits_own_turns'))}, or turn_credit to_go"
         )
     if function is not None and groups is None:

@@ -85,8 +85,7 @@ class BrokerClient:
     """The client of a broker. Each thread that waits has a connection to itself; idle ones are kept for the next.
 
     There is one for each channel in a process, however often the channel is sent there. Once it is used, it lasts as
-    long as the process or the broker, or until `leave`: a worker that returns from one call and continues in the next
-    has not left.
+    long as the process or the broker, or until `leave`, also between the calls of a worker.
     """
 
     def __init__(self, address: BrokerAddress, channel: str, capacity: int):
@@ -247,7 +246,6 @@ def _who() -> str:
 
 
 def _say_bye(connection: socket.socket) -> None:
-    """Close a connection in good order."""
     with contextlib.suppress(OSError):
         connection.settimeout(1.0)
         _send(connection, wire.BYE, [])

@@ -58,7 +58,7 @@ class _SlotLayer(CacheLayerMixin):
 
 
 def check_config(model_config: Any, max_length: int) -> None:
-    """Raise if a model of this config keeps more than keys and values per token, or its angles depend on lengths."""
+    """Raise if a model of this config has more state than a KV cache, or its angles depend on lengths."""
     config, name = model_config.get_text_config(), type(model_config).__name__.removesuffix("Config")
     layer_types = set(getattr(config, "layer_types", None) or ())
     if not layer_types <= {"full_attention", "sliding_attention"}:
@@ -75,7 +75,7 @@ def check_config(model_config: Any, max_length: int) -> None:
 
 
 class AnySlots(SlotModel):
-    """Any causal model with keys and values per token, through its own forward with masks and positions of ours."""
+    """Any causal model with a KV cache, through its own forward with masks and positions of ours."""
 
     max_forward_tokens = SHARED_FORWARD_TOKENS  # few, because scoring holds the logits of all of them
 
@@ -144,8 +144,8 @@ class AnySlots(SlotModel):
         allowed = (1e-3 if self.cache.keys.dtype == torch.float32 else 5e-2) * float(expected.abs().max())
         if not difference <= allowed:
             raise UnsupportedError(
-                f"{name} gives other logits slot by slot than in one forward (by {difference:.2g}, at most"
-                f" {allowed:.2g} is rounding): use the vLLM engine"
+                f"{name}: cached decoding disagrees with a full forward (by {difference:.2g}, at most {allowed:.2g} is"
+                " rounding): use the vLLM engine"
             )
 
     def _eager_logits(self, tokens: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class AnySlots(SlotModel):
 
     def image_batch(self, length: int, images: Sequence[str], index: int) -> ImageBatch:
         """Small contexts whose images are of the same shapes go together, by `ROWS`; all others are alone."""
-        assert self._vision is not None, "images for a model that sees none"
+        assert self._vision is not None, "images, and the model is no VLM"
         shape = self._vision.common_shape(images)
         if shape is None or length * ROWS > self.max_forward_tokens:
             return 1, (index,)
@@ -216,7 +216,7 @@ class AnySlots(SlotModel):
         """
         if not any(images):
             return tokens, {}
-        assert self._vision is not None, "images for a model that sees none"
+        assert self._vision is not None, "images, and the model is no VLM"
         if self.image_batch(tokens.shape[1], images[0], 0)[0] == ROWS:
             images = [*images, *[images[0]] * (ROWS - len(images))]
             tokens = torch.cat([tokens, tokens[:1].expand(ROWS - len(tokens), -1)])

@@ -259,7 +259,6 @@ class Engine(ABC):
         self._thread.close(timeout_s)
 
     def _checked(self, request: Request) -> EngineSequence:
-        """Check a request and make its sequence."""
         check_request(request, self._max_length, self._vocab_size)
         sampling = request.sampling
         if request.images and not self.sees_images:

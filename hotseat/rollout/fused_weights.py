@@ -166,8 +166,7 @@ def _of_parameter(
 def adapter_pieces(model: nn.Module, rank: int, names: WeightNames) -> Iterator[Piece]:
     """Yield the pieces of the adapters' factors: in the memory from which vLLM applies the first of its adapters.
 
-    Each rank holds the columns of A that belong to its columns of the weight, and the rows of B that belong to its
-    rows.
+    Each rank holds the columns of A for its columns of the weight, and the rows of B for its rows.
     """
     if not names.factors:
         return

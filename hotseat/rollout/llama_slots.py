@@ -373,7 +373,7 @@ class LlamaSlots(SlotModel):
 
     def image_batch(self, length: int, images: Sequence[str], index: int) -> ImageBatch:
         """Contexts whose images have one shape go together, `ROWS` of them on a CPU; all others are alone."""
-        assert self._vision is not None, "images for a model that sees none"
+        assert self._vision is not None, "images, and the model is no VLM"
         shape = self._vision.common_shape(images)
         size = ROWS if self._graphs is None else max(1, SEEN_FORWARD_TOKENS // length)
         if shape is None or (self._graphs is None and length * size > self.max_forward_tokens):
@@ -399,7 +399,7 @@ class LlamaSlots(SlotModel):
         x = F.embedding(tokens.flatten(), self._embedding)
         if not any(images):
             return x
-        assert self._vision is not None, "images for a model that sees none"
+        assert self._vision is not None, "images, and the model is no VLM"
         is_image = (tokens.flatten() == self._vision.image_token_id)[:, None]
         num_placeholders = int(is_image.sum())  # before the encoder starts: a CUDA device is waited for here
         seen = [image for row in images for image in row]

@@ -54,7 +54,7 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Keys and values of a token sequence, to be copied into slots."""
+    """KV cache of a token sequence, to be copied into slots."""
 
     keys: Tensor  # [layers, kv_heads, num_tokens, key_dim]
     values: Tensor  # [layers, kv_heads, num_tokens, value_dim]
@@ -111,7 +111,7 @@ class PrefixCache:
 
 
 class SlotCache:
-    """Keys and values of every slot. Zeros where nothing was written, since a NaN that is masked stays NaN."""
+    """KV cache of every slot. Zeros where nothing was written, since a NaN that is masked stays NaN."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class SlotCache:
         self.values[:, slot] = 0
 
     def read(self, num_slots: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Copy the keys and values of the first slots to another device."""
+        """Copy the KV cache of the first slots to another device."""
         keys, values = (cache[:, :num_slots, :, :num_keys] for cache in (self.keys, self.values))
         return keys.to(device, copy=True), values.to(device, copy=True)
 

@@ -38,8 +38,8 @@ class SlotOptions:
     dtype: of the model; None leaves it as it is. own_layers: False runs the model's own forward even where a faster
     one is known. fp32_head: logits of a 16-bit model are float32, as the trainer's are; False rounds them to the
     model's type. prefix_cache_tokens: how many prompt tokens to keep for other samples of the same prompt; by default
-    8 * max_length. keeps_cache: requests in flight keep their keys and values when weights change; False recomputes
-    them. tokens_at_once: how many tokens of each sequence are sampled at most before the host looks at them; by default
+    8 * max_length. keeps_cache: requests in flight keep their KV cache when weights change; False recomputes
+    it. tokens_at_once: how many tokens of each sequence are sampled at most before the host looks at them; by default
     16 on a CUDA device and 1 on a CPU.
     """
 
@@ -60,7 +60,7 @@ class TransformersEngine(Engine):
 
     On a CPU completions are bit for bit independent of other requests.
 
-    model: any causal language model of transformers with keys and values per token; the engine owns it from here on
+    model: any causal language model of transformers with a KV cache; the engine owns it from here on
         (it may rearrange the memory of its parameters; they stay the module's).
     num_threads: of the thread that computes. Sums may depend on it, so it is a setting and not inherited; it also
         becomes the default of threads started later in the process. None leaves it to torch. More than one pays on idle
@@ -282,7 +282,6 @@ class TransformersEngine(Engine):
                 yield batch, torch.tensor(rows, dtype=torch.int64, device=self._device)
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
-        """Move the sequences of some slots to free ones."""
         running = self._running
         num_keys = max(sequence.num_keys for slot in sources if (sequence := running[slot]) is not None)
         at, to = self._rows.column(sources), self._rows.column(targets)
@@ -379,7 +378,7 @@ class TransformersEngine(Engine):
 
     @torch.inference_mode()
     def _recompute(self) -> None:
-        """Compute the keys and values of running sequences anew, with the weights that are loaded now."""
+        """Compute the KV cache of running sequences anew, with the weights that are loaded now."""
         self._is_cache_old = False
         # The newest token of a sequence is decoded in the next step; its keys come then.
         filled = {

@@ -1,8 +1,7 @@
 """vLLM as a rollout engine: its scheduler and model runner, stepped by the engine's own thread.
 
-vLLM schedules, caches prefixes and samples. This module keeps requests, the weight version of each sampled token, and
-what may be asked when. `vllm_worker` runs in vLLM's workers; what differs between versions is in `vllm_versions` and
-`vllm_internals`.
+vLLM schedules, caches prefixes and samples. This module keeps requests and the weight version of each sampled token.
+`vllm_worker` runs in vLLM's workers; what differs between versions is in `vllm_versions` and `vllm_internals`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class VllmEngine(Engine):
     The same request gives the same tokens only up to rounding, which differs from batch to batch: not bit for bit.
 
     core: vLLM, started; the engine closes it. names: the weights of the model. max_length: at most the core's.
-    keeps_cache: requests in flight keep their keys and values when weights change; False recomputes them.
+    keeps_cache: requests in flight keep their KV cache when weights change; False recomputes it.
     """
 
     parts: frozenset[Part] = frozenset(PARTS)

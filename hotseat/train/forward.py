@@ -25,7 +25,7 @@ class ForwardPass:
     device: torch.device
     sequence: SequenceGroup
     dropouts: Sequence[nn.Module] = ()  # in front of adapters; all others are off for good
-    vision: Vision | None = None  # of a model that sees images
+    vision: Vision | None = None  # of a VLM
     filler: MicroBatch | None = None  # for micro-batches without images, where other ranks may have some
 
     def set_dropout(self, is_on: bool) -> None:

@@ -253,7 +253,7 @@ class ModelInput:
     targets: Tensor  # [num_scored]: that token
     tokens: Tensor  # [num_scored]: where it stands in the micro-batch
     counts: Tensor | None = None  # [rows of the flattened output] float: tokens of each, 0: padding; if asked for
-    pixels: Mapping[str, Tensor] = field(default_factory=dict)  # arguments of a model that sees images
+    pixels: Mapping[str, Tensor] = field(default_factory=dict)  # further arguments of a VLM
 
 
 def model_input(
@@ -268,9 +268,8 @@ def model_input(
 ) -> ModelInput:
     """Lay a micro-batch out for the model.
 
-    Scored are the tokens under the mask that something precedes in their segment; only they are projected. With a
-    `group` of several ranks the layout is packed, and cut to this rank's slice. `vision` prepares the arguments for
-    segments with images.
+    Log-probs or values are computed for tokens under the mask, except for the first of a segment. With a `group` of
+    several ranks the layout is packed, and cut to this rank's slice. `vision` prepares images.
     """
     token_ids, offsets, mask = (tensor.cpu() for tensor in (batch.token_ids, batch.offsets, batch.mask))
     all_lengths = offsets[1:] - offsets[:-1]
@@ -286,7 +285,7 @@ def model_input(
     longest = int(lengths.max())
     axes = None  # [3, num_inputs]: positions in three dimensions
     if batch.images:
-        assert vision is not None, "images for a model that sees none"
+        assert vision is not None, "images, and the model is no VLM"
         axes = _axes(vision, batch, [token_ids[inputs[a:b]] for a, b in itertools.pairwise(starts.tolist())])
 
     owners = _owners(batch, token_ids, offsets, mask, lengths, starts, vision) if kind in ("auto", "shared") else None
@@ -381,8 +380,7 @@ def _owners(
 ) -> Tensor | None:
     """Find the input token that stands for each, in the first segment with the same context: [num_inputs].
 
-    A context is what precedes the first token under the mask, with all images of the segment. None if all are
-    different.
+    A context is what precedes the first token under the mask, with all images of the segment. None: all differ.
     """
     owners = np.arange(int(starts[-1]))  # slices of an array take a tenth of the time of a tensor's
     seen: dict[tuple[bytes, tuple[str, ...]], int] = {}

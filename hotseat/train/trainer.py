@@ -331,7 +331,6 @@ class Trainer(TrainerHooks):
         self._progress.is_halfway = False
 
     def _grad_norm(self) -> float:
-        """Compute the norm of all gradients of all ranks together."""
         gradients = self._gradients()
         each = torch._foreach_norm(gradients.tensors, 2, dtype=torch.float32)
         squares = torch.stack([norm.to(self._device) for norm in each]).square_()

@@ -135,7 +135,6 @@ class RayRuntime:
         return None if self._watch is None else self._watch.lost(asks_ray=asks_ray)
 
     def _nodes_in_use(self) -> dict[int, str]:
-        """Describe the nodes that have processes of ours, by rank."""
         used = {process.place.node for group in list(self._groups.values()) for process in group.processes}
         nodes = {rank: self.nodes[rank] for rank in sorted(used)}
         return {rank: f"node {rank} ({node.hostname}, {node.address})" for rank, node in nodes.items()}

@@ -1,7 +1,6 @@
 """The template: a process that has loaded the libraries of workers, and forks a worker when Ray asks for one.
 
-Loading torch and transformers takes seconds of a core. Here they are loaded once, and all processes of a run share
-them:
+Loading torch and transformers takes seconds of a core. Here they are loaded once, for all processes of a run:
 
     python -P template_process.py SOCKET MODULE ... -- MODULE ...
 
@@ -296,7 +295,6 @@ def load(modules: Sequence[str]) -> None:
 
 
 def _main(address: str, modules: Sequence[str], for_workers: Sequence[str]) -> NoReturn:
-    """Be the template, and in its forks a worker, to the end of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     path = [each for each in sys.path if each]
     server = ForkServer(address, for_workers)

@@ -51,7 +51,6 @@ def use(devices: CudaDevices | None) -> None:
 
 
 def _devices_here() -> CudaDevices:
-    """Return the devices that items of this process use."""
     from hotseat.rlinf.device_items.cuda import CudaDevices
 
     return _devices or CudaDevices()
