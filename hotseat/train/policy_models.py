@@ -1,4 +1,4 @@
-"""Models under training: policies compute the log-probs of tokens, value models (critics, rewards) a number for each."""
+"""Models under training: policies compute log-probs of tokens, value models (critics, rewards) a number for each."""
 
 from __future__ import annotations
 
