@@ -56,7 +56,7 @@ class Cluster:
             raise PlacementError(f"runtime is {runtime!r}; it can be 'ray' or 'local'")
         self.timeout_s = timeout_s
         self.on_call: CallObserver | None = None  # is called for each call to groups that are launched from then on
-        self._groups: dict[str, WorkerGroup[Any]] = {}
+        self.groups: dict[str, WorkerGroup[Any]] = {}
         self._node_env: dict[int, Mapping[str, str]] = {}
         self._is_reserved = False
         self._is_closed = False
@@ -171,7 +171,7 @@ class Cluster:
             )
         )
         group.on_call = self.on_call
-        self._groups[name] = group
+        self.groups[name] = group
         return group
 
     def prepare(
@@ -189,10 +189,6 @@ class Cluster:
         """
         self._runtime.prepare(self._launch(name, cls, processes, num_threads, timeout_s))
 
-    @property
-    def groups(self) -> Mapping[str, WorkerGroup[Any]]:
-        return self._groups
-
     def _launch(self, name: str, cls: type[T], processes: Any, num_threads: int, timeout_s: float | None) -> Launch[T]:
         timeout_s = timeout_s or self.timeout_s
         return Launch(
@@ -209,7 +205,7 @@ class Cluster:
     def _placed_anew(self, name: str, processes: Any) -> list[Process]:
         """Return the places of a group to be launched. Raises if it exists."""
         self._refuse_if_closed()
-        if name in self._groups and not self._groups[name].is_closed:
+        if name in self.groups and not self.groups[name].is_closed:
             raise PlacementError(f"there is a group {name!r} already; close it first or choose another name")
         processes = getattr(processes, "processes", processes)
         if isinstance(processes, int):

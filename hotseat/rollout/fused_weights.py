@@ -179,7 +179,7 @@ def adapter_pieces(model: nn.Module, rank: int, names: WeightNames) -> Iterator[
         adapter: Any = model.get_submodule(prefix)
         parts = _of_parameter(module, prefix, "weight", module.weight.detach(), rank, packed)
         named = [replace(piece, name=hf_names.get(piece.name, piece.name)) for piece in parts]
-        weights = [piece for piece in named if names.shape(piece.name) == piece.shape]
+        weights = [piece for piece in named if names.shapes.get(piece.name) == piece.shape]
         if len(weights) != len(adapter.lora_a_stacked):
             continue  # arranged in another way
         for weight, all_a, all_b in zip(weights, adapter.lora_a_stacked, adapter.lora_b_stacked, strict=True):

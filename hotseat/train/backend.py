@@ -221,8 +221,7 @@ class Outputs:
     aux_loss: Tensor | None = None  # one number: the balancing loss of a mixture of experts; only if it is learned from
 
     def tensors(self) -> list[Tensor]:
-        outputs = (self.log_probs, self.entropy, self.values, self.aux_loss)
-        return [value for value in outputs if value is not None]
+        return [value for value in vars(self).values() if value is not None]
 
 
 class Loss(Protocol):

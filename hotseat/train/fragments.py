@@ -81,15 +81,6 @@ class Fragment(Tensor):
         fragment.shift = tuple([0] * len(shape) if shift is None else shift)
         return fragment
 
-    def __init__(
-        self,
-        flat: Tensor,
-        shape: Sequence[int],
-        start: int,
-        part: Sequence[int] | None = None,
-        shift: Sequence[int] | None = None,
-    ): ...
-
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(f"{function} of a fragment: use what it holds")

@@ -38,7 +38,7 @@ class ActorStarter:
         number: int,
     ):
         self._ray = ray
-        self._launch = launch
+        self.launch = launch  # of which constructors take their arguments, and processes everything else
         self._reservation = reservation
         self._mark = f"{session_name}:{re.sub('[:/]', '_', launch.name)}"
         self._master = master
@@ -49,15 +49,11 @@ class ActorStarter:
         for rank, process in enumerate(processes):
             self._start_actor(process, rank)
             process.is_prepared = True
-            process.actor.prepare.remote(self._launch.cls)
-
-    def use(self, launch: Launch[Any]) -> None:
-        """Take the arguments of constructors, and everything else, from this launch."""
-        self._launch = launch
+            process.actor.prepare.remote(self.launch.cls)
 
     def start(self, group: RayGroup[Any], ranks: Sequence[int], within_s: float) -> Pending[ProcessIdentity]:
         """Start the processes of these ranks, and in each the constructor of its object."""
-        launch, futures = self._launch, {}
+        launch, futures = self.launch, {}
         for rank in ranks:
             if group.processes[rank].is_prepared:
                 group.processes[rank].is_prepared = False
@@ -70,7 +66,7 @@ class ActorStarter:
         return Pending(group, "__init__", futures)
 
     def _start_actor(self, process: RankProcess, rank: int) -> None:
-        launch = self._launch
+        launch = self.launch
         process.mark = f"{self._mark}:{rank}:{self._number}.{process.incarnation}"
         process.identity = None
         env = {

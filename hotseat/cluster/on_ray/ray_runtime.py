@@ -66,7 +66,7 @@ class RayRuntime:
         starter, processes = self._prepared.pop(launch.name, (None, None))
         if starter is None or processes is None:
             starter, processes = self._make_starter(launch), [RankProcess(process) for process in launch.processes]
-        starter.use(launch)
+        starter.launch = launch
         group: RayGroup[T] = RayGroup(
             launch.name,
             processes,
