@@ -14,6 +14,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hotseat.errors import DeadlineError, PlacementError
@@ -25,6 +26,17 @@ DEFAULT_KEY = "default_queue"
 UNBOUNDED = 1 << 31  # items
 MAX_IDLE = 256  # queues of keys that a process stays connected to while it does not use them
 _CONNECT_S = 60.0  # how long `connect` waits for a channel to be created
+
+
+@dataclass(eq=False)
+class _OpenQueue:
+    """A queue that this process has opened, with one lane for puts and one for gets."""
+
+    queue: Queue
+    puts: Lane = field(default_factory=Lane)
+    gets: Lane = field(default_factory=Lane)
+    num_uses: int = 0  # operations that have not ended; without meaning if it stays
+    stays: bool = False
 
 
 class QueueSpec(NamedTuple):
@@ -44,23 +56,23 @@ class Post:
     def __init__(self, directory: QueueDirectory):
         self.directory = directory
         self._lock = threading.Lock()
-        self._open: dict[str, Queue] = {}
+        self._open: dict[str, _OpenQueue] = {}
         self._idle: dict[str, None] = {}  # the names of queues to leave, the one that was not used for longest first
 
     def queue(self, name: str, capacity: int = UNBOUNDED) -> Queue:
         """Open a queue that stays open."""
-        return self._begin(QueueSpec(name, capacity, stays=True))
+        return self._begin(QueueSpec(name, capacity, stays=True)).queue
 
     def put(self, spec: QueueSpec, item: Any, weight: float = 0.0, *, is_async: bool) -> AsyncWork | None:
         """Put an item into a queue, after what this process has put there before."""
-        queue = self._begin(spec)
-        work: AsyncWork | None = self._run(queue, queue.puts, lambda queue: queue.put(item, weight=weight), is_async)
+        opened = self._begin(spec)
+        work: AsyncWork | None = self._run(opened, opened.puts, lambda queue: queue.put(item, weight=weight), is_async)
         return work
 
     def get(self, spec: QueueSpec, take: Callable[[Queue], Any], *, is_async: bool) -> Any:
         """Take something out of a queue, after what this process has asked of it before."""
-        queue = self._begin(spec)
-        return self._run(queue, queue.gets, take, is_async)
+        opened = self._begin(spec)
+        return self._run(opened, opened.gets, take, is_async)
 
     def use(self, spec: QueueSpec, operation: Callable[[Queue], Any]) -> Any:
         """Run an operation on a queue at once, whatever else this process has asked of it."""
@@ -69,47 +81,47 @@ class Post:
     def leave(self) -> None:
         """Stop using all queues, so that the end of this process is no failure of theirs."""
         with self._lock:
-            queues = list(self._open.values())
+            queues = [opened.queue for opened in self._open.values()]
         for queue in queues:
             queue.leave()
 
-    def _run(self, queue: Queue, lane: Lane, operation: Callable[[Queue], Any], is_async: bool) -> Any:
-        run = functools.partial(self._operate, queue, operation)
+    def _run(self, opened: _OpenQueue, lane: Lane, operation: Callable[[Queue], Any], is_async: bool) -> Any:
+        run = functools.partial(self._operate, opened, operation)
         return lane.start(run) if is_async else lane.run(run)
 
-    def _operate(self, queue: Queue, operation: Callable[[Queue], Any]) -> Any:
+    def _operate(self, opened: _OpenQueue, operation: Callable[[Queue], Any]) -> Any:
         try:
-            return operation(queue)
+            return operation(opened.queue)
         finally:
-            if not queue.stays:
-                self._end(queue)
+            if not opened.stays:
+                self._end(opened)
 
-    def _begin(self, spec: QueueSpec) -> Queue:
+    def _begin(self, spec: QueueSpec) -> _OpenQueue:
         with self._lock:
-            queue = self._open.get(spec.name)
-            if queue is None:
-                queue = self._open[spec.name] = self.directory.open(spec.name, spec.capacity)
-            if not queue.stays:
-                queue.stays = spec.stays
-                queue.num_uses += 1
+            opened = self._open.get(spec.name)
+            if opened is None:
+                opened = self._open[spec.name] = _OpenQueue(self.directory.open(spec.name, spec.capacity))
+            if not opened.stays:
+                opened.stays = spec.stays
+                opened.num_uses += 1
                 self._idle.pop(spec.name, None)
-            return queue
+            return opened
 
-    def _end(self, queue: Queue) -> None:
+    def _end(self, opened: _OpenQueue) -> None:
         left = None
         with self._lock:
-            queue.num_uses -= 1
-            if queue.num_uses == 0 and not queue.stays:
-                self._idle[queue.name] = None
+            opened.num_uses -= 1
+            if opened.num_uses == 0 and not opened.stays:
+                self._idle[opened.queue.name] = None
             if len(self._idle) > MAX_IDLE:
                 oldest = next(iter(self._idle))
                 del self._idle[oldest]
                 left = self._open.pop(oldest)
-                self.directory.forget(left)  # with the lock, so that nobody opens it meanwhile
+                self.directory.forget(left.queue)  # with the lock, so that nobody opens it meanwhile
         if left is not None:
             left.puts.end()
             left.gets.end()
-            left.leave()
+            left.queue.leave()
 
 
 _posts: dict[str, Post] = {}

@@ -26,7 +26,6 @@ from hotseat.errors import DeadlineError, WorkerError
 from hotseat.rlinf import wire
 from hotseat.rlinf.bounded_queue import Answer, BoundedQueue, Record
 from hotseat.rlinf.broker import Broker, BrokerAddress, BrokerClient, client_of
-from hotseat.rlinf.work import Lane
 
 
 class Queue:
@@ -42,9 +41,6 @@ class Queue:
         self.capacity = capacity
         self.timeout_s = timeout_s
         self.link = link
-        self.puts, self.gets = Lane(), Lane()  # operations of this process that run one after another
-        self.num_uses = 0  # operations that have not ended; without meaning if it stays
-        self.stays = False  # this process keeps it open, see `channel.Post`
 
     def put(self, item: Any, *, weight: float = 0.0, timeout_s: float | None = None) -> None:
         """Wait for room, then put the item in. Its weight counts in `get_weight`."""

@@ -87,7 +87,8 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
         return [batch]
     parts, begin = [], 0
     for size in sizes:
-        parts.append(_own_memory(batch[begin : begin + size]))
+        part = batch[begin : begin + size]
+        parts.append(part.clone() if _is_tensor(part) else part)  # with its batch's memory all of that would travel
         begin += size
     return parts
 
@@ -121,11 +122,6 @@ def _has_rows(value: Any) -> bool:
 def _is_tensor(value: Any) -> bool:
     torch = sys.modules.get("torch")  # who has a tensor has loaded it
     return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _own_memory(part: Any) -> Any:
-    """Return a tensor that does not share memory with the rest of its batch, all of which would travel with it."""
-    return part.clone() if _is_tensor(part) else part
 
 
 # --- sizes of groups --------------------------------------------------------------------------------------------------

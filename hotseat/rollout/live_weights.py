@@ -101,27 +101,21 @@ class LiveWeights:
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._is_cuda = any(tensor.is_cuda for tensor in self._tensors.values())
         self._saved: Tensor | None = None  # [bytes] uint8 on the host
-        self._names = WeightNames.of(module)
+        self.names = WeightNames.of(module)
 
     @property
     def num_bytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages)
 
-    def begin(self) -> None:
-        self._names.begin()
-
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         with torch.no_grad():
             for name, new in named_tensors:
-                self._names.take(name, new.shape)
+                self.names.take(name, new.shape)
                 self._tensors[name].copy_(new)
-
-    def missing(self) -> list[str]:
-        return self._names.missing()
 
     def digest(self, names: Collection[str] | None = None) -> dict[str, int]:
         """Hash these weights, or all."""
-        first_names = {n: first for n, first in self._names.first_names.items() if names is None or n in names}
+        first_names = {n: first for n, first in self.names.first_names.items() if names is None or n in names}
         digests = named_digests((name, self._tensors[name]) for name in dict.fromkeys(first_names.values()))
         return {name: digests[first] for name, first in first_names.items()}
 

@@ -361,7 +361,7 @@ class TransformersEngine(Engine):
 
     def _prepare_load(self) -> None:
         self._prefixes.clear()
-        self._weights.begin()
+        self._weights.names.begin()
 
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._weights.load(named_tensors)
@@ -391,7 +391,7 @@ class TransformersEngine(Engine):
             self._slots.cache.write([slot], prefixes[context])
 
     def _missing(self) -> list[str]:
-        return self._weights.missing()
+        return self._weights.names.missing()
 
     def _digest(self, names: Collection[str] | None) -> dict[str, int]:
         return self._weights.digest(names)

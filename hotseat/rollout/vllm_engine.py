@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -63,7 +64,7 @@ class VllmEngine(Engine):
         problem = next((rank["problem"] for rank in started if "problem" in rank), None)
         if problem is not None:
             raise RunError(problem)
-        self._part_bytes = _add_up(rank["bytes"] for rank in started)
+        self._part_bytes = sum((Counter(rank["bytes"]) for rank in started), Counter())
         self.undigested: frozenset[str] = frozenset(started[0]["undigested"])
         # Sequences that vLLM runs, by the name that it knows; touched by the background thread alone.
         self._running: dict[str, EngineSequence] = {}
@@ -273,11 +274,3 @@ def start_error(error: Exception, model: str, log: Path) -> RunError:
     if len(reason) > _MAX_REASON:
         reason = f"{reason[:_MAX_REASON]} ..."
     return RunError(f"vLLM did not start with the model {model}: {type(error).__name__}: {reason}\nits log: {log}")
-
-
-def _add_up(ranks: Iterable[dict[Part, int]]) -> dict[Part, int]:
-    total: dict[Part, int] = dict.fromkeys(PARTS, 0)
-    for rank in ranks:
-        for part, num_bytes in rank.items():
-            total[part] += num_bytes
-    return total
