@@ -369,9 +369,10 @@ def compute_advantages(
         divides = facts.normalisation == "group" and divide_by_std
         if facts.normalisation == "group":
             function = partial(function, eps=eps, with_std=divide_by_std)
-        compare = _Comparison(function, groups.to(rewards.device), alive, rewards.dtype)
+        groups = groups.to(rewards.device)
+        compare = partial(_compared, function, groups, alive, rewards.dtype)
         if facts.compares_episodes:
-            rewards = _compared_episodes(function, layout, rewards, compare.groups, log_probs)
+            rewards = _compared_episodes(function, layout, rewards, groups, log_probs)
         elif turn_rewards is None or turns is None:
             rewards = compare(rewards.unsqueeze(1)).squeeze(1)
         else:
@@ -475,16 +476,13 @@ def _refuse_failed(whose: str, rewards: Tensor) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """Compares each column of a table, [num_episodes, columns], with its group; 0 for empty episodes."""
+def _compared(
+    function: Callable[..., Tensor], groups: Tensor, alive: Tensor, dtype: torch.dtype, table: Tensor
+) -> Tensor:
+    """Compare each column of a table, [num_episodes, columns], with its group; 0 for episodes without sampled tokens.
 
-    function: Callable[..., Tensor]
-    groups: Tensor  # [num_episodes]
-    alive: Tensor  # [num_episodes] bool: has a sampled token
-    dtype: torch.dtype  # of rewards: sums are rounded to it, so that sums in another order are equal
-
-    def __call__(self, table: Tensor) -> Tensor:
-        result = torch.zeros_like(table, dtype=self.dtype)
-        result[self.alive] = self.function(table.to(self.dtype)[self.alive], self.groups[self.alive])
-        return result
+    dtype: of rewards. Sums are rounded to it, so that sums in another order are equal.
+    """
+    result = torch.zeros_like(table, dtype=dtype)
+    result[alive] = function(table.to(dtype)[alive], groups[alive])
+    return result
