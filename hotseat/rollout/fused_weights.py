@@ -128,23 +128,22 @@ def _of_parameter(
         for view, size, at, total, counts in places:
             yield piece(full, view, first + at * size, sum(totals), is_counted=counts)
             first += total
-        for each, (view, size, at, total, counts) in (
-            zip(names, places, strict=True) if len(names) == len(sizes) else ()
-        ):
-            yield piece(f"{parent}.{each}.{name}", view, at * size, total, is_counted=counts)
+        if len(names) == len(sizes):
+            for each, (view, size, at, total, counts) in zip(names, places, strict=True):
+                yield piece(f"{parent}.{each}.{name}", view, at * size, total, is_counted=counts)
 
     if isinstance(module, QKVParallelLinear):
-        heads = [module.num_heads, module.num_kv_heads, module.num_kv_heads]
-        all_heads = [module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads]
-        widths = [module.head_size, module.head_size, module.v_head_size]
-        # If there are fewer heads of keys than ranks, neighbouring ranks hold the same one.
-        copies = module.num_kv_head_replicas
-        yield from fused(
-            [count * width for count, width in zip(heads, widths, strict=True)],
-            [part, part // copies, part // copies],
-            [count * width for count, width in zip(all_heads, widths, strict=True)],
-            [True, part % copies == 0, part % copies == 0],
+        kv, all_kv, width, v_width = (
+            module.num_kv_heads,
+            module.total_num_kv_heads,
+            module.head_size,
+            module.v_head_size,
         )
+        # If there are fewer heads of keys than ranks, neighbouring ranks hold the same one.
+        kv_part, copy = divmod(part, module.num_kv_head_replicas)
+        sizes = [module.num_heads * width, kv * width, kv * v_width]
+        totals = [module.total_num_heads * width, all_kv * width, all_kv * v_width]
+        yield from fused(sizes, [part, kv_part, kv_part], totals, [True, copy == 0, copy == 0])
     elif isinstance(module, MergedColumnParallelLinear):
         totals = list(module.output_sizes)
         sizes = [total // module.tp_size for total in totals]

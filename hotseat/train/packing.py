@@ -283,10 +283,7 @@ def model_input(
     scored = (mask & (torch.arange(batch.num_tokens) > offsets[each])).nonzero().squeeze(-1)
     before = starts[each[scored]] + scored - 1 - offsets[each[scored]]  # the input token that predicts it
     longest = int(lengths.max())
-    axes = None  # [3, num_inputs]: positions in three dimensions
-    if batch.images:
-        assert vision is not None, "images, and the model is no VLM"
-        axes = _axes(vision, batch, [token_ids[inputs[a:b]] for a, b in itertools.pairwise(starts.tolist())])
+    axes = _axes(vision, batch, token_ids[inputs], starts) if batch.images else None
 
     owners = _owners(batch, token_ids, offsets, mask, lengths, starts, vision) if kind in ("auto", "shared") else None
     if kind == "auto":
@@ -335,12 +332,13 @@ def model_input(
     return ModelInput(input_ids, position_ids, blocks, rows, targets, scored, counted, pixels)
 
 
-def _axes(vision: Vision, batch: MicroBatch, segments: Sequence[Tensor]) -> Tensor | None:
+def _axes(vision: Vision | None, batch: MicroBatch, token_ids: Tensor, starts: Tensor) -> Tensor | None:
     """Return positions in three dimensions, segment after segment: [3, num_inputs]; None: the model has one."""
+    assert vision is not None, "images, and the model is no VLM"
     if not vision.has_axes:
         return None
-    each = zip(segments, batch.images, strict=True)
-    return torch.cat([vision.positions(token_ids, images) for token_ids, images in each], dim=1)
+    each = zip(itertools.pairwise(starts.tolist()), batch.images, strict=True)
+    return torch.cat([vision.positions(token_ids[begin:end], images) for (begin, end), images in each], dim=1)
 
 
 def _pixels(
