@@ -133,12 +133,8 @@ def _of_parameter(
                 yield piece(f"{parent}.{each}.{name}", view, at * size, total, is_counted=counts)
 
     if isinstance(module, QKVParallelLinear):
-        kv, all_kv, width, v_width = (
-            module.num_kv_heads,
-            module.total_num_kv_heads,
-            module.head_size,
-            module.v_head_size,
-        )
+        kv, all_kv = module.num_kv_heads, module.total_num_kv_heads
+        width, v_width = module.head_size, module.v_head_size
         # If there are fewer heads of keys than ranks, neighbouring ranks hold the same one.
         kv_part, copy = divmod(part, module.num_kv_head_replicas)
         sizes = [module.num_heads * width, kv * width, kv * v_width]
