@@ -128,7 +128,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def record_size(directory: QueueDirectory, group: str, size: int) -> None:
-    """Have workers of other groups find how many workers a group has."""
+    """Publish how many workers a group has, for other groups."""
     directory.record(_entry_of(group), size)  # in place of a group of this name that was closed before
 
 

@@ -388,7 +388,7 @@ class Engine(ABC):
         """Replace these weights. When it returns, the sender may reuse their memory."""
 
     def _finish_loading(self) -> None:  # noqa: B027
-        """Get requests that are in flight ready to go on: all weights are loaded."""
+        """Prepare requests in flight to continue, now that all weights are loaded."""
 
     @abstractmethod
     def _missing(self) -> list[str]:
@@ -402,7 +402,7 @@ class Engine(ABC):
         """Finish steps that are still under way: after this nothing is sampled until the next step."""
 
     def _end(self) -> None:  # noqa: B027
-        """Give back what the thread held, at its end."""
+        """Free what the thread held, at its end."""
 
 
 def _closer(engine: Engine) -> Callable[[], None]:

@@ -65,7 +65,7 @@ class SlotRows:
             state[to] = state[at]
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Have slots decode token 0 at position 0 from here on, which nobody looks at."""
+        """Reset slots to token 0 at position 0."""
         if slots:
             at = self.column(slots)
             for state in self._cleared():

@@ -107,7 +107,7 @@ class TrainerHooks(ABC):
 
     @abstractmethod
     def _drop(self) -> None:
-        """Let go of everything that holds memory: the backend is being closed."""
+        """Release everything that holds memory: the backend is being closed."""
 
     # --- weights in and out -------------------------------------------------------------------------------------------
 
@@ -138,4 +138,4 @@ class TrainerHooks(ABC):
 
     @abstractmethod
     def _after_loading(self) -> None:
-        """Make everything else follow from stored tensors that were just changed."""
+        """Update what derives from the stored tensors, which were just changed."""

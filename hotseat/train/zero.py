@@ -389,7 +389,7 @@ class ZeroBackend(Trainer):
         self._deepspeed.utils.groups._release_process_group_references()
 
     def _set_groups(self, tensor: TensorGroup | None) -> None:
-        """Set the global in which DeepSpeed looks up process groups, again and again."""
+        """Set the global in which DeepSpeed looks up process groups, also between calls."""
         self._deepspeed.utils.groups.mpu = tensor
 
     def _drop(self) -> None:

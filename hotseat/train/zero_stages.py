@@ -78,11 +78,11 @@ class Stage(ABC):
     def forget_gradients(self) -> None: ...
 
     def abandon(self) -> None:  # noqa: B027
-        """Clear what a forward or backward that failed has left behind, but gradients, on a rank without others."""
+        """Clear what a failed forward or backward has left behind, except gradients. Called on a single rank only."""
 
     @abstractmethod
     def refresh(self) -> None:
-        """Make the weights that forwards use from the pieces."""
+        """Set the weights that forwards use to those that are stepped."""
 
     @abstractmethod
     def live(self, weights: Mapping[str, nn.Parameter]) -> list[Tensor]:
@@ -93,7 +93,7 @@ class Stage(ABC):
         return []
 
     def release(self) -> None:  # noqa: B027
-        """Let go of weights that were gathered for forwards, where no backward follows."""
+        """Release weights that were gathered for forwards without a backward."""
 
     @abstractmethod
     def destroy(self) -> None: ...

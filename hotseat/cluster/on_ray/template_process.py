@@ -225,7 +225,7 @@ def _is_plain(context: Mapping[str, Any]) -> bool:
 
 
 def _become(request: ForkRequest, path: Sequence[str]) -> NoReturn:
-    """Make this process the one that was asked for."""
+    """Turn this process into the one that was asked for."""
     os.setpgid(0, 0)
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, request.nice)

@@ -45,7 +45,7 @@ _devices: CudaDevices | None = None
 
 
 def use(devices: CudaDevices | None) -> None:
-    """Have items of this process use these devices. None: CUDA's."""
+    """Set the devices that items of this process use; None: CUDA's."""
     global _devices
     _devices = devices
 
