@@ -97,7 +97,7 @@ ROWS_OF = {
         ("runtime",),
         ("group",),
         ("worker_process", "device_memory", "session"),
-        ("activity", "environment", "lease", "ports", "nodes_and_processes", "refs"),
+        ("activity", "environment", "lease", "ports", "refs"),
     ),
     "openrlhf": (
         ("__init__",),
@@ -113,7 +113,7 @@ ROWS_OF = {
         ("__init__",),
         ("executor", "stand_in"),
         ("episodes",),
-        ("turns",),
+        ("agent_turns",),
         ("sampling_params",),
     ),
     "rlinf": (
@@ -134,7 +134,7 @@ ROWS_OF = {
     ),
     "rlinf/device_items": (
         ("__init__",),
-        ("packing",),
+        ("pickling",),
         ("keeper",),
         ("cuda",),
     ),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hotseat.errors import PlacementError
 from hotseat.placement.flow import Flow, PhaseStep
 from hotseat.placement.inventory import Inventory
-from hotseat.placement.locate import PlannedProcess, Where
+from hotseat.placement.locate import Process, Where
 from hotseat.placement.memory import EngineMemory, Layout, Memory, RoleMemory, Term, estimate
 from hotseat.placement.residency import HandOver, Holding
 from hotseat.placement.role_names import Part
@@ -62,7 +62,7 @@ class PlannedRole:
     name: str
     on: str
     where: Where
-    processes: tuple[PlannedProcess, ...]
+    processes: tuple[Process, ...]
     tensor_parallel: int = 1
     share: float | None = None
     is_engine: bool = False

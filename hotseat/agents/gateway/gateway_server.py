@@ -18,7 +18,7 @@ from hotseat.agents.gateway import anthropic_messages, chat_completions, respons
 from hotseat.agents.gateway.fields import BadRequest
 from hotseat.agents.gateway.program_session import Session
 from hotseat.agents.gateway.reply import Begin, Reply
-from hotseat.connections import Connections, Holder, ask_for_body, encoding_problem, expect_nothing_yet
+from hotseat.connections import Connections, TokenConnections, ask_for_body, encoding_problem, expect_nothing_yet
 from hotseat.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class _Open:
     """An episode that can be reached, and its replies."""
 
     session: Session
-    holder: Holder = field(default_factory=Holder)
+    holder: TokenConnections = field(default_factory=TokenConnections)
     replies: _Replies = field(default_factory=_Replies)
     num_open: int = 0
     num_open_bytes: int = 0

@@ -18,8 +18,8 @@ from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer, listed
 from hotseat.agents.multi_turn import MultiTurn, TurnResult, Turns, number
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.errors import UnsupportedError, UserError
+from hotseat.openrlhf.agents.agent_turns import InstanceTurns, logs_of
 from hotseat.openrlhf.agents.sampling_params import read_back
-from hotseat.openrlhf.agents.turns import InstanceTurns, logs_of
 from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode, Segment, WhenSampled
 
 _MAX_UNCLAIMED = 65536  # completions of a server's calls that no episode has returned yet
