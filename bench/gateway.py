@@ -24,7 +24,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hotseat.agents import AgentHost, ProgramSettings
-from hotseat.agents.black_box import BlackBox, Client
+from hotseat.agents.black_box import BlackBox
+from hotseat.agents.environments.environment_worker import PolicyClient
 from hotseat.types import Completion, Prompt, Request, SampleKey, Sampling, ScoredEpisode
 
 TURNS = 5
@@ -59,7 +60,7 @@ class Remote(BlackBox):
         self.lags: list[float] = []
         self.busy: list[float] = []
 
-    async def play(self, prompt: Prompt, client: Client) -> float:
+    async def play(self, prompt: Prompt, client: PolicyClient) -> float:
         if self.loop is None:
             self.loop = asyncio.get_running_loop()
             self._measuring = self.loop.create_task(self._measure())

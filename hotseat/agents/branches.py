@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hotseat.agents.transcript import Draft
+from hotseat.agents.transcript import GrowingSegment
 from hotseat.types import Completion, Segment
 
 
@@ -89,7 +89,7 @@ def _paths(answers: Sequence[Answer]) -> list[tuple[list[int], list[int]]]:
 
 
 def _segment(answers: Sequence[Answer], path: Sequence[int], new: set[int]) -> Segment:
-    draft = Draft([])
+    draft = GrowingSegment([])
     for at in path:
         answer = answers[at]
         for image in answer.images[len(draft.images) :]:

@@ -23,7 +23,7 @@ class Transcript:
     def __init__(self, tokenizer: Any, prompt: Prompt, preparer: ImagePreparer | None = None):
         self._tokenizer = tokenizer
         self._preparer = preparer  # of a VLM's images
-        self._segments = [Draft(list(prompt.token_ids), prompt.images)]
+        self._segments = [GrowingSegment(list(prompt.token_ids), prompt.images)]
         self._turn_lengths: list[int] = []
         self._turns: list[TurnFacts] = []
         self.text = prompt.text
@@ -59,11 +59,11 @@ class Transcript:
 
     def start_again(self, text: str, images: Sequence[EpisodeImage] = ()) -> None:
         """Start a new segment from another context, with images in the places of their tokens."""
-        self._segments.append(Draft([]))
+        self._segments.append(GrowingSegment([]))
         self._add(self._segments[-1], text, images)
         self.text = text
 
-    def _add(self, draft: Draft, text: str, images: Sequence[EpisodeImage]) -> None:
+    def _add(self, draft: GrowingSegment, text: str, images: Sequence[EpisodeImage]) -> None:
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if self._preparer is None:
             draft.add(token_ids)
@@ -101,7 +101,7 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 _decode_again = functools.lru_cache(maxsize=1024)(decode)  # all samples of a prompt follow the same tokens
 
 
-class Draft:
+class GrowingSegment:
     """A segment that is still growing."""
 
     def __init__(self, token_ids: list[int], images: tuple[str, ...] = ()):

@@ -8,7 +8,7 @@ and workers have a second mark, a number in the soft limit of realtime CPU time 
 everybody can read it, and at seventy thousand years it limits nobody.
 
 Run as a program, this file is the supervisor: it waits for one process to end, by whatever cause, then carries out its
-`Task`: it ends what is left of the marked processes, removes what they made, and ends itself. It needs only the
+`Remains`: it ends what is left of the marked processes, removes what they made, and ends itself. It needs only the
 standard library and Linux; elsewhere `start_supervisor` returns None, and Ray's own reaper has to do.
 """
 
@@ -276,7 +276,7 @@ def remove_folder(folder: str | Path) -> None:
 # --- the supervisor ---------------------------------------------------------------------------------------------------
 
 
-class Task(TypedDict, total=False):
+class Remains(TypedDict, total=False):
     """Remains of a process, to clean up after it.
 
     mark: variable and value of its processes. groups: folder and pattern of control groups. containers: engine, label.
@@ -289,7 +289,7 @@ class Task(TypedDict, total=False):
     containers: tuple[str, str] | None
 
 
-def clean_up(task: Task) -> None:
+def clean_up(task: Remains) -> None:
     """End all marked processes, and remove what they left."""
     variable, value = task["mark"]
     killed = end_marked(variable, [value])
@@ -304,7 +304,7 @@ def clean_up(task: Task) -> None:
             remove_containers(*containers)
 
 
-def start_supervisor(task: Task, *, is_awaited: bool = True) -> subprocess.Popen[bytes] | None:
+def start_supervisor(task: Remains, *, is_awaited: bool = True) -> subprocess.Popen[bytes] | None:
     """Start a supervisor of the calling process. `dismiss_supervisor` ends it without a clean-up.
 
     is_awaited: wait until it runs, and raise if it does not. It does its work also if nobody has waited.
@@ -347,7 +347,7 @@ def dismiss_supervisor(supervisor: subprocess.Popen[bytes] | None) -> None:
         supervisor.wait(3.0)
 
 
-def _supervise(pid: int, task: Task) -> None:
+def _supervise(pid: int, task: Remains) -> None:
     remark_this_process(-1)  # a supervisor that was started by a marked process is not one of those it ends
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

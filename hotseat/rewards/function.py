@@ -16,7 +16,14 @@ from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
-from hotseat.rewards.function_process import LoadedTooLate, NotLoaded, OwnerThread, Task, Tracebacks, Worker
+from hotseat.rewards.function_process import (
+    FunctionProcess,
+    FunctionSettings,
+    LoadedTooLate,
+    NotLoaded,
+    OwnerThread,
+    Tracebacks,
+)
 from hotseat.rewards.scorer import NamedArguments, SampleGroup, Scorer, named_samples, to_stderr
 from hotseat.user_functions import located
 from hotseat.words import label_text
@@ -68,8 +75,8 @@ class RewardFunction(Scorer):
         self._seed = seed
         self._has_been_late = False
         self._say = say or to_stderr
-        task = Task(str(file), function, max_memory_bytes)
-        self._worker = Worker(task, start_timeout_s, lambda: self._owner.is_closed, Tracebacks(self._show))
+        task = FunctionSettings(str(file), function, max_memory_bytes)
+        self._worker = FunctionProcess(task, start_timeout_s, lambda: self._owner.is_closed, Tracebacks(self._show))
         self._owner = OwnerThread(self.name, [self._worker], self._score, self._unfinished)
         atexit.register(self.close)
         try:
@@ -230,8 +237,8 @@ def try_reward(
         ids = [list(answer.encode()) for answer in answers]  # no tokenizer is loaded yet
         message["named"] = vars(NamedArguments(columns, answers, ids))
     deadline_s = time.monotonic() + timeout_s
-    task = Task(str(file), function, max_memory_bytes, is_silent=True, extra_path=tuple(extra_path))
-    worker = Worker(task, timeout_s, lambda: False, Tracebacks(lambda text: None))
+    task = FunctionSettings(str(file), function, max_memory_bytes, is_silent=True, extra_path=tuple(extra_path))
+    worker = FunctionProcess(task, timeout_s, lambda: False, Tracebacks(lambda text: None))
     try:
         try:
             worker.start()

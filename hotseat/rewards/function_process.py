@@ -1,4 +1,4 @@
-"""Worker processes that have loaded a file of functions, and the thread that owns them.
+"""Processes that have loaded a file of functions, and the thread that owns them.
 
 The thread that starts the process has to outlive it: the kernel ends the process with the thread, not with the program.
 """
@@ -36,7 +36,7 @@ class LoadedTooLate(NotLoaded):
 
 
 @dataclass(frozen=True)
-class Task:
+class FunctionSettings:
     """Settings of a worker process: the function to load, and its limits."""
 
     file: str
@@ -68,14 +68,14 @@ class Tracebacks:
 
 
 @dataclass(eq=False)
-class Worker:
+class FunctionProcess:
     """The process of an owner thread that has loaded the user's file, if any. After a failed call it is ended, and the
     next call starts another. It also ends with its owner thread, or with this program.
 
     is_closed: waits raise `Closed` once it returns True.
     """
 
-    task: Task
+    task: FunctionSettings
     start_timeout_s: float
     is_closed: Callable[[], bool]
     tracebacks: Tracebacks
@@ -138,7 +138,7 @@ class OwnerThread:
     def __init__(
         self,
         name: str,
-        workers: Sequence[Worker],
+        workers: Sequence[FunctionProcess],
         work: Callable[[Any], Any],
         unfinished: Callable[[Any], RunError],
     ):

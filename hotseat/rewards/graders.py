@@ -18,7 +18,7 @@ from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
-from hotseat.rewards.function_process import NotLoaded, OwnerThread, Task, Tracebacks, Worker
+from hotseat.rewards.function_process import FunctionProcess, FunctionSettings, NotLoaded, OwnerThread, Tracebacks
 from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
 from hotseat.rewards.scorer import SampleGroup, Scorer, to_stderr, when_all_are_done
 from hotseat.words import label_text
@@ -208,11 +208,11 @@ def _closed() -> RunError:
     return RunError("graders: closed before they scored all samples")
 
 
-class _Judge(Worker):
+class _Judge(FunctionProcess):
     """One grader that compares text, and its process. Used by the thread that owns it."""
 
     def __init__(self, grader: Grader, max_memory_bytes: int | None, is_closed: Callable[[], bool]):
-        task = Task(str(_FILE), _FUNCTIONS[grader.kind], max_memory_bytes)
+        task = FunctionSettings(str(_FILE), _FUNCTIONS[grader.kind], max_memory_bytes)
         tracebacks = Tracebacks(to_stderr)
         super().__init__(task, _START_TIMEOUT_S, is_closed, tracebacks)
         self._grader = grader

@@ -86,7 +86,7 @@ class SandboxSettings:
 
 
 @dataclass(frozen=True)
-class Run:
+class SandboxRun:
     """How a run of generated code ended, and what it wrote to its standard output.
 
     end: `exited`, with `exit_code` (minus the signal that ended it); or the limit that ended it.
@@ -140,7 +140,7 @@ class Sandbox:
             f"sandbox: the kernel bounds memory over all processes of a program, by control groups in {groups.parent}"
         )
 
-    def run(self, program: str, stdin: str = "", call: str | None = None) -> Run:
+    def run(self, program: str, stdin: str = "", call: str | None = None) -> SandboxRun:
         """Run a program, or evaluate an expression after it, whose value is then the output as JSON.
 
         Raises `SandboxError` if the program could not be run, and `SandboxClosed` after `close`.
@@ -171,7 +171,7 @@ class Sandbox:
             return str(error)
         return groups if is_bounded else "a program that exceeded the limit of its control group was not ended"
 
-    def _run(self, program: str, stdin: str, call: str | None, group: MemoryGroup | None) -> Run:
+    def _run(self, program: str, stdin: str, call: str | None, group: MemoryGroup | None) -> SandboxRun:
         with tempfile.TemporaryDirectory(prefix="hotseat-sandbox-") as name:
             folder = Path(name)
             runner = self._runner(folder)
@@ -238,7 +238,7 @@ class Running:
     _errors: bytearray = field(default_factory=bytearray)
     _info: bytearray = field(default_factory=bytearray)
 
-    def result(self) -> Run:
+    def result(self) -> SandboxRun:
         deadline_s = time.monotonic() + self._settings.timeout_s
         with contextlib.ExitStack() as stack:
             process, info = self._start(stack)
@@ -255,7 +255,7 @@ class Running:
             end = "memory"
         if not self._output.startswith(_STARTED):
             raise SandboxError(self._problem(process.returncode, end))
-        return Run(end, process.returncode if end == "exited" else None, bytes(self._output[len(_STARTED) :]))
+        return SandboxRun(end, process.returncode if end == "exited" else None, bytes(self._output[len(_STARTED) :]))
 
     def _start(self, stack: contextlib.ExitStack) -> tuple[subprocess.Popen[bytes], int | None]:
         command = list(self._runner.command)

@@ -25,7 +25,7 @@ from hotseat.envs.family_loading import (
     path_problem,
 )
 from hotseat.envs.processes import Outcome, ProcessEnv, _Child
-from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
+from hotseat.envs.simulator import ActionSpec, Observation, SimulatorStep, Task
 from hotseat.envs.simulator_child import _answers, _step
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
@@ -293,7 +293,7 @@ def test_each_simulator_of_a_process_has_attempts_of_its_own():
 def test_what_ends_with_the_last_step_allowed_did_not_run_out_of_time():
     class Both:
         def step(self, action):
-            return Step(Observation(text="end"), 1.0, terminated=True, truncated=True, success=True)
+            return SimulatorStep(Observation(text="end"), 1.0, terminated=True, truncated=True, success=True)
 
     worlds = SimpleNamespace(step=lambda where, actions: [_step(Both(), actions[0])])
     [(kind, answer)] = _answers(worlds, "step", [0], [(np.zeros((2, 1)),)])
@@ -524,7 +524,7 @@ def test_actions_are_the_last_tokens_of_the_vocabulary():
 # A family whose pictures are larger than what goes through the pipe.
 CAMERA = """
 import numpy as np
-from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
+from hotseat.envs.simulator import ActionSpec, Observation, SimulatorStep, Task
 
 class Camera:
     tasks, action, state_bounds, is_on_device = [Task(0, "look")], ActionSpec((-1.0,), (1.0,)), None, False
@@ -540,7 +540,7 @@ class Camera:
 
     def step(self, action):
         self.count += 1
-        return Step(self.see(), 0.0, success=None)
+        return SimulatorStep(self.see(), 0.0, success=None)
 
     def render(self):
         return self.see().image

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.agents.agent import AgentError
-from hotseat.agents.black_box import BlackBox, Client
+from hotseat.agents.black_box import BlackBox
 from hotseat.agents.confinement import best_confinement, warn_if_open
+from hotseat.agents.environments.environment_worker import PolicyClient
 from hotseat.agents.environments.families import EnvironmentSettings, interpreter
 from hotseat.agents.gateway.program_session import ProgramSettings
 from hotseat.agents.programs import check_startable, environment
@@ -41,13 +42,13 @@ class EnvironmentAgent(BlackBox):
         self._places = itertools.count()
         self.name = str(environment)
 
-    async def play(self, prompt: Prompt, client: Client) -> Any:
+    async def play(self, prompt: Prompt, client: PolicyClient) -> Any:
         place = next(self._places) % self._environment.num_processes
         process = self._processes.get(place)
         if process is None or process.has_ended:
             process = self._processes[place] = _Process(self._environment, self._settings.passed_on)
         await process.ready()
-        return await process.ask({"play": {"text": prompt.text, "label": prompt.label, **vars(client)}})
+        return await process.ask({"play": {"text": prompt.text, "label": prompt.label, "client": vars(client)}})
 
     async def close(self) -> None:
         processes, self._processes = self._processes, {}
@@ -65,7 +66,7 @@ class StartedEnvironment(ChildProcess):
     def __init__(self, settings: EnvironmentSettings, passed_on: Sequence[str]):
         folder = Path(tempfile.mkdtemp(prefix="hotseat-environment-"))
         name = secrets.token_hex(8)
-        self._left: supervisor.Task = {"mark": (supervisor.EPISODE, name), "folders": [str(folder)]}
+        self._left: supervisor.Remains = {"mark": (supervisor.EPISODE, name), "folders": [str(folder)]}
         self._supervisor = supervisor.start_supervisor(self._left, is_awaited=False)
         self._confinement = best_confinement()
         warn_if_open(self._confinement, False)

@@ -19,7 +19,7 @@ from gymnasium.spaces import Discrete, Text
 NEEDS_NAME = "gymnasium needs the name of an environment, as gymnasium.make takes it"
 
 
-class Tasks:
+class GymnasiumTasks:
     def __init__(self, name: str, arguments: dict[str, Any]):
         file = re.fullmatch(r"(.+\.py):(.+)", name)
         if file is not None:

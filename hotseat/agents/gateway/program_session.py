@@ -17,7 +17,7 @@ from hotseat.agents.conversation import Context, Conversation, ConversationError
 from hotseat.agents.environments.families import EnvironmentSettings
 from hotseat.agents.gateway import message_images
 from hotseat.agents.gateway.fields import CAN_BE_SAMPLED, Asked, BadRequest
-from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
+from hotseat.agents.gateway.parsing import Parser, parser_of
 from hotseat.agents.gateway.reply import ClientAnswer, GrowingAnswer, certain
 from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
@@ -56,7 +56,7 @@ class ProgramSettings:
 
 
 @dataclass(eq=False)
-class Policy:
+class ServedPolicy:
     """The model behind the gateway, as far as all episodes share it: its tokenizer, its settings, what was logged.
 
     Rendering and tokenising long conversations takes milliseconds, which the event loop does not have: one thread does
@@ -106,14 +106,14 @@ class Policy:
         )
 
 
-class Session:
+class ProgramSession:
     """One episode's side of the gateway: what was asked, what was sampled, and what went wrong.
 
     `failure` is done as soon as the engine fails a request: the episode cannot continue, whatever the program does.
     prompt: whose images the program may show; None: it has none.
     """
 
-    def __init__(self, policy: Policy, sample: SampleFunction, sampling: Sampling, prompt: Prompt | None = None):
+    def __init__(self, policy: ServedPolicy, sample: SampleFunction, sampling: Sampling, prompt: Prompt | None = None):
         self.sampling = sampling
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.conversation = Conversation(
@@ -383,7 +383,7 @@ class Session:
         parser = self._policy.parser
         assert parser is not None, "tools without a parser"
         raw = self.conversation.text_of(context, completion.token_ids)
-        parsed = parser(Sampled(context.text, context.token_ids, raw, completion.token_ids), asked.tools)
+        parsed = parser(context, raw, completion.token_ids, asked.tools)
         if parsed is None:
             return answer
         calls = tuple(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hotseat.envs.simulator import ActionSpec, Observation, Simulator, Step, Task
+from hotseat.envs.simulator import ActionSpec, Observation, Simulator, SimulatorStep, Task
 from hotseat.errors import UserError
 
 UNBOUNDED = 10.0  # values of a state without bounds are clipped here
@@ -80,7 +80,7 @@ class GymSimulator(Simulator):
         observation, _ = environment.reset(seed=seed)
         return self._seen(observation)
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: np.ndarray) -> SimulatorStep:
         environment = self.environments[self._current]
         space = environment.action_space
         is_numbered = self.action.num_values is not None
@@ -88,7 +88,7 @@ class GymSimulator(Simulator):
         observation, reward, terminated, truncated, info = environment.step(taken)
         success = self._success(info, bool(terminated), float(reward))
         is_late = bool(truncated and not terminated)  # both are true if the task ends with the last step allowed
-        return Step(self._seen(observation), float(reward), bool(terminated), is_late, success)
+        return SimulatorStep(self._seen(observation), float(reward), bool(terminated), is_late, success)
 
     def render(self) -> np.ndarray:
         picture = self.environments[self._current].render()
