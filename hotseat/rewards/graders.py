@@ -7,7 +7,8 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,8 +112,10 @@ class Graders(Scorer):
         self._codes = [grader for grader in graders if grader.kind == "code"]
         self._function = function
         self._judge = judge
-        self._sandbox: Sandbox | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._stack = ExitStack()
+        for scorer in (None if judge is None else judge[1], function):
+            if scorer is not None:
+                self._stack.callback(scorer.close)
         for grader in graders:
             problem = package_problem(grader.kind) or grader_problem(grader)
             if problem is not None:
@@ -122,6 +125,8 @@ class Graders(Scorer):
             self._sandbox = Sandbox(settings)
             self._sandbox.probe()
             self._pool = ThreadPoolExecutor(settings.max_concurrent or os.cpu_count() or 1, "sandbox")
+            self._stack.callback(self._pool.shutdown, cancel_futures=True)
+            self._stack.callback(self._sandbox.close)
         self._judges = [_Judge(each, max_memory_bytes, lambda: self._owner.is_closed) for each in self._texts]
         self._owner = OwnerThread("graders", self._judges, self._judge_texts, lambda job: _closed())
         atexit.register(self.close)
@@ -134,64 +139,42 @@ class Graders(Scorer):
     def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         answers = [answer_of(query, prompt) for query, prompt in zip(group.queries, group.prompts, strict=True)]
         labels = [label_text(label) for label in group.labels]
-        total: Future[list[Score | Failed]] = Future()
         with self._owner.lock:
             texts = self._owner.submit(list(zip(answers, labels, strict=True)))
+            samples = list(zip(answers, group.labels, strict=True))
             codes = [
-                (grader, self._pool.submit(self._run_code, grader, answer, label))
+                (grader, [self._pool.submit(self._run_code, grader, *sample) for sample in samples])
                 for grader in self._codes
-                for answer, label in zip(answers, group.labels, strict=True)
-                if self._pool is not None
             ]
-        samples = (group.queries, group.prompts, group.labels, group.ids)
-        own = None if self._function is None else self._function.submit(*samples, group.named)
-        judged = None if self._judge is None else self._judge[1].submit(*samples)
+        texts_of = (group.queries, group.prompts, group.labels, group.ids)
+        own = None if self._function is None else self._function.submit(*texts_of, group.named)
+        judged = None if self._judge is None else self._judge[1].submit(*texts_of)
         beside = [future for future in (own, judged) if future is not None]
-        waits_for: list[Future[Any]] = [texts, *(future for _, future in codes), *beside]
+        waits_for: list[Future[Any]] = [texts, *(future for _, futures in codes for future in futures), *beside]
 
-        def finish() -> None:
+        def sums() -> list[Score | Failed]:
             try:
                 parts = list(zip(self._texts, texts.result(), strict=True))
-                size = len(answers)
-                for index, grader in enumerate(self._codes):
-                    mine = codes[index * size : (index + 1) * size]
-                    parts.append((grader, [future.result() for _, future in mine]))
+                parts += [(grader, [future.result() for future in futures]) for grader, futures in codes]
                 if self._judge is not None and judged is not None:
                     parts.append((self._judge[0], judged.result()))
-                rewards = [None] * size if own is None else own.result()
-                sums: list[Score | Failed] = []
-                for number, name in enumerate(group.ids):
-                    reward = rewards[number]
-                    sums.append(Score(0.0, 0.0, {}) if reward is None else reward)
-                    if isinstance(reward, Score):
-                        sums[-1] = Score(reward.reward, reward.score, {**reward.extra, "function": reward.reward})
-                    for grader, verdicts in parts:
-                        sums[-1] = add_verdict(sums[-1], grader, verdicts[number], name)
-                total.set_result(sums)
+                rewards: Part = [*map(_of_function, own.result())] if own else [Score(0.0, 0.0)] * len(answers)
+                for grader, verdicts in parts:
+                    each = zip(rewards, verdicts, group.ids, strict=True)
+                    rewards = [add_verdict(reward, grader, verdict, name) for reward, verdict, name in each]
+                return rewards
             except CancelledError:
-                total.set_exception(_closed())
-            except BaseException as error:
-                total.set_exception(error)
+                raise _closed() from None
 
-        when_all_are_done(waits_for, finish)
-        return total
+        return when_all_are_done(waits_for, sums)
 
     def close(self) -> None:
         """End all processes of graders. Unfinished futures raise an error. A second call does nothing."""
         atexit.unregister(self.close)
-        if not self._owner.close():
-            return
-        if self._sandbox is not None:
-            self._sandbox.close()
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        if self._function is not None:
-            self._function.close()
-        if self._judge is not None:
-            self._judge[1].close()
+        if self._owner.close():
+            self._stack.close()
 
     def _run_code(self, grader: Grader, answer: str, label: Any) -> Score | Failed:
-        assert self._sandbox is not None
         try:
             verdict = grade_code(self._sandbox, answer, label, partial=grader.partial)
         except SandboxClosed:
@@ -206,6 +189,13 @@ class Graders(Scorer):
 
 def _closed() -> RunError:
     return RunError("graders: closed before they scored all samples")
+
+
+def _of_function(reward: Score | Failed) -> Score | Failed:
+    """Return a reward of the function with its value among the numbers to log."""
+    if isinstance(reward, Failed):
+        return reward
+    return replace(reward, extra={**reward.extra, "function": reward.reward})
 
 
 class _Judge(FunctionProcess):
