@@ -117,10 +117,7 @@ def problem_of(file: str, name: str | None) -> dict[str, Any]:
     listed = [
         f"{code.co_filename}:{line}: {user} uses the name {each!r}, which nothing defines"
         for code, module in loaded
-        for each, line, user in [
-            *undefined_names(code, {*vars(module), *settable}),
-            *absent_names(code, vars(module)),
-        ]
+        for each, line, user in [*undefined_names(code, {*vars(module), *settable}), *absent_names(code, vars(module))]
     ]
     return {"problem": "; ".join(listed[:3]) or None, "absent": False, "note": note}
 

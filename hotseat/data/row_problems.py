@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from hotseat.errors import DataError
+
+T = TypeVar("T")
 
 _SHOWN = 5  # problems in the message
 _ROWS_SHOWN = 3  # rows named for each problem
@@ -40,6 +42,18 @@ class Problems:
 
 class BadValue(Exception):
     """A value of a row that cannot be used; the message starts with its key."""
+
+
+def from_rows(rows: Sequence[Any], make: Callable[..., T], *values: Sequence[Any]) -> list[T]:
+    """Make something of each row and the values that belong to it. Raises one error with all problems of the rows."""
+    problems, made = Problems(), []
+    for row, *others in zip(rows, *values, strict=True):
+        try:
+            made.append(make(row, *others))
+        except BadValue as error:
+            problems.add(row.where, str(error))
+    problems.raise_if_any()
+    return made
 
 
 def value_of(values: Mapping[str, Any], key: str) -> Any:

@@ -155,9 +155,7 @@ class _Worker:
         self._send(answer)
 
     async def _episode(self, asked: Mapping[str, Any]) -> Any:
-        client = PolicyClient(
-            *(asked[name] for name in ("base_url", "api_key", "root_url", "model", "seed", "content"))
-        )
+        client = PolicyClient(**asked["client"])
         prompt = SimpleNamespace(text=asked["text"], label=asked["label"])
         if inspect.iscoroutinefunction(self._play):
             result = await self._play(prompt, client)

@@ -96,11 +96,7 @@ class _Replies:
         return None if same is None else same.of_retry()
 
     def begin(
-        self,
-        name: str,
-        digest: bytes,
-        work: Coroutine[Any, Any, Reply],
-        begun: asyncio.Future[Reply] | None = None,
+        self, name: str, digest: bytes, work: Coroutine[Any, Any, Reply], begun: asyncio.Future[Reply] | None = None
     ) -> _Work:
         """Start work. begun: in which it puts its reply before that is complete, if it is a stream."""
         added = _Work(asyncio.ensure_future(work), digest, begun)

@@ -19,9 +19,10 @@ from hotseat.agents.gateway import message_images
 from hotseat.agents.gateway.fields import CAN_BE_SAMPLED, Asked, BadRequest
 from hotseat.agents.gateway.parsing import Parser, parser_of
 from hotseat.agents.gateway.reply import ClientAnswer, GrowingAnswer, certain
-from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
+from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.types import Completion, Prompt, Sampling, WhenSampled
+from hotseat.vision import PreparedImage
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -270,8 +271,8 @@ class ProgramSession:
             looked = iter(await preparer.prepare_all(own, 0))
         except AgentError as error:
             raise BadRequest(str(error), "messages") from None
-        shown: list[EpisodeImage] = [
-            next(looked) if number is None else EpisodeImage.of_file(self._prompt_images[number]) for number in numbers
+        shown: list[PreparedImage] = [
+            next(looked) if number is None else PreparedImage.of_file(self._prompt_images[number]) for number in numbers
         ]
         return message_images.with_images(messages, shown)
 

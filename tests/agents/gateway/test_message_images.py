@@ -16,8 +16,9 @@ from hotseat.agents.agent import AgentError
 from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.branches import Answer, segments_of
 from hotseat.agents.conversation import Conversation, ConversationError
-from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
+from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.types import Completion, Failed, Prompt, ScoredEpisode
+from hotseat.vision import PreparedImage
 
 pytestmark = pytest.mark.slow
 PAD = "<|image_pad|>"
@@ -32,12 +33,12 @@ def ids_of(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def prepare(url: str) -> EpisodeImage:
+def prepare(url: str) -> PreparedImage:
     """Prepare an image that is named in its own URL, of two tokens."""
     name = base64.b64decode(url.rpartition(",")[2]).decode()
     if name == "broken":
         raise AgentError("an image of the episode: broken")
-    return EpisodeImage(f"/{name}.safetensors", (IMAGE, IMAGE))
+    return PreparedImage(f"/{name}.safetensors", (IMAGE, IMAGE))
 
 
 PREPARER = ImagePreparer(prepare, IMAGE, frozenset({IMAGE, VIDEO}), max_images=3)
