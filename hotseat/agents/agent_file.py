@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import sys
 import time
-import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from hotseat.agents.gateway.program_session import ProgramSettings
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import Environment, MultiTurn
 from hotseat.errors import UnsupportedError, UserError
-from hotseat.user_functions import located
+from hotseat.user_functions import described, located
 
 _MODULE = "hotseat_agent"
 _SLOW_S = 0.2  # of running a file, which happens for each episode of a function
@@ -80,7 +79,7 @@ def load_agent(
     except UnsupportedError as error:
         raise UnsupportedError(f"{file}: {error}") from error
     except Exception as error:
-        raise UserError(f"{file}: {name} cannot be made: {describe(error, str(file))}") from error
+        raise UserError(f"{file}: {name} cannot be made: {described(error, file)}") from error
     with contextlib.suppress(AttributeError):
         agent.name = str(file)  # for messages
     return agent
@@ -179,7 +178,7 @@ class AgentFile:
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self._file}: {error}") from error
             except BaseException as error:
-                raise UserError(f"{self._file}: {describe(error, str(self._file))}") from error
+                raise UserError(f"{self._file}: {described(error, self._file)}") from error
             finally:
                 if before is None:
                     del sys.modules[_MODULE]
@@ -208,13 +207,3 @@ class AgentFile:
             f"{self._file} is run for every episode, which takes {took_s:.1f} s: with SHARED_GLOBALS = True in it,"
             " it is run once, and all episodes of a process share its globals"
         )
-
-
-def describe(error: BaseException, file: str | None = None) -> str:
-    """Format an error with the line that raised it: of the user's file, or else of the innermost frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == file]
-    where = f" at line {own[-1].lineno}" if own else ""
-    if not own and frames:
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})"
-    return f"{type(error).__name__}: {error}{where}"

@@ -17,6 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hotseat.processes.supervisor import TRACKER, end_marked
+from hotseat.words import leaves
 
 if TYPE_CHECKING:
     from hotseat.processes.child import Channel
@@ -104,7 +105,8 @@ class _Mlflow:
             number = experiment.experiment_id if experiment else self._client.create_experiment(project)
             tags = {"group": task["group"]} if task["group"] else {}
             self.run_id = self._client.create_run(number, run_name=task["name"], tags=tags).info.run_id
-            config = [Param(_mlflow_name(name), text[:500]) for name, text in _flat(task["config"])]
+            settings = {name: value for name, value in leaves(task["config"]) if value is not None and value != {}}
+            config = [Param(_mlflow_name(name), str(value)[:500]) for name, value in settings.items()]
             for start in range(0, len(config), 100):  # MLflow's limit of a request
                 self._client.log_batch(self.run_id, params=config[start : start + 100])
         self.where = f"{_without_password(uri)}, experiment {project}, run {self.run_id}"
@@ -155,17 +157,6 @@ TRACKERS: dict[str, Any] = {"wandb": _Wandb, "mlflow": _Mlflow, "trackio": _Trac
 
 def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-.:/ ]", "_", name.replace("@", "_at_"))
-
-
-def _flat(config: dict[str, Any], at: str = "") -> list[tuple[str, str]]:
-    """List the leaves of a config by their dotted keys; those that are not set are left out."""
-    leaves: list[tuple[str, str]] = []
-    for name, value in config.items():
-        if isinstance(value, dict):
-            leaves += _flat(value, f"{at}{name}.")
-        elif value is not None:
-            leaves.append((f"{at}{name}", str(value)))
-    return leaves
 
 
 def _without_password(uri: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from hotseat.config.hiding import without_secrets
 from hotseat.errors import UserError
+from hotseat.words import leaves
 
 T = TypeVar("T")
 
@@ -73,6 +74,10 @@ def shortened(text: object, num_characters: int = MAX_TEXT_CHARACTERS) -> str:
     return f"{text[:num_characters]} ... ({len(text) - num_characters:,} more characters)"
 
 
+def _as_written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 def read_config(run_dir: Path) -> dict[str, Any] | None:
     """Return a config's text, and its values by dotted key, for comparing runs."""
     path = run_dir / "config.yaml"
@@ -88,17 +93,9 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
     keys = {}
     if isinstance(values, Mapping):
         values = without_secrets(values)
-        keys = dict(_flat(values, ""))
+        keys = {key: shortened(_as_written(value), 300) for key, value in leaves(values)}
         text = yaml.safe_dump(values, sort_keys=False, width=120)
     return {"text": shortened(text, MAX_CONFIG_CHARACTERS), "keys": keys}
-
-
-def _flat(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", shortened(value if isinstance(value, str) else json.dumps(value, default=str), 300)
 
 
 def read_plan(run_dir: Path) -> dict[str, Any] | None:
