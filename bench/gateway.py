@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from hotseat.agents import AgentHost, ProgramSettings
 from hotseat.agents.black_box import BlackBox
 from hotseat.agents.environments.environment_worker import PolicyClient
+from hotseat.agents.gateway.program_session import ServedPolicy
 from hotseat.types import Completion, Prompt, Request, SampleKey, Sampling, ScoredEpisode
 
 TURNS = 5
@@ -53,7 +54,7 @@ class Remote(BlackBox):
     """Hands each episode to the clients' process, and waits until that says it is over."""
 
     def __init__(self, tokenizer: Any, to_clients: Any):
-        super().__init__(tokenizer, ProgramSettings(), max_length=1 << 20)
+        super().__init__(ServedPolicy(tokenizer, ProgramSettings(), 1 << 20))
         self._to_clients = to_clients
         self.waiting: dict[str, asyncio.Future[None]] = {}
         self.loop: asyncio.AbstractEventLoop | None = None

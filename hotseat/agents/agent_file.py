@@ -8,12 +8,13 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hotseat import extensions
 from hotseat.agents.agent import Agent, AgentError, SingleTurn
-from hotseat.agents.gateway.program_session import ProgramSettings
+from hotseat.agents.gateway.program_session import ProgramSettings, ServedPolicy
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import Environment, MultiTurn
 from hotseat.errors import UnsupportedError, UserError
@@ -42,28 +43,26 @@ def load_agent(
     A user's own `Agent` gets those of tokenizer, max_length and max_steps that its constructor has parameters for.
     """
     programs = programs or ProgramSettings()
+    policy = partial(ServedPolicy, tokenizer, programs, max_length, max_steps, preparer)
     if programs.environment is not None:
         from hotseat.agents.environments.environment_agent import EnvironmentAgent
 
-        return EnvironmentAgent(
-            tokenizer, programs, programs.environment, max_length=max_length, max_steps=max_steps, preparer=preparer
-        )
+        return EnvironmentAgent(policy(), programs.environment)
     if programs.command is not None:
         from hotseat.agents.black_box import Program
 
-        return Program(tokenizer, programs, max_length=max_length, max_steps=max_steps, preparer=preparer)
+        return Program(policy())
     if path is None:
         return SingleTurn(tokenizer)
     file, class_name = located(str(path))
     source = AgentFile(file)
     name, value, form = _choose(source.module, file, class_name)
-    limits = {"max_length": max_length, "max_steps": max_steps}
-    shared: dict[str, Any] = {**limits, "preparer": preparer}
+    limits: dict[str, Any] = {"max_length": max_length, "max_steps": max_steps}
     if name == "play":
         from hotseat.agents.black_box import PlayFunction
 
         try:
-            player = PlayFunction(value, tokenizer, programs, **shared)
+            player = PlayFunction(value, policy())
         except AgentError as error:
             raise UserError(f"{file}: {error}") from None
         player.name = str(file)
@@ -71,9 +70,9 @@ def load_agent(
     agent: Agent
     try:
         if form is not None:
-            agent = form.make(source, name, tokenizer, run_seed=programs.run_seed, **shared)
+            agent = form.make(source, name, tokenizer, run_seed=programs.run_seed, preparer=preparer, **limits)
         elif Environment in value.__mro__:
-            agent = MultiTurn(value, tokenizer, run_seed=programs.run_seed, **shared)
+            agent = MultiTurn(value, tokenizer, run_seed=programs.run_seed, preparer=preparer, **limits)
         else:
             agent = value(**accepted(value.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
     except UnsupportedError as error:

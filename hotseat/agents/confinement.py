@@ -76,9 +76,9 @@ def best_confinement(has_containers: bool = False) -> Confinement:
     for prefix in () if has_containers or _is_switched_off() else namespaces():
         if works(Confinement("PID namespace", prefix)):
             return Confinement("PID namespace", prefix)
-    found = own_group()
-    if not isinstance(found, str) and os.access(found[0], os.W_OK):
-        confinement = Confinement("control group", groups=found[0])
+    own = own_group()
+    if not isinstance(own, str) and os.access(own[0], os.W_OK):
+        confinement = Confinement("control group", groups=own[0])
         if works(confinement):
             return confinement
     return Confinement("process group")

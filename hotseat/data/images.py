@@ -97,15 +97,6 @@ def read_image(value: Any, key: str, folder: Path, limits: ImageLimits) -> Any:
     raise BadValue(f"{key}: {image.format} with {frames} frames, and a prompt takes still images: choose one")
 
 
-def stored_bytes(value: Any, key: str, folder: Path, limits: ImageLimits) -> bytes:
-    """Return the bytes of an image as it is stored; of one that is decoded already, its size and pixels."""
-    if not _is_decoded(value):
-        return _bytes_of(value, key, folder, limits)
-    _check_size(value, key, limits)
-    image = value.convert("RGB")
-    return f"{image.size}".encode() + image.tobytes()
-
-
 def _is_decoded(value: Any) -> bool:
     import PIL.Image
 
@@ -229,10 +220,14 @@ class ImageStore:
 
     def prepare(self, value: Any, key: str, folder: Path) -> PreparedImage:
         """Return the prepared image, from the folder if it is there. Raises `BadValue`."""
-        stored = stored_bytes(value, key, folder, self.limits)
+        if _is_decoded(value):
+            _check_size(value, key, self.limits)
+            stored = f"{value.size}".encode() + value.convert("RGB").tobytes()
+        else:
+            value = stored = _bytes_of(value, key, folder, self.limits)
         digest = hashlib.blake2b(stored, key=self._how, digest_size=20).hexdigest()
         if digest not in self._known:  # those were decoded before: conversations show the same images again and again
-            image = read_image(value if _is_decoded(value) else stored, key, folder, self.limits)
+            image = read_image(value, key, folder, self.limits)
             name = f"{digest}.safetensors"
             path = self.folder / name
             if self._other_folder is not None and (self._other_folder / name).exists():

@@ -1,4 +1,4 @@
-"""What is wrong with rows: values that cannot be used, collected into one error, and rows that limits drop or cut."""
+"""Problems of rows: values that cannot be used, collected into one error, and rows that limits drop or cut."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hotseat.envs.array_frames import ChildFrames
-from hotseat.envs.family_loading import has_worlds, load_family, make_one
+from hotseat.envs.family_loading import has_worlds, load_family
 from hotseat.envs.simulator import Observation, Simulator, Worlds, WorldStep
 from hotseat.errors import UserError
 from hotseat.processes.child import Channel
@@ -39,12 +39,11 @@ def _serve(channel: Channel) -> None:
         try:
             module = load_family(settings)
             channel.receive()  # the parent lets it take memory of its device
-            is_batch = has_worlds(module)
+            is_batch, options = has_worlds(module), (list(settings.tasks), settings.max_steps)
             if is_batch:
-                options = list(settings.tasks), settings.max_steps, num_worlds
-                worlds: Worlds = module.make_worlds(*options, **settings.kwargs)
+                worlds: Worlds = module.make_worlds(*options, num_worlds, **settings.kwargs)
             else:
-                worlds = _Separate(lambda: make_one(module, settings))
+                worlds = _Separate(lambda: module.make(*options, **settings.kwargs))
         except UserError as error:
             channel.send(("refused", str(error)))
             return

@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from hotseat.rewards.function_process import (
 )
 from hotseat.rewards.scorer import NamedArguments, SampleGroup, Scorer, named_samples, to_stderr
 from hotseat.user_functions import located
-from hotseat.words import label_text
+from hotseat.words import label_text, quantity
 
 _MAX_KILLS = 3
 _MISTAKE = "NameError: name "  # an undefined name is a mistake whatever the function was called with
@@ -144,18 +144,17 @@ class RewardFunction(Scorer):
                 if _num_failed(best) == 0:
                     break
             num_attempts += 1
-        attempts = "1 attempt" if num_attempts == 1 else f"{num_attempts} attempts"
+        attempts = quantity(num_attempts, "attempt")
         if best is None:
             return [Failed(f"{self.name}: {reason} ({attempts}; {named_samples(ids)})")] * len(ids)
-        # Failures are named with file, function, sample and number of attempts.
-        return [
-            sample
-            if isinstance(sample, Score)
-            else NotApplicable(f"{self.name}: {sample.reason} (sample {name})")
-            if isinstance(sample, NotApplicable)
-            else Failed(f"{self.name}: {sample.reason} ({attempts}; sample {name})")
-            for sample, name in zip(best, ids, strict=True)
-        ]
+        return [self._named(sample, name, attempts) for sample, name in zip(best, ids, strict=True)]
+
+    def _named(self, sample: Score | Failed, name: str, attempts: str) -> Score | Failed:
+        """Name a failure with file, function, sample and number of attempts."""
+        if isinstance(sample, Score):
+            return sample
+        made = "" if isinstance(sample, NotApplicable) else f"{attempts}; "
+        return replace(sample, reason=f"{self.name}: {sample.reason} ({made}sample {name})")
 
     def _ask(self, message: dict[str, Any]) -> list[Score | Failed]:
         worker = self._worker

@@ -256,10 +256,10 @@ def _own_prefix() -> str:
 
 def find_parent(own: Path = OWN_GROUP, mounts: Path = MOUNTS) -> Path | str:
     """Return the folder below which groups with limits can be made, as far as files show; a text that says why not."""
-    found = own_group(own, mounts)
-    if isinstance(found, str):
-        return found
-    group, mount = found
+    group_and_mount = own_group(own, mounts)
+    if isinstance(group_and_mount, str):
+        return group_and_mount
+    group, mount = group_and_mount
     for folder in (group, *group.parents):
         if not folder.is_relative_to(mount):
             break

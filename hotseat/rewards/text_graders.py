@@ -104,8 +104,8 @@ def _after_hashes(text: str) -> str:
 
 def _final_number(text: str) -> float | None:
     _, hashes, end = text.rpartition("####")
-    find: Callable[[str], float | None] = _builtin.first_number if hashes else _builtin.last_number
-    return find(end)
+    number: float | None = _builtin.number_in(end, 0 if hashes else -1)
+    return number
 
 
 def _as_latex(label: str) -> str:

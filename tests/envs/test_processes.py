@@ -18,10 +18,8 @@ import simulator_conformance as conformance
 from hotseat.data.frames import film_of_pictures
 from hotseat.envs.family_loading import (
     SimulatorSettings,
-    family_names,
     import_problem,
     load_family,
-    make_one,
     path_problem,
 )
 from hotseat.envs.processes import Outcome, ProcessEnv, _Child
@@ -36,7 +34,7 @@ WALKS = str(Path(__file__).parents[1] / "helpers" / "walks_env.py")
 
 
 def make_simulator(settings: SimulatorSettings):
-    return make_one(load_family(settings), settings)
+    return load_family(settings).make(list(settings.tasks), settings.max_steps, **settings.kwargs)
 
 
 def walk(num_envs: int = 2, said: list[str] | None = None, num_processes: int = 1, cls=ProcessEnv, path=WALK, **kwargs):
@@ -443,7 +441,6 @@ def test_engines_keep_prompts_in_the_room_of_slots_that_a_stage_does_not_need(tm
 
 
 def test_wrong_settings_are_refused(tmp_path):
-    assert "gym" in family_names()
     assert path_problem("gym") is None
     assert "no simulator 'gim': name one of babyai, gym, mujoco_warp, or a file" in path_problem("gim")
     assert path_problem("none.py") == "there is no file none.py"

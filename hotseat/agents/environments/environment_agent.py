@@ -19,7 +19,7 @@ from hotseat.agents.black_box import BlackBox
 from hotseat.agents.confinement import best_confinement, warn_if_open
 from hotseat.agents.environments.environment_worker import PolicyClient
 from hotseat.agents.environments.families import EnvironmentSettings, interpreter
-from hotseat.agents.gateway.program_session import ProgramSettings
+from hotseat.agents.gateway.program_session import ServedPolicy
 from hotseat.agents.programs import check_startable, environment
 from hotseat.errors import UserError
 from hotseat.processes import ChildProcess, WorkerDied, exit_words, supervisor
@@ -35,8 +35,8 @@ _READY = 0  # the id of the first message of a process
 class EnvironmentAgent(BlackBox):
     """Has episodes played by processes in which an environment's library runs, a few for many episodes at once."""
 
-    def __init__(self, tokenizer: Any, settings: ProgramSettings, environment: EnvironmentSettings, **limits: Any):
-        super().__init__(tokenizer, settings, **limits)
+    def __init__(self, policy: ServedPolicy, environment: EnvironmentSettings):
+        super().__init__(policy)
         self._environment = environment
         self._processes: dict[int, _Process] = {}
         self._places = itertools.count()

@@ -66,9 +66,9 @@ class ServedPolicy:
 
     tokenizer: Any
     settings: ProgramSettings
-    preparer: ImagePreparer | None  # of a VLM's images; None: the run has none
     max_length: int
-    max_answers: int | None
+    max_answers: int | None = None
+    preparer: ImagePreparer | None = None  # of a VLM's images; None: the run has none
     _logged: set[str] = field(default_factory=set)
     _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "conversations"))
 
@@ -77,6 +77,8 @@ class ServedPolicy:
         self.chat_template = self.settings.chat_template or of_images
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
+        if self.settings.tool_parser is not None:
+            _ = self.parser  # raises if it cannot be
 
     @cached_property
     def max_characters(self) -> int:
