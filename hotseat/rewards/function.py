@@ -18,7 +18,6 @@ from hotseat.rewards import builtin
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
 from hotseat.rewards.function_process import (
     FunctionProcess,
-    FunctionSettings,
     LoadedTooLate,
     NotLoaded,
     OwnerThread,
@@ -75,8 +74,10 @@ class RewardFunction(Scorer):
         self._seed = seed
         self._has_been_late = False
         self._say = say or to_stderr
-        task = FunctionSettings(str(file), function, max_memory_bytes)
-        self._worker = FunctionProcess(task, start_timeout_s, lambda: self._owner.is_closed, Tracebacks(self._show))
+        tracebacks = Tracebacks(self._show)
+        self._worker = FunctionProcess(
+            str(file), function, start_timeout_s, lambda: self._owner.is_closed, tracebacks, max_memory_bytes
+        )
         self._owner = OwnerThread(self.name, [self._worker], self._score, self._unfinished)
         atexit.register(self.close)
         try:
@@ -160,7 +161,7 @@ class RewardFunction(Scorer):
         worker = self._worker
         answer = worker.call(message, self.timeout_s)
         if "error" in answer:
-            limit = worker.task.max_memory_bytes
+            limit = worker.max_memory_bytes
             is_full = limit is not None and answer["error"].startswith(("MemoryError", "_ArrayMemoryError"))
             hint = f" (it may take {limit / 2**30:g} GiB: reward.max_memory_gib)" if is_full and limit else ""
             raise BadAnswer(f"raised {answer['error']}{hint}")
@@ -236,8 +237,8 @@ def try_reward(
         ids = [list(answer.encode()) for answer in answers]  # no tokenizer is loaded yet
         message["named"] = vars(NamedArguments(columns, answers, ids))
     deadline_s = time.monotonic() + timeout_s
-    task = FunctionSettings(str(file), function, max_memory_bytes, is_silent=True, extra_path=tuple(extra_path))
-    worker = FunctionProcess(task, timeout_s, lambda: False, Tracebacks(lambda text: None))
+    options: dict[str, Any] = {"max_memory_bytes": max_memory_bytes, "is_silent": True, "extra_path": tuple(extra_path)}
+    worker = FunctionProcess(str(file), function, timeout_s, lambda: False, Tracebacks(lambda text: None), **options)
     try:
         try:
             worker.start()

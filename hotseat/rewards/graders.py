@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
-from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
+from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
-from hotseat.rewards.function_process import FunctionProcess, FunctionSettings, NotLoaded, OwnerThread, Tracebacks
-from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
+from hotseat.rewards.function_process import FunctionProcess, NotLoaded, OwnerThread, Tracebacks
+from hotseat.rewards.sandbox import Sandbox, SandboxSettings
 from hotseat.rewards.scorer import SampleGroup, Scorer, to_stderr, when_all_are_done
 from hotseat.words import label_text
 
@@ -177,7 +177,7 @@ class Graders(Scorer):
     def _run_code(self, grader: Grader, answer: str, label: Any) -> Score | Failed:
         try:
             verdict = grade_code(self._sandbox, answer, label, partial=grader.partial)
-        except SandboxClosed:
+        except Closed:
             raise _closed() from None
         return verdict if isinstance(verdict, Failed) else Score(verdict, verdict)
 
@@ -202,9 +202,8 @@ class _Judge(FunctionProcess):
     """One grader that compares text, and its process. Used by the thread that owns it."""
 
     def __init__(self, grader: Grader, max_memory_bytes: int | None, is_closed: Callable[[], bool]):
-        task = FunctionSettings(str(_FILE), _FUNCTIONS[grader.kind], max_memory_bytes)
-        tracebacks = Tracebacks(to_stderr)
-        super().__init__(task, _START_TIMEOUT_S, is_closed, tracebacks)
+        function, tracebacks = _FUNCTIONS[grader.kind], Tracebacks(to_stderr)
+        super().__init__(str(_FILE), function, _START_TIMEOUT_S, is_closed, tracebacks, max_memory_bytes)
         self._grader = grader
         self._options = {"pattern": grader.pattern, "json_schema": grader.json_schema}
 

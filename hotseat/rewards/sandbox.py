@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hotseat.errors import SandboxError, UserError
+from hotseat.processes import Closed
 from hotseat.rewards.sandbox_command import Interpreter, Runner, bubblewrap, find_interpreter, system_call_filter
 from hotseat.rewards.sandbox_limits import LOOK_EVERY_S, MemoryGroup, MemoryGroups, ProcessWatch, below, find_parent
 
@@ -53,10 +54,6 @@ _FORBIDDEN = (
 _HELD = """read -r _ || exit 1; exec "$@" <"/proc/self/fd/$0\""""
 
 Limit = Literal["time", "cpu", "memory", "processes", "output"]
-
-
-class SandboxClosed(Exception):
-    """The owner does not want the result any more."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class Sandbox:
     def run(self, program: str, stdin: str = "", call: str | None = None) -> SandboxRun:
         """Run a program, or evaluate an expression after it, whose value is then the output as JSON.
 
-        Raises `SandboxError` if the program could not be run, and `SandboxClosed` after `close`.
+        Raises `SandboxError` if the program could not be run, and `Closed` after `close`.
         """
         groups = self._memory_groups()
         if isinstance(groups, str):
@@ -328,7 +325,7 @@ class Running:
             while selector.get_map() or process.poll() is None:
                 now_s = time.monotonic()
                 if self._is_closed.is_set():
-                    raise SandboxClosed
+                    raise Closed
                 if now_s >= deadline_s:
                     return "time"
                 if now_s >= next_look_s:

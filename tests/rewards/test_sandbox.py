@@ -20,10 +20,11 @@ import pytest
 
 from hotseat.errors import SandboxError, UserError
 from hotseat.failed import Failed
+from hotseat.processes import Closed
 from hotseat.rewards import Sandbox, SandboxSettings, sandbox_command
 from hotseat.rewards import sandbox as sandbox_module
 from hotseat.rewards.code import grade_code
-from hotseat.rewards.sandbox import SandboxClosed, SandboxRun
+from hotseat.rewards.sandbox import SandboxRun
 from hotseat.rewards.sandbox_command import system_call_filter
 from hotseat.rewards.sandbox_limits import MemoryGroup, MemoryGroups, ProcessWatch, below, find_parent, wait_s
 
@@ -246,7 +247,7 @@ def test_the_code_has_another_user_outside_too_and_closing_ends_it():
     def run() -> None:
         try:
             closing.run("import time\ntime.sleep(600)")
-        except SandboxClosed as error:
+        except Closed as error:
             raised.append(error)
 
     thread = threading.Thread(target=run)
