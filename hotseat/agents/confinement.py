@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hotseat.processes.control_groups import own_group
-from hotseat.processes.supervisor import end_group
+from hotseat.processes.supervisor import end_group, own_group
 
 logger = logging.getLogger(__name__)
 

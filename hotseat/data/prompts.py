@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
 from hotseat.data.images import RowImages
-from hotseat.data.row_problems import BadValue, Lost, LostRow, from_rows, shown, text_of, value_of
+from hotseat.data.row_problems import BadValue, LostRow, RowReport, from_rows, text_of, value_of
 from hotseat.data.rows import Row
 from hotseat.data.sequences import CHUNK, encode
 from hotseat.errors import DataError
 from hotseat.types import Prompt
 
 _SOURCE_KEY = "datasource"
-
-
-@dataclass(frozen=True)
-class PromptReport:
-    """Counts of rows that were kept, and those that were dropped as too long."""
-
-    num_rows: int
-    num_prompts: int
-    max_length: int  # tokens of the longest prompt that was kept
-    lost: Lost
 
 
 def make_prompts(
@@ -42,7 +31,7 @@ def make_prompts(
     limit: tuple[str, str] = ("", "raise data.prompt_max_length"),
     image_key: str | None = None,
     columns: Sequence[str] | None = None,
-) -> tuple[list[Prompt], PromptReport]:
+) -> tuple[list[Prompt], RowReport]:
     """Make prompts in the order of the rows; `index` counts those that are kept.
 
     With `apply_chat_template` the input is a list of messages, or a string that becomes the user's message, and
@@ -64,14 +53,14 @@ def make_prompts(
     texts, labels = zip(*from_rows(rows, draft_of), strict=True) if rows else ((), ())
     encoded = [ids for at in range(0, len(texts), CHUNK) for ids, _ in encode(tokenizer, [*texts[at : at + CHUNK]])]
     prompts: list[Prompt] = []
-    lost = Lost()
+    report = RowReport(len(rows))
 
     def add(row: Row, text: str, label: Any, ids: list[int]) -> None:
         images: RowImages | None = None if image_key is None else row.values[image_key]
         ids = _with_images(ids, images, text, input_key)
-        lost.longest = max(lost.longest, len(ids))
+        report.longest = max(report.longest, len(ids))
         if prompt_max_length is not None and len(ids) > prompt_max_length:
-            lost.add(partial(LostRow, row.where, row.values, text, len(ids)), is_dropped=True)
+            report.add(partial(LostRow, row.where, row.values, text, len(ids)), is_dropped=True)
             return
         source = row.values.get(_SOURCE_KEY)
         paths = () if images is None else images.paths
@@ -85,10 +74,10 @@ def make_prompts(
     if not prompts:
         source, fix = limit
         because = f", the limit by {source}" if source else ""
-        why = f" with at most {prompt_max_length} tokens{because}: {fix}" if lost.count else ""
-        raise DataError(f"none of the {len(rows)} rows is a prompt{why}{shown(lost)}")
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    return prompts, PromptReport(len(rows), len(prompts), longest, lost)
+        why = f" with at most {prompt_max_length} tokens{because}: {fix}" if report.num_lost else ""
+        raise DataError(f"none of the {len(rows)} rows is a prompt{why}{report.example}")
+    report.num_kept = len(prompts)
+    return prompts, report
 
 
 def _text(values: Mapping[str, Any], key: str, template: ChatTemplate | None, input_template: str | None) -> str:

@@ -294,20 +294,18 @@ class ProcessEnv:
     def _replace(self, index: int, name: str, waiting: Sequence[int]) -> None:
         """Start another process, and play its episodes up to the call that `waiting` slots still wait for."""
         self.num_replaced += 1
-        for _ in range(MAX_ATTEMPTS - 1):
-            try:
-                self._restart(index, name, waiting)
-                return
-            except SimulatorError as error:
-                self._say(str(error))
-        self._restart(index, name, waiting)
-
-    def _restart(self, index: int, name: str, waiting: Sequence[int]) -> None:
-        self._children[index].end(0.0)
-        self._children[index] = self._spawn()
         unfinished = set(waiting) if name != "render" else set()
         begun = [slot for slot in self._mine(index, self._episodes) if self._episodes[slot].digests]
-        self._replay(index, begun, unfinished)
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            self._children[index].end(0.0)
+            self._children[index] = self._spawn()
+            try:
+                self._replay(index, begun, unfinished)
+                return
+            except SimulatorError as error:
+                if attempt == MAX_ATTEMPTS:
+                    raise
+                self._say(str(error))
 
     def _replay(self, index: int, slots: Sequence[int], unfinished: Set[int] = frozenset()) -> None:
         """Play episodes again in a child that has none of them. unfinished: slots whose last action comes later."""
@@ -345,7 +343,7 @@ class ProcessEnv:
 class _Child(ChildProcess):
     """A process of simulators. is_standby: it imports the family, and makes its simulators after `begin`."""
 
-    def __init__(self, settings: SimulatorSettings, num_worlds: int = 1, *, is_standby: bool = False):
+    def __init__(self, settings: SimulatorSettings, num_worlds: int, *, is_standby: bool = False):
         memory = make_memory()
         self._frames = ParentFrames(memory)
         self.is_met = False

@@ -14,13 +14,11 @@ import secrets
 import select
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hotseat.processes.child import Channel
 from hotseat.processes.supervisor import TRACKER, end_marked
 from hotseat.words import leaves
-
-if TYPE_CHECKING:
-    from hotseat.processes.child import Channel
 
 KEY = "WANDB_API_KEY"
 SECRETS = (KEY, "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
@@ -58,7 +56,6 @@ class _Wandb:
     def __init__(self, task: dict[str, Any]):
         import wandb
 
-        known = getattr(wandb.Settings, "model_fields", SETTINGS)
         settings = {**SETTINGS, "init_timeout": task["start_s"]}
         self.run_id = task["id"] or secrets.token_hex(4)
         self._run = wandb.init(
@@ -70,7 +67,9 @@ class _Wandb:
             name=task["name"],
             dir=task["dir"],
             config=task["config"],
-            settings=wandb.Settings(**{name: value for name, value in settings.items() if name in known}),
+            settings=wandb.Settings(
+                **{name: value for name, value in settings.items() if name in wandb.Settings.model_fields}
+            ),
         )
         # W&B's own step counter cannot go back, but a resumed run repeats some steps.
         self._run.define_metric("*", step_metric="step")
@@ -83,8 +82,7 @@ class _Wandb:
         import wandb
 
         self._run.finish()
-        if hasattr(wandb, "teardown"):
-            wandb.teardown()  # its service may still hold what it has not written to the disk
+        wandb.teardown()  # its service may still hold what it has not written to the disk
 
 
 class _Mlflow:

@@ -39,6 +39,8 @@ SHM_PREFIX = "HOTSEAT_SHM_PREFIX"
 # Where an engine of containers keeps them, beside HOME: a program's must be the one by which they are removed.
 CONTAINER_ENV = ("XDG_DATA_HOME", "XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF", "CONTAINER_HOST", "DOCKER_HOST")
 
+# Files with this process's control group, and with where control groups are.
+OWN_GROUP, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 # They remove the segments of those who used them once these are gone, so they go last.
 _HELPERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 _HELPERS_GRACE_S = 3.0
@@ -218,6 +220,22 @@ def remove_segments(prefix: str, pids: Iterable[int] = ()) -> None:
         for path in glob.glob(f"/dev/shm/{pattern}"):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+
+
+def own_group(own: Path = OWN_GROUP, mounts: Path = MOUNTS) -> tuple[Path, Path] | str:
+    """Return the folder of this process's control group (version 2), and its mount point; a text if there is none."""
+    try:
+        groups = [line[3:] for line in own.read_text().splitlines() if line.startswith("0::")]
+        lines = [line.partition(" - ") for line in mounts.read_text().splitlines()]
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    mounted = [Path(before.split()[4]) for before, _, after in lines if after.split()[:1] == ["cgroup2"]]
+    if not groups or not mounted:
+        return "this machine has no control groups of version 2"
+    group = mounted[0] / groups[0].strip("/")
+    if ".." in group.parts or not group.is_dir():
+        return "the control group of this process is not visible here"
+    return group, mounted[0]
 
 
 def end_group(group: Path, timeout_s: float = 5.0) -> OSError | None:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from hotseat.errors import SandboxError
-from hotseat.processes.control_groups import MOUNTS, OWN_GROUP, own_group
-from hotseat.processes.supervisor import end_group
+from hotseat.processes.supervisor import MOUNTS, OWN_GROUP, end_group, own_group
 
 LOOK_EVERY_S = 0.02  # longest interval of looks at the processes; shorter as their memory nears its limit
 _GROWTH = 8 * 2**30  # bytes a second by which one thread can fill memory

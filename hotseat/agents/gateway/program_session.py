@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -360,20 +361,15 @@ class ProgramSession:
 
     def _cut(self, context: Context, completion: Completion, stop: str) -> Completion:
         """Return a completion up to the token that completes a stop string: an engine would have stopped there."""
-        low, high = 1, len(completion.token_ids)
-        while low < high:
-            middle = (low + high) // 2
-            if stop in self.conversation.text_of(context, completion.token_ids[:middle]):
-                high = middle
-            else:
-                low = middle + 1
-        is_whole = low == len(completion.token_ids)
+        ids = completion.token_ids
+        lengths = range(1, len(ids))
+        end = 1 + bisect_left(lengths, True, key=lambda end: stop in self.conversation.text_of(context, ids[:end]))
         return replace(
             completion,
-            token_ids=completion.token_ids[:low],
-            log_probs=completion.log_probs[:low],
-            versions=completion.versions[:low],
-            finish=completion.finish if is_whole else "length",  # it does not end with a stop token
+            token_ids=ids[:end],
+            log_probs=completion.log_probs[:end],
+            versions=completion.versions[:end],
+            finish=completion.finish if end == len(ids) else "length",  # it does not end with a stop token
         )
 
     def _visible(self, context: Context, token_ids: tuple[int, ...]) -> str:
