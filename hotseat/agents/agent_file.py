@@ -142,10 +142,7 @@ def accepted(function: Any, offered: dict[str, Any], name: str, fill_kwargs: boo
 
 
 class AgentFile:
-    """A user's file: read and compiled once, run at once, and again whenever `load` is called.
-
-    module: of the first time.
-    """
+    """A user's file: compiled once, run at once, and again by each `load`. module: that of the first run."""
 
     def __init__(self, file: Path):
         self._file = file

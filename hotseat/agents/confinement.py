@@ -35,7 +35,7 @@ _ENTER = 'echo 0 > "$0/cgroup.procs" && exec "$@"'
 
 @dataclass(frozen=True)
 class Confinement:
-    """One of the ways. prefix: words before the command. groups: the folder in which control groups are made."""
+    """A way to run a program. prefix: words before the command. groups: the folder for control groups."""
 
     kind: Literal["control group", "PID namespace", "process group"]
     prefix: tuple[str, ...] = ()

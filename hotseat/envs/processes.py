@@ -343,7 +343,7 @@ class ProcessEnv:
 class _Child(ChildProcess):
     """A process of simulators. is_standby: it imports the family, and makes its simulators after `begin`."""
 
-    def __init__(self, settings: SimulatorSettings, num_worlds: int, *, is_standby: bool = False):
+    def __init__(self, settings: SimulatorSettings, num_worlds: int = 1, *, is_standby: bool = False):
         memory = make_memory()
         self._frames = ParentFrames(memory)
         self.is_met = False

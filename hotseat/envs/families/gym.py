@@ -19,16 +19,12 @@ UNBOUNDED = 10.0  # values of a state without bounds are clipped here
 _NO_BOUND = float(np.finfo(np.float32).max)  # which some environments write instead of infinity
 
 
-def make(tasks: Sequence[str], max_steps: int | None = None, **kwargs: Any) -> Simulator:
-    """Make a simulator whose tasks are these names. max_steps: instead of the environment's own limit.
-
-    kwargs: of `gymnasium.make`; `imports` are modules to import before, which register environments.
-    """
-    return GymSimulator(tasks, max_steps, kwargs)
-
-
 class GymSimulator(Simulator):
-    """One environment of gymnasium for each task; they must have the same spaces."""
+    """One environment of gymnasium for each task, which are their names; they must have the same spaces.
+
+    max_steps: instead of the environment's own limit. kwargs: of `gymnasium.make`; `imports` are modules to import
+    before, which register environments. describe: makes the observation of an environment, if its space is not read.
+    """
 
     is_on_device = False
     state_bounds: tuple[np.ndarray, np.ndarray] | None
@@ -36,15 +32,15 @@ class GymSimulator(Simulator):
     def __init__(
         self,
         tasks: Sequence[str],
-        max_steps: int | None,
-        kwargs: Mapping[str, Any],
+        max_steps: int | None = None,
+        *,
         describe: Callable[[Any, Any], Observation] | None = None,
+        **kwargs: Any,
     ):
         import importlib
 
         import gymnasium
 
-        kwargs = dict(kwargs)
         for module in kwargs.pop("imports", ()):
             importlib.import_module(module)
         if not tasks:
@@ -109,6 +105,9 @@ class GymSimulator(Simulator):
         if self._describe is not None:
             return self._describe(self.environments[self._current], observation)
         return seen_of(self._spaces[self._current], observation)
+
+
+make = GymSimulator
 
 
 def seen_of(space: Any, observation: Any) -> Observation:
