@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import os
 import pickle
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -352,8 +351,7 @@ class _Child(ChildProcess):
                 _PROGRAM,
                 {"memory": memory},
                 command=(sys.executable, "-P"),
-                codec=self._frames,
-                output=(subprocess.DEVNULL, None),
+                stderr=None,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
                 pass_fds=() if memory is None else (memory,),
                 ending_s=5.0,
@@ -361,6 +359,7 @@ class _Child(ChildProcess):
         except BaseException:
             self._frames.close()
             raise
+        self.channel.codec = self._frames
         with contextlib.suppress(WorkerDied):  # `receive` reports a process that died at once
             self.send((settings, num_worlds))
         if not is_standby:

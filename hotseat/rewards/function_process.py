@@ -80,7 +80,8 @@ class FunctionProcess:
         self.process = ChildProcess(
             _WORKER,
             {"file": self.file, "function": self.function, "path": [*sys.path, *self.extra_path]},
-            output=(output, output),
+            stdout=output,
+            stderr=output,
             env={**os.environ, **wait_policy()},
             dies_with_thread=True,
             max_memory_bytes=self.max_memory_bytes,

@@ -80,7 +80,8 @@ class StartedEnvironment(ChildProcess):
                 _WORKER,
                 settings.spec,
                 command=(*confined, python),
-                output=(subprocess.PIPE, subprocess.STDOUT),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 env=env,
                 cwd=folder,
             )
