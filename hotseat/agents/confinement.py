@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hotseat.processes.supervisor import end_group, own_group
+from hotseat.processes.supervisor import capabilities, end_group, own_group
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +143,5 @@ def namespaces() -> list[tuple[str, ...]]:
 
 def _held() -> list[str]:
     """Return the names of the rights that this process has and its programs keep."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    mine = int(next(line for line in lines if line.startswith("CapEff:")).split()[1], 16)
+    mine = capabilities()
     return [name for name, number in _KEPT.items() if mine >> number & 1]

@@ -107,7 +107,7 @@ class LostRow:
 
 @dataclass
 class RowReport:
-    """What became of the rows of a data set, with the first of those that a limit drops or cuts."""
+    """Counts of rows that were kept, dropped and cut, with the first of those that a limit drops or cuts."""
 
     num_rows: int
     num_kept: int = 0

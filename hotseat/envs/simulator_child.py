@@ -12,7 +12,6 @@ import contextlib
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from hotseat.envs.family_loading import has_worlds, load_family
 from hotseat.envs.simulator import Observation, Simulator, Worlds, WorldStep
 from hotseat.errors import UserError
 from hotseat.processes.child import Channel
+from hotseat.user_functions import described
 
 
 def main(channel: Channel, task: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def _serve(channel: Channel) -> None:
         except EOFError:
             return
         except Exception as error:
-            channel.send(("refused", f"env.path {settings.path}: {_describe(error)}"))
+            channel.send(("refused", f"env.path {settings.path}: {described(error)}"))
             return
         made.callback(worlds.close)
         facts = list(worlds.tasks), worlds.action, worlds.state_bounds, worlds.is_on_device
@@ -109,7 +109,7 @@ def _answers(worlds: Worlds, name: str, where: list[int], args: list[Any]) -> It
         results = [error] * len(where)
     for result in results:
         if isinstance(result, Exception):
-            yield "failed", _describe(result)
+            yield "failed", described(result)
         elif isinstance(result, WorldStep):
             is_late = result.truncated and not result.terminated  # the last step allowed may have ended the task
             yield "done", (result.seen, result.rewards, result.terminated, is_late, result.success)
@@ -126,11 +126,3 @@ def _step(simulator: Simulator, actions: np.ndarray) -> WorldStep:
         if step.terminated or step.truncated:
             break
     return WorldStep(step.seen, rewards, step.terminated, step.truncated, step.success)
-
-
-def _describe(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:  # returned, not raised
-        return f"{type(error).__name__}: {error}"
-    frame = frames[-1]
-    return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"

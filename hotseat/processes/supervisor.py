@@ -52,6 +52,12 @@ def in_worker_process() -> bool:
     return bool(os.environ.get(WORKER))
 
 
+def capabilities() -> int:
+    """Return the effective capabilities of this process, a bit for each."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("CapEff:")).split()[1], 16)
+
+
 def start_time(pid: int) -> int | None:
     """Return when the process started, in clock ticks since boot; None: no such process. With the pid it names one."""
     stat = _stat(pid)

@@ -88,7 +88,7 @@ class RewardFunction(Scorer):
                 raise UserError(f"{self.name}: cannot be used as a reward function: {error}") from None
             raise
 
-    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+    def score(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         labels = [label_text(label) for label in group.labels] if self._is_builtin else group.labels
         message: dict[str, Any] = {"queries": group.queries, "prompts": group.prompts, "labels": labels}
         if group.named is not None:

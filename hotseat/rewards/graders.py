@@ -136,7 +136,7 @@ class Graders(Scorer):
             self.close()
             raise
 
-    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+    def score(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         answers = [answer_of(query, prompt) for query, prompt in zip(group.queries, group.prompts, strict=True)]
         labels = [label_text(label) for label in group.labels]
         with self._owner.lock:
@@ -146,9 +146,8 @@ class Graders(Scorer):
                 (grader, [self._pool.submit(self._run_code, grader, *sample) for sample in samples])
                 for grader in self._codes
             ]
-        texts_of = (group.queries, group.prompts, group.labels, group.ids)
-        own = None if self._function is None else self._function.submit(*texts_of, group.named)
-        judged = None if self._judge is None else self._judge[1].submit(*texts_of)
+        own = None if self._function is None else self._function.score(group)
+        judged = None if self._judge is None else self._judge[1].score(group)
         beside = [future for future in (own, judged) if future is not None]
         waits_for: list[Future[Any]] = [texts, *(future for _, futures in codes for future in futures), *beside]
 

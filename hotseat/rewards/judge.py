@@ -87,7 +87,7 @@ class Judge(Scorer):
         self._lock = threading.Lock()
         self._asked: dict[str, Future[float | Failed]] = {}  # requests without an answer yet, by key
 
-    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+    def score(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         samples = [
             self._votes(prompt, answer_of(query, prompt), label, name)
             for query, prompt, label, name in zip(group.queries, group.prompts, group.labels, group.ids, strict=True)

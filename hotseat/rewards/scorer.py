@@ -54,10 +54,10 @@ class Scorer(Closing):
         """Score one group; `ids` name the samples in messages. named: for functions that are called by names."""
         sizes = {len(queries), len(prompts), len(labels), len(ids)}
         assert len(sizes) == 1, f"{len(queries)} queries, {len(prompts)} prompts, {len(labels)} labels, {len(ids)} ids"
-        return self._submit(SampleGroup(list(queries), list(prompts), list(labels), [str(each) for each in ids], named))
+        return self.score(SampleGroup(list(queries), list(prompts), list(labels), [str(each) for each in ids], named))
 
     @abstractmethod
-    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+    def score(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         """Score one group."""
 
 

@@ -25,14 +25,15 @@ Grader = Callable[[Sequence[str], Sequence[dict[str, Any]], Sequence[str | None]
 _builtin = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("builtin.py"))))
 
 
-def _grader(*, needs_label: bool = False, module: str = "re") -> Callable[[Judge], Grader]:
-    """Make a grader from a function that judges one answer. module: what it imports."""
+def _grader(*, needs_label: bool = False, module: str | None = None) -> Callable[[Judge], Grader]:
+    """Make a grader from a function that judges one answer. module: what that imports when it is called."""
 
     def make(judge: Judge) -> Grader:
         def verdicts(
             answers: Sequence[str], options: Sequence[dict[str, Any]], labels: Sequence[str | None]
         ) -> list[Verdict]:
-            import_module(module)
+            if module is not None:
+                import_module(module)
             return [
                 (None, "the row has no label") if needs_label and label is None else judge(answer, each, label)
                 for answer, each, label in zip(answers, options, labels, strict=True)
@@ -104,8 +105,8 @@ def _after_hashes(text: str) -> str:
 
 def _final_number(text: str) -> float | None:
     _, hashes, end = text.rpartition("####")
-    number: float | None = _builtin.number_in(end, 0 if hashes else -1)
-    return number
+    final: float | None = _builtin.number_in(end, 0 if hashes else -1)
+    return final
 
 
 def _as_latex(label: str) -> str:

@@ -275,7 +275,7 @@ def test_without_the_rights_of_root_a_user_namespace_does_the_same(monkeypatch):
     """Root without CAP_SYS_ADMIN, as in most containers; other users always run the sandbox in this way."""
     if os.geteuid() != 0 or not Path("/usr/bin/python3").exists():
         pytest.skip("needs root, and an interpreter that every user can read")
-    monkeypatch.setattr(sandbox_command, "_has_capability", lambda number: False)
+    monkeypatch.setattr(sandbox_command, "capabilities", lambda: 0)
     unprivileged = Sandbox(dataclasses.replace(TIGHT, python="/usr/bin/python3"))
     try:
         unprivileged.probe()
