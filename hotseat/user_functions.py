@@ -100,10 +100,11 @@ def load_component(path: str) -> type:
     return loaded
 
 
-def described(error: Exception, file: Path) -> str:
-    """Format an error with the line of the user's file that raised it."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+def described(error: BaseException, file: Path | None = None) -> str:
+    """Format an error with the line that raised it: of the user's file, or else of the innermost frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
     if isinstance(error, SyntaxError):
         lines = [error.lineno]
-    where = f" at line {lines[-1]}" if lines else ""
-    return f"{type(error).__name__}: {error}{where}"
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{f' at line {lines[-1]}' if lines else where}"

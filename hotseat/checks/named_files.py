@@ -34,7 +34,7 @@ from hotseat.config.presence import (
 )
 from hotseat.config.resolved import judge_length
 from hotseat.config.unsupported import unsupported
-from hotseat.envs.family_loading import EXAMPLES, import_problem, path_problem
+from hotseat.envs.family_loading import FAMILIES, import_problem, path_problem
 from hotseat.errors import Problem
 from hotseat.planning.config_plan import flow_problem
 from hotseat.user_functions import is_of_script
@@ -117,7 +117,8 @@ def simulators(context: Context) -> Iterator[Problem]:
         if problem is not None:
             yield Problem("env.path", problem)
         elif not path.endswith(".py") and not config.env.tasks:
-            yield Problem("env.tasks", f"not set: {path} has no tasks of its own; name some, such as {EXAMPLES[path]}")
+            example = FAMILIES[path].example
+            yield Problem("env.tasks", f"not set: {path} has no tasks of its own; name some, such as {example}")
 
 
 # --- models and data --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ was started with.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import faulthandler
 import importlib.util
@@ -140,19 +141,16 @@ def load(file: str, name: str) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
-    if callable(function) and takes_names(function):
-        return function
     if not callable(function):
         has = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise AttributeError(f"no function {name} in it; it has: {', '.join(has) or 'none'}")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return function
-    try:
-        signature.bind([], [], [])
-    except TypeError:
-        raise TypeError(f"{name}{signature} cannot be called with queries, prompts, labels") from None
+    if not takes_names(function):
+        with contextlib.suppress(ValueError):  # it has no signature
+            signature = inspect.signature(function)
+            try:
+                signature.bind([], [], [])
+            except TypeError:
+                raise TypeError(f"{name}{signature} cannot be called with queries, prompts, labels") from None
     return function
 
 

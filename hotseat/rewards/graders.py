@@ -7,19 +7,20 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
-from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
+from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
-from hotseat.rewards.function_process import NotLoaded, OwnerThread, Task, Tracebacks, Worker
-from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
+from hotseat.rewards.function_process import FunctionProcess, NotLoaded, OwnerThread, Tracebacks
+from hotseat.rewards.sandbox import Sandbox, SandboxSettings
 from hotseat.rewards.scorer import SampleGroup, Scorer, to_stderr, when_all_are_done
 from hotseat.words import label_text
 
@@ -111,8 +112,10 @@ class Graders(Scorer):
         self._codes = [grader for grader in graders if grader.kind == "code"]
         self._function = function
         self._beside = tuple(beside)
-        self._sandbox: Sandbox | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._stack = ExitStack()
+        for scorer in (*(each for _, each in self._beside), function):
+            if scorer is not None:
+                self._stack.callback(scorer.close)
         for grader in graders:
             problem = package_problem(grader.kind) or grader_problem(grader)
             if problem is not None:
@@ -122,6 +125,8 @@ class Graders(Scorer):
             self._sandbox = Sandbox(settings)
             self._sandbox.probe()
             self._pool = ThreadPoolExecutor(settings.max_concurrent or os.cpu_count() or 1, "sandbox")
+            self._stack.callback(self._pool.shutdown, cancel_futures=True)
+            self._stack.callback(self._sandbox.close)
         self._judges = [_Judge(each, max_memory_bytes, lambda: self._owner.is_closed) for each in self._texts]
         self._owner = OwnerThread("graders", self._judges, self._judge_texts, lambda job: _closed())
         atexit.register(self.close)
@@ -131,72 +136,49 @@ class Graders(Scorer):
             self.close()
             raise
 
-    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+    def score(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         answers = [answer_of(query, prompt) for query, prompt in zip(group.queries, group.prompts, strict=True)]
         labels = [label_text(label) for label in group.labels]
-        total: Future[list[Score | Failed]] = Future()
         with self._owner.lock:
             texts = self._owner.submit(list(zip(answers, labels, strict=True)))
+            samples = list(zip(answers, group.labels, strict=True))
             codes = [
-                (grader, self._pool.submit(self._run_code, grader, answer, label))
+                (grader, [self._pool.submit(self._run_code, grader, *sample) for sample in samples])
                 for grader in self._codes
-                for answer, label in zip(answers, group.labels, strict=True)
-                if self._pool is not None
             ]
-        samples = (group.queries, group.prompts, group.labels, group.ids)
-        own = None if self._function is None else self._function.submit(*samples, group.named)
-        beside = [(grader, scorer.submit(*samples, group.named)) for grader, scorer in self._beside]
-        waits_for: list[Future[Any]] = [texts, *(future for _, future in codes), *(future for _, future in beside)]
-        waits_for += [] if own is None else [own]
-        nothing: Score | Failed = Score(0.0, 0.0, {})
+        own = None if self._function is None else self._function.score(group)
+        beside = [(grader, scorer.score(group)) for grader, scorer in self._beside]
+        waits_for: list[Future[Any]] = [texts, *(future for _, futures in codes for future in futures)]
+        waits_for += [*(future for _, future in beside), *([] if own is None else [own])]
+        nothing: Score | Failed = Score(0.0, 0.0)
         if beside and not (self._texts or self._codes):
             nothing = NotApplicable("no reward function applies to it")  # until one does
 
-        def finish() -> None:
+        def sums() -> list[Score | Failed]:
             try:
                 parts = list(zip(self._texts, texts.result(), strict=True))
-                size = len(answers)
-                for index, grader in enumerate(self._codes):
-                    mine = codes[index * size : (index + 1) * size]
-                    parts.append((grader, [future.result() for _, future in mine]))
+                parts += [(grader, [future.result() for future in futures]) for grader, futures in codes]
                 parts += [(grader, future.result()) for grader, future in beside]
-                rewards = [None] * size if own is None else own.result()
-                sums: list[Score | Failed] = []
-                for number, name in enumerate(group.ids):
-                    reward = rewards[number]
-                    sums.append(nothing if reward is None else reward)
-                    if isinstance(reward, Score):
-                        sums[-1] = Score(reward.reward, reward.score, {**reward.extra, "function": reward.reward})
-                    for grader, verdicts in parts:
-                        sums[-1] = add_verdict(sums[-1], grader, verdicts[number], name)
-                total.set_result(sums)
+                rewards: Part = [*map(_of_function, own.result())] if own else [nothing] * len(answers)
+                for grader, verdicts in parts:
+                    each = zip(rewards, verdicts, group.ids, strict=True)
+                    rewards = [add_verdict(reward, grader, verdict, name) for reward, verdict, name in each]
+                return rewards
             except CancelledError:
-                total.set_exception(_closed())
-            except BaseException as error:
-                total.set_exception(error)
+                raise _closed() from None
 
-        when_all_are_done(waits_for, finish)
-        return total
+        return when_all_are_done(waits_for, sums)
 
     def close(self) -> None:
         """End all processes of graders. Unfinished futures raise an error. A second call does nothing."""
         atexit.unregister(self.close)
-        if not self._owner.close():
-            return
-        if self._sandbox is not None:
-            self._sandbox.close()
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        if self._function is not None:
-            self._function.close()
-        for _, scorer in self._beside:
-            scorer.close()
+        if self._owner.close():
+            self._stack.close()
 
     def _run_code(self, grader: Grader, answer: str, label: Any) -> Score | Failed:
-        assert self._sandbox is not None
         try:
             verdict = grade_code(self._sandbox, answer, label, partial=grader.partial)
-        except SandboxClosed:
+        except Closed:
             raise _closed() from None
         return verdict if isinstance(verdict, Failed) else Score(verdict, verdict)
 
@@ -210,13 +192,19 @@ def _closed() -> RunError:
     return RunError("graders: closed before they scored all samples")
 
 
-class _Judge(Worker):
+def _of_function(reward: Score | Failed) -> Score | Failed:
+    """Return a reward of the function with its value among the numbers to log."""
+    if isinstance(reward, Failed):
+        return reward
+    return replace(reward, extra={**reward.extra, "function": reward.reward})
+
+
+class _Judge(FunctionProcess):
     """One grader that compares text, and its process. Used by the thread that owns it."""
 
     def __init__(self, grader: Grader, max_memory_bytes: int | None, is_closed: Callable[[], bool]):
-        task = Task(str(_FILE), _FUNCTIONS[grader.kind], max_memory_bytes)
-        tracebacks = Tracebacks(to_stderr)
-        super().__init__(task, _START_TIMEOUT_S, is_closed, tracebacks)
+        function, tracebacks = _FUNCTIONS[grader.kind], Tracebacks(to_stderr)
+        super().__init__(str(_FILE), function, _START_TIMEOUT_S, is_closed, tracebacks, max_memory_bytes)
         self._grader = grader
         self._options = {"pattern": grader.pattern, "json_schema": grader.json_schema}
 

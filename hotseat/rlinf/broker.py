@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 import weakref
@@ -58,7 +57,7 @@ class Broker:
             {"path": self.address.path, "host": host, "key": self.address.key.hex()},
             command=[sys.executable, "-I", "-S"],
             imports_from=[_ROOT],
-            output=(subprocess.DEVNULL, None),
+            stderr=None,
             env={**os.environ, **(env or {})},
             cwd=Path("/"),
         )

@@ -61,12 +61,12 @@ class NotebookView(LiveView):
         self.say(text)
 
     def step(self, step: int, values: Mapping[str, float | None]) -> None:
-        self._step = step
+        self.pace.step = step
         self._steps[step] = values
         self._show()
 
     def advance(self, step: int, phase: str) -> None:
-        self._step = step
+        self.pace.step = step
         self.phase(phase)
 
     def say(self, text: str) -> None:
@@ -75,7 +75,7 @@ class NotebookView(LiveView):
 
     def html(self) -> str:
         """Return the page that is shown now."""
-        done = f"step {self._step} of {self._num_steps}" if self._num_steps else "starting"
+        done = f"step {self.pace.step} of {self.pace.num_steps}" if self.pace.num_steps else "starting"
         status = f"<b>{escape(self._title)}</b> {done}" + (f": {escape(self._phase)}" if self._phase else "")
         names = [name for name in _CURVES if any(name in values for values in self._steps.values())][:_NUM_CURVES]
         curves = "".join(_curve(name, self._points(name)) for name in names)
