@@ -98,7 +98,7 @@ ROWS_OF = {
     ),
     "openrlhf": (
         ("__init__",),
-        ("batch_inference", "lora_combiner", "run_command", "serve_rm", "flags_table"),
+        ("flags_table", "inference_command", "merge_command", "run_command", "serve_command"),
         ("help", "translate"),
         ("derive",),
         ("argv",),

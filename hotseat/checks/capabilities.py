@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from hotseat.checks.cpu import engine_dtype_problem
 from hotseat.checks.plans import is_cluster_there
-from hotseat.checks.stage import Context, DeviceContext, TrainingContext
+from hotseat.checks.stage import CheckContext, DeviceContext, TrainingContext
 from hotseat.config.precision import dtype_of
 from hotseat.config.presence import has_critic, has_judge_engine
 from hotseat.errors import Problem
@@ -15,7 +15,7 @@ from hotseat.registry.backends import backend_entry
 from hotseat.registry.engines import engine_entry
 
 
-def optional_packages(context: Context) -> Iterator[Problem]:
+def optional_packages(context: CheckContext) -> Iterator[Problem]:
     """Find extras that the config needs and this machine lacks, and arguments that the engine does not take."""
     from hotseat.observe.tracker_sink import MLFLOW, TRACKIO, WANDB
     from hotseat.rollout.kinds import engine_kind

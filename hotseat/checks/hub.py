@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotseat.checks.named_files import hub_data_sets, models_of, near
-from hotseat.checks.stage import Context
+from hotseat.checks.stage import CheckContext
 from hotseat.errors import Problem
 
 ENDPOINT = "https://huggingface.co"
@@ -29,7 +29,7 @@ _SWITCHES = {
 _UNREACHABLE = "this machine is offline"
 
 
-def models_and_data(context: Context) -> Iterator[Problem]:
+def models_and_data(context: CheckContext) -> Iterator[Problem]:
     """Find a model or a data set that is not here and cannot be fetched."""
     models = [(key, name) for key, name in models_of(context.config) if not Path(name).is_dir()]
     data_sets = list(hub_data_sets(context.config))

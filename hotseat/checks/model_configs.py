@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.checks.named_files import length_problem, models_of
-from hotseat.checks.stage import Context, DataContext
+from hotseat.checks.stage import CheckContext, DataContext
 from hotseat.checks.tokenizers import tokenizer_of
 from hotseat.config import Config
 from hotseat.config.presence import (
@@ -21,7 +21,7 @@ from hotseat.config.resolved import critic_model, judge_length, source_of
 from hotseat.errors import Problem, UnsupportedError, UserError
 
 
-def models(context: Context) -> Iterator[Problem]:
+def models(context: CheckContext) -> Iterator[Problem]:
     """Find models that cannot do what the run needs, as far as their configs show."""
     config = context.config
     assert config.actor.model is not None

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hotseat.checks.stage import Context, Unsupported
+from hotseat.checks.stage import CheckContext, Unsupported
 from hotseat.checks.user_files import agent_problem, function_problem, reward_problem, spelling_problem
 from hotseat.checks.weight_files import weights_problem
 from hotseat.config import Config
@@ -38,20 +38,20 @@ MODEL_FOLDER = "model"  # folder of a run with its exported model
 _BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml")
 
 
-def options(context: Context) -> Iterator[Problem]:
+def options(context: CheckContext) -> Iterator[Problem]:
     """Find options that a run must set and this config does not."""
     for key, message in missing(context.config):
         if key not in context.optional:
             yield Problem(key, message)
 
 
-def flow(context: Context) -> Iterator[Problem]:
+def flow(context: CheckContext) -> Iterator[Problem]:
     """Find a flow that no run can follow."""
     if (problem := flow_problem(context.config)) is not None:
         yield Problem("flow", problem)
 
 
-def unsupported_features(context: Context) -> Iterator[Problem]:
+def unsupported_features(context: CheckContext) -> Iterator[Problem]:
     """Find features that this version does not have."""
     return (Unsupported(key, what) for key, what in unsupported(context.config))
 
@@ -59,7 +59,7 @@ def unsupported_features(context: Context) -> Iterator[Problem]:
 # --- the user's code --------------------------------------------------------------------------------------------------
 
 
-def user_files(context: Context) -> Iterator[Problem]:
+def user_files(context: CheckContext) -> Iterator[Problem]:
     """Find the user's files that are missing, or do not define what they should."""
     config = context.config
     if not config.has_rollouts:
@@ -100,7 +100,7 @@ def user_files(context: Context) -> Iterator[Problem]:
         yield Problem("agent.command", f"there is no program {command[0]}{near(Path(command[0]))}")
 
 
-def simulators(context: Context) -> Iterator[Problem]:
+def simulators(context: CheckContext) -> Iterator[Problem]:
     """Find a simulator that is not there, or lacks a package."""
     config = context.config
     if has_simulator(config):
@@ -134,7 +134,7 @@ def looks_like_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1 or is_below_folder
 
 
-def models(context: Context) -> Iterator[Problem]:
+def models(context: CheckContext) -> Iterator[Problem]:
     """Find models that are not there, or have no weights that can be loaded."""
     for key, name in models_of(context.config):
         problem = model_problem(name)
@@ -142,7 +142,7 @@ def models(context: Context) -> Iterator[Problem]:
             yield Problem(key, problem)
 
 
-def export_place(context: Context) -> Iterator[Problem]:
+def export_place(context: CheckContext) -> Iterator[Problem]:
     """Find a place for the trained model that is no folder, or in which no folder can be made."""
     config = context.config
     if config.checkpoint.export_path is None or os.environ.get("RAY_ADDRESS"):  # the first rank may be on another node
@@ -186,7 +186,7 @@ def _parts(joined: str | None) -> list[str]:
     return [] if task_numbers(joined) is not None else (joined or "").split(",")
 
 
-def rows(context: Context) -> Iterator[Problem]:
+def rows(context: CheckContext) -> Iterator[Problem]:
     """Find data files that are not there."""
     for key, joined in _data_paths(context.config):
         for part in _parts(joined):
@@ -212,7 +212,7 @@ def hub_data_sets(config: Config) -> Iterator[tuple[str, str]]:
                 yield key, name
 
 
-def columns(context: Context) -> Iterator[Problem]:
+def columns(context: CheckContext) -> Iterator[Problem]:
     """Find columns that the first row of a file of JSON lines lacks."""
     config = context.config
     path = Path(config.data.path or "").expanduser()
@@ -229,7 +229,7 @@ def columns(context: Context) -> Iterator[Problem]:
             yield Problem(f"data.{name}", f"the first row of {path} has no {column!r}; {hint}it has: {columns}")
 
 
-def chat_template(context: Context) -> Iterator[Problem]:
+def chat_template(context: CheckContext) -> Iterator[Problem]:
     """Find a chat template that cannot be read."""
     template = context.config.data.chat_template
     if template is not None and (problem := chat_template_problem(template)):
@@ -277,7 +277,7 @@ def near(path: Path, holding: str | None = None) -> str:
 # --- lengths ----------------------------------------------------------------------------------------------------------
 
 
-def lengths(context: Context) -> Iterator[Problem]:
+def lengths(context: CheckContext) -> Iterator[Problem]:
     """Find sequences that may be longer than a local model has positions."""
     config = context.config
     for key, name in models_of(config):

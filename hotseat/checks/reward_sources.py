@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hotseat.checks.plans import is_cluster_there
-from hotseat.checks.stage import Context
+from hotseat.checks.stage import CheckContext
 from hotseat.config.presence import has_judge, has_judge_engine
 from hotseat.config.urls import as_list
 from hotseat.errors import Problem
@@ -21,7 +21,7 @@ from hotseat.words import without_url_secrets
 _CONNECT_TIMEOUT_S = 10.0
 
 
-def graders(context: Context) -> Iterator[Problem]:
+def graders(context: CheckContext) -> Iterator[Problem]:
     """Find graders that cannot work: by a pattern, a schema, or a package that is missing here."""
     config = context.config
     if not config.has_rollouts:
@@ -38,7 +38,7 @@ def graders(context: Context) -> Iterator[Problem]:
                 yield Problem(f"{key}[{number}]", problem)
 
 
-def judge(context: Context) -> Iterator[Problem]:
+def judge(context: CheckContext) -> Iterator[Problem]:
     """Find a rubric or a pattern that cannot work."""
     judge = context.config.reward.judge
     if not has_judge(context.config) or judge.rubric is None:
@@ -55,7 +55,7 @@ def judge(context: Context) -> Iterator[Problem]:
         yield Problem("reward.judge.pattern", problem)
 
 
-def sandbox(context: Context) -> Iterable[Problem]:
+def sandbox(context: CheckContext) -> Iterable[Problem]:
     """Run a small program in the sandbox if a grader uses it, and note its limits. Raises if it does not work here.
 
     Rollout hosts, which may be on other machines, do the same when they start.
@@ -68,7 +68,7 @@ def sandbox(context: Context) -> Iterable[Problem]:
     return ()
 
 
-def servers(context: Context) -> Iterator[Problem]:
+def servers(context: CheckContext) -> Iterator[Problem]:
     """Connect to every reward server and judge. Finds that none can be reached, and notes those that cannot.
 
     Nothing is sent: OpenRLHF's servers have no route but the one that scores.
@@ -84,7 +84,7 @@ def servers(context: Context) -> Iterator[Problem]:
         yield from _unreachable("judge", "reward.judge.url", as_list(config.reward.judge.url), context)
 
 
-def _unreachable(kind: str, key: str, urls: Sequence[str], context: Context) -> Iterator[Problem]:
+def _unreachable(kind: str, key: str, urls: Sequence[str], context: CheckContext) -> Iterator[Problem]:
     context.show(f"connecting to {', '.join(map(without_url_secrets, urls))}")
     problems = connect_problems(urls, _CONNECT_TIMEOUT_S)
     lines = "\n".join(f"  {key} {without_url_secrets(url)}: {problem}" for url, problem in problems.items())

@@ -33,7 +33,7 @@ from hotseat.config.presence import (
 )
 from hotseat.config.resolved import correction_kind, divides_by_deviation, uses_k1_loss
 from hotseat.registry.backends import BACKENDS, backend_entry
-from hotseat.registry.corrections import CORRECTIONS, NO_CORRECTION, correction_entry
+from hotseat.registry.correction_kinds import CORRECTIONS, NO_CORRECTION, correction_entry
 from hotseat.registry.engines import ENGINES, engine_entry
 from hotseat.registry.estimators import ESTIMATORS, estimator_entry
 from hotseat.registry.lookup import names_that, names_with

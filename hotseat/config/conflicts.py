@@ -34,7 +34,7 @@ from hotseat.config.resolved import (
 from hotseat.config.schema import Config, GraderConfig, conditions_of, tasks_of
 from hotseat.config.urls import as_list, url_problems
 from hotseat.registry.backends import BACKENDS, backend_entry
-from hotseat.registry.corrections import CORRECTIONS, correction_entry
+from hotseat.registry.correction_kinds import CORRECTIONS, correction_entry
 from hotseat.registry.engines import ENGINES, engine_entry
 from hotseat.registry.estimators import ESTIMATORS, estimator_entry
 from hotseat.registry.lookup import names_that

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from hotseat.config.presence import has_agent, has_simulator
 from hotseat.model_source import ModelSource
-from hotseat.registry.corrections import NO_CORRECTION, OFF_POLICY_CORRECTION, OFF_POLICY_EPISODE_CORRECTION
+from hotseat.registry.correction_kinds import NO_CORRECTION, OFF_POLICY_CORRECTION, OFF_POLICY_EPISODE_CORRECTION
 from hotseat.registry.estimators import estimator_entry
 from hotseat.registry.lookup import names_that
 from hotseat.registry.policy_losses import POLICY_LOSSES, Aggregation, policy_loss_entry

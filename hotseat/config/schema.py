@@ -2,7 +2,7 @@
 
 Defaults are defined only here. `None` means "not set": the option is derived, absent, or decided as needed; the
 field's description says which. Beside its type, or beside that of a section around it, an option has what it takes
-to have an effect: `Tasks`, of which the innermost count and without which it has one in all tasks, and conditions of
+to have an effect: `InTasks`, of which the innermost count and without which it has one in all tasks, and conditions of
 `conditions.py` (`when.LORA`), which must all hold. `MayChange` is beside what may change when a run resumes.
 `presence.py` derives the roles of a run from the tree; what contradicts what is in `conflicts.py`.
 """
@@ -29,12 +29,12 @@ from hotseat.config.annotations import (
     CorrectionName,
     EngineName,
     EstimatorName,
+    InTasks,
     MayChange,
     PolicyLossName,
     PreferenceLossName,
     RoleName,
     TaskName,
-    Tasks,
 )
 from hotseat.registry.backends import DEFAULT_BACKEND, backend_entry
 from hotseat.registry.engines import DEFAULT_ENGINE
@@ -234,7 +234,7 @@ class EnvConfig(Section):
     path: str | None = None
     """Simulator that the policy acts in: `babyai`, `gym`, `mujoco_warp`, or a Python file; its episodes are data."""
     tasks: list[str] = []
-    """Tasks by name, such as `BabyAI-GoToRedBallGrey-v0`; unset leaves them to the simulator."""
+    """InTasks by name, such as `BabyAI-GoToRedBallGrey-v0`; unset leaves them to the simulator."""
     kwargs: dict[str, Any] = {}
     """Further arguments of the simulator."""
     num_envs: Annotated[Positive, MayChange.SIMULATORS] = 16
@@ -1044,7 +1044,7 @@ def annotations_of(key: str) -> tuple[tuple[str, Any], ...]:
 
 def tasks_of(key: str) -> tuple[str, ...]:
     """Return the tasks in which the option at a dotted key has an effect."""
-    return next((each.names for _, each in reversed(annotations_of(key)) if isinstance(each, Tasks)), ALL.names)
+    return next((each.names for _, each in reversed(annotations_of(key)) if isinstance(each, InTasks)), ALL.names)
 
 
 def conditions_of(key: str) -> list[tuple[str, when.Condition | when.Beside]]:

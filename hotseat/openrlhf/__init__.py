@@ -10,7 +10,7 @@ translate  the whole translation: a checked `Config`, and flags without effect, 
 run_command  the commands: print the config or start the run
 help       the text of `--help`: an example, and every flag in groups
 flags_table  the table of all flags in the documentation, rendered from the above
-batch_inference, lora_combiner, serve_rm: commands with flags of their own
+inference_command, merge_command, serve_command: `batch_inference`, `lora_combiner`, `serve_rm`, with flags of their own
 shim       a package `openrlhf` for PYTHONPATH, whose commands are ours
 agents     agent files: what they import, and agents of all their forms
 helpers    what reward files and agent files import from `openrlhf.utils`

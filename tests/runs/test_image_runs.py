@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from hotseat.model_source import ModelSource
 from hotseat.checks.pipeline import MODELS
-from hotseat.checks.stage import Context, run_checks
+from hotseat.checks.stage import CheckContext, run_checks
 from hotseat.cli.main import main
 from hotseat.config import Config, loads
 from hotseat.errors import ConfigError, DataError, UserError
@@ -287,7 +287,7 @@ def test_a_chat_template_that_only_the_processor_has_is_used_and_exported(task, 
 
 
 def check_models(config: Config) -> None:
-    run_checks(Context(config=config), MODELS)
+    run_checks(CheckContext(config=config), MODELS)
 
 
 REFUSED = {

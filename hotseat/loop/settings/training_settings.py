@@ -29,7 +29,7 @@ from hotseat.loop.workers.reference import ReferenceSettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
 from hotseat.registry.backends import backend_entry
-from hotseat.registry.corrections import correction_entry
+from hotseat.registry.correction_kinds import correction_entry
 from hotseat.train.backend import AdamW, LoraOptions, Muon, Precision, TrainOptions, ZeroOptions
 from hotseat.train.schedule import Schedule
 from hotseat.user_functions import absolute
