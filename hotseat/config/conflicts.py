@@ -31,7 +31,8 @@ from hotseat.config.resolved import (
     shortest_kl_horizon,
     uses_k1_loss,
 )
-from hotseat.config.schema import Config, GraderConfig, conditions_of, tasks_of
+from hotseat.config.schema import Config, conditions_of, tasks_of
+from hotseat.config.schema.reward_options import GraderConfig
 from hotseat.config.urls import as_list, url_problems
 from hotseat.registry.backends import BACKENDS, backend_entry
 from hotseat.registry.correction_kinds import CORRECTIONS, correction_entry

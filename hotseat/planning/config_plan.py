@@ -12,7 +12,7 @@ from hotseat.config import Config, roles_of
 from hotseat.config.precision import with_dtype
 from hotseat.config.presence import has_simulator
 from hotseat.config.resolved import overlap_queue
-from hotseat.config.schema import NodePoolConfig
+from hotseat.config.schema.cluster_options import NodePoolConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.machine import has_gpu
 from hotseat.placement.flow import Flow, Overlap, check_runs, default_flow, parse_flow

@@ -16,7 +16,8 @@ from hotseat.config.batches import num_checkpointed, token_budget, tokens_per_mi
 from hotseat.config.precision import dtype_of, with_dtype
 from hotseat.config.presence import has_agent, has_images, has_judge_engine
 from hotseat.config.resolved import judge_length, prompt_max_length
-from hotseat.config.schema import RolloutConfig, TrainConfig
+from hotseat.config.schema.rollout_options import RolloutConfig
+from hotseat.config.schema.train_options import TrainConfig
 from hotseat.errors import PlacementError
 from hotseat.placement.memory import ComponentMemory, EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
 from hotseat.placement.plan_types import RoleSpec

@@ -19,7 +19,7 @@ from hotseat.registry.roles import ROLES
 PACKAGE = Path(__file__).parents[2] / "hotseat"
 # Checking a field, deriving which roles there are, or advising another value, is not yet doing what it says.
 NOT_READERS = (
-    *("config/schema.py", "config/conflicts.py", "config/conditions.py", "config/load.py", "config/unsupported.py"),
+    *("config/schema/", "config/conflicts.py", "config/conditions.py", "config/load.py", "config/unsupported.py"),
     "config/presence.py",
     *("checks/named_files.py", "checks/cpu.py", "planning/advisor.py", "cli/"),
 )

@@ -20,7 +20,9 @@ from hotseat.config.resolved import (
     ratio_step,
     source_of,
 )
-from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
+from hotseat.config.schema.model_options import OptimizerConfig
+from hotseat.config.schema.rollout_options import RolloutConfig
+from hotseat.config.schema.train_options import TrainConfig
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.experience import AdvantageSettings
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
