@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hotseat.errors import PlacementError
 from hotseat.placement.role_names import Part
 from hotseat.placement.shapes import ModelShape, VisionShape
 from hotseat.registry.backends import DEFAULT_BACKEND, BackendEntry, backend_entry
@@ -101,13 +100,6 @@ class TrainMemory:
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
     has_frozen_encoder: bool = False  # the visual encoder is not trained
 
-    def __post_init__(self) -> None:
-        _check_positive(
-            "a trained model", self, "max_tokens", "micro_batch", "forward_micro_batch", "sequence_parallel"
-        )
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise PlacementError(f"zero_stage is {self.zero_stage}: it must be 0, 1, 2 or 3")
-
     def num_trained(self, model: ModelShape) -> int:
         """Count the parameters that have gradients and optimizer state."""
         if self.has_frozen_encoder and model.vision is not None:
@@ -153,9 +145,6 @@ class ForwardMemory:
     num_waiting: int = 0  # parameters of further models, which wait in host memory for their turn on the device
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
 
-    def __post_init__(self) -> None:
-        _check_positive("a scoring model", self, "max_tokens", "micro_batch", "sequence_parallel")
-
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
@@ -173,9 +162,6 @@ class EngineMemory:
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
     kept_prompts: int = 0  # of full length, whose KV cache is kept beside the slots
     encodes_by_prompt: bool = False  # images of one prompt, or of small ones, at a time; else of all that a step begins
-
-    def __post_init__(self) -> None:
-        _check_positive("an engine", self, "max_tokens", "slots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +230,6 @@ def estimate(role: str, memory: Memory | None, model: ModelShape | None, layout:
     if role_memory is None or layout.procs_per_device == 1:
         return role_memory
     return _times(role_memory, layout.procs_per_device)
-
-
-def _check_positive(what: str, memory: object, *names: str) -> None:
-    for name in names:
-        value = getattr(memory, name)
-        if value is not None and value < 1:
-            raise PlacementError(f"{name} of {what} is {value}: it must be 1 or more")
 
 
 def _times(memory: RoleMemory, count: int) -> RoleMemory:

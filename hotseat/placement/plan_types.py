@@ -43,7 +43,6 @@ class RoleSpec:
     memory: Memory | None = None
     model: ModelShape | None = None
     model_assumed: str | None = None  # the public model whose shape was taken from the name alone
-    is_component: bool = False  # a class of the user's own, under any name
 
     @property
     def is_engine(self) -> bool:

@@ -125,7 +125,6 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         can_offload=entry.parts,
         model=shape,
         model_assumed=assumed,
-        is_component=entry.kind == "component",
     )
     if entry.kind == "component":
         return replace(spec, memory=ComponentMemory(section.memory_gib))

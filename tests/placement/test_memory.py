@@ -1,5 +1,5 @@
 import pytest
-from placement_cases import refused, shape
+from placement_cases import shape
 
 from hotseat.placement import Part
 from hotseat.placement import memory as assumed
@@ -327,19 +327,6 @@ def test_every_term_shows_its_arithmetic():
     assert share.endswith("tokens of 131,072 B")
     useful = engine(share=0.5, model=shape("Llama-3-8B")).parts[Part.KV_CACHE][0].formula
     assert useful == "2 x 5 slots x 100 tokens x 131,072 B, less than the share of 0.5 allows"
-
-
-def test_wrong_settings_are_refused():
-    with refused("max_tokens", "is 0", "1 or more"):
-        TrainMemory(0)
-    with refused("forward_micro_batch", "is 0"):
-        TrainMemory(8, forward_micro_batch=0)
-    with refused("zero_stage is 4", "0, 1, 2 or 3"):
-        TrainMemory(8, zero_stage=4)
-    with refused("micro_batch", "is 0"):
-        ForwardMemory(8, 0)
-    with refused("slots", "is 0"):
-        EngineMemory(8, 0)
 
 
 def test_the_rule_of_thumb_of_sixteen_bytes_a_parameter():
