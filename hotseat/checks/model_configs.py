@@ -100,10 +100,10 @@ def _check_images(config: Config, model_config: Any) -> None:
     name, takes_images = type(model_config).__name__.removesuffix("Config"), sees_images(model_config)
     key = "data.image_key" if config.data.image_key is not None else "env.images"
     if has_images(config) and not takes_images:
-        raise UserError(f"{name} sees no images here, and {key} is set: choose a model that does, or unset it")
+        raise UserError(f"{name} takes no images here, and {key} is set: choose a vision-language model, or unset it")
     if not has_images(config) and takes_images:
         key = "env.images" if has_simulator(config) else "data.image_key"
-        raise UserError(f"{name} sees images, and the run has none: set {key}, or choose a model of text alone")
+        raise UserError(f"{name} takes images, and the run has none: set {key}, or choose a model of text alone")
 
 
 def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel_size: int = 1) -> None:

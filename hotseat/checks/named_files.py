@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hotseat.checks.stage import CheckContext, Unsupported
+from hotseat.checks.stage import CheckContext, Unsupported, problem_of
 from hotseat.checks.user_files import agent_problem, function_problem, reward_problem, spelling_problem
 from hotseat.checks.weight_files import weights_problem
 from hotseat.config import Config
@@ -47,8 +47,7 @@ def options(context: CheckContext) -> Iterator[Problem]:
 
 def flow(context: CheckContext) -> Iterator[Problem]:
     """Find a flow that no run can follow."""
-    if (problem := flow_problem(context.config)) is not None:
-        yield Problem("flow", problem)
+    return problem_of("flow", flow_problem(context.config))
 
 
 def unsupported_features(context: CheckContext) -> Iterator[Problem]:
@@ -76,22 +75,17 @@ def user_files(context: CheckContext) -> Iterator[Problem]:
         match = re.fullmatch(r"([^,]+\.py)(?::(\w+))?", path or "")
         if match is None:
             # The schema checks the names of functions, and the class of a component may be a module's.
-            is_checked = path is not None and key in ("reward.function", "eval.reward", "agent.path")
-            if is_checked and (problem := spelling_problem(key, str(path))) is not None:
-                yield Problem(key, problem)
+            if path is not None and key in ("reward.function", "eval.reward", "agent.path"):
+                yield from problem_of(key, spelling_problem(key, path))
             continue
         file = Path(match[1]).expanduser()
-        if not file.is_file():
-            yield Problem(key, f"there is no file {match[1]}{near(file)}")
-        elif (problem := find_problem(file, match[2])) is not None:
-            yield Problem(key, problem)
+        there_is_none = None if file.is_file() else f"there is no file {match[1]}{near(file)}"
+        yield from problem_of(key, there_is_none or find_problem(file, match[2]))
     environment = config.agent.environment
     if environment.family is not None:
         from hotseat.agents.environments.families import library_problem  # which loads torch
 
-        problem = library_problem(environment.family, config.agent.python)
-        if problem is not None:
-            yield Problem("agent.environment", problem)
+        yield from problem_of("agent.environment", library_problem(environment.family, config.agent.python))
     elif config.agent.python is not None and shutil.which(config.agent.python) is None:
         hint = near(Path(config.agent.python))
         yield Problem("agent.python", f"there is no program {config.agent.python}{hint}")
@@ -137,9 +131,7 @@ def looks_like_path(name: str) -> bool:
 def models(context: CheckContext) -> Iterator[Problem]:
     """Find models that are not there, or have no weights that can be loaded."""
     for key, name in models_of(context.config):
-        problem = model_problem(name)
-        if problem is not None:
-            yield Problem(key, problem)
+        yield from problem_of(key, model_problem(name))
 
 
 def export_place(context: CheckContext) -> Iterator[Problem]:
@@ -231,9 +223,7 @@ def columns(context: CheckContext) -> Iterator[Problem]:
 
 def chat_template(context: CheckContext) -> Iterator[Problem]:
     """Find a chat template that cannot be read."""
-    template = context.config.data.chat_template
-    if template is not None and (problem := chat_template_problem(template)):
-        yield Problem("data.chat_template", problem)
+    return problem_of("data.chat_template", chat_template_problem(context.config.data.chat_template))
 
 
 def num_rows_of(config: Config) -> int | None:

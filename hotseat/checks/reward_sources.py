@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hotseat.checks.plans import is_cluster_there
-from hotseat.checks.stage import CheckContext
+from hotseat.checks.stage import CheckContext, problem_of
 from hotseat.config.presence import has_judge, has_judge_engine
 from hotseat.config.urls import as_list
 from hotseat.errors import Problem
@@ -31,11 +31,8 @@ def graders(context: CheckContext) -> Iterator[Problem]:
         ("eval.graders", graders_of(config.eval.graders)),
     ):
         for number, grader in enumerate(made):
-            problem = grader_problem(grader)
-            if problem is None and not is_cluster_there(config):
-                problem = package_problem(grader.kind)
-            if problem is not None:
-                yield Problem(f"{key}[{number}]", problem)
+            lacking = None if is_cluster_there(config) else package_problem(grader.kind)
+            yield from problem_of(f"{key}[{number}]", grader_problem(grader) or lacking)
 
 
 def judge(context: CheckContext) -> Iterator[Problem]:
@@ -51,8 +48,7 @@ def judge(context: CheckContext) -> Iterator[Problem]:
     else:
         if (problem := rubric_problem(text)) is not None:
             yield Problem("reward.judge.rubric", f"{judge.rubric}: {problem}")
-    if (problem := pattern_problem(judge.pattern)) is not None:
-        yield Problem("reward.judge.pattern", problem)
+    yield from problem_of("reward.judge.pattern", pattern_problem(judge.pattern))
 
 
 def sandbox(context: CheckContext) -> Iterable[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -77,6 +77,12 @@ Stage = Sequence[Check[C]]
 @dataclass(frozen=True)
 class Unsupported(Problem):
     """A feature that is asked for and that this version does not have."""
+
+
+def problem_of(key: str, text: str | None) -> Iterator[Problem]:
+    """Yield the problem of a key; none without a text."""
+    if text is not None:
+        yield Problem(key, text)
 
 
 def run_checks(context: C, *stages: Stage[C]) -> None:

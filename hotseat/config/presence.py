@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def needs_siblings(config: Config) -> bool:
     """Return whether a sample whose siblings all failed cannot be learned from.
 
-    With a user's own estimator it cannot either, unless prompts have one sample each.
+    With a custom estimator it cannot either, unless prompts have one sample each.
     """
     entry = estimator_entry(config.algorithm.estimator)
     return entry.needs_group or (entry.compares_episodes and config.rollout.samples_per_prompt > 1)

@@ -3,8 +3,10 @@
 The core imports nothing from here; `hotseat.extensions` has the names by which it finds what it needs. The modules that
 users type, such as `hotseat.cli.train_sft`, call this folder.
 
-flags      every flag: its values, its default, the config fields it sets
+flag       the record of a flag: its values, its default, the config fields it sets
+flags      every flag of the commands
 argv       the parser: splits a command line into flags and values
+config_draft  a config under construction
 derive     config fields that depend on several flags: placement, overlap, rewards, lengths
 translate  the whole translation: a checked `Config`, and flags without effect, missing flags, unbuilt features
 run_command  the commands: print the config or start the run

@@ -37,7 +37,7 @@ class RoleWork:
 
 
 class _AtWork:
-    """What phases and steps have in common."""
+    """Common part of phases and steps."""
 
     __slots__ = ()
     works: tuple[RoleWork, ...]
@@ -72,7 +72,7 @@ class Overlap:
     """Limits within which the rollout of later batches may overlap training on earlier ones.
 
     `queue` batches may wait for training; a batch may be `staleness` weight versions old. Both 0: no overlap.
-    With `carries_over`, rollout may share devices with training: it stands still meanwhile and goes on afterwards.
+    With `carries_over`, rollout may share devices with training: it pauses meanwhile and continues afterwards.
     """
 
     queue: int = 0
@@ -237,7 +237,7 @@ _COMPONENT, _OTHER = 1, 2  # the numbers of custom components, and of all other 
 
 
 def check_runs(flow: Flow, task: str, roles: Collection[str], components: Sequence[str] = ()) -> None:
-    """Refuse a flow that a run of this task with these roles cannot follow. components: those that are the user's own.
+    """Refuse a flow that a run of this task with these roles cannot follow. components: custom roles.
 
     A flow names, divides and arranges the work of the task's usual flow: it has no other work, and leaves none out.
     """

@@ -16,16 +16,8 @@ from hotseat.errors import PlacementError
 from hotseat.placement.flow import Flow, PhaseStep, check_flow, make_steps, shared_devices
 from hotseat.placement.inventory import Inventory, format_ranges, format_ranks, ranges
 from hotseat.placement.locate import Located, RoleRequest, locate
-from hotseat.placement.memory import (
-    FITS_BELOW,
-    ForwardMemory,
-    Layout,
-    RoleMemory,
-    Term,
-    TrainMemory,
-    process_on_host,
-    total,
-)
+from hotseat.placement.memory_settings import ForwardMemory, Layout, TrainMemory
+from hotseat.placement.memory_terms import FITS_BELOW, RoleMemory, Term, process_on_host, total
 from hotseat.placement.plan_types import (
     DeviceGroup,
     GroupStep,

@@ -11,7 +11,9 @@ from hotseat.errors import PlacementError
 from hotseat.placement.flow import Flow, PhaseStep
 from hotseat.placement.inventory import Inventory
 from hotseat.placement.locate import PlannedProcess, Where
-from hotseat.placement.memory import EngineMemory, Layout, Memory, RoleMemory, Term, estimate
+from hotseat.placement.memory import estimate
+from hotseat.placement.memory_settings import EngineMemory, Layout, Memory
+from hotseat.placement.memory_terms import RoleMemory, Term
 from hotseat.placement.residency import HandOver, Holding
 from hotseat.placement.role_names import Part
 from hotseat.placement.selection import Selection

@@ -22,7 +22,7 @@ from hotseat.config.presence import has_simulator
 from hotseat.config.schema.rollout_options import RolloutConfig
 from hotseat.config.schema.train_options import TrainConfig
 from hotseat.errors import BudgetError, PlacementError, RunError
-from hotseat.placement.memory import GIB
+from hotseat.placement.memory_terms import GIB
 from hotseat.placement.plan_types import Plan
 from hotseat.placement.shapes import ModelShape
 

@@ -19,7 +19,7 @@ from hotseat.config.resolved import judge_length, prompt_max_length
 from hotseat.config.schema.rollout_options import RolloutConfig
 from hotseat.config.schema.train_options import TrainConfig
 from hotseat.errors import PlacementError
-from hotseat.placement.memory import ComponentMemory, EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
+from hotseat.placement.memory_settings import ComponentMemory, EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
 from hotseat.placement.plan_types import RoleSpec
 from hotseat.placement.selection import parse_placement
 from hotseat.placement.shapes import ModelShape, VisionShape, from_hf_config, known_shape
@@ -34,7 +34,7 @@ _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @contextmanager
-def own_names(config: Config) -> Iterator[None]:
+def with_custom_names(config: Config) -> Iterator[None]:
     """Add the names that the config has for roles to a `PlacementError` that mentions these roles."""
     try:
         yield
@@ -96,7 +96,7 @@ def role_specs(config: Config) -> list[RoleSpec]:
         for names, value in config.cluster.component_placement.items()
     }
     present = roles_of(config)
-    with own_names(config):
+    with with_custom_names(config):
         selections: dict[str, Any] = dict(parse_placement(placed, tuple(config.components)))
         for role in selections:
             if role not in present:

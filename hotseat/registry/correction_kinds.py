@@ -1,4 +1,4 @@
-"""Off-policy corrections: an entry for each kind, with the facts by which other code decides."""
+"""Corrections of off-policy samples: an entry for each kind, with the facts by which other code decides."""
 
 from __future__ import annotations
 

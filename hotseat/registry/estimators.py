@@ -101,7 +101,7 @@ ESTIMATORS: dict[str, EstimatorEntry] = table(
 )
 
 # What is known of `FILE.py:FUNCTION`.
-USER_ESTIMATOR = EstimatorEntry("FILE.py:FUNCTION", "Your own.", "", "", compares_episodes=True)
+USER_ESTIMATOR = EstimatorEntry("FILE.py:FUNCTION", "Custom.", "", "", compares_episodes=True)
 
 
 def estimator_entry(name: str) -> EstimatorEntry:

@@ -70,7 +70,7 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = table(
 
 # What is known of `FILE.py:FUNCTION`.
 USER_POLICY_LOSS = PolicyLossEntry(
-    "FILE.py:FUNCTION", "Your own.", "", "", "", aggregation="token_mean", learns_without_advantage=True
+    "FILE.py:FUNCTION", "Custom.", "", "", "", aggregation="token_mean", learns_without_advantage=True
 )
 
 

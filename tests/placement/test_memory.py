@@ -2,8 +2,9 @@ import pytest
 from placement_cases import shape
 
 from hotseat.placement import Part
-from hotseat.placement import memory as assumed
-from hotseat.placement.memory import EngineMemory, ForwardMemory, Layout, SimulatorMemory, TrainMemory, estimate
+from hotseat.placement import memory_terms as assumed
+from hotseat.placement.memory import estimate, kv_bytes_per_token
+from hotseat.placement.memory_settings import EngineMemory, ForwardMemory, Layout, SimulatorMemory, TrainMemory
 from hotseat.placement.shapes import ModelShape
 
 GIB = 2**30
@@ -270,9 +271,9 @@ def test_a_cache_is_at_most_twice_what_slots_need():
 
 def test_tensor_parallel_cuts_weights_and_cache_until_heads_run_out():
     model = shape("Llama-3-8B")  # 8 key-value heads
-    assert assumed.kv_bytes_per_token(model, 2) == 2 * 32 * 8 * 128 * 2
-    assert assumed.kv_bytes_per_token(model, 2, tp=8) == 2 * 32 * 1 * 128 * 2
-    assert assumed.kv_bytes_per_token(model, 2, tp=16) == 2 * 32 * 1 * 128 * 2
+    assert kv_bytes_per_token(model, 2) == 2 * 32 * 8 * 128 * 2
+    assert kv_bytes_per_token(model, 2, tp=8) == 2 * 32 * 1 * 128 * 2
+    assert kv_bytes_per_token(model, 2, tp=16) == 2 * 32 * 1 * 128 * 2
     found = engine(tensor_parallel=2, model=model)
     assert parts(found, Part.WEIGHTS)["weights"] == model.num_parameters
     assert "communicator" in in_bytes(found.fixed)

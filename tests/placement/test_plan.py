@@ -23,9 +23,9 @@ from placement_cases import (
 )
 
 from hotseat.placement import Inventory, Part, Plan
-from hotseat.placement import memory as assumed
+from hotseat.placement import memory_terms as assumed
 from hotseat.placement.flow import Overlap, default_flow, parse_flow
-from hotseat.placement.memory import EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
+from hotseat.placement.memory_settings import EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
 from hotseat.placement.plan import plan
 from hotseat.placement.plan_types import RoleSpec, Route
 

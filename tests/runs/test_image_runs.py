@@ -326,10 +326,10 @@ def test_bad_images_and_models_without_sight_are_named_before_a_model_loads(task
     assert f"bad.jsonl:2: images: no such file: {task}/gone.png" in said
     assert "bad.jsonl:3: images: not an image in one of the formats" in said
     LlamaConfig().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="Llama sees no images here, and data.image_key is set"):
+    with pytest.raises(UserError, match="Llama takes no images here, and data.image_key is set"):
         check_models(loads(rl(task, "blind"), [f"actor.model={tmp_path}"]))
     without = rl_yaml(task, data=f"{{path: {task}/prompts.jsonl, max_length: 64}}")
-    with pytest.raises(UserError, match=r"Qwen2_5_VL sees images, and the run has none: set data.image_key"):
+    with pytest.raises(UserError, match=r"Qwen2_5_VL takes images, and the run has none: set data.image_key"):
         check_models(loads(without))
 
 

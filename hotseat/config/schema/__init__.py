@@ -104,15 +104,15 @@ class Config(Section):
 def annotations_of(key: str) -> tuple[tuple[str, Any], ...]:
     """Return (section of the field, annotation) of the option at a dotted key and of the sections around it, first."""
     section: Any = Config
-    found: list[tuple[str, Any]] = []
+    annotations: list[tuple[str, Any]] = []
     around = ""
     for name in key.split("."):
         field = getattr(section, "model_fields", {}).get(name)
         if field is None:  # inside a list or a mapping, or no key at all
             break
-        found += [(around, each) for each in field.metadata]
+        annotations += [(around, each) for each in field.metadata]
         around, section = f"{around}.{name}".removeprefix("."), field.annotation
-    return tuple(found)
+    return tuple(annotations)
 
 
 def tasks_of(key: str) -> tuple[str, ...]:

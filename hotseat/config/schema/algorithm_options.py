@@ -92,7 +92,7 @@ class RewardModellingConfig(Section):
 
 class AlgorithmConfig(Section):
     estimator: EstimatorName | FunctionPath = DEFAULT_ESTIMATOR
-    """Advantage estimator, or your own, `my.py:function`."""
+    """Advantage estimator, or a custom one, `my.py:function`."""
     time_step: Literal["token", "action", "chunk"] = "token"
     """Step of time of gae and of the ratio: a token, an action of a simulator, or a chunk of actions (or turn)."""
     ratio_step: Literal["token", "action", "chunk"] | None = None
@@ -108,7 +108,7 @@ class AlgorithmConfig(Section):
     batch_norm: bool | None = None
     """Normalise advantages over all tokens of a step; unset: where the estimator does."""
     policy_loss: PolicyLossName | FunctionPath = DEFAULT_POLICY_LOSS
-    """Policy loss, or your own, `my.py:function`."""
+    """Policy loss, or a custom one, `my.py:function`."""
     clip_low: Share = 0.2
     """The ratio is clipped at 1 minus this."""
     clip_high: AboveZero = 0.2

@@ -1,4 +1,4 @@
-"""Where things run, when, and how far ahead."""
+"""Machines and placement, the flow of a step, and how far phases run ahead."""
 
 from __future__ import annotations
 

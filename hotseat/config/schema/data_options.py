@@ -32,7 +32,7 @@ class DataConfig(Section):
     prompt_key: Annotated[str | None, PAIRS] = None
     """Column of the prompt that both answers share (rm, dpo)."""
     image_key: Annotated[str | None, when.PROMPTS] = None
-    """Column of images, for models that see: paths, bytes, `data:` URIs, or a list of them."""
+    """Column of images, for vision-language models: paths, bytes, `data:` URIs, or a list of them."""
     max_images_per_prompt: Annotated[NotNegative, when.IMAGE_KEY] = 0
     """Images per prompt at most."""
     max_image_pixels: Annotated[Positive, when.IMAGE_KEY] = 2**26
@@ -50,7 +50,7 @@ class DataConfig(Section):
     pretrain_mode: Annotated[bool, SFT] = False
     """Learn from every token (sft)."""
     sampler: Annotated[FunctionPath | None, RL] = None
-    """Your own function, `my.py:function`, that chooses each step's prompts, such as a curriculum (rl)."""
+    """Custom function, `my.py:function`, that chooses each step's prompts, such as a curriculum (rl)."""
     prompt_max_length: Annotated[Positive | None, RL, when.PROMPTS] = None
     """Longest prompt that is kept; unset: `max_length` less `rollout.max_new_tokens` if that is set, else its half."""
     max_length: Positive = 2048

@@ -157,7 +157,7 @@ class EnvConfig(Section):
     num_processes: Annotated[Positive, MayChange.SIMULATORS] = 1
     """Child processes of each stage, among which its simulators are divided."""
     images: bool = False
-    """The policy sees the simulator's images, in front of the words; `actor.model` must be one that sees."""
+    """The policy sees the simulator's images, in front of the words; `actor.model` must be a vision-language model."""
     chunk: Positive = 1
     """Actions that the policy samples at once."""
     bins: Annotated[int, Field(ge=2)] = 256

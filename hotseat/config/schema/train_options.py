@@ -81,11 +81,11 @@ class TrainConfig(Section):
     attention: str | None = None
     """Attention of transformers for padded rows, such as `sdpa`; unset: torch's own, flash attention on GPUs."""
     freeze_visual_encoder: Annotated[bool, when.IMAGES] = False
-    """Leave the visual encoder as it is, and train the rest of a model that sees images."""
+    """Leave the visual encoder as it is, and train the rest of a vision-language model."""
     liger_kernel: bool = False
     """Liger kernels in the layers' norms and gates, on a GPU, instead of torch.compile."""
     load_in_4bit: Annotated[bool, when.FROZEN_WEIGHTS] = False
-    """Load frozen weights in 4 bits, for LoRA."""
+    """Load frozen weights in INT4, for LoRA."""
     sequence_parallel_size: Annotated[Positive, MayChange.PLACEMENT] = 1
     """Ranks that share the sequences of a micro-batch (Ulysses); it divides the ranks and the attention heads."""
     max_skipped_steps: Positive = 5
