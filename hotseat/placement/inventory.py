@@ -177,11 +177,7 @@ class Inventory:
             if pool.label in labels:
                 raise PlacementError(f"pool {pool.label!r} is given twice: give each pool one name")
             labels.add(pool.label)
-            if not pool.node_ranks:
-                raise PlacementError(f"pool {pool.label!r} has no nodes: name at least one node rank")
             for rank in pool.node_ranks:
-                if not 0 <= rank < len(nodes):
-                    raise PlacementError(f"pool {pool.label!r}: there is no node {rank}, nodes are 0-{len(nodes) - 1}")
                 if rank in owner:
                     raise PlacementError(
                         f"node {rank} is in pool {owner[rank]!r} and in pool {pool.label!r}: leave it in one of them"

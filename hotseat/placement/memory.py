@@ -37,10 +37,9 @@ from hotseat.placement.memory_terms import (
     per,
     pixels,
     process_on_host,
-    receiving_block,
-    sending_blocks,
     tokens_of,
     total,
+    weight_blocks,
     weight_terms,
     with_slack,
 )
@@ -138,11 +137,11 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         "train": (*updating, *with_slack(role, back if total(back) >= total(step) else step)),
         "forward": with_slack(role, gathered + forward_terms(role, model, memory, batch, memory.compute_bytes, tp)),
         "push": (*gathered, *_merging(role, memory, model, tp)),
-        "receive": receiving_block(role, model, memory.compute_bytes),
+        "receive": (weight_blocks(role, model, memory.compute_bytes),),
     }
     fixed = fixed_terms(role, layout, is_group=layout.num_procs > 1)
     if memory.sends_weights and layout.has_device:
-        fixed += (sending_blocks(role, model, memory.compute_bytes),)
+        fixed += (weight_blocks(role, model, memory.compute_bytes, is_sending=True),)
     return RoleMemory(fixed, parts, working, tuple(host))
 
 
@@ -303,7 +302,7 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
     terms += forward_terms(role, model, memory, memory.micro_batch, size, tp)
     working: dict[Activity, tuple[Term, ...]] = {
         "forward": with_slack(role, terms),
-        "receive": receiving_block(role, model, size),
+        "receive": (weight_blocks(role, model, size),),
     }
     fixed = () if memory.is_guest else fixed_terms(role, layout, is_group=shards > 1 or tp > 1)
     return RoleMemory(fixed, {Part.WEIGHTS: tuple(weights)}, working, tuple(host))
@@ -350,7 +349,7 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     working: dict[Activity, tuple[Term, ...]] = {
         "generate": (workspace, *images, *prefilled),
         "forward": (workspace, *images),
-        "receive": receiving_block(role, model, memory.weight_bytes),
+        "receive": (weight_blocks(role, model, memory.weight_bytes),),
     }
     parts = {Part.WEIGHTS: tuple(weights), Part.KV_CACHE: (cache,)}
     return RoleMemory((*fixed, buffers), parts, working, (process_on_host(role),), min_share)

@@ -142,15 +142,9 @@ def with_slack(role: str, terms: list[Term]) -> tuple[Term, ...]:
     return (*terms, slack)
 
 
-def sending_blocks(role: str, model: ModelShape, weight_bytes: int) -> Term:
-    return _blocks(role, "weight blocks, sending", model, 2, weight_bytes)
-
-
-def receiving_block(role: str, model: ModelShape, weight_bytes: int) -> tuple[Term, ...]:
-    return (_blocks(role, "weight block, receiving", model, 1, weight_bytes),)
-
-
-def _blocks(role: str, name: str, model: ModelShape, count: int, weight_bytes: int) -> Term:
+def weight_blocks(role: str, model: ModelShape, weight_bytes: int, *, is_sending: bool = False) -> Term:
+    """Return the memory of the blocks through which weights are sent or received."""
+    name, count = ("weight blocks, sending", 2) if is_sending else ("weight block, receiving", 1)
     largest = amount(model.vocab_size) * amount(model.hidden_size) * num_bytes(weight_bytes)
     formula = f"{count} x the larger of {WEIGHT_BLOCK_GIB} GiB and {largest.text}"
     return Term(role, name, count * max(WEIGHT_BLOCK_GIB, largest.value / GIB), formula)

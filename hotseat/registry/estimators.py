@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hotseat.registry.lookup import entry_of, table
+from hotseat.registry.lookup import Table
 from hotseat.registry.policy_losses import Aggregation
 from hotseat.user_functions import is_own
 
@@ -48,7 +48,8 @@ class EstimatorEntry:
 
 DEFAULT_ESTIMATOR = "group_norm"
 
-ESTIMATORS: dict[str, EstimatorEntry] = table(
+ESTIMATORS = Table[EstimatorEntry](
+    "advantage estimator",
     EstimatorEntry(
         "gae",
         "PPO with a critic.",
@@ -106,4 +107,4 @@ USER_ESTIMATOR = EstimatorEntry("FILE.py:FUNCTION", "Custom.", "", "", compares_
 
 def estimator_entry(name: str) -> EstimatorEntry:
     """Return the entry of an estimator, built-in or a user's."""
-    return USER_ESTIMATOR if is_own(name) else entry_of(ESTIMATORS, name, "advantage estimator")
+    return USER_ESTIMATOR if is_own(name) else ESTIMATORS.entry(name)
