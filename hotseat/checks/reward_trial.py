@@ -16,7 +16,7 @@ from typing import Any
 
 from hotseat.checks.named_files import first_row
 from hotseat.checks.reward_columns import label_hint_of
-from hotseat.checks.stage import Context
+from hotseat.checks.stage import CheckContext
 from hotseat.checks.user_files import line_of_function
 from hotseat.config import Config
 from hotseat.config.presence import reward_files
@@ -45,7 +45,7 @@ class TrialRow:
     columns: dict[str, Any] | None = None
 
 
-def reward_functions(context: Context) -> Iterator[Problem]:
+def reward_functions(context: CheckContext) -> Iterator[Problem]:
     """Try the reward functions of a config, to find broken ones. What may be right is noted."""
     config, notes = context.config, context.notes
     limit_s = config.reward.trial_timeout_s

@@ -6,7 +6,7 @@ import fcntl
 from collections.abc import Iterable
 from pathlib import Path
 
-from hotseat.checks.stage import Context
+from hotseat.checks.stage import CheckContext
 from hotseat.config import Config
 from hotseat.errors import Problem, UserError
 from hotseat.files import link_error, opened
@@ -17,7 +17,7 @@ LOCK = ".lock"  # held by the process of the run
 INITIAL_MODEL = "initial_model"  # folder of a model that a script gave as an object, saved before the run begins
 
 
-def is_free(context: Context) -> Iterable[Problem]:
+def is_free(context: CheckContext) -> Iterable[Problem]:
     """Raise if the run's name cannot name a directory, or is taken."""
     if context.config.name is not None:
         run_directory(context.config)

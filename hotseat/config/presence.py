@@ -11,13 +11,14 @@ from hotseat.registry.preference_losses import preference_loss_entry
 from hotseat.registry.roles import role_entry
 
 if TYPE_CHECKING:
-    from hotseat.config.schema import Config, RewardFunctionConfig
+    from hotseat.config.schema import Config
+    from hotseat.config.schema.reward_options import RewardFunctionConfig
 
 
 def needs_siblings(config: Config) -> bool:
     """Return whether a sample whose siblings all failed cannot be learned from.
 
-    With a user's own estimator it cannot either, unless prompts have one sample each.
+    With a custom estimator it cannot either, unless prompts have one sample each.
     """
     entry = estimator_entry(config.algorithm.estimator)
     return entry.needs_group or (entry.compares_episodes and config.rollout.samples_per_prompt > 1)

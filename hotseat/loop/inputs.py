@@ -18,7 +18,7 @@ from hotseat.config.image_paths import filler_image, image_folder, largest_image
 from hotseat.config.precision import with_dtype
 from hotseat.config.presence import has_agent, has_critic, has_simulator, task_numbers
 from hotseat.config.resolved import prompt_limit, prompt_max_length, source_of
-from hotseat.config.schema import DataConfig
+from hotseat.config.schema.data_options import DataConfig
 from hotseat.data import Row, RowReport, check_lost, columns_of, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
 from hotseat.errors import TooFewDevicesError, UserError

@@ -351,21 +351,21 @@ def _cpu_processes(request: RoleRequest, spots: _Spots) -> tuple[Process, ...]:
                 f" node, so ask for at least {len(piece)} processes"
             )
         processes += [Process(len(processes) + index, piece[index * len(piece) // count]) for index in range(count)]
-    if request.num_procs not in (None, len(processes)):
-        raise PlacementError(
-            f"{request.role}: {request.selection} makes {len(processes)} processes and {request.num_procs} are asked"
-            f" for: drop one of the two"
-        )
+    _check_number(request, len(processes))
     return tuple(processes)
+
+
+def _check_number(request: RoleRequest, num_processes: int) -> None:
+    if request.num_procs not in (None, num_processes):
+        raise PlacementError(
+            f"{request.role}: {request.selection} makes {num_processes} processes and {request.num_procs} are asked"
+            " for: drop one of the two"
+        )
 
 
 def _check_processes(request: RoleRequest, spots: _Spots, counts: Sequence[int]) -> None:
     """Check that PROCS in the selection agree with the number of processes and the engine size of the role."""
-    if request.num_procs not in (None, sum(counts)):
-        raise PlacementError(
-            f"{request.role}: {request.selection} makes {sum(counts)} processes and {request.num_procs} are asked"
-            f" for: drop one of the two"
-        )
+    _check_number(request, sum(counts))
     if request.engine_size is None:
         return
     for piece, count in zip(spots.pieces, counts, strict=True):

@@ -25,7 +25,7 @@ from hotseat.rewards.scorer import SampleGroup, Scorer, to_stderr, when_all_are_
 from hotseat.words import label_text
 
 if TYPE_CHECKING:
-    from hotseat.config.schema import GraderConfig
+    from hotseat.config.schema.reward_options import GraderConfig
 
 _FILE = Path(__file__).with_name("text_graders.py")
 # Function in text_graders.py for each kind that compares text.

@@ -30,7 +30,7 @@ from hotseat.rewards.sandbox_command import Interpreter, Runner, bubblewrap, fin
 from hotseat.rewards.sandbox_limits import LOOK_EVERY_S, MemoryGroup, MemoryGroups, ProcessWatch, below, find_parent
 
 if TYPE_CHECKING:
-    from hotseat.config.schema import SandboxConfig
+    from hotseat.config.schema.reward_options import SandboxConfig
 
 _INSIDE = Path(__file__).with_name("sandbox_inside.py")
 _MAX_OPEN_FILES = 64

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from hotseat.algorithms.head import HALVES, project
 from hotseat.errors import UnsupportedError
-from hotseat.placement.memory import SHARED_FORWARD_TOKENS
+from hotseat.placement.memory_terms import SHARED_FORWARD_TOKENS
 from hotseat.rollout.slot_cache import (
     ROWS,
     ImageBatch,

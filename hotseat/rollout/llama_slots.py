@@ -28,7 +28,7 @@ from transformers.activations import SiLUActivation
 
 from hotseat.algorithms.head import HALVES, project
 from hotseat.errors import RunError
-from hotseat.placement.memory import SEEN_FORWARD_TOKENS
+from hotseat.placement.memory_terms import SEEN_FORWARD_TOKENS
 from hotseat.rollout.any_slots import AnySlots
 from hotseat.rollout.slot_cache import (
     ROWS,

@@ -21,7 +21,7 @@ import torch
 
 from hotseat.algorithms.head import HALVES
 from hotseat.errors import WorkerError
-from hotseat.placement.memory import ENGINE_BATCH_TOKENS
+from hotseat.placement.memory_terms import ENGINE_BATCH_TOKENS
 from hotseat.rollout.kinds import EngineSettings
 from hotseat.rollout.vllm_images import (
     ImageInputs,

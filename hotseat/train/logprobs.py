@@ -35,7 +35,7 @@ from hotseat.algorithms.head import project
 
 # Elements of one chunk of logits, 4 bytes each. On a CPU a chunk should stay in the cache, on a GPU it should be large
 # enough to fill it. At the peak of a backward there are 14 bytes for each: logits, log-probs and gradient, the last
-# also in 16 bits. The planner counts on it (LOGITS_CHUNK_ELEMENTS in `hotseat.placement.memory`).
+# also in 16 bits. The planner counts on it (LOGITS_CHUNK_ELEMENTS in `hotseat.placement.memory_terms`).
 _CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}
 # Without copies there are 6 bytes: twice as many take less memory, and the gradient of the weight is added up half as
 # often.

@@ -9,7 +9,7 @@ from reward_servers import WAIT_S, HeldPort, written
 
 from hotseat.checks import reward_sources
 from hotseat.checks.pipeline import check_user_code
-from hotseat.checks.stage import Context
+from hotseat.checks.stage import CheckContext
 from hotseat.config import Config, loads
 from hotseat.config.conflicts import missing
 from hotseat.errors import ConfigError, RunError, UserError
@@ -273,7 +273,7 @@ def config_of(tmp_path: Path, more: str = "", text: str = "{answer}"):
 
 
 def problems_of(config: Config) -> dict[str, str]:
-    return {problem.key: problem.message for problem in reward_sources.judge(Context(config=config))}
+    return {problem.key: problem.message for problem in reward_sources.judge(CheckContext(config=config))}
 
 
 def test_settings_come_from_the_config(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from reward_servers import FakeServer, HeldPort, sevens, written
 from safetensors.torch import load_file
 
 from hotseat.checks.reward_sources import servers
-from hotseat.checks.stage import Context, run_checks
+from hotseat.checks.stage import CheckContext, run_checks
 from hotseat.config import Config, loads
 from hotseat.errors import RewardError, UserError
 from hotseat.loop import start as entry
@@ -129,7 +129,7 @@ def test_a_run_whose_servers_are_away_is_refused_before_a_model_loads(task, serv
     shown: list[str] = []
 
     def notes_on(config: Config) -> list[str]:
-        context = Context(config=config, show=shown.append)
+        context = CheckContext(config=config, show=shown.append)
         run_checks(context, [servers])
         return context.notes
 
