@@ -356,11 +356,11 @@ def test_a_reward_by_success_is_refused_where_nobody_knows_it():
 def test_episodes_that_ended_are_forgotten():
     import asyncio
 
-    from hotseat.loop.workers.simulation import Stage
+    from hotseat.loop.workers.simulation import SimulatorStage
 
     DyingEnv.deaths = {}
     thread = ThreadPoolExecutor(1)
-    stage = Stage(DyingEnv(SimulatorSettings("any"), 3), thread)
+    stage = SimulatorStage(DyingEnv(SimulatorSettings("any"), 3), thread)
 
     async def play():
         for slot in range(2):
@@ -380,7 +380,7 @@ def test_episodes_that_ended_are_forgotten():
 def test_stages_of_a_host_step_one_after_another():
     import asyncio
 
-    from hotseat.loop.workers.simulation import Stage
+    from hotseat.loop.workers.simulation import SimulatorStage
 
     inside = threading.Lock()
 
@@ -394,7 +394,7 @@ def test_stages_of_a_host_step_one_after_another():
 
     DyingEnv.deaths = {}
     thread = ThreadPoolExecutor(1)
-    stages = [Stage(Alone(SimulatorSettings("any"), 2), thread) for _ in range(2)]
+    stages = [SimulatorStage(Alone(SimulatorSettings("any"), 2), thread) for _ in range(2)]
 
     async def play(stage, slot):
         await stage.reset(slot, 0, slot)

@@ -21,7 +21,7 @@ from hotseat.loop.run import start
 from hotseat.loop.workers.experience import AdvantageSettings, Share
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.model_workers import ActorWorker, BatchSettings, InferenceWorker, ModelWorker, PolicySettings
-from hotseat.loop.workers.observations import Context
+from hotseat.loop.workers.observations import PolicyInput
 from hotseat.loop.workers.simulation import _value_segment
 from hotseat.loop.workers.value_models import CriticSettings, CriticWorker
 from hotseat.observe import read_lines
@@ -183,7 +183,7 @@ def test_the_critic_values_what_follows_an_episode_that_ran_out_of_time(task, ti
     seen = (5, 9, 3, 7)
     played = first.samples[0].episode.segments[0], first.samples[1].episode.segments[0]
     cut_off = Episode(
-        SampleKey(0, 0, 0), (*played, _value_segment(Context([*seen]))), "", is_truncated=True, has_bootstrap=True
+        SampleKey(0, 0, 0), (*played, _value_segment(PolicyInput([*seen]))), "", is_truncated=True, has_bootstrap=True
     )
     groups = (
         PromptGroup(first.prompt, (ScoredEpisode(cut_off, 0.25, 0.25),)),

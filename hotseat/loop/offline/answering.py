@@ -49,7 +49,7 @@ MIN_JUDGED = 64  # samples before too many failures end the command
 
 
 @dataclass(frozen=True)
-class Prepared:
+class OfflineInputs:
     """Everything that is checked before a model loads."""
 
     config: Config
@@ -67,7 +67,7 @@ def on_this_device(config: Config) -> Config:
     return config
 
 
-def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, first_row: int = 0) -> Prepared:
+def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, first_row: int = 0) -> OfflineInputs:
     """Read the tokenizer and the prompts, and check the model. Raises `UserError` if anything is wrong with them.
 
     first_row: of the data; those before it are left out.
@@ -76,7 +76,7 @@ def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, firs
     config = on_this_device(config)
     tokenizer = load_tokenizer(config)
     prompts, notes = prompts_alone(config, tokenizer, is_evaluation=is_evaluation, first_row=first_row)
-    return Prepared(config, tokenizer, eos_token_ids(config, tokenizer), prompts, notes)
+    return OfflineInputs(config, tokenizer, eos_token_ids(config, tokenizer), prompts, notes)
 
 
 class Answerer:
@@ -84,7 +84,7 @@ class Answerer:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: OfflineInputs,
         logs: Path,
         view: LiveView,
         *,
@@ -158,7 +158,7 @@ class Answerer:
 
 
 def answer_all(
-    prepared: Prepared,
+    prepared: OfflineInputs,
     output: Path,
     view: LiveView,
     *,
@@ -188,7 +188,7 @@ def answer_all(
 
 
 def _answer(
-    prepared: Prepared,
+    prepared: OfflineInputs,
     answerer: Answerer,
     todo: Sequence[Prompt],
     file: GroupFile,
@@ -243,7 +243,7 @@ def _scored(group: OpenGroup, scores: Sequence[Score | Failed] | None) -> list[O
     return outcomes
 
 
-def _group(prompt: Prompt, outcomes: Sequence[Outcome], prepared: Prepared, is_evaluation: bool) -> dict[str, Any]:
+def _group(prompt: Prompt, outcomes: Sequence[Outcome], prepared: OfflineInputs, is_evaluation: bool) -> dict[str, Any]:
     tokenizer = prepared.tokenizer
     rows: list[dict[str, Any]] = []
     records: list[dict[str, Any]] = []

@@ -40,7 +40,7 @@ class ScoreOptions:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoreCounts:
     """Counts of a command that scored. num_dropped: rows whose prompt leaves no room for an answer."""
 
     num_scored: int
@@ -49,7 +49,7 @@ class Scored:
     num_dropped: int
 
 
-def score_answers(options: ScoreOptions, output: Path, selection: Selection, view: LiveView) -> Scored:
+def score_answers(options: ScoreOptions, output: Path, selection: Selection, view: LiveView) -> ScoreCounts:
     """Score every row of the data, and write those that are selected, prompt by prompt, in the order of the data.
 
     Rewards are normalised by the mean and the deviation of the model's scores, if its config.json has them.
@@ -101,7 +101,7 @@ def score_answers(options: ScoreOptions, output: Path, selection: Selection, vie
     lines = [line for group in prompts.values() for line in selection.of(group)]
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-    return Scored(len(scored), len(prompts), len(lines), report.num_dropped_no_answer)
+    return ScoreCounts(len(scored), len(prompts), len(lines), report.num_dropped_no_answer)
 
 
 def _rewards(model: RewardModel, tokens: Sequence[Sequence[int]], size: int, view: LiveView) -> list[float]:

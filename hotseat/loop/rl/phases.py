@@ -28,7 +28,7 @@ Shares = list[list[Share]]  # for each data-parallel rank, references to its gro
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedBatch:
     """A batch whose experience lies in the actor's ranks."""
 
     batch: Collected
@@ -48,7 +48,7 @@ class PreparePhase:
     meter: PhaseMeter
     samples: SampleLog
 
-    def run(self, batch: Collected, step: int) -> Prepared:
+    def run(self, batch: Collected, step: int) -> PreparedBatch:
         """Make experience of a batch. Groups that were lost with their host are sampled again."""
         faults.reach("prepare.before")
 
@@ -60,7 +60,7 @@ class PreparePhase:
         batch, (shares, num_optimizer_steps) = self.stream.with_groups(batch, hand_out)
         self._make_experience(shares, num_optimizer_steps)
         self.stream.release(batch)
-        return Prepared(batch, num_optimizer_steps)
+        return PreparedBatch(batch, num_optimizer_steps)
 
     @property
     def num_model_parallel(self) -> int:
@@ -155,7 +155,7 @@ class UpdatePhase:
     state: RlState
     meter: PhaseMeter
 
-    def run(self, prepared: Prepared, step: int) -> Updates:
+    def run(self, prepared: PreparedBatch, step: int) -> Updates:
         """Update the critic first, then the actor, unless the critic is still warming up; adapt the KL coefficient."""
         faults.reach("update.before")
         critic = self._update_critic(prepared) if self.groups.critic is not None else []
@@ -166,7 +166,7 @@ class UpdatePhase:
             self.state.kl = self.state.kl.updated(kl, self.settings.algebra.samples_per_step)
         return Updates(actor, critic)
 
-    def _update_critic(self, prepared: Prepared) -> list[UpdateReport]:
+    def _update_critic(self, prepared: PreparedBatch) -> list[UpdateReport]:
         assert self.groups.critic is not None
         num_model_parallel = self.settings.config.train.num_model_parallel
         returns = as_arguments(self.groups.actor.call_and_keep(ActorWorker.returns)[::num_model_parallel])

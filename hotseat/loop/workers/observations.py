@@ -155,7 +155,7 @@ class Films:
 
 
 @dataclass(frozen=True)
-class Context:
+class PolicyInput:
     """The part of an observation that the policy reads."""
 
     token_ids: list[int]
@@ -193,7 +193,7 @@ class Reader:
     def _tokenize(self, words: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(words, add_special_tokens=False)["input_ids"])
 
-    def read(self, seen: Observation) -> Context:
+    def read(self, seen: Observation) -> PolicyInput:
         """Return the tokens of an observation: its image, instruction and words, then the state in bins."""
         token_ids = self._encode(seen)
         images: tuple[str, ...] = ()
@@ -221,7 +221,7 @@ class Reader:
                 f"data.max_length {self._max_length}: an observation of {self._name} has {len(token_ids)} tokens, and"
                 f" its actions {self.num_sampled}: set it to {len(token_ids) + self.num_sampled} or more"
             )
-        return Context(token_ids, images)
+        return PolicyInput(token_ids, images)
 
     def _encode(self, seen: Observation) -> list[int]:
         words = " ".join(part for part in (seen.instruction, seen.text) if part)

@@ -27,7 +27,7 @@ from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.envs.processes import Outcome, ProcessEnv, SimulatorError
 from hotseat.envs.simulator import Observation
 from hotseat.errors import UserError
-from hotseat.loop.workers.observations import SUCCESS, Context, Films, Reader, SimulationSettings, unknown_success
+from hotseat.loop.workers.observations import SUCCESS, PolicyInput, Films, Reader, SimulationSettings, unknown_success
 from hotseat.types import (
     Completion,
     Episode,
@@ -42,7 +42,7 @@ from hotseat.types import (
 )
 
 
-class Stage:
+class SimulatorStage:
     """Simulators that step together, called from one event loop.
 
     A call waits until every episode of the stage waits for its simulator; then all of them are carried out in a thread,
@@ -167,7 +167,7 @@ class _Played:
     num_steps: int = 0
     num_outside: int = 0  # sampled tokens that stand for no number
 
-    def add(self, context: Context, completion: Completion, outcome: Outcome, row: int, dim: int) -> None:
+    def add(self, context: PolicyInput, completion: Completion, outcome: Outcome, row: int, dim: int) -> None:
         """Add a chunk of actions of `dim` numbers each, and what came of them."""
         taken = int(outcome.num_taken[row])
         if completion.span_s is not None:
@@ -191,7 +191,7 @@ class Player(Agent):
         size = settings.num_envs // settings.num_stages
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="simulators")
         self._stages = [
-            Stage(
+            SimulatorStage(
                 ProcessEnv(
                     settings.simulator,
                     size,
@@ -228,7 +228,7 @@ class Player(Agent):
             self._free.append((index, slot))
 
     async def _play(
-        self, stage: Stage, slot: int, task: int, seed: int, key: SampleKey, sampling: Sampling, sample: SampleFunction
+        self, stage: SimulatorStage, slot: int, task: int, seed: int, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> ScoredEpisode:
         settings, reader = self._settings, self._reader
         dim = reader.num_sampled // settings.chunk
@@ -318,7 +318,7 @@ def _total(moves: Iterable[Moved]) -> Moved:
     return total
 
 
-def _segment(context: Context, completion: Completion, num_learned: int) -> Segment:
+def _segment(context: PolicyInput, completion: Completion, num_learned: int) -> Segment:
     """Return an observation and its actions. Tokens of actions after the end of the episode are not learned."""
     start = len(context.token_ids)
     length, end = start + len(completion.token_ids), start + num_learned
@@ -334,7 +334,7 @@ def _segment(context: Context, completion: Completion, num_learned: int) -> Segm
     return Segment(tensors[0], tensors[1], tensors[2], tensors[3], context.images)
 
 
-def _value_segment(context: Context) -> Segment:
+def _value_segment(context: PolicyInput) -> Segment:
     """Return an observation whose value is that of its last token: a value is given what precedes its token."""
     token_ids = torch.tensor([*context.token_ids, context.token_ids[-1]])
     nothing = torch.zeros(len(token_ids), dtype=torch.bool)
