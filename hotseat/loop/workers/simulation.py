@@ -27,7 +27,7 @@ from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.envs.processes import Outcome, ProcessEnv, SimulatorError
 from hotseat.envs.simulator import Observation
 from hotseat.errors import UserError
-from hotseat.loop.workers.observations import SUCCESS, PolicyInput, Films, Reader, SimulationSettings, unknown_success
+from hotseat.loop.workers.observations import SUCCESS, Films, PolicyInput, Reader, SimulationSettings, unknown_success
 from hotseat.types import (
     Completion,
     Episode,
@@ -228,7 +228,14 @@ class Player(Agent):
             self._free.append((index, slot))
 
     async def _play(
-        self, stage: SimulatorStage, slot: int, task: int, seed: int, key: SampleKey, sampling: Sampling, sample: SampleFunction
+        self,
+        stage: SimulatorStage,
+        slot: int,
+        task: int,
+        seed: int,
+        key: SampleKey,
+        sampling: Sampling,
+        sample: SampleFunction,
     ) -> ScoredEpisode:
         settings, reader = self._settings, self._reader
         dim = reader.num_sampled // settings.chunk
