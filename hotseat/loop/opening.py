@@ -27,10 +27,11 @@ from hotseat.loop.state.run_dir import (
     named_run,
     record_changes,
     save_plan,
+    sole_owner,
     without_empty_folders,
     write_config,
 )
-from hotseat.loop.state.saving import MODEL, Saver, critic_folder, for_ranks, sole_owner
+from hotseat.loop.state.saving import MODEL, Saver, critic_folder, for_ranks
 from hotseat.loop.workers.exports import Origin, is_exported, run_of
 from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.observe import LiveView
@@ -48,7 +49,7 @@ from hotseat.planning.config_plan import (
 from hotseat.planning.slots import is_chosen_by_run
 
 if TYPE_CHECKING:
-    from hotseat.cluster import Cluster, Template
+    from hotseat.cluster import Cluster, Template, WorkerGroup
     from hotseat.loop.inputs import Inputs
     from hotseat.observe import Journal
 
@@ -133,7 +134,12 @@ def cluster_context(
     journal = run.journal
     journal.stage(_starting(run.config))
     with ExitStack() as stack:
-        cluster = stack.enter_context(_cluster(Cluster, run.config, dry_plan, template))
+        devices = [device for role in dry_plan.roles for device in role.devices]
+        section, is_there = run.config.cluster, is_cluster_there(run.config)
+        num_devices = None if is_there else 1 + max(devices, default=0)  # an existing cluster has devices of its own
+        cluster = stack.enter_context(
+            Cluster(section.runtime, num_devices=num_devices, timeout_s=section.call_timeout_s, template=template)
+        )
         stack.callback(faults.reach, "closing")
         interrupts.current().check()
         has_gpus = not are_devices_logical(cluster)
@@ -230,18 +236,17 @@ def export_folders(config: Config, run_dir: Path) -> dict[Exported, Path]:
     return folders | {"model": model}
 
 
-@dataclass(frozen=True)
-class ExportingRanks:
-    """Calls to the ranks that export a model. The first rank writes, perhaps on another node than the driver's."""
-
-    on_first: Callable[..., Any]  # calls a method of the first rank's worker: (method, *arguments)
-    write: Callable[[str], object]  # writes the model into a folder, with all ranks
-
-
-def export_models(run: OpenRun, ranks_of: Callable[[Exported], ExportingRanks], tokenizer: Any, num_steps: int) -> None:
+def export_models(
+    run: OpenRun,
+    ranks: Mapping[str, WorkerGroup[Any] | None],
+    write: Callable[[Exported, str], object],
+    tokenizer: Any,
+    num_steps: int,
+) -> None:
     """Export every model that is not exported yet, each with the tokenizer, and conclude the run's checkpoints.
 
-    num_steps: the steps that the run has made.
+    ranks: those that hold each model. The first one writes it, perhaps on another node than the driver's. write: has
+    all of them write a model into a folder. num_steps: the steps that the run has made.
     """
     from hotseat.loop.workers.model_workers import BackendWorker
 
@@ -251,20 +256,21 @@ def export_models(run: OpenRun, ranks_of: Callable[[Exported], ExportingRanks], 
     for what, folder in export_folders(run.config, run.run_dir).items():
         if run.checkpoint is not None and origin.checkpoint is not None and is_exported(folder, origin):
             continue  # before the run was ended, in another export
-        ranks = ranks_of(what)
-        writing, is_written = None, False
+        group = ranks[what]
+        assert group is not None
+        first, writing, is_written = group.on(0), None, False
         try:
-            writing = ranks.on_first(BackendWorker.begin_export, for_ranks(folder))
-            ranks.write(writing)
+            [writing] = first.call(BackendWorker.begin_export, for_ranks(folder))
+            write(what, writing)
             is_written = True
-            ranks.on_first(BackendWorker.finish_export, writing, for_ranks(folder), _files_of(tokenizer), origin)
+            first.call(BackendWorker.finish_export, writing, for_ranks(folder), _files_of(tokenizer), origin)
         except Exception as error:
             if is_written and origin.checkpoint is None:
                 hint = f"its weights are in {writing}"  # nowhere else
             else:
                 if writing is not None:
                     with suppress(Exception):  # the error of the export counts
-                        ranks.on_first(BackendWorker.drop_export, writing)
+                        first.call(BackendWorker.drop_export, writing)
                 hint = "once the cause is removed, a resumed run exports it"
                 if origin.checkpoint is None:
                     hint = "there is no checkpoint of the last step to export it from"
@@ -324,15 +330,6 @@ def _is_finished(config: Config, checkpoint: Checkpoint, num_steps: int, run_dir
         return False
     print(f"nothing to do: all {checkpoint.step} steps are done, the model is {folders['model']}")
     return True
-
-
-def _cluster(make: type[Cluster], config: Config, dry: Plan, template: Template | None) -> Cluster:
-    """Make a cluster with room for the plan: an existing one, or our own with a logical device per planned device."""
-    num_devices: int | None = 1 + max((device for role in dry.roles for device in role.devices), default=0)
-    if is_cluster_there(config):
-        num_devices = None  # an existing cluster has devices of its own
-    timeout_s = config.cluster.call_timeout_s
-    return make(config.cluster.runtime, num_devices=num_devices, timeout_s=timeout_s, template=template)
 
 
 def _journal(

@@ -99,7 +99,8 @@ def _start_rl(
                         rl_run.num_steps, config.train.num_episodes, config.rollout.samples_per_prompt
                     )
                 with saver.exporting():
-                    export_models(run, rl_run.checkpoints.exporting, inputs.tokenizer, rl_run.num_steps)
+                    ranks = {"critic": groups.critic, "model": groups.actor, "moving average": groups.actor}
+                    export_models(run, ranks, rl_run.checkpoints.export, inputs.tokenizer, rl_run.num_steps)
         _remove_images(run)
     return evaluation
 

@@ -81,7 +81,7 @@ def assemble(
     recording: of the run that is replayed; None: groups are sampled.
     """
     config, plan, cluster = context.config, context.plan, context.cluster
-    prompts, num_steps = inputs.prompts, inputs.algebra.num_steps
+    prompts, num_steps = inputs.rows, inputs.algebra.num_steps
     assert num_steps is not None
     on_devices = groups.on_devices(plan)
     with ExitStack() as stack:

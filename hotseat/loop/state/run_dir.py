@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
+import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hotseat.checks.run_directory import CONFIG, LOCK, owner_of, run_directory
+from hotseat.checks.run_directory import CONFIG, LOCK, in_use, owner_of, run_directory
 from hotseat.config import Config, loads_saved, to_saved
 from hotseat.config.changes import Change
 from hotseat.config.hiding import has_secrets, without_secrets
 from hotseat.errors import CheckpointError, UserError
-from hotseat.files import write_whole
+from hotseat.files import opened, write_whole
 from hotseat.loop.state.checkpoints import STATE, CheckpointStore
 from hotseat.observe import RECORDS, JsonLines
 
@@ -58,6 +60,26 @@ def without_empty_folders(*folders: Path) -> Iterator[None]:
                 (folder / LOCK).unlink(missing_ok=True)
                 folder.rmdir()
         raise
+
+
+@contextmanager
+def sole_owner(run_dir: Path, lock: Callable[[Any, int], object] = fcntl.flock) -> Iterator[None]:
+    """Hold the lock of a directory for this process; it is free again however the process ends."""
+    with opened(run_dir / LOCK, "a+") as file:
+        try:
+            lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise in_use(run_dir, owner_of(run_dir) or "another run") from None
+        except OSError as error:
+            raise UserError(
+                f"{run_dir} is on a disk without locks (flock: {error.strerror}), so that two runs could write there at"
+                " once: set run_dir, or checkpoint.path, to a disk that has them, or mount this one with them (Lustre:"
+                " -o flock; NFS: without nolock)"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()}")
+        file.flush()
+        yield
 
 
 def named_run(config: Config) -> Config:

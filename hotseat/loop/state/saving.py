@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import copy
-import fcntl
-import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from hotseat import faults, interrupts
-from hotseat.checks.run_directory import LOCK, in_use, owner_of
 from hotseat.config import Config, to_saved
 from hotseat.config.changes import NUM_STEPS, Change, changes_between
 from hotseat.config.hiding import has_secrets
-from hotseat.errors import CheckpointError, DeadlineError, HotseatError, UserError
-from hotseat.files import opened
+from hotseat.errors import CheckpointError, HotseatError, UserError
+from hotseat.loop.state.background_save import BackgroundSave
 from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint
-from hotseat.loop.state.run_dir import write_config
+from hotseat.loop.state.run_dir import sole_owner, write_config
 from hotseat.machine import available_bytes
 from hotseat.observe import Journal
 
@@ -39,6 +33,10 @@ _LAST_WAIT_S = 30.0
 # Limits on checkpoints that are made by default: they take at most one part in _TIME_PARTS of a run's time, and one
 # part in _DISK_PARTS of the free disk.
 _TIME_PARTS, _DISK_PARTS = 20, 2
+
+# training: the first signal lets the current step finish. stopped: that step was finished and saved, and the run ends.
+# exporting: all steps are made, and the first signal lets the export finish. exported: the run is complete.
+Phase = Literal["idle", "training", "stopped", "exporting", "exported"]
 
 
 @dataclass(frozen=True)
@@ -95,10 +93,7 @@ class Saver:
         self._cost_s = 0.0  # time for which the last save held up the run
         self._warned_of_room = False
         self._last_made: int | None = None  # the last step that was finished
-        self.has_begun = False  # steps are being made: the first signal lets the current one finish
-        self._is_exporting = False  # all steps are made: the first signal lets the export finish
-        self._is_finished = False  # the model is exported
-        self._has_stopped = False  # the current step was finished and saved, and the run ends
+        self.phase: Phase = "idle"
         self.is_stopping = False  # the run ends after the current step; a signal sets it, at any moment
         self._store = CheckpointStore(
             Path(section.path) if section.path else run_dir / "checkpoints",
@@ -190,17 +185,17 @@ class Saver:
 
         A signal calls this at any moment.
         """
-        if self.is_stopping or not (self._is_exporting or (self.has_begun and self.can_save)):
+        if self.is_stopping or not (self.phase == "exporting" or (self.phase == "training" and self.can_save)):
             return None
         self.is_stopping = True
-        return "the model is exported" if self._is_exporting else "this step is finished and saved"
+        return "the model is exported" if self.phase == "exporting" else "this step is finished and saved"
 
     def made(self, step: int) -> None:
         self._last_made = step
 
     def ending(self, command: str) -> str:
         """Describe which steps are lost if the run is interrupted now, and how to resume it."""
-        if self._is_finished:
+        if self.phase == "exported":
             return "nothing is lost: the run is finished, and its model is exported"
         saved = self.last_step()
         made = self._last_made or saved or 0
@@ -213,7 +208,7 @@ class Saver:
                 f"{made} {'step is' if made == 1 else 'steps are'} lost: there is no checkpoint to resume from ({first}"
                 "checkpoint.every=1 makes one after each step)"
             )
-        lost = "nothing is lost" if self._has_stopped else "nothing is lost but the step under way"
+        lost = "nothing is lost" if self.phase == "stopped" else "nothing is lost but the step under way"
         if made > saved:
             lost = f"step {made} is lost" if made == saved + 1 else f"steps {saved + 1} to {made} are lost"
         return f"{lost}: the last checkpoint is of step {saved}. Resume with: {command}"
@@ -305,7 +300,7 @@ class Saver:
     def stop(self, path: Path, journal: Journal) -> NoReturn:
         """End the run once that checkpoint is complete. Raises `KeyboardInterrupt`."""
         self.wait()
-        self._has_stopped = True
+        self.phase = "stopped"
         journal.say(f"saved {path}")
         raise KeyboardInterrupt
 
@@ -378,22 +373,23 @@ class Saver:
     @contextmanager
     def exporting(self) -> Iterator[None]:
         """Enclose the export of the model, which completes the run. Ends by KeyboardInterrupt if it was to stop."""
-        self._is_exporting, self.has_begun = True, False
+        self.phase = "exporting"
         try:
             yield
-            self._is_finished = True
-        finally:
-            self._is_exporting = False
+        except BaseException:
+            self.phase = "idle"
+            raise
+        self.phase = "exported"
         if self.is_stopping:
             raise KeyboardInterrupt
 
     @contextmanager
     def settled(self, journal: Journal) -> Iterator[None]:
         """Enclose the steps of a run: however they end, a checkpoint that is being written is completed if possible."""
-        self.has_begun = True
+        self.phase = "training"
         try:
             yield
-            self._is_exporting, self.has_begun = True, False  # nothing after the last step is saved
+            self.phase = "exporting"  # nothing after the last step is saved
             if self._background_save is not None:
                 journal.phase("save")
             self.wait()
@@ -409,7 +405,8 @@ class Saver:
                 background_save.give_up()
             raise
         finally:
-            self.has_begun = False  # a step that failed is not finished
+            if self.phase == "training":
+                self.phase = "idle"  # a step that failed is not finished
 
 
 def _bytes(number: int) -> str:
@@ -425,95 +422,3 @@ def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:
     if value is None:
         raise UserError(f"checkpoint.best_metric {name!r} was not measured; there are {', '.join(evaluation)}")
     return -value if name.endswith("loss") else value
-
-
-@contextmanager
-def sole_owner(run_dir: Path, lock: Callable[[Any, int], object] = fcntl.flock) -> Iterator[None]:
-    """Hold the lock of a directory for this process; it is free again however the process ends."""
-    with opened(run_dir / LOCK, "a+") as file:
-        try:
-            lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise in_use(run_dir, owner_of(run_dir) or "another run") from None
-        except OSError as error:
-            raise UserError(
-                f"{run_dir} is on a disk without locks (flock: {error.strerror}), so that two runs could write there at"
-                " once: set run_dir, or checkpoint.path, to a disk that has them, or mount this one with them (Lustre:"
-                " -o flock; NFS: without nolock)"
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()}")
-        file.flush()
-        yield
-
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-
-
-class BackgroundSave:
-    """Checkpoint that a thread completes while the run continues.
-
-    The thread calls `is_written` until the ranks have written their shares, then `commit`, which makes the checkpoint
-    current inside the context that it is passed. It ends with the error of either, or when it is given up: then the
-    checkpoint is current already, or never will be.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        is_written: Callable[[], bool],
-        commit: Callable[[AbstractContextManager[None]], object],
-        timeout_s: float,
-    ):
-        self.step = step
-        self.done: Future[None] = Future()
-        self._is_written = is_written
-        self._commit = commit
-        self._timeout_s = timeout_s
-        self._is_given_up = threading.Event()
-        self._current = threading.Lock()  # held while the checkpoint becomes current, or is given up
-        threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=True).start()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the checkpoint is complete. Raises if it failed or is late."""
-        concurrent.futures.wait([self.done], timeout=timeout_s)
-        if not self.done.done():
-            raise self._late(timeout_s)
-        self.done.result()
-
-    def give_up(self) -> None:
-        """Stop waiting for the ranks, and commit nothing unless it is done."""
-        with self._current:
-            self._is_given_up.set()
-
-    @contextmanager
-    def _unless_given_up(self) -> Iterator[None]:
-        with self._current:
-            if self._is_given_up.is_set():
-                raise CheckpointError(f"the checkpoint of step {self.step} was given up")
-            yield
-
-    def _run(self) -> None:
-        try:
-            if self._wait_for_ranks():
-                self._commit(self._unless_given_up())
-        except BaseException as error:  # torch raises errors that are no `Exception`; `wait` raises them again
-            self.done.set_exception(error)
-        else:
-            self.done.set_result(None)
-
-    def _wait_for_ranks(self) -> bool:
-        until, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
-        while not self._is_written():
-            if time.monotonic() > until:
-                raise self._late(self._timeout_s)
-            if self._is_given_up.wait(pause_s):
-                break
-            pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
-        return not self._is_given_up.is_set()
-
-    def _late(self, timeout_s: float) -> DeadlineError:
-        return DeadlineError(
-            f"the checkpoint of step {self.step} was not written in {timeout_s:.1f} s: set cluster.call_timeout_s"
-            " higher if the disk takes that long"
-        )

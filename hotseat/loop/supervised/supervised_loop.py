@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
-from hotseat.config.batches import BatchAlgebra, token_budget, tokens_per_micro_batch
+from hotseat.config.batches import BatchAlgebra
 from hotseat.config.resolved import source_of
 from hotseat.loop.inputs import SupervisedData, SupervisedInputs
-from hotseat.loop.opening import ClusterContext, Exported, ExportingRanks, OpenRun, export_models
+from hotseat.loop.opening import ClusterContext, Exported, OpenRun, export_models
+from hotseat.loop.settings.token_budgets import TokenBudgets
 from hotseat.loop.settings.training_settings import reference_settings, train_batches, train_options
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
@@ -24,15 +26,7 @@ from hotseat.loop.state.watchdog import Readiness
 from hotseat.loop.supervised.supervised_worker import StepResult, SupervisedTask, SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.observe import Journal
-from hotseat.planning.budgets import (
-    Use,
-    least_tokens,
-    lowered_note,
-    lowered_until,
-    smaller_budget_kept,
-    uses,
-    with_budget,
-)
+from hotseat.planning.budgets import smaller_budget_kept, uses
 from hotseat.planning.config_plan import is_offloaded
 
 
@@ -48,7 +42,7 @@ class SupervisedRun:
     eval_every: int | None
     data: SupervisedData
     ranks: WorkerGroup[SupervisedWorker]
-    budget: TokenBudget
+    budgets: TokenBudgets
     is_told: Callable[[], bool] | None = None
 
     def is_evaluated(self, step: int) -> bool:
@@ -92,29 +86,27 @@ def train_and_export(
     that call this; a worker group has only one.
     """
     journal, saver, num_steps = run.journal, run.saver, inputs.algebra.num_steps or 0
-    budget = TokenBudget(config, journal, saver.keep)
+    budgets = TokenBudgets(config, partial(journal.say, kind="warning"))
 
     def train() -> dict[str, float]:
         if run.checkpoint is not None:
             ranks.call(SupervisedWorker.resume, for_ranks(run.checkpoint.path / BACKEND), dict(run.checkpoint.state))
         if is_tried:
-            budget.try_out(lambda *trial: all(ranks.call(SupervisedWorker.fits, *trial)))
+            length = config.data.max_length
+            budgets.try_out("train", lambda n: all(ranks.call(SupervisedWorker.fits, n, length, True)), "tried out")
         if uses(config):
-            ranks.call(SupervisedWorker.use_budget, budget.max_tokens)
-        saver.keep(budget.config)
-        supervised = SupervisedRun(num_steps, config.eval.every, inputs.data, ranks, budget, is_told)
+            ranks.call(SupervisedWorker.use_budget, train_batches(budgets.config).max_tokens)
+        saver.keep(budgets.config)
+        supervised = SupervisedRun(num_steps, config.eval.every, inputs.data, ranks, budgets, is_told)
         return train_supervised(supervised, journal, saver, run.checkpoint)
 
-    def exporting(what: Exported) -> ExportingRanks:
-        return ExportingRanks(
-            on_first=lambda method, *args: ranks.on(0).call(method, *args)[0],
-            write=lambda folder: ranks.call(SupervisedWorker.export, folder, what == "moving average"),
-        )
+    def write(what: Exported, folder: str) -> None:
+        ranks.call(SupervisedWorker.export, folder, what == "moving average")
 
-    with saver.settled(journal), smaller_budget_kept(lambda: budget.config, saver.keep):
+    with saver.settled(journal), smaller_budget_kept(lambda: budgets.config, saver.keep):
         evaluation: dict[str, float] = led(train)
     with saver.exporting():
-        led(lambda: export_models(run, exporting, inputs.tokenizer, num_steps))
+        led(lambda: export_models(run, {"model": ranks, "moving average": ranks}, write, inputs.tokenizer, num_steps))
     return evaluation
 
 
@@ -131,7 +123,9 @@ def train_supervised(
         started_s = time.monotonic()
         journal.phase("update")
         results = run.ranks.call(SupervisedWorker.measured_step)
-        run.budget.keep_lowered(results[0].lowered)
+        for use, tokens in results[0].lowered.items():
+            if run.budgets.lower(use, tokens, "the device ran out of memory, and the step was repeated"):
+                saver.keep(run.budgets.config)
         metrics = step_metrics(run.data, results, time.monotonic() - started_s) | saver.metrics()
         if run.is_evaluated(step):
             journal.phase("evaluate")
@@ -242,42 +236,3 @@ def launch_ranks(
     )
     Readiness(journal.progress).watch(actor, started_s)
     return actor
-
-
-class TokenBudget:
-    """Token budget of supervised training: tried out before the first step, and lowered when memory runs out."""
-
-    def __init__(self, config: Config, journal: Journal, keep: Callable[[Config], object]):
-        self.config = config
-        self._journal = journal
-        self._keep = keep
-
-    @property
-    def max_tokens(self) -> int:
-        """Return the most tokens that a micro-batch may have."""
-        budget = tokens_per_micro_batch(self.config, token_budget(self.config.train))
-        assert budget is not None
-        return budget
-
-    def try_out(self, fits: Callable[[int, int, bool], bool]) -> None:
-        """Halve the budget until a micro-batch of that size fits; for `fits`, see `BackendWorker`."""
-        train, length = self.config.train, self.config.data.max_length
-
-        def fit(tokens: int) -> bool:
-            return fits(tokens * train.sequence_parallel_size, length, True)
-
-        least = least_tokens(self.config)
-        self._lower(lowered_until(fit, token_budget(train) or least, least), "tried out")
-
-    def keep_lowered(self, lowered: Mapping[Use, int]) -> None:
-        """Keep the budgets that ranks lowered in a step because memory ran out."""
-        for tokens in lowered.values():
-            self._lower(tokens, "the device ran out of memory, and the step was repeated")
-
-    def _lower(self, tokens: int, why: str) -> None:
-        before = token_budget(self.config.train)
-        if before is None or tokens >= before:
-            return
-        self.config = with_budget(self.config, "train", tokens)
-        self._journal.say(lowered_note(why, "train", tokens, before), kind="warning")
-        self._keep(self.config)

@@ -212,7 +212,7 @@ class SupervisedWorker(BackendWorker):
         self.held()  # forgets the peak of what came before, such as an evaluation
         return StepResult(self.step(), self.lowered(), self.held())
 
-    def use_budget(self, max_tokens: int) -> None:
+    def use_budget(self, max_tokens: int | None) -> None:
         """Cut micro-batches of at most `max_tokens` tokens from now on."""
         self._cut = replace(self._cut, max_tokens=max_tokens)
 
