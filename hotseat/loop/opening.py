@@ -281,7 +281,6 @@ def export_models(
 
 
 def _files_of(tokenizer: Any) -> dict[str, bytes]:
-    """Return the files of a tokenizer by name, to be written where the model is."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         paths = [path for path in Path(folder).rglob("*") if path.is_file()]

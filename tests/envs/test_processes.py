@@ -408,7 +408,7 @@ def test_stages_of_a_host_step_one_after_another():
     with thread:
         asyncio.run(play_all())
     for stage in stages:
-        stage.close()
+        stage.env.close()
 
 
 def test_engines_have_room_for_one_stage():

@@ -463,7 +463,7 @@ class Case:
         self.pusher = Pusher(
             self.groups, routes, self.state, self.guard, self.meter, self.scheduler, self.restarts, self.said.append
         )
-        hosts = Replaceable(self.hosts, HOST, lambda ranks: self.log.append(f"reconnect {ranks}"), has_devices=False)
+        hosts = Replaceable(self.hosts, HOST, lambda ranks: self.log.append(f"reconnect {ranks}"))
         self.recovery = Recovery(
             [Replaceable(self.engines, ENGINE, needs_weights=True), hosts],
             self.scheduler,

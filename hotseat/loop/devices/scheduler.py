@@ -19,7 +19,7 @@ from hotseat import faults
 from hotseat.cluster import Pending, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
 from hotseat.errors import PlacementError, RunError
-from hotseat.loop.devices.held_memory import Movable
+from hotseat.loop.devices.held_memory import DeviceWorker
 from hotseat.observe import Timeline
 from hotseat.placement import GIB, Holding, Part, PhaseStep, Plan
 from hotseat.registry.roles import role_entry
@@ -59,7 +59,7 @@ class DeviceScheduler:
     def __init__(
         self,
         plan: Plan,
-        groups: Mapping[str, WorkerGroup[Movable]],
+        groups: Mapping[str, WorkerGroup[DeviceWorker]],
         *,
         timeout_s: float,
         is_gone: Callable[[Holder], bool] = lambda holder: False,
@@ -136,7 +136,6 @@ class DeviceScheduler:
             self._move(_Batch("offload", "restart", {key: leaving[key] for key in keys}))
 
     def _parts(self, role: str) -> set[Part]:
-        """Return the parts that a role can offload, as far as the plan knows."""
         return {
             holding.part
             for group in self._plan.groups
@@ -157,7 +156,6 @@ class DeviceScheduler:
         raise PlacementError(f"the flow has no phase {phase!r} in which {role} works; it has {steps}")
 
     def _holdings(self, step: PhaseStep, device: int) -> Sequence[Holding]:
-        """Return what the plan has on a device, or off it, in a step."""
         group = self._plan.group_of(device)
         assert group is not None, f"device {device} is in no class of the plan"
         return next(planned for planned in group.steps if planned.step == step.name).holdings
@@ -252,7 +250,7 @@ class DeviceScheduler:
                     for (role, rank), process in self._processes.items():
                         if device in process.devices and role not in step.roles and role in self._groups:
                             with self._unless_gone((role, rank)):
-                                self._groups[role].on(rank).within(self._timeout_s).call(Movable.release_cache)
+                                self._groups[role].on(rank).within(self._timeout_s).call(DeviceWorker.release_cache)
 
     def _onload(self, step: str, coming: Mapping[Process, list[Part]]) -> _Batch:
         for _ in coming:
@@ -290,8 +288,8 @@ class DeviceScheduler:
         (role, rank), names = key, [str(part) for part in batch.parts[key]]
         process = self._groups[role].on(rank).within(self._timeout_s)
         if batch.how == "offload":
-            return process.start(Movable.offload, names, key not in batch.dropping)
-        return process.start(Movable.onload, names)
+            return process.start(DeviceWorker.offload, names, key not in batch.dropping)
+        return process.start(DeviceWorker.onload, names)
 
     def _record(self, batch: _Batch) -> None:
         """Record which parts are where now. A process that is gone has none on its devices, and none comes back."""

@@ -88,7 +88,6 @@ class Alarms:
 
 
 def _outliers(collected: Collected) -> list[str]:
-    """Return ids of the samples whose rewards differ most from the mean of their group, the furthest first."""
     distances = [
         (-abs(reward - statistics.fmean(facts.rewards)), str(SampleKey(facts.epoch, facts.prompt, sample)))
         for facts in collected.groups

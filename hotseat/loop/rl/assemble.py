@@ -166,14 +166,12 @@ def _recovery(
     restarts: Counter[str],
     say: Callable[[str], object],
 ) -> Recovery:
-    on_devices = groups.on_devices(context.plan)
     roles = [
         Replaceable(
             groups.by_role[record.name],
             record.replaced_as,
             partial(record.connect, groups),
             needs_weights=role_entry(record.name).gets_weights,
-            has_devices=record.name in on_devices,
             measures_its_device=groups.measures_its_device and record.start == "engine",
         )
         for record in groups.records
@@ -205,7 +203,6 @@ def _kept_note(config: Config, num_steps: int, folder: Path) -> str:
 
 
 def _draw_rollout(timeline: Timeline, plan: Plan, since_s: float) -> None:
-    """Draw the engines' devices as busy with rollout until now."""
     for device in sorted({device for process in plan.role("rollout").processes for device in process.devices}):
         timeline.span("devices", f"device {device}", "rollout", since_s, time.time(), turn="rollout")
 

@@ -265,7 +265,6 @@ class CanaryGuard:
             self._confirm(version, verdict, gaps)
 
     def _look_at(self, gaps: Gaps) -> NamedVerdict:
-        """Put gaps into the metrics, and return the verdict on the worst of them."""
         assert self._state is not None
         verdict = _worst(gaps, self.limits)
         gap = largest(list(gaps.values()))

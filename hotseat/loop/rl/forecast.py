@@ -200,7 +200,6 @@ def group_costs(batch: dict[str, Any]) -> list[GroupCost]:
 
 
 def _waited_s(row: dict[str, float]) -> float:
-    """Return the seconds of a step in which nothing was trained or pushed."""
     if "time/wait" in row:
         return row["time/wait"] + row["time/drain"]
     return row["time/rollout"]

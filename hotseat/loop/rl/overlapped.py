@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from hotseat import faults
 from hotseat.errors import RunError
 from hotseat.loop.rl.collect import Collected
+from hotseat.loop.rl.recovery import ENGINE, HOST
 from hotseat.loop.rl.rollout import RolloutRunner
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.stream import Stream
@@ -161,7 +162,7 @@ class OverlappedStream(Stream):
             self.runner.recovery.during(self._begin)
 
     def _begin(self) -> None:
-        num_restarts = self.runner.recovery.num_restarts + self.runner.recovery.num_host_restarts
+        num_restarts = self.runner.recovery.restarts[ENGINE] + self.runner.recovery.restarts[HOST]
         if num_restarts != self._num_restarts:  # a host that was replaced has lost what was open
             self.tickets.begin_again()
             self._num_restarts = num_restarts

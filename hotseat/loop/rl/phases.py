@@ -118,7 +118,6 @@ class PreparePhase:
         return [*(roles for roles in others if roles), ("actor",)]
 
     def _score(self, roles: Sequence[str], shares: Mapping[int, Shares]) -> dict[str, list[BySample]]:
-        """Have roles compute log-probs or values of every sample, all at once."""
         groups, policy = self.groups, self.settings.policy
         started: dict[str, Pending[Ref[BySample]]] = {}
         for role in roles:

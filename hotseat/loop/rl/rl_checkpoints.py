@@ -33,7 +33,6 @@ class RlCheckpoints:
 
     @property
     def _trained(self) -> dict[str, WorkerGroup[ModelWorker]]:
-        """Return the roles that learn, in the order of their updates."""
         models = self.groups.models
         return {role: models[role] for role in ("critic", "actor") if role in models}
 

@@ -12,7 +12,7 @@ from hotseat.loop.rl.collect import Collected, rollout_metrics
 from hotseat.loop.rl.components import Components
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phases import Updates, mean
-from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.recovery import ENGINE, HOST, Recovery
 from hotseat.loop.rl.state import PhaseSettings, RlState
 from hotseat.loop.rl.sync import PushReport
 from hotseat.loop.settings.training_settings import is_filtered
@@ -37,8 +37,8 @@ class StepMetrics:
         metrics = rollout_metrics(batch)
         metrics |= policy_metrics(updates.actor) | critic_metrics(updates.critic) | push_metrics(pushed)
         metrics |= {
-            "engine_restarts": float(self.recovery.num_restarts),
-            "host_restarts": float(self.recovery.num_host_restarts),
+            "engine_restarts": float(self.recovery.restarts[ENGINE]),
+            "host_restarts": float(self.recovery.restarts[HOST]),
             "step_s": measured.pop("step_s"),
             "time/driver_cpu": measured.pop("time/driver_cpu"),
         }
@@ -103,7 +103,6 @@ def critic_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
 
 
 def _update_metrics(reports: Sequence[UpdateReport], prefix: str) -> dict[str, float]:
-    """Return the metrics of the optimizer steps of any role, their names with a prefix."""
     metrics = {
         "loss": sum(report.loss for report in reports) / len(reports),
         "grad_norm": sum(report.grad_norm for report in reports) / len(reports),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from hotseat import faults
 from hotseat.algorithms.adapters import WeightForm
@@ -17,7 +16,7 @@ from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.recovery import ENGINE
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.workers.model_workers import ActorWorker
-from hotseat.loop.workers.weight_check import Canary, WeightCheck
+from hotseat.loop.workers.weight_check import Canary, TakesWeights
 from hotseat.placement import Plan
 from hotseat.registry.roles import role_entry
 from hotseat.weights.broadcast import LOOPBACK, TIMEOUT_S, BroadcastData, BroadcastGroup
@@ -128,19 +127,6 @@ class PushReport:
     ranks: tuple[int, ...] | None = None  # of the engines that it went to; None: all
 
 
-class TakesWeights(Protocol):
-    """Calls that a push makes to an engine or a rank of the inference role."""
-
-    def begin_load(self, version: int) -> None:
-        """Get ready for the buckets of a version."""
-
-    def take_bucket(self, bucket: Bucket) -> None:
-        """Load the weights of one bucket."""
-
-    def finish_load(self, version: int, canary: Canary | None) -> WeightCheck:
-        """Return the proof of what was loaded."""
-
-
 def push_weights(
     actor: WorkerGroup[ActorWorker],
     engines: WorkerGroup[TakesWeights],
@@ -212,12 +198,12 @@ def _hand_out(actor: WorkerGroup[ActorWorker], transports: TransportPlan) -> lis
         buckets["ipc"] = merge(actor.on(*transports.sources).call(ActorWorker.packed, "ipc"))
     if "broadcast" in transports.engines:
         [buckets["broadcast"]] = actor.on(0).call(ActorWorker.packed, "broadcast")
+
+    def as_rank(bucket: Bucket, rank: int) -> Bucket:
+        assert isinstance(bucket.data, BroadcastData)
+        return replace(bucket, data=replace(bucket.data, first_rank=rank))
+
     return [
-        _as_rank(buckets[transport], rank) if transport == "broadcast" else buckets[transport]
+        as_rank(buckets[transport], rank) if transport == "broadcast" else buckets[transport]
         for transport, rank in zip(transports.engines, transports.first_ranks, strict=True)
     ]
-
-
-def _as_rank(bucket: Bucket, rank: int) -> Bucket:
-    assert isinstance(bucket.data, BroadcastData)
-    return replace(bucket, data=replace(bucket.data, first_rank=rank))

@@ -159,7 +159,6 @@ class RewardServer:
 
     @web.middleware
     async def _with_reason(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer every error with its reason, and count the request."""
         begun_s = time.perf_counter()
         try:
             response = await handler(request)

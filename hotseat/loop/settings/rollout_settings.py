@@ -231,7 +231,6 @@ def image_limits(config: Config) -> ImageLimits:
 
 
 def _host_images(config: Config, run_dir: Path | None) -> HostImages | None:
-    """Return the settings of images that environments and programs show; None if none can."""
     if config.data.image_key is None or not has_agent(config):
         return None
     options = image_options(config) if engine_entry(config.rollout.engine).is_sized_by_images else None

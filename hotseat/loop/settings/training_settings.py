@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hotseat.checks.tokenizers import reward_scale
 from hotseat.config import Config
@@ -43,10 +44,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
     train = config.train
     return TrainOptions(
         precision=_precision(config, is_trained),
-        optimizer=_adamw(config.actor.optimizer) if is_trained else None,
-        muon=_muon(config.actor.optimizer) if is_trained else None,
-        schedule=_schedule(config.actor.optimizer, schedule_length) if is_trained else Schedule(),
-        max_grad_norm=config.actor.optimizer.max_grad_norm or None,
+        **(_optimizer_options(config.actor.optimizer, schedule_length) if is_trained else {"optimizer": None}),
         aux_loss_coefficient=config.algorithm.aux_loss_coef if is_trained else 0.0,
         lora=lora_options(config) if is_trained else None,
         average_decay=train.ema.beta if train.ema.enabled and is_trained else None,
@@ -68,15 +66,11 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
 
 
 def critic_options(config: Config, schedule_length: int) -> TrainOptions:
-    optimizer = config.critic.optimizer
     return replace(
         train_options(config, schedule_length),
         head="value",
         value_head_prefix=config.critic.value_head_prefix,
-        optimizer=_adamw(optimizer),
-        muon=_muon(optimizer),
-        schedule=_schedule(optimizer, schedule_length),
-        max_grad_norm=optimizer.max_grad_norm or None,
+        **_optimizer_options(config.critic.optimizer, schedule_length),
         aux_loss_coefficient=critic_aux_loss(config),
         average_decay=None,
     )
@@ -136,22 +130,20 @@ def _zero(config: Config, is_trained: bool) -> ZeroOptions | None:
     )
 
 
-def _adamw(optimizer: OptimizerConfig) -> AdamW:
-    return AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay)
-
-
-def _muon(optimizer: OptimizerConfig) -> Muon | None:
-    return Muon(optimizer.muon.learning_rate, optimizer.muon.momentum) if optimizer.kind == "muon" else None
-
-
-def _schedule(optimizer: OptimizerConfig, num_steps: int) -> Schedule:
-    return Schedule(
+def _optimizer_options(optimizer: OptimizerConfig, num_steps: int) -> dict[str, Any]:
+    schedule = Schedule(
         kind=optimizer.schedule,
         peak=optimizer.learning_rate,
         num_warmup_steps=warmup_steps(num_steps, optimizer.warmup_ratio),
         num_steps=num_steps,
         min_ratio=optimizer.min_learning_rate_ratio,
     )
+    return {
+        "optimizer": AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay),
+        "muon": Muon(optimizer.muon.learning_rate, optimizer.muon.momentum) if optimizer.kind == "muon" else None,
+        "schedule": schedule,
+        "max_grad_norm": optimizer.max_grad_norm or None,
+    }
 
 
 def _precision(config: Config, is_trained: bool) -> Precision:
@@ -186,8 +178,8 @@ def policy_settings(
             or algorithm.distill_coef > 0
         ),
         temperature=config.rollout.temperature,
-        score=score_batches(config),
-        train=train_batches(config),
+        score=batch_settings(config, config.rollout),
+        train=batch_settings(config, config.train),
         # A sample whose advantage is zero still says something about the balance of experts.
         learns_from_every_sample=algorithm.aux_loss_coef > 0,
         version=version,
@@ -247,25 +239,18 @@ def critic_settings(config: Config) -> CriticSettings:
     return CriticSettings(
         ValueObjective(config.critic.value_clip),
         config.train.max_epochs,
-        score_batches(config),
-        train_batches(config),
+        batch_settings(config, config.rollout),
+        batch_settings(config, config.train),
         config.algorithm.time_step,
     )
 
 
 def reward_settings(config: Config) -> RewardSettings:
-    return RewardSettings(score_batches(config), reward_scale(config))
+    return RewardSettings(batch_settings(config, config.rollout), reward_scale(config))
 
 
-def score_batches(config: Config) -> BatchSettings:
-    return _batches(config, config.rollout)
-
-
-def train_batches(config: Config) -> BatchSettings:
-    return _batches(config, config.train)
-
-
-def _batches(config: Config, section: TrainConfig | RolloutConfig) -> BatchSettings:
+def batch_settings(config: Config, section: TrainConfig | RolloutConfig) -> BatchSettings:
+    """Return the size of micro-batches in training, or in scoring, which is the size that `rollout` has."""
     max_tokens = tokens_per_micro_batch(config, token_budget(section))
     size = None if section.micro_batch_size == "auto" else section.micro_batch_size
     return BatchSettings(

@@ -351,7 +351,6 @@ class Saver:
         return self._store.path(step)
 
     def _saves_in_background(self, num_bytes: int) -> bool:
-        """Tell whether the run may continue while a checkpoint is written."""
         if self.is_stopping:
             return False
         background = self._config.checkpoint.background

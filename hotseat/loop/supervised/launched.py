@@ -218,7 +218,6 @@ def _opened(
 
 
 def _least_memory_gib(worker: SupervisedWorker) -> float | None:
-    """Return the memory of the smallest device of all ranks; None without GPUs."""
     memory = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
     known = [gib for gib in worker.share(memory, "compare the memory of devices") if gib is not None]
     return min(known, default=None)

@@ -19,7 +19,7 @@ from hotseat.config.resolved import source_of
 from hotseat.loop.inputs import SupervisedData, SupervisedInputs
 from hotseat.loop.opening import ClusterContext, Exported, OpenRun, export_models
 from hotseat.loop.settings.token_budgets import TokenBudgets
-from hotseat.loop.settings.training_settings import reference_settings, train_batches, train_options
+from hotseat.loop.settings.training_settings import batch_settings, reference_settings, train_options
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
 from hotseat.loop.state.watchdog import Readiness
@@ -95,7 +95,7 @@ def train_and_export(
             length = config.data.max_length
             budgets.try_out("train", lambda n: all(ranks.call(SupervisedWorker.fits, n, length, True)), "tried out")
         if uses(config):
-            ranks.call(SupervisedWorker.use_budget, train_batches(budgets.config).max_tokens)
+            ranks.call(SupervisedWorker.use_budget, batch_settings(budgets.config, budgets.config.train).max_tokens)
         saver.keep(budgets.config)
         supervised = SupervisedRun(num_steps, config.eval.every, inputs.data, ranks, budgets, is_told)
         return train_supervised(supervised, journal, saver, run.checkpoint)
@@ -114,11 +114,19 @@ def train_supervised(
     run: SupervisedRun, journal: Journal, saver: Saver, checkpoint: Checkpoint | None
 ) -> dict[str, float]:
     """Train to the last step, from the beginning or from a checkpoint, and return the last evaluation."""
-    prepare(run, journal)
-    if checkpoint is None:
-        first_step, evaluation = 1, first_evaluation(run, journal)
-    else:  # which the ranks have loaded
+    if run.data.objective.needs_reference:
+        journal.phase("reference")
+        while (notes := run.ranks.call(SupervisedWorker.prepare)[0]) is None:
+            pass
+        for note in notes:
+            journal.say(note)
+    first_step, evaluation = 1, {}
+    if checkpoint is not None:  # which the ranks have loaded
         first_step, evaluation = checkpoint.step + 1, dict(checkpoint.state["evaluation"])
+    elif run.data.held_out:
+        journal.phase("evaluate")
+        evaluation = run.ranks.call(SupervisedWorker.evaluate)[0]
+        journal.step(0, evaluation)
     for step in range(first_step, run.num_steps + 1):
         started_s = time.monotonic()
         journal.phase("update")
@@ -134,27 +142,6 @@ def train_supervised(
         journal.step(step, metrics)
         measured = evaluation if run.is_evaluated(step) else {}
         saver.after_step(step, run.checkpoint_source(evaluation), measured, journal, run.is_told or (lambda: False))
-    return evaluation
-
-
-def prepare(run: SupervisedRun, journal: Journal) -> None:
-    """Have the reference, if there is one, score all that it scores before the first step."""
-    if not run.data.objective.needs_reference:
-        return
-    journal.phase("reference")
-    while not (preparation := run.ranks.call(SupervisedWorker.prepare)[0]).is_done:
-        pass
-    for note in preparation.notes:
-        journal.say(note)
-
-
-def first_evaluation(run: SupervisedRun, journal: Journal) -> dict[str, float]:
-    """Evaluate the model that the run starts from."""
-    if not run.data.held_out:
-        return {}
-    journal.phase("evaluate")
-    evaluation = run.ranks.call(SupervisedWorker.evaluate)[0]
-    journal.step(0, evaluation)
     return evaluation
 
 
@@ -205,7 +192,7 @@ def worker_arguments(
         data.items,
         data.held_out,
         config.train.batch_size,
-        train_batches(config),
+        batch_settings(config, config.train),
         config.seed,
         reference_settings(config, is_reference_offloaded),
     )

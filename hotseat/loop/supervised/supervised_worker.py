@@ -43,19 +43,6 @@ SCORED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """Progress of what comes before the first step. notes: for the user, when it is done."""
-
-    num_done: int
-    num_to_do: int
-    notes: tuple[str, ...] = ()
-
-    @property
-    def is_done(self) -> bool:
-        return self.num_done == self.num_to_do
-
-
-@dataclass(frozen=True)
 class StepResult:
     """An optimizer step of one rank. lowered: budgets of tokens that did not fit into memory; held: at its peak."""
 
@@ -95,7 +82,7 @@ class SupervisedWorker(BackendWorker):
         self._reference: Reference | None = None  # that scores in every step
         if task.reference is not None and task.reference.folder is None:
             self._reference = load_reference(task.reference, self._backend)
-        self._preparation: Iterator[Preparation] | None = None
+        self._preparation: Iterator[tuple[str, ...] | None] | None = None
         self._items, self._held_out = task.items, task.held_out
         self._cut = task.cut
         self._order = PromptOrder(len(task.items), task.seed, digest_of(task.items))
@@ -113,16 +100,17 @@ class SupervisedWorker(BackendWorker):
         )
         return report
 
-    def prepare(self) -> Preparation:
-        """Have the reference score a part of the pairs that it scores beforehand; call until it is done. Collective.
+    def prepare(self) -> tuple[str, ...] | None:
+        """Have the reference score a part of the pairs that it scores beforehand. Collective.
 
-        These are held-out pairs, which are measured again and again, and with a folder also those to learn from.
+        Returns notes for the user once it is done, and None before. These pairs are the held-out ones, which are
+        measured again and again, and with a folder also those to learn from.
         """
         if self._preparation is None:
             self._preparation = self._prepare()
         return next(self._preparation)
 
-    def _prepare(self) -> Iterator[Preparation]:
+    def _prepare(self) -> Iterator[tuple[str, ...] | None]:
         settings = self._task.reference
         assert settings is not None
         notes: list[str] = []
@@ -131,7 +119,7 @@ class SupervisedWorker(BackendWorker):
             todo["pairs"] = self._items
         scores = {what: self._kept_scores(settings, items) for what, items in todo.items()}
         missing = {what: items for what, items in todo.items() if scores[what] is None}
-        num_done, num_to_do = 0, sum(map(len, missing.values()))
+        num_left = sum(map(len, missing.values()))
         reference = self._reference
         if missing and reference is None:
             reference = load_reference(settings, self._backend)
@@ -140,9 +128,9 @@ class SupervisedWorker(BackendWorker):
             made: list[tuple[float, float]] = []
             for first in range(0, len(items), SCORED_AT_ONCE):
                 made += self._scores(reference, items[first : first + SCORED_AT_ONCE])
-                if num_done + len(made) < num_to_do:
-                    yield Preparation(num_done + len(made), num_to_do)
-            num_done += len(made)
+                if len(made) < num_left:
+                    yield None
+            num_left -= len(made)
             scores[what] = made
             if settings.folder is not None:
                 path = self._keep_scores(settings, items, made)
@@ -156,7 +144,7 @@ class SupervisedWorker(BackendWorker):
         if (learned := scores.get("pairs")) is not None:
             self._items = scored_pairs(self._items, learned)
         while True:
-            yield Preparation(num_to_do, num_to_do, tuple(notes))
+            yield tuple(notes)
 
     def _scores(self, reference: Reference, items: Sequence[Any]) -> list[tuple[float, float]]:
         mine: list[int] = []

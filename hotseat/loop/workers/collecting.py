@@ -126,7 +126,6 @@ class _Done(NamedTuple):
 
 
 def _score(group: OpenGroup, scoring: Scoring) -> Future[Any]:
-    """Have the episodes scored, all at once, that have no reward of their agent's own."""
     episodes = [outcome for outcome in group.outcomes if isinstance(outcome, Episode)]
     if not episodes:
         nothing: Future[Any] = Future()

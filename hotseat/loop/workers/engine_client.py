@@ -156,14 +156,12 @@ class EngineClient:
         self._send([*without.values(), *orphans])
 
     def _take_from(self, rank: int) -> list[_Open]:
-        """Take a rank out of those that get requests; return the requests that wait for it."""
         self._outbox.pop(rank, None)
         opened = [opened for opened in self._in_flight.pop(rank, {}).values() if not opened.future.done()]
         self.num_sent_again += len(opened)
         return opened
 
     def _send(self, requests: Sequence[_Open]) -> None:
-        """Put requests into the outboxes of the engines with the fewest requests in flight."""
         now = time.monotonic()
         for opened in requests:
             ranks = [rank for rank in self._in_flight if rank in self._preferred] or self._in_flight

@@ -146,7 +146,6 @@ class PolicyObjective:
         return PolicyTerms(weighted_sum(loss, batch.weights), metrics, surrogate.clipped, corrected)
 
     def _surrogate(self, log_probs: Tensor, old: Tensor, batch: MicroBatch) -> PolicyLoss:
-        """Call the policy loss with what its entry says that it takes."""
         entry = policy_loss_entry(self.policy_loss)
         options: dict[str, Any] = {"eps_low": self.clip_low, "eps_high": self.clip_high}
         if entry.has_dual_clip:

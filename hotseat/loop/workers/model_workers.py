@@ -25,7 +25,7 @@ from hotseat.algorithms.aggregation import Aggregation, StepTotals
 from hotseat.algorithms.corrections import WeightTotals
 from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, RunError
-from hotseat.loop.devices.held_memory import HoldsMemory, device_of_process, release_cache_here
+from hotseat.loop.devices.held_memory import DeviceWorker, device_of_process, release_cache_here
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher, too_large
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
@@ -46,7 +46,7 @@ from hotseat.loop.workers.exports import Origin, begin_export, finish_export
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.losses import CORRECTION_SCALES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, PolicyObjective
 from hotseat.loop.workers.records import RecordedObjective, Recorder, TokenRecord
-from hotseat.loop.workers.weight_check import Canary, WeightCheck
+from hotseat.loop.workers.weight_check import Canary, TakesWeights, WeightCheck
 from hotseat.model_source import ModelSource
 from hotseat.planning.budgets import Use
 from hotseat.train.backend import Loss, TrainOptions, UpdateReport
@@ -96,7 +96,7 @@ class PolicySettings:
     version: int | None = None  # of the weights that learn, to measure how old samples are; None: they are not
 
 
-class BackendWorker(HoldsMemory):
+class BackendWorker(DeviceWorker):
     """One rank of a model behind a training backend, which can be saved."""
 
     def __init__(self, model: ModelSource, options: TrainOptions, *, folder_proof: FolderProof | None = None):
@@ -229,7 +229,7 @@ class ModelWorker(BackendWorker):
         return self._backend.onload(parts)
 
 
-class InferenceWorker(ModelWorker):
+class InferenceWorker(ModelWorker, TakesWeights):
     """One rank of a copy of the policy: computes old log-probs on its own devices, and gets weights as engines do."""
 
     def __init__(self, model: ModelSource, options: TrainOptions, engine_dtype: str):
@@ -237,12 +237,6 @@ class InferenceWorker(ModelWorker):
         self._receiver = Receiver(
             self._backend.take_weights, lambda names: self._backend.digest(dtype=getattr(torch, engine_dtype))
         )
-
-    def begin_load(self, version: int) -> None:
-        self._receiver.begin(version)
-
-    def take_bucket(self, bucket: Bucket) -> None:
-        self._receiver.take(bucket)
 
     def finish_load(self, version: int, canary: Canary | None) -> WeightCheck:
         """Return the proof of what was loaded. Collective."""

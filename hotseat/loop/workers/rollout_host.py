@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from hotseat import faults
 from hotseat.agents import AgentHost, Deadlines, OpenRequests, ProgramSettings, load_agent
 from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
-from hotseat.loop.devices.held_memory import Held
+from hotseat.loop.devices.held_memory import DeviceWorker, Held
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests, engines_of_host
 from hotseat.loop.workers.experience import Share
@@ -57,7 +58,7 @@ class HostSettings:
     images: HostImages | None = None  # for environments that show some; None: the run has none, or no environment
 
 
-class RolloutHost:
+class RolloutHost(DeviceWorker):
     """Runs agents and rewards in a process of their own: user code may block, crash or keep globals."""
 
     max_concurrency = 4  # a fetch waits; groups are shared and forgotten meanwhile
@@ -186,7 +187,6 @@ class RolloutHost:
                 raise self._lost
 
     def _collect(self, jobs: Sequence[Job], sampling: Sampling, scoring: Scoring) -> _Collection:
-        """Begin jobs that are not in progress, and return the collection of all of them."""
         assert self._agents is not None, "not connected to the engines"
         self._check_engines()
         with self._changed:
@@ -406,12 +406,12 @@ class RolloutHost:
 
     # --- a role with devices: env -------------------------------------------------------------------------------------
 
-    def offload(self, parts: Sequence[str], keep_weights: bool = True) -> Moved:
+    def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         """Take simulators off the device. Their episodes end within a rollout, so none is open then."""
-        return Moved(0, 0, 0.0) if self._player is None else self._player.offload()
+        return super().offload(parts) if self._player is None else self._player.offload()
 
-    def onload(self, parts: Sequence[str]) -> Moved:
-        return Moved(0, 0, 0.0) if self._player is None else self._player.onload()
+    def onload(self, parts: Sequence[Any]) -> Moved:
+        return super().onload(parts) if self._player is None else self._player.onload()
 
     def release_cache(self) -> None:
         """Return unused allocator cache to the device: this process allocates nothing there."""

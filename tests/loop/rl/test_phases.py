@@ -22,7 +22,7 @@ from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.ledger import Ledger, read_ledger
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phases import PreparedBatch, Updates
-from hotseat.loop.rl.recovery import MAX_DEATHS
+from hotseat.loop.rl.recovery import HOST, MAX_DEATHS
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
 from hotseat.loop.rl.rollout import group_filter, repeated
 from hotseat.loop.rl.sample_log import NUM_RECORDED, SampleLog
@@ -128,7 +128,7 @@ def test_a_host_that_dies_while_it_samples_is_asked_for_the_same_groups_again():
     assert broken.jobs()[2:] == whole.jobs()
     assert broken.state.order.state() == whole.state.order.state()
     assert broken.stream.take(2) == whole.stream.take(2)
-    assert broken.recovery.num_host_restarts == 1
+    assert broken.recovery.restarts[HOST] == 1
 
 
 def test_a_batch_that_was_lost_before_it_was_used_is_sampled_again_and_the_next_is_not():
