@@ -24,7 +24,7 @@ from hotseat.loop.opening import (
     record_plan,
 )
 from hotseat.loop.start import make_view, without_collector
-from hotseat.loop.state.episode_images import remove_unneeded_images
+from hotseat.loop.state.run_dir import remove_unneeded_images
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
 from hotseat.planning.budgets import smaller_budget_kept

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from hotseat import faults
 from hotseat.cluster import Pending, WorkerGroup
@@ -233,7 +233,9 @@ class DeviceScheduler:
                 )
             coming = {}
         if self._lease is not None:
-            self._draw_lease(self._lease)
+            for device in self._lease.devices:
+                names = {holder.group for holder, devices in self._lease.holders.items() if device in devices}
+                self._draw([device], ", ".join(sorted(names)), self._since_s, turn=self._lease.phase)
             self._leases.end(self._lease)
             self._lease = None
 
@@ -270,7 +272,9 @@ class DeviceScheduler:
         for batch, key, call in sorted(pending, key=lambda started: started[0] is not batches[0]):
             with self._unless_gone(key, failures):
                 [batch.moved[key]] = call.result()
-                self._draw_move(batch, key, batch.moved[key], started_s)
+                what = f"{batch.how} {key[0]} {', '.join(map(str, batch.parts[key]))}"
+                about = {"kind": "hand-over", "bytes": batch.moved[key].num_bytes, "turn": batch.step}
+                self._draw(self._processes[key].devices, what, started_s, **about)
             now_s = time.time()
             batch.seconds += now_s - ended_s
             ended_s = now_s
@@ -331,14 +335,6 @@ class DeviceScheduler:
                 raise
             failures.append(error)
 
-    def _draw_move(self, batch: _Batch, key: Process, moved: Moved, started_s: float) -> None:
-        if self._timeline is None:
-            return
-        what = f"{batch.how} {key[0]} {', '.join(map(str, batch.parts[key]))}"
-        about = {"kind": "hand-over", "bytes": moved.num_bytes, "turn": batch.step}
-        for device in self._processes[key].devices:
-            self._timeline.span("devices", f"device {device}", what, started_s, time.time(), **about)
-
     def _check_freed(self, batch: _Batch, onloads: Sequence[_Batch], before: Mapping[int, DeviceMemory | None]) -> None:
         """Raise unless each device has gained as much free memory as the processes report to have freed there.
 
@@ -392,13 +388,10 @@ class DeviceScheduler:
                 total += freed
         return total
 
-    def _draw_lease(self, lease: Lease) -> None:
-        if self._timeline is None:
-            return
-        for device in lease.devices:
-            names = sorted({holder.group for holder, devices in lease.holders.items() if device in devices})
-            thread = f"device {device}"
-            self._timeline.span("devices", thread, ", ".join(names), self._since_s, time.time(), turn=lease.phase)
+    def _draw(self, devices: Sequence[int], what: str, since_s: float, **about: Any) -> None:
+        if self._timeline is not None:
+            for device in devices:
+                self._timeline.span("devices", f"device {device}", what, since_s, time.time(), **about)
 
     def _holders(self, step: PhaseStep) -> dict[Holder, tuple[int, ...]]:
         holders = {}

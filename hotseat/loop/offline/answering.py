@@ -18,7 +18,7 @@ import torch
 from transformers.utils import logging
 
 from hotseat import faults
-from hotseat.agents import AgentHost, OpenRequests, load_agent
+from hotseat.agents import AgentHost, OpenRequests
 from hotseat.agents.transcript import decode
 from hotseat.checks.model_configs import eos_token_ids
 from hotseat.checks.pipeline import DEVICES
@@ -35,8 +35,8 @@ from hotseat.loop.settings.rollout_settings import engine_settings, eval_samplin
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_worker import make_engine
 from hotseat.loop.workers.group_facts import EVALUATION, Job
-from hotseat.loop.workers.image_preparation import make_image_preparer
 from hotseat.loop.workers.records import record_of
+from hotseat.loop.workers.rollout_host import make_agent
 from hotseat.loop.workers.scorers import make_scorer
 from hotseat.observe import LiveView
 from hotseat.rewards import Score
@@ -96,14 +96,7 @@ class Answerer:
         self._needs_reward = needs_reward
         self._tokenizer = prepared.tokenizer
         self._host = host_settings(config, None)
-        agent = load_agent(
-            self._host.agent,
-            prepared.tokenizer,
-            max_length=self._host.max_length,
-            max_steps=self._host.max_turns,
-            programs=self._host.programs,
-            preparer=make_image_preparer(self._host.images, self._host.tokenizer, prepared.tokenizer),
-        )
+        agent = make_agent(self._host, prepared.tokenizer)
         self._reward = make_scorer(self._host.scorers)
         try:
             view.stage(f"loading {config.actor.model} into {config.rollout.engine}")
@@ -211,7 +204,8 @@ def _answer(
         failures += [reason for _, reason in group["failures"]]
         if num_judged >= MIN_JUDGED or len(file) == num_total:
             _check_failures(failures, num_judged, config, prepared.prompts)
-        view.advance(len(file), _pace(group))
+        rewards = [row["reward"] for row in group["rows"] if "reward" in row]
+        view.advance(len(file), f"sampling, last reward {statistics.fmean(rewards):.3g}" if rewards else "sampling")
 
 
 def _check_failures(failures: Sequence[str], num_samples: int, config: Config, prompts: Sequence[Prompt]) -> None:
@@ -222,11 +216,6 @@ def _check_failures(failures: Sequence[str], num_samples: int, config: Config, p
             f"{len(failures):,} of {quantity(num_samples, 'sample')} failed, more than reward.max_failed_fraction"
             f" {max_fraction:g} allows; the last: {failures[-1]}{f'; {hint}' if hint else ''}"
         )
-
-
-def _pace(group: dict[str, Any]) -> str:
-    rewards = [row["reward"] for row in group["rows"] if "reward" in row]
-    return f"sampling, last reward {statistics.fmean(rewards):.3g}" if rewards else "sampling"
 
 
 def _scored(group: OpenGroup, scores: Sequence[Score | Failed] | None) -> list[Outcome]:

@@ -17,7 +17,6 @@ from hotseat.loop.devices.held_memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.inputs import RlInputs
 from hotseat.loop.opening import ClusterContext
-from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.arrivals import Arrivals
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.components import Components
@@ -33,7 +32,7 @@ from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
 from hotseat.loop.rl.rollout import Evaluation, RolloutRunner, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import MicroBatches, PhaseSettings, RlState
-from hotseat.loop.rl.step_metrics import StepMetrics
+from hotseat.loop.rl.step_metrics import Alarms, StepMetrics
 from hotseat.loop.rl.stream import Recording, ReplayStream, Stream, SynchronousStream
 from hotseat.loop.rl.sync import Pusher, Routes, sender_host
 from hotseat.loop.rl.tickets import Tickets

@@ -166,9 +166,9 @@ class OverlappedStream(Stream):
         if num_restarts != self._num_restarts:  # a host that was replaced has lost what was open
             self.tickets.begin_again()
             self._num_restarts = num_restarts
-        jobs = [self._job(key) for key in self.tickets.admit()]
-        sampling = rollout_sampling(self.runner.settings.config)
-        for taken, sampled in self.runner.groups.hosts.begin(jobs, sampling):
+        config, keys = self.runner.settings.config, self.tickets.admit()
+        jobs = [Job(self.prompts[prompt], epoch, config.rollout.samples_per_prompt) for epoch, prompt in keys]
+        for taken, sampled in self.runner.groups.hosts.begin(jobs, rollout_sampling(config)):
             self.tickets.begin(taken, sampled)
 
     def _fetch(self, num_groups: int) -> None:
@@ -195,10 +195,6 @@ class OverlappedStream(Stream):
         groups = self.runner.score()
         self._num_unscored = 0  # not before: if a host dies meanwhile, groups of the others still wait to be scored
         self.tickets.arrive(groups)
-
-    def _job(self, key: GroupKey) -> Job:
-        epoch, prompt = key
-        return Job(self.prompts[prompt], epoch, self.runner.settings.config.rollout.samples_per_prompt)
 
     def _measure(self, batch: Collected, waited_s: float) -> None:
         pacer = self.tickets.pacer

@@ -54,7 +54,9 @@ class PreparePhase:
 
         def hand_out(batch: Collected) -> tuple[dict[int, Shares], int]:
             self.samples.choose(step, batch)
-            shares = {num_ranks: self._shares(batch, num_ranks) for num_ranks in self._numbers_of_ranks()}
+            groups = (self.groups.actor, self.groups.critic, self.groups.reference, self.groups.inference)
+            numbers = {group.size // self.num_model_parallel for group in groups if group is not None}
+            shares = {num_ranks: self._shares(batch, num_ranks) for num_ranks in numbers}
             return {num_ranks: each for num_ranks, (each, _) in shares.items()}, next(iter(shares.values()))[1]
 
         batch, (shares, num_optimizer_steps) = self.stream.with_groups(batch, hand_out)
@@ -65,10 +67,6 @@ class PreparePhase:
     @property
     def num_model_parallel(self) -> int:
         return self.settings.config.train.num_model_parallel
-
-    def _numbers_of_ranks(self) -> set[int]:
-        groups = (self.groups.actor, self.groups.critic, self.groups.reference, self.groups.inference)
-        return {group.size // self.num_model_parallel for group in groups if group is not None}
 
     def _shares(self, batch: Collected, num_ranks: int) -> tuple[Shares, int]:
         """Return a share for each of `num_ranks` ranks, and the number of optimizer steps, the same for any."""
@@ -159,7 +157,10 @@ class UpdatePhase:
         faults.reach("update.before")
         critic = self._update_critic(prepared) if self.groups.critic is not None else []
         is_warm = self.groups.critic is None or step > self.settings.config.critic.warmup_steps
-        actor = self._update_actor() if is_warm else []
+        actor: list[UpdateReport] = []
+        if is_warm:
+            with self.meter.lease("update", "actor"):
+                actor = self.groups.actor.call(ActorWorker.update, self.settings.policy)[0]
         kl = mean(actor, "kl")
         if kl is not None:
             self.state.kl = self.state.kl.updated(kl, self.settings.algebra.samples_per_step)
@@ -172,10 +173,6 @@ class UpdatePhase:
         with self.meter.lease("update", "critic"):
             arguments = returns, prepared.num_optimizer_steps, self.settings.critic
             return self.groups.critic.call(CriticWorker.update, *arguments)[0]
-
-    def _update_actor(self) -> list[UpdateReport]:
-        with self.meter.lease("update", "actor"):
-            return self.groups.actor.call(ActorWorker.update, self.settings.policy)[0]
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from hotseat.config.hiding import has_secrets, without_secrets
 from hotseat.errors import CheckpointError, UserError
 from hotseat.files import opened, write_whole
 from hotseat.loop.state.checkpoints import STATE, CheckpointStore
-from hotseat.observe import RECORDS, JsonLines
+from hotseat.observe import RECORDS, SAMPLES, JsonLines
 
 if TYPE_CHECKING:
     from hotseat.placement import Plan
@@ -158,3 +159,51 @@ def kept_config(path: Path) -> Config | None:
 def save_plan(path: Path, plan: Plan) -> None:
     """Write the plan, for this user alone if it holds environment variables of nodes."""
     write_whole(path / "plan.json", plan.to_json(), is_private=any(node.env for node in plan.inventory.nodes))
+
+
+# --- images of episodes -----------------------------------------------------------------------------------------------
+
+_PREPARED = ".safetensors"
+_THUMBNAIL = ".png"
+_NAME = re.compile(rb"([0-9a-f]{40})\.safetensors")  # a path, wherever it stands in JSON
+_DIGEST = re.compile(r"[0-9a-f]{40}")
+_TENSORS = (_PREPARED, ".pt", ".distcp", ".bin")  # files that name no images, and are large
+
+
+def remove_unneeded_images(run_dir: Path, checkpoints: Path) -> int:
+    """Delete images that episodes showed, once a run has ended well and nothing refers to them; return how many.
+
+    Those of the data lie beside the runs, and are left alone. What may refer to an image: groups in checkpoints and
+    rollouts that are kept, whose pixels a later run reads, and samples in the report, which shows the thumbnail.
+    checkpoints: the folder of the run's checkpoints.
+    """
+    folder = run_dir / EPISODE_IMAGES
+    if not folder.is_dir():
+        return 0
+    needed = set(_names(_files(checkpoints, run_dir / SPOOL, run_dir / ROLLOUTS)))
+    shown = set(_names([run_dir / SAMPLES]))
+    num_deleted = 0
+    for file in sorted(folder.iterdir()):
+        if not _DIGEST.match(file.name):
+            continue  # not ours
+        is_shown = file.suffix == _THUMBNAIL and file.stem in shown
+        if file.stem not in needed and not is_shown:
+            file.unlink(missing_ok=True)
+            num_deleted += 1
+    if not any(folder.iterdir()):
+        folder.rmdir()
+    return num_deleted
+
+
+def _files(*folders: Path) -> Iterator[Path]:
+    for folder in folders:
+        yield from (path for path in folder.rglob("*") if path.is_file() and path.suffix not in _TENSORS)
+
+
+def _names(files: Iterable[Path]) -> Iterator[str]:
+    for file in files:
+        if not file.is_file():
+            continue
+        with file.open("rb") as lines:
+            for line in lines:
+                yield from (name.decode() for name in _NAME.findall(line))

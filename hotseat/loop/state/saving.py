@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +18,7 @@ from hotseat import faults, interrupts
 from hotseat.config import Config, to_saved
 from hotseat.config.changes import NUM_STEPS, Change, changes_between
 from hotseat.config.hiding import has_secrets
-from hotseat.errors import CheckpointError, HotseatError, UserError
-from hotseat.loop.state.background_save import BackgroundSave
+from hotseat.errors import CheckpointError, DeadlineError, HotseatError, UserError
 from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint
 from hotseat.loop.state.run_dir import sole_owner, write_config
 from hotseat.machine import available_bytes
@@ -421,3 +423,75 @@ def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:
     if value is None:
         raise UserError(f"checkpoint.best_metric {name!r} was not measured; there are {', '.join(evaluation)}")
     return -value if name.endswith("loss") else value
+
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+
+
+class BackgroundSave:
+    """Checkpoint that a thread completes while the run continues.
+
+    The thread calls `is_written` until the ranks have written their shares, then `commit`, which makes the checkpoint
+    current inside the context that it is passed. It ends with the error of either, or when it is given up: then the
+    checkpoint is current already, or never will be.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        is_written: Callable[[], bool],
+        commit: Callable[[AbstractContextManager[None]], object],
+        timeout_s: float,
+    ):
+        self.step = step
+        self.done: Future[None] = Future()
+        self._is_written = is_written
+        self._commit = commit
+        self._timeout_s = timeout_s
+        self._is_given_up = threading.Event()
+        self._current = threading.Lock()  # held while the checkpoint becomes current, or is given up
+        threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the checkpoint is complete. Raises if it failed or is late."""
+        concurrent.futures.wait([self.done], timeout=timeout_s)
+        if not self.done.done():
+            raise self._late(timeout_s)
+        self.done.result()
+
+    def give_up(self) -> None:
+        """Stop waiting for the ranks, and commit nothing unless it is done."""
+        with self._current:
+            self._is_given_up.set()
+
+    @contextmanager
+    def _unless_given_up(self) -> Iterator[None]:
+        with self._current:
+            if self._is_given_up.is_set():
+                raise CheckpointError(f"the checkpoint of step {self.step} was given up")
+            yield
+
+    def _run(self) -> None:
+        try:
+            if self._wait_for_ranks():
+                self._commit(self._unless_given_up())
+        except BaseException as error:  # torch raises errors that are no `Exception`; `wait` raises them again
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
+
+    def _wait_for_ranks(self) -> bool:
+        until, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
+        while not self._is_written():
+            if time.monotonic() > until:
+                raise self._late(self._timeout_s)
+            if self._is_given_up.wait(pause_s):
+                break
+            pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
+        return not self._is_given_up.is_set()
+
+    def _late(self, timeout_s: float) -> DeadlineError:
+        return DeadlineError(
+            f"the checkpoint of step {self.step} was not written in {timeout_s:.1f} s: set cluster.call_timeout_s"
+            " higher if the disk takes that long"
+        )

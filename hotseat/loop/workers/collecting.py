@@ -127,15 +127,11 @@ class _Done(NamedTuple):
 
 def _score(group: OpenGroup, scoring: Scoring) -> Future[Any]:
     episodes = [outcome for outcome in group.outcomes if isinstance(outcome, Episode)]
-    if not episodes:
-        nothing: Future[Any] = Future()
-        nothing.set_result([])
-        return nothing
-    if scoring.scorer is None:
-        missing: Future[Any] = Future()
-        missing.set_result([Failed("the agent gave no reward, and the run has no reward function")] * len(episodes))
-        return missing
-    return submit_group(scoring.scorer, group, scoring.tokenizer)
+    if episodes and scoring.scorer is not None:
+        return submit_group(scoring.scorer, group, scoring.tokenizer)
+    unscored: Future[Any] = Future()
+    unscored.set_result([Failed("the agent gave no reward, and the run has no reward function")] * len(episodes))
+    return unscored
 
 
 def submit_group(scorer: Scorer, group: OpenGroup, tokenizer: Any) -> Future[list[Score | Failed]]:

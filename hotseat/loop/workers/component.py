@@ -119,7 +119,12 @@ class ComponentWorker(DeviceWorker):
 
     def _move(self, name: str) -> Moved:
         method = getattr(self._component, name, None)
-        return _measured(lambda: None if method is None else self._carry_out(name, method))
+        started_s, before = time.monotonic(), _allocated_bytes()
+        if method is not None:
+            self._carry_out(name, method)
+        release_cache_here()
+        num_bytes = abs(_allocated_bytes() - before)
+        return Moved(num_bytes, num_bytes, (time.monotonic() - started_s) * 1e3)
 
     def close(self) -> None:
         close = getattr(self._component, "close", None)
@@ -129,14 +134,6 @@ class ComponentWorker(DeviceWorker):
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
-
-
-def _measured(move: Callable[[], object]) -> Moved:
-    started_s, before = time.monotonic(), _allocated_bytes()
-    move()
-    release_cache_here()
-    num_bytes = abs(_allocated_bytes() - before)
-    return Moved(num_bytes, num_bytes, (time.monotonic() - started_s) * 1e3)
 
 
 def _allocated_bytes() -> int:

@@ -148,7 +148,7 @@ def samples_of(
     parts: Iterator[Any] = zip(*split, strict=True)  # the tensors of each segment
     samples = []
     for (key, about, score, facts, own_lengths, shown), query in zip(rows, queries, strict=True):
-        segments = tuple([Segment(*next(parts), images=images_of(names)) for names in shown or [()] * len(own_lengths)])
+        segments = tuple([Segment(*(*next(parts), images_of(names))) for names in shown or [()] * len(own_lengths)])
         known = dict(zip(_EPISODE, map(_tuple, about), strict=True))
         episode = Episode(key=SampleKey(*key), segments=segments, query=query, facts=_facts(facts), **known)
         samples.append(ScoredEpisode(episode=episode, **dict(zip(_SCORE, map(_tuple, score), strict=True))))

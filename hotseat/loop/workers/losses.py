@@ -21,7 +21,6 @@ from hotseat.algorithms.corrections import (
 from hotseat.algorithms.kl import KlEstimator, estimate_kl
 from hotseat.algorithms.policy_loss import PolicyLoss, call_policy_loss, entropy_bonus
 from hotseat.algorithms.quantiles import count_sizes
-from hotseat.algorithms.supervised_loss import sft_loss
 from hotseat.algorithms.value_loss import value_loss
 from hotseat.extensions import load
 from hotseat.registry.policy_losses import policy_loss_entry
@@ -198,11 +197,3 @@ class ValueObjective:
             "value_error_squares": error.square().sum(),
         }
         return weighted_sum(surrogate.loss, batch.weights), metrics
-
-
-class SupervisedObjective:
-    """Cross-entropy of the tokens to learn."""
-
-    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
-        loss = sft_loss(outputs.log_probs, batch.mask)
-        return weighted_sum(loss, batch.weights), {"nll": loss.detach().sum()}

@@ -292,7 +292,11 @@ class ActorWorker(ModelWorker):
             old = old or [self.score(shares, settings.score, settings.temperature)]
             batch = with_fields(batch, {OLD_LOG_PROBS: in_order(batch, old)})
         values = in_order(batch, critic) if critic else None
-        batch = with_advantages(groups, batch, settings.advantages, self._add_moments, values)
+
+        def add_moments(local: Moments) -> Moments:
+            return self._sum_over_ranks([local], "add up the moments of the advantages")[0]
+
+        batch = with_advantages(groups, batch, settings.advantages, add_moments, values)
         if RETURNS in batch.fields:
             self._returns = by_sample([batch], [batch.fields[RETURNS]])
             batch = replace(batch, fields={name: field for name, field in batch.fields.items() if name != RETURNS})
@@ -423,10 +427,6 @@ class ActorWorker(ModelWorker):
             None if batch is None else with_fields(batch, {CORRECTION_SCALES: torch.full([batch.num_tokens], of.scale)})
             for batch, of in zip(self._steps, totals, strict=True)
         ]
-
-    def _add_moments(self, local: Moments) -> Moments:
-        [total] = self._sum_over_ranks([local], "add up the moments of the advantages")
-        return total
 
 
 def by_sample(pieces: Sequence[MicroBatch], scores: Sequence[Tensor]) -> BySample:

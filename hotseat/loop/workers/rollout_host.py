@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hotseat import faults
-from hotseat.agents import AgentHost, Deadlines, OpenRequests, ProgramSettings, load_agent
+from hotseat.agents import Agent, AgentHost, Deadlines, OpenRequests, ProgramSettings, load_agent
 from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
 from hotseat.loop.devices.held_memory import DeviceWorker, Held
@@ -58,6 +58,18 @@ class HostSettings:
     images: HostImages | None = None  # for environments that show some; None: the run has none, or no environment
 
 
+def make_agent(settings: HostSettings, tokenizer: Any) -> Agent:
+    """Load the agent of a host that plays no simulators."""
+    return load_agent(
+        settings.agent,
+        tokenizer,
+        max_length=settings.max_length,
+        max_steps=settings.max_turns,
+        programs=settings.programs,
+        preparer=make_image_preparer(settings.images, settings.tokenizer, tokenizer),
+    )
+
+
 class RolloutHost(DeviceWorker):
     """Runs agents and rewards in a process of their own: user code may block, crash or keep globals."""
 
@@ -69,14 +81,7 @@ class RolloutHost(DeviceWorker):
         self._player: Player | None = None
         if settings.simulation is not None:
             self._player = Player(settings.simulation, tokenizer, settings.max_length)
-        self._agent = self._player or load_agent(
-            settings.agent,
-            tokenizer,
-            max_length=settings.max_length,
-            max_steps=settings.max_turns,
-            programs=settings.programs,
-            preparer=make_image_preparer(settings.images, settings.tokenizer, tokenizer),
-        )
+        self._agent = self._player or make_agent(settings, tokenizer)
         self._settings = settings
         self._agents: AgentHost | None = None
         self._reward = make_scorer(settings.scorers)

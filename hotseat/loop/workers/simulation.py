@@ -313,7 +313,7 @@ def _segment(context: PolicyInput, completion: Completion, num_learned: int) -> 
     token_ids = np.array([*context.token_ids, *completion.token_ids], dtype=np.int64)
     # By numpy, because torch takes longer to make tensors this small than a simulator to step.
     tensors: Any = map(torch.from_numpy, (token_ids, mask, log_probs, versions))
-    return Segment(*tensors, images=context.images)
+    return Segment(*(*tensors, context.images))
 
 
 def _value_segment(context: PolicyInput) -> Segment:
