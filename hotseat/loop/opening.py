@@ -37,15 +37,8 @@ from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.observe import LiveView
 from hotseat.observe.tracker_sink import renaming, trackers
 from hotseat.placement import Inventory, Plan
+from hotseat.planning import config_plan
 from hotseat.planning.budgets import ChosenBudgets, describe, uses, with_budgets_of
-from hotseat.planning.config_plan import (
-    are_devices_logical,
-    budgets_on,
-    inventory_of,
-    plan_notes,
-    plan_on,
-    with_slots_on,
-)
 from hotseat.planning.slots import is_chosen_by_run
 
 if TYPE_CHECKING:
@@ -142,10 +135,12 @@ def cluster_context(
         )
         stack.callback(faults.reach, "closing")
         interrupts.current().check()
-        has_gpus = not are_devices_logical(cluster)
-        inventory = inventory_of(cluster) if has_gpus else None
-        config, has_new_budgets = for_devices(run, has_gpus, lambda config: budgets_on(config, cluster), inventory)
-        plan = plan_on(config, cluster)
+        has_gpus = not config_plan.are_devices_logical(cluster)
+        inventory = config_plan.inventory_of(cluster) if has_gpus else None
+        config, has_new_budgets = for_devices(
+            run, has_gpus, lambda config: config_plan.budgets_on(config, cluster), inventory
+        )
+        plan = config_plan.plan_on(config, cluster)
         save_plan(run.run_dir, plan)
         silence_s = config.cluster.silence_timeout_s
         stack.enter_context(watch_processes(cluster, journal, run.run_dir, silence_s, pinged))
@@ -158,7 +153,7 @@ def record_plan(journal: Journal, context: ClusterContext, notes: Sequence[str] 
     roles = ", ".join(f"{role.name} on {role.on}" for role in context.plan.roles)
     if context.config.has_rollouts:
         journal.say(f"{context.plan.label}: {roles}")
-    for note in [*notes, *plan_notes(context.config, context.cluster, context.plan)]:
+    for note in [*notes, *config_plan.plan_notes(context.config, context.cluster, context.plan)]:
         journal.say(note)
 
 
@@ -189,7 +184,7 @@ def for_devices(
     if run.checkpoint is not None:
         config = with_budgets_of(config, loads_saved(str(run.checkpoint.state["config"])))
     if inventory is not None and is_chosen_by_run(config):
-        config = with_slots_on(config, inventory)
+        config = config_plan.with_slots_on(config, inventory)
         journal.say(f"rollout.num_slots: {config.rollout.num_slots} sequences at a time for each engine (it is unset)")
     chosen = choose(config)
     if uses(config) and chosen.config == config:

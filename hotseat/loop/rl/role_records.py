@@ -35,12 +35,7 @@ from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.teachers import TeachersWorker
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.placement import Plan
-from hotseat.planning.config_plan import (
-    are_devices_logical,
-    cache_limit,
-    is_anything_offloaded,
-    stage_slots,
-)
+from hotseat.planning import config_plan
 from hotseat.registry.roles import role_entry
 from hotseat.rollout.kinds import EngineSettings
 
@@ -73,8 +68,8 @@ class LaunchContext:
         """
         shared = [each for each in self.engines.values() if each.entry.memory_share is not None]
         fills_share = any(each.options.cache_gib is None for each in shared)
-        needs_room = bool(shared) and is_anything_offloaded(self.plan)
-        return (fills_share or needs_room) and not are_devices_logical(self.cluster)
+        needs_room = bool(shared) and config_plan.is_anything_offloaded(self.plan)
+        return (fills_share or needs_room) and not config_plan.are_devices_logical(self.cluster)
 
     @property
     def warms_models_up(self) -> bool:
@@ -83,7 +78,7 @@ class LaunchContext:
         Memory is no concern where nothing measures it: everything fits beside everything.
         """
         is_slow = "rollout" in self.engines and self.engines["rollout"].entry.compiles
-        return is_slow and not self.measures_its_device and not are_devices_logical(self.cluster)
+        return is_slow and not self.measures_its_device and not config_plan.are_devices_logical(self.cluster)
 
 
 @dataclass(frozen=True)
@@ -162,13 +157,13 @@ def engine_settings_of(
             config,
             eos_token_ids,
             logs,
-            limit=cache_limit(config, plan),
+            limit=config_plan.cache_limit(config, plan),
             adapters_alone=adapters_alone,
-            num_slots=stage_slots(config, plan) if has_simulator(config) else None,
+            num_slots=config_plan.stage_slots(config, plan) if has_simulator(config) else None,
         )
     }
     if "judge" in roles_of(config):
-        of_judge, limit = judge_eos_token_ids(config), cache_limit(config, plan, "judge")
+        of_judge, limit = judge_eos_token_ids(config), config_plan.cache_limit(config, plan, "judge")
         engines["judge"] = judge_engine_settings(config, of_judge, logs, limit=limit)
     return engines
 

@@ -7,20 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.checks.tokenizers import reward_scale
-from hotseat.config import Config
+from hotseat.config import Config, resolved
 from hotseat.config.batches import is_auto, num_checkpointed, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.image_paths import filler_image
 from hotseat.config.precision import dtype_of
 from hotseat.config.presence import compares_with_reference, has_images, has_inference, is_base_reference
-from hotseat.config.resolved import (
-    aggregation,
-    correction_kind,
-    critic_model,
-    kl_estimator,
-    max_sampled_tokens,
-    ratio_step,
-    source_of,
-)
 from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.experience import AdvantageSettings
@@ -82,7 +73,7 @@ def critic_aux_loss(config: Config) -> float:
         return 0.0
     from hotseat.train.experts import has_experts
 
-    model_config = source_of(config, critic_model(config)).config()
+    model_config = resolved.source_of(config, resolved.critic_model(config)).config()
     return config.algorithm.aux_loss_coef if has_experts(model_config) else 0.0
 
 
@@ -99,7 +90,7 @@ def reference_settings(config: Config, is_offloaded: bool) -> ReferenceSettings 
     if not compares_with_reference(config):
         return None
     return ReferenceSettings(
-        model=source_of(config, config.reference.model or config.actor.model),
+        model=resolved.source_of(config, config.reference.model or config.actor.model),
         options=None if is_base_reference(config) else train_options(config, 0, is_trained=False),
         dtype=dtype_of(config),
         is_offloaded=is_offloaded and not config.algorithm.dpo.precompute,
@@ -164,7 +155,7 @@ def policy_settings(
     return PolicySettings(
         objective=_policy_objective(config, kl_in_loss, max_lag=0 if version is None else config.overlap.staleness),
         advantages=_advantage_settings(config, kl_in_reward),
-        aggregation=aggregation(config),
+        aggregation=resolved.aggregation(config),
         mask_truncated=algorithm.mask_truncated,
         normalises_corrections=algorithm.correction.normalise,
         max_epochs=config.train.max_epochs,
@@ -188,7 +179,7 @@ def policy_settings(
 
 def _policy_objective(config: Config, kl_coefficient: float, max_lag: int) -> PolicyObjective:
     algorithm, correction = config.algorithm, config.algorithm.correction
-    weighing = correction_entry(correction_kind(config))
+    weighing = correction_entry(resolved.correction_kind(config))
     return PolicyObjective(
         policy_loss=absolute(algorithm.policy_loss),
         clip_low=algorithm.clip_low,
@@ -200,7 +191,7 @@ def _policy_objective(config: Config, kl_coefficient: float, max_lag: int) -> Po
         rejection=correction.reject,
         rejection_low=correction.reject_low,
         rejection_high=correction.reject_high,
-        kl_estimator=kl_estimator(config),
+        kl_estimator=resolved.kl_estimator(config),
         kl_coefficient=kl_coefficient,
         entropy_coefficient=algorithm.entropy_coef,
         ratio_to="rollout" if weighing.replaces_ratio else "old",
@@ -218,14 +209,14 @@ def _advantage_settings(config: Config, kl_in_reward: float) -> AdvantageSetting
         over_batch=algorithm.batch_norm,
         reward_clip=reward.clip,
         kl_in_reward=kl_in_reward,
-        kl_estimator=kl_estimator(config),
+        kl_estimator=resolved.kl_estimator(config),
         overlong_buffer=reward.overlong.buffer_length,
         overlong_factor=reward.overlong.penalty_factor,
         truncation_penalty=reward.truncation_penalty,
-        max_sampled=max_sampled_tokens(config),
+        max_sampled=resolved.max_sampled_tokens(config),
         distill_coefficient=algorithm.distill_coef,
         time_step=algorithm.time_step,
-        ratio_step=ratio_step(config),
+        ratio_step=resolved.ratio_step(config),
         turn_credit=algorithm.turn_credit,
     )
 
