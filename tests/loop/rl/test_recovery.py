@@ -128,11 +128,11 @@ def test_a_crash_loop_ends_with_the_reason():
 
 
 def test_a_host_is_replaced_too_and_engines_keep_their_weights():
-    engines, hosts = Engines(), Engines(size=1)
+    engines, hosts = Engines(), Engines(size=1, name="agents")
     mine = recovery_of(engines, hosts=hosts)
     assert mine.during(dies(hosts, 1, rank=0)) == "done"
     assert hosts.log == ["restart 0"]
-    assert engines.log == ["reconnect [0]"]
+    assert engines.log == ["replaced agents 0", "reconnect [0]"]
     assert (mine.restarts[ENGINE], mine.restarts[HOST]) == (0, 1)
 
 
