@@ -231,16 +231,7 @@ def reward_model_data(config: Config, tokenizer: Any) -> SupervisedData:
 
 def preference_data(config: Config, tokenizer: Any) -> SupervisedData:
     pairs, held_out, notes = _read(config, partial(_pairs, config, tokenizer), "pairs", _described_pairs)
-    section = config.algorithm.dpo
-    objective = PreferenceObjective(
-        kind=section.loss,
-        beta=section.beta,
-        label_smoothing=section.label_smoothing,
-        is_length_normalised=section.length_normalised,
-        gamma=section.gamma,
-        nll_coefficient=section.nll_coef,
-    )
-    return SupervisedData(objective, pairs, held_out, notes)
+    return SupervisedData(PreferenceObjective(config.algorithm.dpo), pairs, held_out, notes)
 
 
 def _pad_token(tokenizer: Any) -> tuple[int, list[str]]:

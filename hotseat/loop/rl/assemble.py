@@ -29,7 +29,7 @@ from hotseat.loop.rl.pacer import Pace
 from hotseat.loop.rl.phases import PreparePhase, SyncPhase, UpdatePhase
 from hotseat.loop.rl.recovery import Recovery, Replaceable
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
-from hotseat.loop.rl.rollout import Evaluation, RolloutRunner, group_filter
+from hotseat.loop.rl.rollout import RolloutRunner, evaluate, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import MicroBatches, PhaseSettings, RlState
 from hotseat.loop.rl.step_metrics import Alarms, StepMetrics
@@ -132,7 +132,7 @@ def assemble(
             has_evaluation=bool(inputs.eval_prompts) and recording is None,
             eval_every=config.eval.every,
             stream=stream,
-            evaluation=Evaluation(runner, inputs.eval_prompts),
+            evaluate=partial(evaluate, runner, inputs.eval_prompts),
             prepare=PreparePhase(groups, stream, phase_settings, meter, samples),
             update=UpdatePhase(groups, phase_settings, state, meter),
             sync=SyncPhase(pusher, state, guard, recovery),

@@ -11,13 +11,13 @@ from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.state import RlState
-from hotseat.loop.rl.step_metrics import Alarms
 from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.loop.workers.records import NO_GRADIENT, SampleRecord, TokenRecord
 from hotseat.observe import Journal
 from hotseat.types import SampleKey
 
 if TYPE_CHECKING:
+    from hotseat.loop.rl.step_metrics import Alarms
     from hotseat.loop.workers.group_facts import GroupFacts
 
 NUM_RECORDED = 200  # steps whose samples are recorded before recording becomes less frequent

@@ -71,7 +71,7 @@ def test_a_step_is_sampled_in_the_order_of_the_prompts_in_one_lease():
 def test_samples_are_taken_as_the_config_says():
     case = Case("rollout.temperature=0.7", "rollout.top_k=5", "eval.temperature=0.1", num_eval_prompts=1)
     case.stream.take(1)
-    case.evaluation.run()
+    case.evaluate()
     training, evaluation = (call.args[0][1] for call in case.hosts.named("collect"))
     assert (training.max_new_tokens, training.temperature, training.top_k) == (4, 0.7, 5)
     assert (evaluation.max_new_tokens, evaluation.temperature, evaluation.top_k) == (4, 0.1, 0)
@@ -221,19 +221,19 @@ def test_ranks_that_share_a_model_score_the_same_samples():
 
 def test_an_evaluation_with_a_reward_of_its_own_asks_no_reward_model():
     case = Case(*REWARD_MODEL, "eval.reward=other.py", reward=1, num_eval_prompts=2)
-    metrics = case.evaluation.run()
+    metrics = case.evaluate()
     assert case.reward.calls == []
     assert "lease prepare/reward" not in case.log
     assert "eval/accuracy" in metrics  # a function's rewards have a full reward
     case = Case(*REWARD_MODEL, reward=1, num_eval_prompts=2)
-    assert case.evaluation.run().keys() == {"eval/reward", "eval/length"}  # a model's have none
+    assert case.evaluate().keys() == {"eval/reward", "eval/length"}  # a model's have none
     assert len(case.reward.calls) == 1
 
 
 def test_an_evaluation_samples_its_own_prompts_and_leaves_the_order_alone():
     case = Case("eval.samples_per_prompt=2", num_eval_prompts=3, rewards=lambda key: [float(key[1] == 101)] * 4)
     before = case.state.order.state()
-    metrics = case.evaluation.run()
+    metrics = case.evaluate()
     assert case.jobs() == [[(EVALUATION, 100), (EVALUATION, 101), (EVALUATION, 102)]]
     assert case.state.order.state() == before
     assert case.host.held == {}
@@ -243,13 +243,13 @@ def test_an_evaluation_samples_its_own_prompts_and_leaves_the_order_alone():
         "eval/pass@2": pytest.approx(1 / 3),
         "eval/length": 2.0,
     }
-    assert case.evaluation.run() == metrics
+    assert case.evaluate() == metrics
 
 
 def test_an_evaluation_is_done_again_when_a_host_dies():
     case = Case(num_eval_prompts=2)
     case.hosts.deaths.append(("collect", 0))
-    assert case.evaluation.run()["eval/reward"] > 0
+    assert case.evaluate()["eval/reward"] > 0
     assert case.jobs()[0] == case.jobs()[1]
 
 
@@ -1006,7 +1006,7 @@ class FakePhases:
             has_evaluation=True,
             eval_every=eval_every,
             stream=self,
-            evaluation=SimpleNamespace(run=self.evaluate),
+            evaluate=self.evaluate,
             prepare=SimpleNamespace(run=lambda batch, step: self.note(f"prepare {batch} {step}", self)),
             update=SimpleNamespace(run=lambda prepared, step: self.note(f"update {step}", "updates")),
             sync=SimpleNamespace(run=lambda: self.note("push", "pushed")),

@@ -137,7 +137,7 @@ def test_a_host_is_replaced_too_and_engines_keep_their_weights():
 
 
 def test_an_engine_gets_its_weights_although_a_host_dies_before_it_rejoins():
-    engines, hosts = Engines(), Engines(size=1)
+    engines, hosts = Engines(), Engines(size=1, name="agents")
     mine = recovery_of(engines, hosts=hosts)
     rejoins = iter([WorkerError("agents rank 0 died"), None])
 
@@ -149,7 +149,14 @@ def test_an_engine_gets_its_weights_although_a_host_dies_before_it_rejoins():
 
     mine.rejoin = rejoin
     assert mine.during(dies(engines, 1)) == "done"
-    assert engines.log == ["restart 1", "replaced rollout 1", "push [1]", "reconnect [0]", "push [1]"]
+    assert engines.log == [
+        "restart 1",
+        "replaced rollout 1",
+        "push [1]",
+        "replaced agents 0",
+        "reconnect [0]",
+        "push [1]",
+    ]
     assert next(rejoins, "both happened") == "both happened"
 
 
