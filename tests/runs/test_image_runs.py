@@ -169,7 +169,7 @@ def test_images_of_agents_are_no_larger_than_the_engine_was_started_for(task, tm
 
     from hotseat.agents.agent import AgentError
     from hotseat.data.images import ImageLimits
-    from hotseat.loop.workers.image_preparation import HostImages, make_image_preparer
+    from hotseat.loop.workers.host_settings import HostImages, make_image_preparer
 
     model = str(task / "model")
     largest = image_cases.write_pixels(tmp_path, 0)

@@ -35,9 +35,8 @@ from hotseat.loop.settings.rollout_settings import engine_settings, eval_samplin
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_worker import make_engine
 from hotseat.loop.workers.group_facts import EVALUATION, Job
+from hotseat.loop.workers.host_settings import make_agent, make_scorer
 from hotseat.loop.workers.records import record_of
-from hotseat.loop.workers.rollout_host import make_agent
-from hotseat.loop.workers.scorers import make_scorer
 from hotseat.observe import LiveView
 from hotseat.rewards import Score
 from hotseat.rollout.engine import Engine

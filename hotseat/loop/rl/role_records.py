@@ -30,8 +30,9 @@ from hotseat.loop.settings.training_settings import critic_options, reward_optio
 from hotseat.loop.workers.component import ComponentSettings, ComponentWorker
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.folder_proof import FolderProof
+from hotseat.loop.workers.host_settings import HostSettings
 from hotseat.loop.workers.model_workers import ActorWorker, InferenceWorker, ModelWorker
-from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
+from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.loop.workers.teachers import TeachersWorker
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.placement import Plan

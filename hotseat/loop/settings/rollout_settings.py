@@ -20,10 +20,8 @@ from hotseat.errors import UserError
 from hotseat.loop.settings.training_settings import lora_options
 from hotseat.loop.state.run_dir import EPISODE_IMAGES, NOTES, ROLLOUTS, SPOOL
 from hotseat.loop.workers.component import ComponentSettings
-from hotseat.loop.workers.image_preparation import HostImages
+from hotseat.loop.workers.host_settings import HostImages, HostSettings, ScorerSettings
 from hotseat.loop.workers.observations import SimulationSettings
-from hotseat.loop.workers.rollout_host import HostSettings
-from hotseat.loop.workers.scorers import ScorerSettings
 from hotseat.placement import Plan
 from hotseat.planning.config_plan import CacheLimit, episodes_per_engine
 from hotseat.planning.role_specs import engine_of, engine_slots

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hotseat import faults
-from hotseat.agents import Agent, AgentHost, Deadlines, OpenRequests, ProgramSettings, load_agent
+from hotseat.agents import AgentHost, OpenRequests
 from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
 from hotseat.loop.devices.held_memory import DeviceWorker, Held
@@ -24,50 +24,13 @@ from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests, engines_of_host
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.group_facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
-from hotseat.loop.workers.image_preparation import HostImages, make_image_preparer
-from hotseat.loop.workers.observations import SimulationSettings
+from hotseat.loop.workers.host_settings import HostSettings, make_agent, make_eval_scorer, make_scorer
 from hotseat.loop.workers.records import SampleRecord, record_of
-from hotseat.loop.workers.scorers import ScorerSettings, make_eval_scorer, make_scorer
 from hotseat.loop.workers.simulation import Player
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.loop.workers.waiting_groups import WaitingGroups
-from hotseat.model_source import ModelSource
 from hotseat.rewards import Score
 from hotseat.types import Episode, Failed, MicroBatch, Moved, PromptGroup, SampleKey, Sampling, ScoredEpisode
-
-
-@dataclass(frozen=True)
-class HostSettings:
-    """Settings of a rollout host."""
-
-    tokenizer: ModelSource
-    run_seed: int
-    max_length: int
-    agent: str | None
-    max_turns: int | None
-    max_concurrent: int
-    episode_timeout_s: float
-    scorers: ScorerSettings
-    programs: ProgramSettings | None = None  # of an agent that is a program
-    deadlines: Deadlines | None = None  # within an episode; None: none
-    has_reward_model: bool = False
-    reward_tokenizer: ModelSource | None = None  # of a reward model that cannot read the policy's tokens
-    simulation: SimulationSettings | None = None  # episodes are played in simulators
-    spool: str | None = None  # folder for finished groups; None: they stay in memory
-    kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
-    images: HostImages | None = None  # for environments that show some; None: the run has none, or no environment
-
-
-def make_agent(settings: HostSettings, tokenizer: Any) -> Agent:
-    """Load the agent of a host that plays no simulators."""
-    return load_agent(
-        settings.agent,
-        tokenizer,
-        max_length=settings.max_length,
-        max_steps=settings.max_turns,
-        programs=settings.programs,
-        preparer=make_image_preparer(settings.images, settings.tokenizer, tokenizer),
-    )
 
 
 class RolloutHost(DeviceWorker):

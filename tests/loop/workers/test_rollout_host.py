@@ -9,8 +9,8 @@ from hotseat.config import loads
 from hotseat.loop.rl.launch import replaying
 from hotseat.loop.settings.rollout_settings import host_settings
 from hotseat.loop.workers.group_facts import Job
-from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
-from hotseat.loop.workers.scorers import ScorerSettings
+from hotseat.loop.workers.host_settings import HostSettings, ScorerSettings
+from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.model_source import ModelSource
 from hotseat.types import Prompt, Sampling
 
