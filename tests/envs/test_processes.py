@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import simulator_conformance as conformance
 
+from hotseat.config.schema import EnvConfig
 from hotseat.data.frames import film_of_pictures
 from hotseat.envs.family_loading import (
     SimulatorSettings,
@@ -29,6 +30,7 @@ from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
 from hotseat.envs.simulator_child import _answers, _step
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
+from hotseat.loop.workers.observations import SimulationSettings
 from hotseat.processes import WorkerDied, WorkerTimeout
 
 WALK = str(Path(__file__).parents[1] / "helpers" / "walk_env.py")
@@ -37,6 +39,12 @@ WALKS = str(Path(__file__).parents[1] / "helpers" / "walks_env.py")
 
 def make_simulator(settings: SimulatorSettings):
     return make_one(load_family(settings), settings)
+
+
+def simulation(simulator: SimulatorSettings, **env) -> SimulationSettings:
+    """Settings of one simulator whose numbers have four bins."""
+    section = EnvConfig(**({"num_envs": 1, "bins": 4, "step_timeout_s": 1.0} | env))
+    return SimulationSettings(simulator, section, 1, has_turn_rewards=False, bootstraps=False)
 
 
 def walk(num_envs: int = 2, said: list[str] | None = None, num_processes: int = 1, cls=ProcessEnv, path=WALK, **kwargs):
@@ -326,7 +334,7 @@ def test_states_of_gymnasium_keep_their_bounds():
 
 
 def test_a_reward_by_success_is_refused_where_nobody_knows_it():
-    from hotseat.loop.workers.observations import SimulationSettings, _refuse_unknown_success
+    from hotseat.loop.workers.observations import _refuse_unknown_success
 
     class Env:
         """Says whether it succeeded in the steps from `said_at` on, and ends with the third."""
@@ -342,7 +350,7 @@ def test_a_reward_by_success_is_refused_where_nobody_knows_it():
             is_known = np.array([self.num_steps >= self.said_at])
             return Outcome([Observation()], np.zeros((1, 1)), np.ones(1), is_last, no, no, is_known, {})
 
-    settings = SimulationSettings(SimulatorSettings("gym", ("Cart",)), 1, 1, 1, 2, 4, 1.0, True, False, False)
+    settings = simulation(SimulatorSettings("gym", ("Cart",)), chunk=2, reward="success")
     for said_at in (1, 3):
         env = Env(said_at)
         _refuse_unknown_success(settings, env)
@@ -474,7 +482,7 @@ def test_simulators_that_cannot_start_are_named_before_a_model_loads(monkeypatch
 
 
 def test_observations_that_a_policy_cannot_read_are_refused():
-    from hotseat.loop.workers.observations import Reader, SimulationSettings
+    from hotseat.loop.workers.observations import Reader
 
     class Space:
         action = ActionSpec.numbered(3)
@@ -488,7 +496,7 @@ def test_observations_that_a_policy_cannot_read_are_refused():
         def __len__(self):
             return 300
 
-    settings = SimulationSettings(SimulatorSettings("gym"), 1, 1, 1, 2, 4, 1.0, False, False, False)
+    settings = simulation(SimulatorSettings("gym"), chunk=2)
     reader = Reader(settings, Words(), 8, Space())
     # Two numbers of four bins between 0 and 1, after the words: bins 0 and 3 are tokens 299 and 296.
     seen = Observation(instruction="go on", text="red", state=np.array([0.1, 0.9], dtype=np.float32))
@@ -592,11 +600,9 @@ def test_frames_come_whole_through_shared_memory_or_the_pipe_also_from_a_process
 
 @pytest.mark.slow
 def test_a_film_shows_the_world_before_the_first_and_after_every_action():
-    from hotseat.loop.workers.observations import Films, SimulationSettings
+    from hotseat.loop.workers.observations import Films
 
-    settings = SimulationSettings(
-        SimulatorSettings(WALK, ("right",), 12), 1, 1, 1, 1, 4, 60.0, False, False, False, num_films=1
-    )
+    settings = simulation(SimulatorSettings(WALK, ("right",), 12), step_timeout_s=60.0, films=1)
     films, world = Films(settings), make_simulator(SimulatorSettings(WALK, ("right",), 12))
     actions = np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
     world.reset(0, 7)
@@ -616,7 +622,6 @@ def test_a_film_shows_the_world_before_the_first_and_after_every_action():
 def test_rewards_of_an_episode_are_those_of_its_chunks_or_of_its_actions(rewarded):
     import asyncio
 
-    from hotseat.loop.workers.observations import SimulationSettings
     from hotseat.loop.workers.records import _rewards_of
     from hotseat.loop.workers.simulation import Player
     from hotseat.types import Completion, Prompt, SampleKey, Sampling
@@ -634,11 +639,8 @@ def test_rewards_of_an_episode_are_those_of_its_chunks_or_of_its_actions(rewarde
 
     found = []
     for has_action_rewards in (False, True):
-        settings = SimulationSettings(
-            SimulatorSettings(WALK, ("right",), 12),
-            *(1, 1, 1, 2, 4, 60.0, rewarded == "success", True, False),
-            has_action_rewards=has_action_rewards,
-        )
+        settings = simulation(SimulatorSettings(WALK, ("right",), 12), chunk=2, step_timeout_s=60.0, reward=rewarded)
+        settings = replace(settings, has_turn_rewards=True, has_action_rewards=has_action_rewards)
         player = Player(settings, Words(), 64)
         try:
             prompt = Prompt(0, "", (1,), label="0/7")

@@ -246,19 +246,13 @@ def simulation_settings(config: Config) -> SimulationSettings:
     assert env.path is not None
     return SimulationSettings(
         simulator=SimulatorSettings(absolute_file(env.path), tuple(env.tasks), env.max_steps, env.kwargs),
-        num_envs=env.num_envs,
+        env=env,
         num_stages=config.rollout.pipeline_stage_num,
-        num_processes=env.num_processes,
-        chunk=env.chunk,
-        bins=env.bins,
-        timeout_s=env.step_timeout_s,
-        is_success_rewarded=env.reward == "success",
         # Groups compare whole episodes: their turns, which are of different worlds, have nothing in common.
         has_turn_rewards=estimator_entry(config.algorithm.estimator).places_turn_rewards,
         has_action_rewards=config.algorithm.time_step != "chunk",
         bootstraps=has_critic(config),
         images_for=source_of(config, config.actor.model) if env.images else None,
-        num_films=env.films,
     )
 
 

@@ -98,7 +98,7 @@ class RolloutHost(DeviceWorker):
             max_concurrent=(
                 -(-settings.max_concurrent * engines.size // num_hosts)
                 if settings.simulation is None
-                else settings.simulation.num_envs
+                else settings.simulation.env.num_envs
             ),
             timeout_s=settings.episode_timeout_s,
             requests=OpenRequests(self._client.abort, self._client.listen),

@@ -169,17 +169,17 @@ class Player(Agent):
 
     def __init__(self, settings: SimulationSettings, tokenizer: Any, max_length: int):
         self.name = settings.simulator.path
-        self.num_films = settings.num_films
+        self.num_films = settings.env.films
         self._settings = settings
-        size = settings.num_envs // settings.num_stages
+        size = settings.env.num_envs // settings.num_stages
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="simulators")
         self._stages = [
             SimulatorStage(
                 ProcessEnv(
                     settings.simulator,
                     size,
-                    num_processes=settings.num_processes,
-                    timeout_s=settings.timeout_s,
+                    num_processes=settings.env.num_processes,
+                    timeout_s=settings.env.step_timeout_s,
                     say=lambda text: print(text, file=sys.stderr, flush=True),
                 ),
                 self._thread,
@@ -195,7 +195,7 @@ class Player(Agent):
         """Forget all episodes, whose event loop has ended."""
         for stage in self._stages:
             stage.clear()
-        size = self._settings.num_envs // len(self._stages)
+        size = self._settings.env.num_envs // len(self._stages)
         # Stages fill evenly.
         self._free = [(stage, slot) for slot in reversed(range(size)) for stage in reversed(range(len(self._stages)))]
 
@@ -221,7 +221,7 @@ class Player(Agent):
         sample: SampleFunction,
     ) -> ScoredEpisode:
         settings, reader = self._settings, self._reader
-        dim = reader.num_sampled // settings.chunk
+        dim = reader.num_sampled // settings.env.chunk
         sampling = replace(sampling, max_new_tokens=reader.num_sampled, ignore_eos=True, stop_token_ids=())
         seen = await stage.reset(slot, task, seed)
         played = _Played(seen.instruction)
@@ -230,7 +230,9 @@ class Player(Agent):
             completion = await sample(context.token_ids, sampling, len(played.segments), context.images)
             token_ids = completion.token_ids
             if len(token_ids) != reader.num_sampled:
-                raise AgentError(f"the engine sampled {len(token_ids)} tokens for {settings.chunk} actions of {dim}")
+                raise AgentError(
+                    f"the engine sampled {len(token_ids)} tokens for {settings.env.chunk} actions of {dim}"
+                )
             played.num_outside += sum(not reader.actions.is_bin(token) for token in token_ids)
             outcome, row = await stage.step(slot, reader.actions.decode(token_ids))
             played.add(context, completion, outcome, row, dim)
@@ -261,7 +263,7 @@ class Player(Agent):
             f"{played.instruction}\n{played.num_steps} actions{verdict}",
             is_truncated=is_truncated,
             turn_lengths=tuple(played.lengths),
-            action_length=self._reader.num_sampled // settings.chunk,
+            action_length=self._reader.num_sampled // settings.env.chunk,
             has_bootstrap=settings.bootstraps and is_truncated,
             facts=EpisodeFacts(tuple(played.turns)),
         )
