@@ -79,26 +79,11 @@ def assemble(
 
     recording: of the run that is replayed; None: groups are sampled.
     """
-    config, plan, cluster = context.config, context.plan, context.cluster
+    config, plan = context.config, context.plan
     prompts, num_steps = inputs.rows, inputs.algebra.num_steps
     assert num_steps is not None
-    on_devices = groups.on_devices(plan)
     with ExitStack() as stack:
-        scheduler = DeviceScheduler(
-            plan,
-            on_devices,
-            timeout_s=config.cluster.call_timeout_s,
-            is_gone=cluster.is_gone,
-            measure=cluster.device_memory,
-            timeline=journal.timeline,
-            offloaded=groups.offloaded,
-            when_measured=partial(_keep_simulator_memory, config, journal),
-        )
-        stack.callback(scheduler.close)
-        devices = sorted({d for role in plan.roles for process in role.processes for d in process.devices})
-        watch = DeviceWatch(devices, cluster.device_memory)
-        stack.callback(watch.close)
-        meter = PhaseMeter(scheduler, on_devices, plan, watch)
+        scheduler, meter = _scheduler_and_meter(context, groups, journal, stack)
         warn = partial(journal.say, kind="warning")
         state = RlState.initial(config, prompts)
         phase_settings = PhaseSettings(config, inputs.algebra, state, warn)
@@ -107,9 +92,7 @@ def assemble(
         restarts: Counter[str] = Counter()
         pusher = Pusher(groups, _routes(context, groups), state, guard, meter, scheduler, restarts, journal.say)
         recovery = _recovery(context, groups, scheduler, pusher, restarts, partial(journal.say, kind="fault"))
-        evaluating = [name for name, each in config.components.items() if each.evaluates]
-        own = {role: group for role, group in groups.by_role.items() if role in config.components}
-        components = Components(own, groups.hosts, meter, evaluating) if own else None
+        components = _components(config, groups, meter)
         carries_over = config.overlap.staleness > 0 and shares_devices(plan)
         runner = RolloutRunner(groups, phase_settings, meter, guard, pusher, recovery, carries_over, components)
         ledger = Ledger(run_dir)
@@ -123,8 +106,8 @@ def assemble(
         elif config.overlap.staleness == 0:
             stream = SynchronousStream(runner, state, samples, prompts, record)
         else:
-            pace = pace_of(config, num_steps)
-            tickets = Tickets(pace, group_filter(config, prompts), lambda count: state.order.next(count), record)
+            keep = group_filter(config, prompts)
+            tickets = Tickets(pace_of(config, num_steps), keep, lambda count: state.order.next(count), record)
             draw = partial(_draw_rollout, journal.timeline, plan)
             stream = OverlappedStream(tickets, prompts, runner, samples, Spool(run_dir / SPOOL), draw)
         yield RlRun(
@@ -144,6 +127,34 @@ def assemble(
             samples=samples,
             checkpoints=RlCheckpoints(groups, scheduler, state, guard, ledger, stream, phase_settings),
         )
+
+
+def _scheduler_and_meter(
+    context: ClusterContext, groups: Groups, journal: Journal, stack: ExitStack
+) -> tuple[DeviceScheduler, PhaseMeter]:
+    config, plan, cluster = context.config, context.plan, context.cluster
+    on_devices = groups.on_devices(plan)
+    scheduler = DeviceScheduler(
+        plan,
+        on_devices,
+        timeout_s=config.cluster.call_timeout_s,
+        is_gone=cluster.is_gone,
+        measure=cluster.device_memory,
+        timeline=journal.timeline,
+        offloaded=groups.offloaded,
+        when_measured=partial(_keep_simulator_memory, config, journal),
+    )
+    stack.callback(scheduler.close)
+    devices = sorted({d for role in plan.roles for process in role.processes for d in process.devices})
+    watch = DeviceWatch(devices, cluster.device_memory)
+    stack.callback(watch.close)
+    return scheduler, PhaseMeter(scheduler, on_devices, plan, watch)
+
+
+def _components(config: Config, groups: Groups, meter: PhaseMeter) -> Components | None:
+    evaluating = [name for name, each in config.components.items() if each.evaluates]
+    own = {role: group for role, group in groups.by_role.items() if role in config.components}
+    return Components(own, groups.hosts, meter, evaluating) if own else None
 
 
 def _keep_simulator_memory(config: Config, journal: Journal, device: int, num_bytes: int) -> None:

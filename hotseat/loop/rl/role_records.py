@@ -1,4 +1,4 @@
-"""How the processes of each role of a reinforcement run are made, started and replaced: one record per role.
+"""Records of the roles of a reinforcement run: how the processes of each are made, started and replaced.
 
 `registry/roles.py` has the facts that need no torch, `config/presence.py` says which roles a config has. A record
 that is added to `RECORDS` is launched and watched, and replaced when it dies if it says how.
@@ -84,7 +84,7 @@ class LaunchContext:
 
 @dataclass(frozen=True)
 class RoleRecord:
-    """How the processes of a role are made, started and replaced.
+    """Way in which the processes of a role are made, started and replaced.
 
     worker: returns their class and its arguments. is_present: by default, if the config has a role of this name.
     processes: returns their places, for processes without devices; by default those of the plan. serves_hosts: a call
@@ -205,8 +205,7 @@ def _reference(launch: LaunchContext) -> Worker:
 
 
 def _reward(launch: LaunchContext) -> Worker:
-    config = launch.config
-    return RewardWorker, (source_of(config, config.reward.model), reward_options(config))
+    return RewardWorker, (source_of(launch.config, launch.config.reward.model), reward_options(launch.config))
 
 
 def _inference(launch: LaunchContext) -> Worker:

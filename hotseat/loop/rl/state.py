@@ -1,4 +1,4 @@
-"""What changes during a reinforcement run apart from the weights, and the settings that workers get because of it."""
+"""State of a reinforcement run apart from the weights, and the settings that workers get because of it."""
 
 from __future__ import annotations
 

@@ -160,7 +160,8 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
         )
     ranks = LaunchedRanks(worker, rank, num_ranks, config.cluster.call_timeout_s)
     try:
-        memory_gib = _least_memory_gib(worker)
+        known = worker.share(_memory_gib(), "compare the memory of devices")
+        memory_gib = min((gib for gib in known if gib is not None), default=None)  # budgets are for the smallest device
         with ExitStack() as stack:
 
             def begin() -> tuple[OpenRun, bool]:
@@ -217,10 +218,9 @@ def _opened(
     return OpenRun(config, run_dir, saver, checkpoint, NullJournal(), evaluation), has_new_budgets
 
 
-def _least_memory_gib(worker: SupervisedWorker) -> float | None:
-    memory = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
-    known = [gib for gib in worker.share(memory, "compare the memory of devices") if gib is not None]
-    return min(known, default=None)
+def _memory_gib() -> float | None:
+    """Return the memory of this rank's device; None without a GPU."""
+    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
 
 
 def _on_launched(config: Config, num_ranks: int, memory_gib: float | None) -> tuple[Config, Inventory | None]:
@@ -241,13 +241,11 @@ def _is_reference_offloaded(config: Config, num_ranks: int) -> bool:
     """Tell whether a plan for the launched ranks has the reference off their devices while the actor learns."""
     if not has_reference(config):
         return False
-    memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
-    placed, inventory = _on_launched(config, num_ranks, memory_gib)
+    placed, inventory = _on_launched(config, num_ranks, _memory_gib())
     return is_offloaded(make_plan(placed, inventory, are_devices_logical=inventory is None), "reference")
 
 
 def _budgets(config: Config, num_ranks: int, memory_gib: float | None) -> ChosenBudgets:
-    """Choose token budgets for the smallest device, since devices of ranks may differ."""
     placed, inventory = _on_launched(config, num_ranks, memory_gib)
     chosen = with_budgets(placed, inventory, are_devices_logical=inventory is None)
     return replace(chosen, config=with_budgets_of(config, chosen.config))

@@ -32,7 +32,7 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How the groups of a collection get their rewards.
+    """Way in which the groups of a collection get their rewards.
 
     waits_for_model: a reward model scores them later, or a judge adds to what `scorer` gives. ignores_agents: rewards
     that agents gave do not count. tokenizer: decodes answers for reward functions that are called by names.
