@@ -32,13 +32,12 @@ from hotseat.loop.inputs import load_tokenizer, prompts_alone
 from hotseat.loop.offline.group_file import GroupFile, Row, Selection, settings_of
 from hotseat.loop.rl.sample_log import ChosenSample, written
 from hotseat.loop.settings.rollout_settings import engine_settings, eval_sampling, host_settings, rollout_sampling
-from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
+from hotseat.loop.workers.collecting import Collecting, Scoring
 from hotseat.loop.workers.engine_worker import make_engine
 from hotseat.loop.workers.group_facts import EVALUATION, Job
 from hotseat.loop.workers.host_settings import make_agent, make_scorer
 from hotseat.loop.workers.records import record_of
 from hotseat.observe import LiveView
-from hotseat.rewards import Score
 from hotseat.rollout.engine import Engine
 from hotseat.types import Completion, Episode, Failed, Prompt, Request, Sampling, ScoredEpisode
 from hotseat.words import label_text, quantity
@@ -118,7 +117,7 @@ class Answerer:
 
     def answer(
         self, prompts: Sequence[Prompt], epoch: int, num_samples: int, sampling: Sampling
-    ) -> Iterator[tuple[Prompt, list[Outcome]]]:
+    ) -> Iterator[tuple[Prompt, Sequence[Outcome]]]:
         """Yield each prompt and its samples as they are complete: episodes only where there is no reward.
 
         Only so many prompts are open at a time that the engine is full.
@@ -133,7 +132,7 @@ class Answerer:
         num_open = self._add(collecting, list(islice(waiting, num_ahead)), sampling)
         while num_open:
             group, scores = collecting.next()
-            yield group.job.prompt, _scored(group, scores)
+            yield group.job.prompt, group.outcomes if scores is None else group.scored(scores)
             num_open += self._add(collecting, list(islice(waiting, 1)), sampling) - 1
 
     def close(self) -> None:
@@ -215,20 +214,6 @@ def _check_failures(failures: Sequence[str], num_samples: int, config: Config, p
             f"{len(failures):,} of {quantity(num_samples, 'sample')} failed, more than reward.max_failed_fraction"
             f" {max_fraction:g} allows; the last: {failures[-1]}{f'; {hint}' if hint else ''}"
         )
-
-
-def _scored(group: OpenGroup, scores: Sequence[Score | Failed] | None) -> list[Outcome]:
-    """Return the samples of a group with the scores of those that the agent did not score; None: without scores."""
-    remaining = iter(scores or ())
-    outcomes: list[Outcome] = []
-    for outcome in group.outcomes:
-        if not isinstance(outcome, Episode) or scores is None:
-            outcomes.append(outcome)
-        elif isinstance(score := next(remaining), Failed):
-            outcomes.append(score)
-        else:
-            outcomes.append(ScoredEpisode(outcome, score.reward, score.score, score.extra))
-    return outcomes
 
 
 def _group(prompt: Prompt, outcomes: Sequence[Outcome], prepared: OfflineInputs, is_evaluation: bool) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class OverlappedStream(Stream):
         return batch, self.runner.recovery.during(lambda: use(batch))
 
     def release(self, batch: Collected) -> None:
-        keys = [facts.key for facts in (*batch.groups, *(facts for facts, _ in batch.dropped))]
+        keys = [facts.key for facts in batch.all_groups]
         self.runner.recovery.during(lambda: self.runner.groups.hosts.forget(keys))
         self.runner.recovery.start_counting()
 

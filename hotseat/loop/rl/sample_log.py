@@ -34,7 +34,7 @@ class ChosenSample:
 
 def choose(collected: Collected, step: int, count: int) -> list[ChosenSample]:
     """Choose up to `count` samples that are learned from and `count` that were dropped, from all over the step."""
-    kept = [ChosenSample(key, "trained") for key in _spread_out([*collected.groups], step, count)]
+    kept = [ChosenSample(key, "trained") for key in _spread_out(collected.groups, step, count)]
     reasons = {facts.key: reason for facts, reason in collected.dropped}
     keys = _spread_out([facts for facts, _ in collected.dropped], step, count)
     return kept + [ChosenSample(key, "dropped", reasons[key.epoch, key.prompt]) for key in keys]
@@ -53,8 +53,7 @@ def _spread_out(groups: Sequence[GroupFacts], step: int, count: int) -> list[Sam
 
 def failures(collected: Collected, step: int, count: int) -> list[dict[str, Any]]:
     """Return lines for the first samples that failed."""
-    groups = [*collected.groups, *(facts for facts, _ in collected.dropped)]
-    failed_samples = [(facts, sample, why) for facts in groups for sample, why in facts.failures]
+    failed_samples = [(facts, sample, why) for facts in collected.all_groups for sample, why in facts.failures]
     return [
         {
             **_named(step, SampleKey(facts.epoch, facts.prompt, sample), facts.source, "failed", why),

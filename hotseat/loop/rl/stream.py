@@ -108,7 +108,7 @@ class SynchronousStream(Stream):
 
     def release(self, batch: Collected) -> None:
         """Let the hosts drop the groups of a batch; the order of prompts gets their scores."""
-        groups = [*batch.groups, *(facts for facts, _ in batch.dropped)]
+        groups = batch.all_groups
         self.run_state.order.record({facts.prompt: fmean(facts.scores) for facts in groups if facts.scores})
         self.runner.recovery.during(lambda: self.runner.groups.hosts.forget([facts.key for facts in groups]))
         self.runner.recovery.start_counting()

@@ -191,7 +191,7 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
 def scorer_settings(config: Config, run_dir: Path | None) -> ScorerSettings:
     """Return the settings of the scorers of rollout hosts. run_dir: of the run; None where nothing is trained."""
     reward = config.reward
-    timeout_s, retries = reward_limits(config)
+    timeout_s, retries = SERVER_LIMITS if reward.url is not None else FUNCTION_LIMITS
     notes = None
     if run_dir is not None and config.cluster.runtime == "ray":
         notes = str(run_dir.absolute() / NOTES)
@@ -201,8 +201,8 @@ def scorer_settings(config: Config, run_dir: Path | None) -> ScorerSettings:
         urls=tuple(as_list(reward.url)),
         token=bearer_token() if reward.url is not None else None,
         max_open=reward.max_open_requests,
-        timeout_s=timeout_s,
-        retries=retries,
+        timeout_s=timeout_s if reward.timeout_s is None else reward.timeout_s,
+        retries=retries if reward.retries is None else reward.retries,
         max_bytes=None if reward.max_memory_gib is None else int(reward.max_memory_gib * 2**30),
         seed=config.seed,
         graders=graders_of(reward.graders),
@@ -210,16 +210,6 @@ def scorer_settings(config: Config, run_dir: Path | None) -> ScorerSettings:
         judge=judge_of(config, run_dir),
         sandbox=SandboxSettings.of_config(config.reward.sandbox),
         notes=notes,
-    )
-
-
-def reward_limits(config: Config) -> tuple[float, int]:
-    """Return the deadline of an attempt to score a group, and the number of further attempts."""
-    timeout_s, retries = SERVER_LIMITS if config.reward.url is not None else FUNCTION_LIMITS
-    reward = config.reward
-    return (
-        timeout_s if reward.timeout_s is None else reward.timeout_s,
-        retries if reward.retries is None else reward.retries,
     )
 
 
@@ -244,8 +234,10 @@ def _host_images(config: Config, run_dir: Path | None) -> HostImages | None:
 def simulation_settings(config: Config) -> SimulationSettings:
     env = config.env
     assert env.path is not None
+    # A file's path as any process finds it; the name of a family stays.
+    path = str(Path(env.path).expanduser().absolute()) if env.path.endswith(".py") else env.path
     return SimulationSettings(
-        simulator=SimulatorSettings(absolute_file(env.path), tuple(env.tasks), env.max_steps, env.kwargs),
+        simulator=SimulatorSettings(path, tuple(env.tasks), env.max_steps, env.kwargs),
         env=env,
         num_stages=config.rollout.pipeline_stage_num,
         # Groups compare whole episodes: their turns, which are of different worlds, have nothing in common.
@@ -254,11 +246,6 @@ def simulation_settings(config: Config) -> SimulationSettings:
         bootstraps=has_critic(config),
         images_for=source_of(config, config.actor.model) if env.images else None,
     )
-
-
-def absolute_file(path: str) -> str:
-    """Return a file's path as any process finds it; the name of a family stays."""
-    return str(Path(path).expanduser().absolute()) if path.endswith(".py") else path
 
 
 def program_settings(config: Config) -> ProgramSettings:

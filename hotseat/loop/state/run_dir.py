@@ -87,7 +87,8 @@ def named_run(config: Config) -> Config:
     """Return the config with the name that its run will have, so that the directory is known beforehand."""
     if config.name is not None:
         return config
-    path = _run_of_checkpoints(config) or _numbered(config)
+    numbered = (Path(config.run_dir) / f"{config.task}-{number}" for number in itertools.count(1))
+    path = _run_of_checkpoints(config) or next(path for path in numbered if not path.exists())
     return config.model_copy(update={"run_dir": str(path.parent), "name": path.name})
 
 
@@ -115,11 +116,6 @@ def write_config(path: Path, config: Config) -> None:
     how = {"resume": False, "allow_changes": []}
     kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=how)})
     write_whole(path / CONFIG, to_saved(kept), is_private=has_secrets(kept))
-
-
-def _numbered(config: Config) -> Path:
-    paths = (Path(config.run_dir) / f"{config.task}-{number}" for number in itertools.count(1))
-    return next(path for path in paths if not path.exists())
 
 
 def forget_records(path: Path) -> None:

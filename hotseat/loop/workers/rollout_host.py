@@ -30,7 +30,7 @@ from hotseat.loop.workers.simulation import Player
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.loop.workers.waiting_groups import WaitingGroups
 from hotseat.rewards import Score
-from hotseat.types import Episode, Failed, MicroBatch, Moved, PromptGroup, SampleKey, Sampling, ScoredEpisode
+from hotseat.types import Failed, MicroBatch, Moved, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
 
 class RolloutHost(DeviceWorker):
@@ -402,24 +402,13 @@ class RolloutHost(DeviceWorker):
         return finished.facts()
 
     def _finished_group(self, group: OpenGroup, scores: Sequence[Score | Failed]) -> Finished:
-        answers = iter(scores)
-        samples: list[ScoredEpisode] = []
-        failures: list[tuple[int, str]] = []
-        for position, outcome in enumerate(group.outcomes):
-            if isinstance(outcome, Episode):
-                answer = next(answers)
-                if isinstance(answer, Failed):
-                    failures.append((position, answer.reason))
-                else:
-                    samples.append(ScoredEpisode(outcome, answer.reward, answer.score, answer.extra))
-            elif isinstance(outcome, Failed):
-                failures.append((position, outcome.reason))
-            else:
-                samples.append(outcome)
+        outcomes = group.scored(scores)
+        samples = tuple(outcome for outcome in outcomes if isinstance(outcome, ScoredEpisode))
+        failures = tuple((at, outcome.reason) for at, outcome in enumerate(outcomes) if isinstance(outcome, Failed))
         job = group.job
         prompt = replace(job.prompt, columns=None)  # of no use once the group is scored
-        prompt_group = PromptGroup(prompt, tuple(samples), len(failures))
-        return Finished(job.epoch, prompt_group, tuple(failures), tuple(group.episode_s), group.scoring_s)
+        prompt_group = PromptGroup(prompt, samples, len(failures))
+        return Finished(job.epoch, prompt_group, failures, tuple(group.episode_s), group.scoring_s)
 
     def _group(self, key: GroupKey) -> PromptGroup:
         """Return a finished group: the process that finished it may have been another than this."""
