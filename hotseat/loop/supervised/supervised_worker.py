@@ -8,11 +8,12 @@ have to call it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hotseat.data import PromptOrder, digest_of
 from hotseat.loop.devices.held_memory import Held
@@ -35,6 +36,8 @@ from hotseat.planning.budgets import Use
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.packing import balance
 from hotseat.types import MicroBatch
+
+Result = TypeVar("Result")
 
 # Items to evaluate on where none are held out, taken from those that are learned from.
 MAX_MEASURED = 4096
@@ -117,7 +120,9 @@ class SupervisedWorker(BackendWorker):
         todo = {"held-out pairs": self._held_out} if self._held_out else {}
         if settings.folder is not None:
             todo["pairs"] = self._items
-        scores = {what: self._kept_scores(settings, items) for what, items in todo.items()}
+        scores: dict[str, list[tuple[float, float]] | None] = dict.fromkeys(todo)
+        for what, items in todo.items() if settings.folder is not None else ():
+            scores[what] = self._on_first(partial(_read, settings, items), "read log-probs of the reference")
         missing = {what: items for what, items in todo.items() if scores[what] is None}
         num_left = sum(map(len, missing.values()))
         reference = self._reference
@@ -133,7 +138,7 @@ class SupervisedWorker(BackendWorker):
             num_left -= len(made)
             scores[what] = made
             if settings.folder is not None:
-                path = self._keep_scores(settings, items, made)
+                path = self._on_first(partial(_write, settings, items, made), "write log-probs of the reference")
                 notes.append(f"log-probs of the reference for {len(items):,} {what} are kept in {path}")
         for what in (what for what in todo if what not in missing):
             notes.append(f"log-probs of the reference for {len(todo[what]):,} {what} were there already")
@@ -164,29 +169,10 @@ class SupervisedWorker(BackendWorker):
         by_index = {index: both for part in everyone for index, both in part.items()}
         return [by_index[index] for index in range(len(items))]
 
-    def _kept_scores(self, settings: ReferenceSettings, items: Sequence[Any]) -> list[tuple[float, float]] | None:
-        """Return what an earlier run has kept of the reference's log-probs; None: nothing. Only one rank reads."""
-        if settings.folder is None:
-            return None
-        kept = None
-        if self._is_first:
-            kept = read_scores(reference_file(settings, items), len(items))
-        return self._backend.gather_facts(kept, "read log-probs of the reference", of_every_rank=True)[0]
-
-    def _keep_scores(
-        self, settings: ReferenceSettings, items: Sequence[Any], scores: Sequence[tuple[float, float]]
-    ) -> str:
-        path = ""
-        if self._is_first:
-            file = reference_file(settings, items)
-            write_scores(file, scores)
-            path = str(file)
-        return self._backend.gather_facts(path, "write log-probs of the reference", of_every_rank=True)[0]
-
-    @property
-    def _is_first(self) -> bool:
-        """Tell whether this is the first of all ranks, those that share samples included."""
-        return os.environ.get("RANK", "0") == "0"
+    def _on_first(self, do: Callable[[], Result], what: str) -> Result:
+        """Return what a call returns on the first of all ranks, which alone makes it. Collective."""
+        result: Any = do() if os.environ.get("RANK", "0") == "0" else None
+        return self._backend.gather_facts(result, what, of_every_rank=True)[0]
 
     def _compared(self, pieces: list[MicroBatch], items: Sequence[Any]) -> list[MicroBatch]:
         """Add the reference's log-probs to micro-batches of items that it has not scored before."""
@@ -258,3 +244,13 @@ class SupervisedWorker(BackendWorker):
         if self._reference is not None:
             self._reference.close()
         super().close()
+
+
+def _read(settings: ReferenceSettings, items: Sequence[Any]) -> list[tuple[float, float]] | None:
+    return read_scores(reference_file(settings, items), len(items))
+
+
+def _write(settings: ReferenceSettings, items: Sequence[Any], scores: Sequence[tuple[float, float]]) -> Path:
+    path = reference_file(settings, items)
+    write_scores(path, scores)
+    return path
