@@ -279,9 +279,9 @@ def generate(
         view.say(note)
     with answer_all(prepared, output, view, needs_reward=selection.needs_reward, replace=overwrite) as file:
         num_lines = write_lines(output, (line for group in file.groups() for line in selection.of(group["rows"])))
-        generated = _counted(file, num_lines)
+        counts = [(len(group["rows"]), len(group["failures"])) for group in file.groups()]
         file.remove()
-    return generated
+    return Generated(len(counts), sum(rows for rows, _ in counts), num_lines, sum(failed for _, failed in counts))
 
 
 def write_lines(output: Path, lines: Iterable[Row]) -> int:
@@ -296,8 +296,3 @@ def write_lines(output: Path, lines: Iterable[Row]) -> int:
         os.fsync(out.fileno())
     unfinished.replace(output)
     return count
-
-
-def _counted(file: GroupFile, num_lines: int) -> Generated:
-    counts = [(len(group["rows"]), len(group["failures"])) for group in file.groups()]
-    return Generated(len(counts), sum(rows for rows, _ in counts), num_lines, sum(failed for _, failed in counts))

@@ -346,7 +346,12 @@ class CanaryGuard:
             answers = _named("engine", self._engines.call(EngineWorker.score_canary, canary))
         with self._lease("sync", "actor"):
             expected = self._actor.call(ActorWorker.score_canary, canary)[0]
-            _check_finite(expected, version)
+            num_wrong = sum(not math.isfinite(each) for each in expected)
+            if num_wrong:  # no engine can be compared with them
+                raise WeightError(
+                    f"the trainer's own log-probs of {num_wrong:,} of {len(expected):,} tokens are not finite on"
+                    f" version {version}: look at the checkpoint's weights, or set train.dtype to bf16 if it is fp16"
+                )
             if self._inference is not None:
                 answers |= _named("inference rank", self._inference.call(InferenceWorker.score_canary, canary))
             rounding, basis = self._rounding(canary, expected)
@@ -432,16 +437,6 @@ def _worst(gaps: Gaps, limits: Sequence[GapLimits]) -> NamedVerdict:
     name = max(verdicts, key=lambda name: verdicts[name].use)
     worst = verdicts[name]
     return NamedVerdict(worst.statistic, worst.value, worst.limit, worst.basis, name)
-
-
-def _check_finite(expected: Sequence[float], version: int) -> None:
-    """Raise if log-probs of the trainer itself are not finite: no engine can be compared with them."""
-    num_wrong = sum(not math.isfinite(each) for each in expected)
-    if num_wrong:
-        raise WeightError(
-            f"the trainer's own log-probs of {num_wrong:,} of {len(expected):,} tokens are not finite on version"
-            f" {version}: look at the checkpoint's weights, or set train.dtype to bf16 if it is fp16"
-        )
 
 
 def _gaps(expected: Sequence[float], answers: Mapping[str, Sequence[float]]) -> Gaps:

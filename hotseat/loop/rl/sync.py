@@ -35,10 +35,6 @@ class Routes:
     sender_host: str
     timeout_s: float
 
-    def receivers(self, transport: TransportPlan, generation: int) -> BroadcastGroup | None:
-        """Return the group that receives a broadcast. `generation`: replaced receivers have to connect anew."""
-        return transport.broadcast_group(generation, self.sender_host, min(TIMEOUT_S, self.timeout_s))
-
 
 @dataclass(eq=False)
 class Pusher:
@@ -70,7 +66,9 @@ class Pusher:
     def push(self, version: int, ranks: Sequence[int] | None = None) -> PushReport:
         """Push the actor's weights as this version, to all engines or these ranks, and have the canary judge them."""
         groups, routes, canary = self.groups, self.routes, self.guard.canary
-        receivers = routes.receivers(routes.to_engines, self.restarts[ENGINE])
+        timeout_s = min(TIMEOUT_S, routes.timeout_s)
+        # Receivers that were replaced have to connect anew: they are another generation.
+        receivers = routes.to_engines.broadcast_group(self.restarts[ENGINE], routes.sender_host, timeout_s)
         to_inference = None
         with self.meter.lease("sync", "actor"):
             form = self._form()
@@ -81,7 +79,7 @@ class Pusher:
                 )
             if ranks is None and groups.inference is not None and routes.to_inference is not None:
                 transport = routes.to_inference
-                receivers = routes.receivers(transport, 0)
+                receivers = transport.broadcast_group(0, routes.sender_host, timeout_s)
                 to_inference = push_weights(
                     groups.actor, groups.inference, version, canary, transport, receivers, "inference rank"
                 )

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from hotseat.words import quantity
@@ -49,10 +49,10 @@ class Round:
 class _Request:
     texts: list[str]
     future: asyncio.Future[Scored]
-    num_characters: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.num_characters = sum(map(len, self.texts))
+    @property
+    def num_characters(self) -> int:
+        return sum(map(len, self.texts))
 
 
 class Batcher:

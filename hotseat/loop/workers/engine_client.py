@@ -90,7 +90,7 @@ class EngineClient:
         self._when_lost = when_lost
         self._preferred = frozenset(preferred)
         self._fetch_wait_s = min(FETCH_WAIT_S, timeout_s / 4)
-        self._name = name
+        self.name = name
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the first request
         # By request id, oldest first. A rank that is not here is dead.
         self._in_flight: dict[int, dict[str, _OpenRequest]] = {rank: {} for rank in engines.ranks}
@@ -188,7 +188,7 @@ class EngineClient:
         if waiting is None or not requests:
             return  # it died, and they were sent elsewhere
         try:
-            await self._engine(rank).acall(TakesRequests.submit, self._name, requests)
+            await self._engine(rank).acall(TakesRequests.submit, self.name, requests)
         except Exception as error:
             self._handle(error, rank, waiting, outbox)
             return
@@ -200,7 +200,7 @@ class EngineClient:
     async def _fetch(self, rank: int, waiting: dict[str, _OpenRequest]) -> None:
         try:
             while waiting and self._in_flight.get(rank) is waiting:
-                [outcomes] = await self._engine(rank).acall(TakesRequests.fetch, self._name, self._fetch_wait_s)
+                [outcomes] = await self._engine(rank).acall(TakesRequests.fetch, self.name, self._fetch_wait_s)
                 for outcome in outcomes:
                     if isinstance(outcome, SampledTokens):
                         shown = waiting.get(outcome.request_id)
