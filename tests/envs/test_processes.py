@@ -376,7 +376,7 @@ def test_episodes_that_ended_are_forgotten():
             stage.leave(slot)
         await stage.reset(2, 0, 7)
 
-    with thread, contextlib.closing(stage):
+    with thread, contextlib.closing(stage.env):
         asyncio.run(play())
         assert list(stage.env._episodes) == [2]
         stage.leave(2)
