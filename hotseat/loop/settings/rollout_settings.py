@@ -28,17 +28,12 @@ from hotseat.planning.role_specs import engine_of, engine_slots
 from hotseat.registry.engines import engine_entry
 from hotseat.registry.estimators import estimator_entry
 from hotseat.rewards.addresses import bearer_token
-from hotseat.rewards.graders import graders_of
 from hotseat.rewards.rubrics import TOKEN, JudgeEngine, JudgeSettings
-from hotseat.rewards.sandbox import SandboxSettings
 from hotseat.rollout.kinds import EngineOptions, EngineSettings, ImageOptions, engine_kind
 from hotseat.types import Sampling
 from hotseat.user_functions import absolute
 
 VERDICTS = "judge.jsonl"
-
-# Seconds of an attempt to score a group, and further attempts. Those of servers are OpenRLHF's.
-FUNCTION_LIMITS, SERVER_LIMITS = (60.0, 2), (180.0, 4)
 
 
 def rollout_sampling(config: Config) -> Sampling:
@@ -190,25 +185,15 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
 
 def scorer_settings(config: Config, run_dir: Path | None) -> ScorerSettings:
     """Return the settings of the scorers of rollout hosts. run_dir: of the run; None where nothing is trained."""
-    reward = config.reward
-    timeout_s, retries = SERVER_LIMITS if reward.url is not None else FUNCTION_LIMITS
     notes = None
     if run_dir is not None and config.cluster.runtime == "ray":
         notes = str(run_dir.absolute() / NOTES)
     return ScorerSettings(
-        function=reward.function,
-        eval_function=config.eval.reward,
-        urls=tuple(as_list(reward.url)),
-        token=bearer_token() if reward.url is not None else None,
-        max_open=reward.max_open_requests,
-        timeout_s=timeout_s if reward.timeout_s is None else reward.timeout_s,
-        retries=retries if reward.retries is None else reward.retries,
-        max_bytes=None if reward.max_memory_gib is None else int(reward.max_memory_gib * 2**30),
+        reward=config.reward,
+        evaluation=config.eval,
         seed=config.seed,
-        graders=graders_of(reward.graders),
-        eval_graders=graders_of(config.eval.graders),
+        token=bearer_token() if config.reward.url is not None else None,
         judge=judge_of(config, run_dir),
-        sandbox=SandboxSettings.of_config(config.reward.sandbox),
         notes=notes,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,34 +10,46 @@ from typing import Any
 from hotseat.agents import Agent, Deadlines, ProgramSettings, load_agent
 from hotseat.agents.agent import AgentError
 from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
+from hotseat.config.schema import EvaluationConfig, GraderConfig, RewardConfig
+from hotseat.config.urls import as_list
 from hotseat.data.images import ImageLimits, ImageStore, load_processor, processor_template
 from hotseat.data.row_problems import BadValue
 from hotseat.loop.workers.notes import note_writer
 from hotseat.loop.workers.observations import SimulationSettings
 from hotseat.model_source import ModelSource
 from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Scorer
+from hotseat.rewards.graders import graders_of
 from hotseat.rewards.rubrics import JudgeSettings
 from hotseat.vision import placeholder_ids, tokens_of
+
+# Seconds of an attempt to score a group, and further attempts. Those of servers are OpenRLHF's.
+FUNCTION_LIMITS, SERVER_LIMITS = (60.0, 2), (180.0, 4)
 
 
 @dataclass(frozen=True)
 class ScorerSettings:
     """Settings of the scorers of a rollout host. The default scores nothing."""
 
-    function: str | None = None
-    eval_function: str | None = None  # scores evaluations, instead of any other reward
-    urls: tuple[str, ...] = ()  # servers that score instead of `function`
-    token: str | None = field(default=None, repr=False)  # for them
-    max_open: int = 64  # requests to them at a time
-    timeout_s: float = 60.0  # of an attempt to score a group
-    retries: int = 2
-    max_bytes: int | None = None  # memory of a function's processes
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     seed: int = 0
-    graders: tuple[Grader, ...] = ()  # their verdicts are added to the rewards of `function`
-    eval_graders: tuple[Grader, ...] = ()  # as `graders`, for `eval_function`
+    token: str | None = field(default=None, repr=False)  # for the servers of `reward.url`
     judge: JudgeSettings | None = None  # a model whose verdicts are added, too
-    sandbox: SandboxSettings | None = None  # None: its defaults
     notes: str | None = None  # file for notes that the driver shows; None: they go to standard error
+
+    @property
+    def attempts(self) -> dict[str, Any]:
+        """Return the longest time of an attempt to score a group, and the number of further attempts."""
+        timeout_s, retries = SERVER_LIMITS if self.reward.url is not None else FUNCTION_LIMITS
+        return {
+            "timeout_s": timeout_s if self.reward.timeout_s is None else self.reward.timeout_s,
+            "retries": retries if self.reward.retries is None else self.reward.retries,
+        }
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Return the bound on the memory of a function's processes."""
+        return None if self.reward.max_memory_gib is None else int(self.reward.max_memory_gib * 2**30)
 
 
 @dataclass(frozen=True)
@@ -115,53 +128,48 @@ def make_image_preparer(settings: HostImages | None, model: ModelSource, tokeniz
 
 def make_scorer(settings: ScorerSettings) -> Scorer | None:
     """Return what scores the samples to learn from, and evaluations without a reward of their own."""
-    scorer, judge = _function_or_servers(settings), settings.judge
-    if not settings.graders and (judge is None or (judge.engine is not None and scorer is None)):
+    reward, judge = settings.reward, settings.judge
+    scorer: Scorer | None = None
+    if reward.url is not None:
+        from hotseat.rewards.posting import RewardService
+
+        urls, max_open = tuple(as_list(reward.url)), reward.max_open_requests
+        scorer = RewardService(urls, **settings.attempts, max_open=max_open, token=settings.token)
+    elif reward.function is not None:
+        scorer = _reward_function(reward.function, settings)
+    if not reward.graders and (judge is None or (judge.engine is not None and scorer is None)):
         return scorer
-    return Graders(
-        settings.graders,
-        sandbox=settings.sandbox,
-        function=scorer,
-        judge=None if judge is None or judge.engine is not None else _judge(judge),
-        max_memory_bytes=settings.max_bytes,
-    )
+    return _graders(reward.graders, settings, scorer, None if judge is None or judge.engine is not None else judge)
 
 
 def make_eval_scorer(settings: ScorerSettings) -> Scorer | None:
     """Return what scores evaluations instead of any other reward; None: evaluations have none of their own."""
-    function = None if settings.eval_function is None else _reward_function(settings.eval_function, settings)
-    if not settings.eval_graders:
-        return function
+    evaluation = settings.evaluation
+    function = None if evaluation.reward is None else _reward_function(evaluation.reward, settings)
+    return _graders(evaluation.graders, settings, function) if evaluation.graders else function
+
+
+def _graders(
+    graders: Sequence[GraderConfig],
+    settings: ScorerSettings,
+    function: Scorer | None,
+    judge: JudgeSettings | None = None,
+) -> Graders:
+    asked = None
+    if judge is not None:
+        from hotseat.rewards.judge import Endpoints, Judge
+
+        asked = Grader("judge", judge.name, judge.weight), Judge(judge, Endpoints(judge))
+    sandbox = SandboxSettings.of_config(settings.reward.sandbox)
     return Graders(
-        settings.eval_graders, sandbox=settings.sandbox, function=function, max_memory_bytes=settings.max_bytes
+        graders_of(graders), sandbox=sandbox, function=function, judge=asked, max_memory_bytes=settings.max_bytes
     )
-
-
-def _judge(settings: JudgeSettings) -> tuple[Grader, Scorer]:
-    from hotseat.rewards.judge import Endpoints, Judge
-
-    return Grader("judge", settings.name, settings.weight), Judge(settings, Endpoints(settings))
-
-
-def _function_or_servers(settings: ScorerSettings) -> Scorer | None:
-    if settings.urls:
-        from hotseat.rewards.posting import RewardService
-
-        return RewardService(
-            settings.urls,
-            timeout_s=settings.timeout_s,
-            retries=settings.retries,
-            max_open=settings.max_open,
-            token=settings.token,
-        )
-    return None if settings.function is None else _reward_function(settings.function, settings)
 
 
 def _reward_function(path: str, settings: ScorerSettings) -> RewardFunction:
     return RewardFunction(
         path,
-        timeout_s=settings.timeout_s,
-        retries=settings.retries,
+        **settings.attempts,
         max_memory_bytes=settings.max_bytes,
         seed=settings.seed,
         say=None if settings.notes is None else note_writer(settings.notes),

@@ -81,8 +81,8 @@ def test_a_replay_starts_no_graders(tmp_path):
     )
     evaluated = "{path: held_out.jsonl, graders: [{kind: number}]}"
     settings = host_settings(loads(rl_yaml(tmp_path, reward=scored, eval=evaluated)), tmp_path)
-    assert settings.scorers.graders
-    assert settings.scorers.eval_graders
+    assert settings.scorers.reward.graders
+    assert settings.scorers.evaluation.graders
     host = replaying(settings, tmp_path)
     assert host.agent is None
     assert host.scorers == ScorerSettings()
