@@ -221,18 +221,18 @@ class Saver:
         source: CheckpointSource,
         evaluation: Mapping[str, float],
         journal: Journal,
-        is_told: Callable[[], bool] = lambda: False,
+        must_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Save if a checkpoint is due or the run is to stop; then stop. Raises if the previous save failed.
 
-        is_told: tells whether another process that trains was told to stop.
+        must_stop: whether another process that trains got a signal to stop.
         """
         self.made(step)
         interrupts.current().check()
         # Read once: a signal that comes later must not end the run without a save.
-        is_stopping = self.is_stopping or is_told()
+        is_stopping = self.is_stopping or must_stop()
         path = self.save_if_due(step, source, evaluation, journal, is_stopping)
-        if path is not None and (is_stopping or self.is_stopping or is_told()):
+        if path is not None and (is_stopping or self.is_stopping or must_stop()):
             self.stop(path, journal)
 
     def save_if_due(

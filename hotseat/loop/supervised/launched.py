@@ -42,8 +42,8 @@ class LaunchedRanks(WorkerGroup[SupervisedWorker]):
     the others serve its calls until it is done. They raise what it raises, except for failures inside a call: in these
     each rank has an error of its own, or notices that the connection to the failed one is closed.
 
-    saver: this rank's, which knows of signals. is_told: some rank was told to stop, as far as the last call has shown:
-    signals reach ranks at different moments.
+    saver: this rank's, which knows of signals. must_stop: some rank got a signal to stop, as far as the last call has
+    shown: signals reach ranks at different moments.
     """
 
     name = "actor"
@@ -52,7 +52,7 @@ class LaunchedRanks(WorkerGroup[SupervisedWorker]):
         self.timeout_s = timeout_s
         self.is_first = rank == 0
         self.saver: Saver | None = None
-        self.is_told = False
+        self.must_stop = False
         self._worker = worker
         self._num_ranks = num_ranks
         self._has_failed_in_call = False
@@ -99,7 +99,7 @@ class LaunchedRanks(WorkerGroup[SupervisedWorker]):
             self._has_failed_in_call = True
             raise
         facts = self._share((result, self.saver is not None and self.saver.is_stopping), f"end {method!r}")
-        self.is_told = any(is_told for _, is_told in facts)
+        self.must_stop = any(must_stop for _, must_stop in facts)
         return [each for each, _ in facts]
 
     def _share(self, fact: Any, what: str) -> list[Any]:
@@ -177,7 +177,7 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
                 return run.evaluation
             ranks.saver = run.saver
             is_tried = has_new_budgets and are_budgets_tried(memory_gib is not None)
-            return train_and_export(run, inputs, ranks, run.config, is_tried, ranks.led, lambda: ranks.is_told)
+            return train_and_export(run, inputs, ranks, run.config, is_tried, ranks.led, lambda: ranks.must_stop)
     finally:
         worker.close()
 

@@ -34,7 +34,7 @@ from hotseat.planning.config_plan import is_offloaded
 class SupervisedRun:
     """Objects that the loop drives.
 
-    is_told: tells whether a rank that a launcher started was told to stop. None: the ranks are a cluster's, which can
+    must_stop: whether a rank that a launcher started got a signal to stop. None: the ranks are a cluster's, which can
     also copy their state and write it while they continue.
     """
 
@@ -43,7 +43,7 @@ class SupervisedRun:
     data: SupervisedData
     ranks: WorkerGroup[SupervisedWorker]
     budgets: TokenBudgets
-    is_told: Callable[[], bool] | None = None
+    must_stop: Callable[[], bool] | None = None
 
     def is_evaluated(self, step: int) -> bool:
         """Tell whether the model is evaluated after this step."""
@@ -60,7 +60,7 @@ class SupervisedRun:
         return CheckpointSource(
             num_bytes=lambda: sum(ranks.call(SupervisedWorker.saved_bytes)),
             write=lambda path: ranks.call(SupervisedWorker.save, for_ranks(path / BACKEND)),
-            snapshot=snapshot if self.is_told is None else None,
+            snapshot=snapshot if self.must_stop is None else None,
             num_ranks={BACKEND: ranks.size},
             export=lambda path: ranks.call(SupervisedWorker.export, for_ranks(path)),
             state=lambda: {
@@ -78,7 +78,7 @@ def train_and_export(
     config: Config,
     is_tried: bool,
     led: Callable[[Callable[[], Any]], Any] = lambda do: do(),
-    is_told: Callable[[], bool] | None = None,
+    must_stop: Callable[[], bool] | None = None,
 ) -> dict[str, float]:
     """Train and export with ranks that have loaded their models, and return the last evaluation.
 
@@ -97,7 +97,7 @@ def train_and_export(
         if uses(config):
             ranks.call(SupervisedWorker.use_budget, batch_settings(budgets.config, budgets.config.train).max_tokens)
         saver.keep(budgets.config)
-        supervised = SupervisedRun(num_steps, config.eval.every, inputs.data, ranks, budgets, is_told)
+        supervised = SupervisedRun(num_steps, config.eval.every, inputs.data, ranks, budgets, must_stop)
         return train_supervised(supervised, journal, saver, run.checkpoint)
 
     def write(what: Exported, folder: str) -> None:
@@ -141,7 +141,7 @@ def train_supervised(
             metrics |= evaluation
         journal.step(step, metrics)
         measured = evaluation if run.is_evaluated(step) else {}
-        saver.after_step(step, run.checkpoint_source(evaluation), measured, journal, run.is_told or (lambda: False))
+        saver.after_step(step, run.checkpoint_source(evaluation), measured, journal, run.must_stop or (lambda: False))
     return evaluation
 
 
