@@ -112,7 +112,7 @@ MUTANTS = (
         "test_copies_to_compute_with_are_dropped_before_the_weights_leave_and_made_again",
     ),
     Mutant(
-        "loop/settings/training_options.py",
+        "loop/settings/training_settings.py",
         "a reference model offloads an Adam that it has not",
         "adam_offload=zero.adam_offload and is_trained",
         "adam_offload=zero.adam_offload",
@@ -141,7 +141,7 @@ MUTANTS = (
         "test_what_finishes_at_the_deadline_is_not_lost",
     ),
     Mutant(
-        "loop/settings/engine_settings.py",
+        "loop/settings/rollout_settings.py",
         "engines of simulators in stages keep no prompts in the room of slots that they do not use",
         "num_kept_prompts=engine_of(config).num_kept_prompts + all_slots - num_slots",
         "num_kept_prompts=engine_of(config).num_kept_prompts",
@@ -202,8 +202,8 @@ MUTANTS = (
     Mutant(
         "loop/rl/launch.py",
         "a replay starts the run's graders",
-        "        graders=(),\n",
-        "",
+        "agent=None, scorers=ScorerSettings(), spool",
+        "agent=None, spool",
         "test_a_replay_starts_no_graders",
     ),
     Mutant(
@@ -312,15 +312,15 @@ MUTANTS = (
     Mutant(
         "config/changes.py",
         "another precision of the KV cache needs no permission where the engine has none",
-        "is_idle = key in idle and key not in _IN_8_BITS",
+        "is_idle = key in idle and key not in FP8_KEYS",
         "is_idle = key in idle",
-        "test_8_bits_change_the_correction_and_take_permission",
+        "test_fp8_changes_the_correction_and_takes_permission",
     ),
     Mutant(
         "config/changes.py",
         "a budget that the run chose before is a change of the config",
-        "is_taken_over = (is_budget and new is None) or",
-        "is_taken_over =",
+        "is_taken_over = is_left or (",
+        "is_taken_over = (",
         "test_what_a_checkpoint_chose_is_no_change_of_the_config",
     ),
     Mutant(
@@ -331,14 +331,14 @@ MUTANTS = (
         "test_values_that_contradict_each_other_are_an_error",
     ),
     Mutant(
-        "planning/config_plan.py",
+        "planning/role_specs.py",
         "the plan prices blocks for sending weights for critics, too",
-        'sends_weights=config.task == "rl" and role == "actor"',
-        'sends_weights=config.task == "rl"',
+        'sends_weights=config.has_rollouts and role == "actor"',
+        "sends_weights=config.has_rollouts",
         "test_only_the_actor_sends_weights",
     ),
     Mutant(
-        "planning/config_plan.py",
+        "planning/role_specs.py",
         "only prompts are assumed to have images where an agent may show some in every turn",
         "data.image_key is not None and not has_agent(config)",
         "data.image_key is not None",
