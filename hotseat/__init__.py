@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hotseat.script.callbacks import Callback, EarlyStopping, StopAt
     from hotseat.script.live_run import LiveRun
     from hotseat.script.run_files import Run
-    from hotseat.trl.translate import from_trl
+    from hotseat.trl.from_config import from_trl
     from hotseat.types import (
         Completion,
         Episode,
@@ -92,7 +92,7 @@ _HOMES = {
     "hotseat.config": ("Config",),
     "hotseat.errors": ("ConfigError", "HotseatError", "RunError", "UserError"),
     "hotseat.rewards": ("Sandbox", "SandboxSettings"),
-    "hotseat.trl.translate": ("from_trl",),
+    "hotseat.trl.from_config": ("from_trl",),
     "hotseat.types": (
         *("Completion", "Episode", "GroupChange", "Prompt", "PromptGroup"),
         *("SampleKey", "Sampling", "ScoredEpisode", "Segment", "TokenLayout"),

@@ -142,10 +142,10 @@ ROWS_OF = {
     ),
     "trl": (
         ("__init__",),
-        ("table", "translate"),
-        ("lora",),
-        ("derive",),
-        ("fields",),
+        ("table", "from_config"),
+        ("peft_config",),
+        ("conversions",),
+        ("trl_fields",),
     ),
     "cluster/on_ray": (
         ("__init__",),

@@ -1,4 +1,4 @@
-"""What the loop asks of a script between steps. A run that a command started has `Steering()`, which wants nothing."""
+"""Moments between steps at which a script may watch and steer its run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Steering:
-    """Moments of a run at which a script may watch and steer it. All of them come in the thread of the run."""
+    """Answers to the loop's calls between steps, all of which come in the thread of the run. This one wants nothing."""
 
     def view(self, title: str) -> LiveView | None:
         """Return what shows the run, where that is not a terminal or a file; None: the usual view."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.cli.options_view import options
-from hotseat.trl.fields import CONFIGS, DPO, GRPO, REWARD, SFT, SHARED, TrlField
-from hotseat.trl.lora import NAMES, WITHOUT_EFFECT
+from hotseat.trl.peft_config import NAMES, WITHOUT_EFFECT
+from hotseat.trl.trl_fields import CONFIGS, DPO, GRPO, REWARD, SFT, SHARED, TrlField
 from hotseat.words import with_table
 
 BEGIN, END = "<!-- tables of fields: begin -->", "<!-- tables of fields: end -->"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hotseat.config.load import valid_keys
-from hotseat.trl.derive import DERIVED
-from hotseat.trl.fields import CONFIGS, DPO, GRPO, REWARD, SFT, SHARED, VERSION
-from hotseat.trl.lora import NAMES, WITHOUT_EFFECT
+from hotseat.trl.conversions import DERIVED
+from hotseat.trl.peft_config import NAMES, WITHOUT_EFFECT
 from hotseat.trl.table import BEGIN, END, main, render_tables
+from hotseat.trl.trl_fields import CONFIGS, DPO, GRPO, REWARD, SFT, SHARED, VERSION
 from hotseat.words import with_table
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trl.md"

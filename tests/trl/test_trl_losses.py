@@ -14,7 +14,7 @@ from hotseat.loop.settings.training_settings import policy_settings
 from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
 from hotseat.loop.workers.preferences import Answers, PreferenceObjective
 from hotseat.train.backend import Outputs
-from hotseat.trl.translate import from_trl
+from hotseat.trl.from_config import from_trl
 from hotseat.types import MicroBatch
 
 pytestmark = pytest.mark.slow

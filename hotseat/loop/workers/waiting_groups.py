@@ -76,8 +76,8 @@ class WaitingGroups:
 
         def score(episode: Episode, earlier: Score | Failed | None) -> Score | Failed:
             name, reward = str(episode.key), rewards[str(episode.key)]
-            given = Score(reward, reward) if math.isfinite(reward) else Failed(f"the reward model gave {reward}")
-            return given if earlier is None else add_verdict(earlier, _MODEL, given, name)
+            own = Score(reward, reward) if math.isfinite(reward) else Failed(f"the reward model gave {reward}")
+            return own if earlier is None else add_verdict(earlier, _MODEL, own, name)
 
         scored = []
         for group in groups:

@@ -19,7 +19,7 @@ _UNBOUNDED = "None: a sequence has at most `data.max_length` tokens here, so nam
 
 
 @dataclass
-class ConfigDraft:
+class TrlDraft:
     """A config under construction, and what is noted about the fields of TRL's."""
 
     task: str
@@ -86,7 +86,7 @@ class ConfigDraft:
 # --- of all configs ---------------------------------------------------------------------------------------------------
 
 
-def output(draft: ConfigDraft) -> None:
+def output(draft: TrlDraft) -> None:
     values = draft.values
     path = Path(values["output_dir"] or "trainer_output")
     if path != Path("trainer_output") and path.name:
@@ -97,7 +97,7 @@ def output(draft: ConfigDraft) -> None:
         draft.refuse("accelerator_config", "split_batches: give the batch size of a process instead of that of all")
 
 
-def batches(draft: ConfigDraft) -> None:
+def batches(draft: TrlDraft) -> None:
     """Set the batch sizes. In `rl` TRL's count completions, and ours prompts and samples."""
     draft.set("per_device_train_batch_size", {"train.batch_size": draft.samples_per_update})
     if draft.task != "rl":
@@ -141,7 +141,7 @@ def batches(draft: ConfigDraft) -> None:
         )
 
 
-def passes(draft: ConfigDraft) -> None:
+def passes(draft: TrlDraft) -> None:
     epochs, max_steps = draft.values["num_train_epochs"], draft.values["max_steps"]
     if max_steps > 0:
         steps = -(-max_steps // draft.updates_per_step)
@@ -160,7 +160,7 @@ def passes(draft: ConfigDraft) -> None:
         draft.set("num_train_epochs", {"train.max_epochs": int(epochs)})
 
 
-def schedule(draft: ConfigDraft) -> None:
+def schedule(draft: TrlDraft) -> None:
     kind, arguments = draft.values["lr_scheduler_type"], draft.mapping("lr_scheduler_kwargs")
     peak, warmup = draft.values["learning_rate"], draft.values["warmup_steps"] or 0
     ours = {
@@ -194,7 +194,7 @@ def schedule(draft: ConfigDraft) -> None:
         )
 
 
-def optimizer(draft: ConfigDraft) -> None:
+def optimizer(draft: TrlDraft) -> None:
     kind = draft.values["optim"]
     if kind not in ("adamw_torch", "adamw_torch_fused"):
         draft.refuse(
@@ -208,13 +208,13 @@ _HARMLESS = ("attn_implementation", "device_map", "use_cache")  # of `model_init
 _WEIGHTS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def precision(draft: ConfigDraft) -> None:
+def precision(draft: TrlDraft) -> None:
     values = draft.values
     arguments = draft.mapping("model_init_kwargs")
-    given = arguments.pop("dtype", arguments.pop("torch_dtype", None))
-    weights = _WEIGHTS.get(str(given or "float32").removeprefix("torch."))
+    dtype = arguments.pop("dtype", arguments.pop("torch_dtype", None))
+    weights = _WEIGHTS.get(str(dtype or "float32").removeprefix("torch."))
     if weights is None:
-        draft.refuse("model_init_kwargs", f"dtype {given}: weights are in float32 or bfloat16")
+        draft.refuse("model_init_kwargs", f"dtype {dtype}: weights are in float32 or bfloat16")
     trusts = arguments.pop("trust_remote_code", values["trust_remote_code"])
     draft.set("trust_remote_code", {"trust_remote_code": bool(trusts)})
     for name in _HARMLESS:
@@ -237,12 +237,12 @@ def precision(draft: ConfigDraft) -> None:
         )
 
 
-def compilation(draft: ConfigDraft) -> None:
+def compilation(draft: TrlDraft) -> None:
     if draft.values["torch_compile"]:
         draft.set("torch_compile", {"train.compile": True})
 
 
-def logs(draft: ConfigDraft) -> None:
+def logs(draft: TrlDraft) -> None:
     if draft.values["logging_strategy"] != "steps":
         draft.differ("logging_strategy", f"{draft.values['logging_strategy']}: a line per step; metrics.jsonl has all")
     elif draft.values["logging_steps"] >= 1:
@@ -251,7 +251,7 @@ def logs(draft: ConfigDraft) -> None:
         draft.differ("logging_steps", f"{draft.values['logging_steps']}: a share of all steps; a line per step here")
 
 
-def trackers(draft: ConfigDraft) -> None:
+def trackers(draft: TrlDraft) -> None:
     values = draft.values
     names = [values["report_to"]] if isinstance(values["report_to"], str) else list(values["report_to"] or ())
     others = sorted({*names} - {"none", "tensorboard", "wandb", "mlflow", "trackio", "kubeflow"})
@@ -270,7 +270,7 @@ def trackers(draft: ConfigDraft) -> None:
             draft.set("trackio_space_id", {"log.trackio.space": values["trackio_space_id"]})
 
 
-def evaluation(draft: ConfigDraft) -> None:
+def evaluation(draft: TrlDraft) -> None:
     values = draft.values
     if values["eval_strategy"] == "no":
         return
@@ -288,7 +288,7 @@ def evaluation(draft: ConfigDraft) -> None:
     draft.differ("eval_strategy", "set eval.path to the data to evaluate on, or eval=null for no evaluation")
 
 
-def saving(draft: ConfigDraft) -> None:
+def saving(draft: TrlDraft) -> None:
     values = draft.values
     if values["save_strategy"] == "no":
         draft.set("save_strategy", {"checkpoint.every_minutes": 0})
@@ -307,7 +307,7 @@ def saving(draft: ConfigDraft) -> None:
         draft.differ("save_total_limit", "TRL keeps all checkpoints, a run the newest checkpoint.keep_last of them")
 
 
-def experts(draft: ConfigDraft) -> None:
+def experts(draft: TrlDraft) -> None:
     coef = draft.values["router_aux_loss_coef"]
     if coef is not None:
         draft.set("router_aux_loss_coef", {"algorithm.aux_loss_coef": float(coef)})
@@ -320,7 +320,7 @@ def experts(draft: ConfigDraft) -> None:
 # --- GRPO -------------------------------------------------------------------------------------------------------------
 
 
-def prompts(draft: ConfigDraft) -> None:
+def prompts(draft: TrlDraft) -> None:
     values = draft.values
     answer, whole = values["max_completion_length"], values["vllm_max_model_length"] if values["use_vllm"] else None
     draft.set("", {"data.input_key": "prompt", "reward.clip": None})
@@ -343,7 +343,7 @@ def prompts(draft: ConfigDraft) -> None:
     )
 
 
-def engine(draft: ConfigDraft) -> None:
+def engine(draft: TrlDraft) -> None:
     values = draft.values
     if not values["use_vllm"]:
         draft.set("use_vllm", {"rollout.engine": "transformers"})
@@ -368,7 +368,7 @@ _CORRECTIONS = {
 }
 
 
-def _correction(draft: ConfigDraft) -> None:
+def _correction(draft: TrlDraft) -> None:
     values, prefix = draft.values, "vllm_importance_sampling"
     if not values[f"{prefix}_correction"]:
         return
@@ -384,7 +384,7 @@ def _correction(draft: ConfigDraft) -> None:
         draft.set(f"{prefix}_clip_max", {"algorithm.correction.high": float(values[f"{prefix}_clip_max"])})
 
 
-def kl(draft: ConfigDraft) -> None:
+def kl(draft: TrlDraft) -> None:
     beta = draft.values["beta"]
     if beta == 0:
         return
@@ -397,7 +397,7 @@ def kl(draft: ConfigDraft) -> None:
         )
 
 
-def advantages(draft: ConfigDraft) -> None:
+def advantages(draft: TrlDraft) -> None:
     scale = {True: "group", False: "none"}.get(draft.values["scale_rewards"], draft.values["scale_rewards"])
     if scale == "group":
         draft.set("scale_rewards", {"algorithm.estimator": "group_norm"})
@@ -417,7 +417,7 @@ _AGGREGATIONS = {
 }
 
 
-def loss(draft: ConfigDraft) -> None:
+def loss(draft: TrlDraft) -> None:
     values, kind = draft.values, draft.values["loss_type"]
     aggregation = _AGGREGATIONS.get(kind)
     if aggregation is None:
@@ -439,7 +439,7 @@ def loss(draft: ConfigDraft) -> None:
         draft.differ("entropy_coef", "TRL's bonus is the mean of those of micro-batches, here it is that of the step")
 
 
-def _ratio(draft: ConfigDraft, kind: str) -> None:
+def _ratio(draft: TrlDraft, kind: str) -> None:
     """Set the policy loss and its clip range."""
     values, level = draft.values, draft.values["importance_sampling_level"]
     high = values["epsilon"] if values["epsilon_high"] is None else values["epsilon_high"]
@@ -470,7 +470,7 @@ def _ratio(draft: ConfigDraft, kind: str) -> None:
 # --- SFT, DPO, reward models ------------------------------------------------------------------------------------------
 
 
-def template(draft: ConfigDraft) -> None:
+def template(draft: TrlDraft) -> None:
     path = draft.values["chat_template_path"]
     if path is None:
         return
@@ -479,7 +479,7 @@ def template(draft: ConfigDraft) -> None:
     draft.set("chat_template_path", {"data.chat_template": str(path), "data.apply_chat_template": True})
 
 
-def examples(draft: ConfigDraft) -> None:
+def examples(draft: TrlDraft) -> None:
     values = draft.values
     if values["loss_type"] not in ("nll", "chunked_nll"):
         draft.refuse("loss_type", f"{values['loss_type']}: the loss is nll")
@@ -504,7 +504,7 @@ def examples(draft: ConfigDraft) -> None:
     draft.set("max_length", {"data.max_lost_fraction": 1.0})
 
 
-def pairs(draft: ConfigDraft) -> None:
+def pairs(draft: TrlDraft) -> None:
     draft.set("", {"data.prompt_key": "prompt"})
     _length(draft)
     if draft.task == "dpo":
@@ -515,14 +515,14 @@ def pairs(draft: ConfigDraft) -> None:
     draft.differ("", "rows without a column prompt: set data.prompt_key=null; messages: data.apply_chat_template=true")
 
 
-def _length(draft: ConfigDraft) -> None:
+def _length(draft: TrlDraft) -> None:
     if draft.values["max_length"] is None:
         draft.refuse("max_length", _UNBOUNDED)
     else:
         draft.set("max_length", {"data.max_length": draft.values["max_length"]})
 
 
-def preference(draft: ConfigDraft) -> None:
+def preference(draft: TrlDraft) -> None:
     kinds, weights = draft.values["loss_type"], draft.values["loss_weights"]
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     if kinds == ["sigmoid"]:
@@ -535,7 +535,7 @@ def preference(draft: ConfigDraft) -> None:
         draft.refuse("loss_weights", f"{weights}: there is one loss, of weight 1")
 
 
-DERIVED: Mapping[str, Callable[[ConfigDraft], None]] = {
+DERIVED: Mapping[str, Callable[[TrlDraft], None]] = {
     function.__name__: function
     for function in (
         *(output, batches, passes, schedule, optimizer, precision, compilation, logs, trackers, evaluation, saving),

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hotseat.trl.derive import ConfigDraft
+from hotseat.trl.conversions import TrlDraft
 
 NAMES: Mapping[str, str] = {  # of PEFT -> config key
     "r": "train.lora.rank",
@@ -26,7 +26,7 @@ def is_lora(config: Any) -> bool:
     return type(config).__name__ == "LoraConfig" and type(config).__module__.split(".")[0] == "peft"
 
 
-def derive_lora(draft: ConfigDraft, config: Any) -> None:
+def derive_lora(draft: TrlDraft, config: Any) -> None:
     """Set the keys of `train.lora`, and refuse what else differs from PEFT's defaults, each by its name."""
     for field in dataclasses.fields(config):
         if field.name in (*NAMES, *WITHOUT_EFFECT):

@@ -11,9 +11,9 @@ from hotseat.config import Config, conflicts
 from hotseat.config.load import validate
 from hotseat.config.yaml_lines import Document, nested
 from hotseat.errors import ConfigError, Problem
-from hotseat.trl.derive import DERIVED, ConfigDraft
-from hotseat.trl.fields import CONFIGS, VERSION, TrlConfig, TrlField
-from hotseat.trl.lora import default_of, derive_lora, is_lora
+from hotseat.trl.conversions import DERIVED, TrlDraft
+from hotseat.trl.peft_config import default_of, derive_lora, is_lora
+from hotseat.trl.trl_fields import CONFIGS, VERSION, TrlConfig, TrlField
 
 # What fields stand for in versions of TRL that do not have them yet, where that is not their default.
 _BEFORE = {"use_bias_correction_kl": False}
@@ -50,7 +50,7 @@ def from_trl(
     names = [field.name for field in entry.fields]
     values = {name: _plain(getattr(config, name, _BEFORE.get(name, _default(entry, name)))) for name in names}
     world_size = max(1, int(config.world_size))
-    draft = ConfigDraft(entry.task, values, world_size if num_processes is None else num_processes, world_size)
+    draft = TrlDraft(entry.task, values, world_size if num_processes is None else num_processes, world_size)
     _check_counts(draft)
     draft.set("", {"task": entry.task})
     _note_strangers(draft, config, names)
@@ -77,7 +77,7 @@ def _default(entry: TrlConfig, name: str) -> Any:
     return next(entry.default_of(field) for field in entry.fields if field.name == name)
 
 
-def _check_counts(draft: ConfigDraft) -> None:
+def _check_counts(draft: TrlDraft) -> None:
     """Raise an error for counts below 1, by which others are divided."""
     counts = {name: draft.values[name] for name in _COUNTS if draft.values.get(name) is not None}
     counts["num_processes"] = draft.num_processes
@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _note_strangers(draft: ConfigDraft, config: Any, names: list[str]) -> None:
+def _note_strangers(draft: TrlDraft, config: Any, names: list[str]) -> None:
     """Note fields that the config has and the table does not know, and the other way round: another version of TRL."""
     for field in dataclasses.fields(config):
         if field.name not in names and default_of(field) not in (dataclasses.MISSING, getattr(config, field.name)):
@@ -108,7 +108,7 @@ def _note_strangers(draft: ConfigDraft, config: Any, names: list[str]) -> None:
         draft.differ("", f"no fields of this version of TRL, read as unset: {', '.join(lacking)}")
 
 
-def _set_keys(draft: ConfigDraft, entry: TrlConfig) -> None:
+def _set_keys(draft: TrlDraft, entry: TrlConfig) -> None:
     for name in dict.fromkeys(field.by for field in entry.fields if field.by is not None):
         DERIVED[name](draft)
     for field in entry.fields:
@@ -130,14 +130,14 @@ def _is_default(field: TrlField, entry: TrlConfig, value: Any) -> bool:
     return value in (entry.default_of(field), *field.silent)
 
 
-def _set_adapters(draft: ConfigDraft, peft_config: Any) -> None:
+def _set_adapters(draft: TrlDraft, peft_config: Any) -> None:
     if is_lora(peft_config):
         derive_lora(draft, peft_config)
     else:
         draft.refuse("peft_config", f"{type(peft_config).__name__}: adapters are those of PEFT's LoraConfig")
 
 
-def _checked(draft: ConfigDraft) -> Config:
+def _checked(draft: TrlDraft) -> Config:
     """Check the draft's keys as those of a file; raise an error that names the fields that set them."""
 
     def named(key: str, message: str) -> Problem:
@@ -145,13 +145,13 @@ def _checked(draft: ConfigDraft) -> Config:
         return Problem(origin, f"{key}: {message}") if origin else Problem(key, message)
 
     config, problems = validate(Document(nested(draft.keys)))
-    found = [(problem.key, problem.message) for problem in problems]
-    bad = {key for key, _ in found}
+    unfit = [(problem.key, problem.message) for problem in problems]
+    bad = {key for key, _ in unfit}
     idle = conflicts.no_effect(config, [key for key in draft.keys if not key.startswith(_LATER) and key not in bad])
-    found += [(key, f"has no effect: {because}") for key, because in idle]
-    found += [problem for problem in conflicts.conflicts(config) if problem[0] not in bad]
+    unfit += [(key, f"has no effect: {because}") for key, because in idle]
+    unfit += [problem for problem in conflicts.conflicts(config) if problem[0] not in bad]
     refused = {problem.key for problem in draft.problems}
-    draft.problems += [problem for problem in (named(*each) for each in found) if problem.key not in refused]
+    draft.problems += [problem for problem in (named(*each) for each in unfit) if problem.key not in refused]
     if draft.problems:
         raise ConfigError(draft.problems)
     return config
