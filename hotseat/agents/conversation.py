@@ -74,6 +74,7 @@ class Conversation:
     tokenizer: Any
     _: KW_ONLY
     chat_template: str | None = None  # instead of the tokenizer's
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # where `options` do not set them
     history: History = "append"
     when_rewritten: Callable[[], object] = lambda: None  # called when a template changes what was sampled
     max_characters: int | None = None  # of a text; longer ones are refused before they are tokenised; None: no limit
@@ -94,7 +95,7 @@ class Conversation:
         self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Mapping[str, Any] | None = None
     ) -> Context:
         """Return the context for the next answer to a conversation. options: variables of the template."""
-        images, options = _images_of(messages), options or {}
+        images, options = _images_of(messages), {**self.chat_template_kwargs, **(options or {})}
         text = self._render(messages, tools, options)
         digest = _hashed([list(tools), dict(options)])
         said: Context | None = None  # the longest answer that these messages contain

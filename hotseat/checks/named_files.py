@@ -15,7 +15,7 @@ from hotseat.checks.stage import Context, Unsupported
 from hotseat.checks.user_files import agent_problem, function_problem, reward_problem, spelling_problem
 from hotseat.checks.weight_files import weights_problem
 from hotseat.config import Config
-from hotseat.config.chat_template import chat_template_problem
+from hotseat.config.chat_template import chat_template_problem, chat_template_text, variables_problem
 from hotseat.config.conflicts import missing
 from hotseat.config.presence import (
     has_critic,
@@ -230,10 +230,12 @@ def columns(context: Context) -> Iterator[Problem]:
 
 
 def chat_template(context: Context) -> Iterator[Problem]:
-    """Find a chat template that cannot be read."""
-    template = context.config.data.chat_template
+    """Find a chat template that cannot be read, and variables that it does not have."""
+    template, names = context.config.data.chat_template, context.config.data.chat_template_kwargs
     if template is not None and (problem := chat_template_problem(template)):
         yield Problem("data.chat_template", problem)
+    elif problem := variables_problem(chat_template_text(template), names):
+        yield Problem("data.chat_template_kwargs", problem)
 
 
 def num_rows_of(config: Config) -> int | None:

@@ -64,7 +64,7 @@ PLACEMENT: Stage[PlanContext] = (
 )
 LAUNCHED_RANKS: Stage[RanksContext] = (plans.launched_ranks,)
 MODELS: Stage[Context] = (model_configs.models,)
-TOKENIZERS: Stage[TokenizerContext] = (tokenizers.readers,)
+TOKENIZERS: Stage[TokenizerContext] = (tokenizers.readers, tokenizers.chat_template_variables)
 DATA: Stage[DataContext] = (reward_columns.columns, model_configs.teachers)
 TRAINING: Stage[TrainingContext] = (capabilities.backends, capabilities.critic_warmup)
 # On the devices of the cluster, right before models load.

@@ -583,6 +583,8 @@ class DataConfig(Section):
     """Render messages with the tokenizer's chat template."""
     chat_template: Annotated[str | None, when.CHAT_TEMPLATE, when.PROMPTS] = None
     """Chat template to use instead of the tokenizer's: a Jinja template, or a file with one."""
+    chat_template_kwargs: Annotated[dict[str, Any], when.CHAT_TEMPLATE, when.PROMPTS] = {}
+    """Variables of the chat template wherever it is rendered, such as `{enable_thinking: false}`."""
     multiturn: Annotated[bool, SFT] = False
     """Learn from every assistant turn, not from the last one only (sft)."""
     pretrain_mode: Annotated[bool, SFT] = False

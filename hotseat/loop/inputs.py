@@ -350,6 +350,7 @@ def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         input_template=data.input_template,
         apply_chat_template=data.apply_chat_template,
         chat_template=_chat_template(config, tokenizer),
+        chat_template_kwargs=data.chat_template_kwargs,
         prompt_max_length=prompt_max_length(config),
         limit=prompt_limit(config),
         image_key=data.image_key,
@@ -402,6 +403,7 @@ def _examples(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         input_template=data.input_template,
         apply_chat_template=data.apply_chat_template,
         chat_template=_chat_template(config, tokenizer),
+        chat_template_kwargs=data.chat_template_kwargs,
         multiturn=data.multiturn,
         pretrain_mode=data.pretrain_mode,
         max_length=data.max_length,
@@ -421,6 +423,7 @@ def _pairs(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         input_template=data.input_template,
         apply_chat_template=data.apply_chat_template,
         chat_template=_chat_template(config, tokenizer),
+        chat_template_kwargs=data.chat_template_kwargs,
         max_length=data.max_length,
         # A reward is read at the end token. What is learned token by token must not end where it was cut.
         keep_end=config.task_entry.has_scalar_head,

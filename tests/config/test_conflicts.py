@@ -88,6 +88,7 @@ WITHOUT_EFFECT = {
     "overlap.in_flight": ("overlap: {in_flight: recompute}", "a rollout ends before"),
     "data.input_template": ("data: {input_template: 'Q {}', apply_chat_template: true}", "renders the prompt"),
     "data.chat_template": ("data: {chat_template: x}", "apply_chat_template is false"),
+    "data.chat_template_kwargs": ("data: {chat_template_kwargs: {enable_thinking: false}}", "apply_chat_template is"),
     "data.split": ("data: {split: train}", "data.path is not set"),
     "data.max_images_per_prompt": ("data: {max_images_per_prompt: 1}", "image_key"),
     "train.freeze_visual_encoder": ("train: {freeze_visual_encoder: true}", "neither is env.images"),

@@ -30,7 +30,9 @@ class Chat:
         config = on_this_device(config)
         view.stage("reading the tokenizer")
         self._tokenizer = load_tokenizer(config)
-        self._template = ChatTemplate(self._tokenizer, chat_template_text(config.data.chat_template))
+        self._template = ChatTemplate(
+            self._tokenizer, chat_template_text(config.data.chat_template), config.data.chat_template_kwargs
+        )
         self._eos = eos_token_ids(config, self._tokenizer)
         self._config = config
         self._system = system

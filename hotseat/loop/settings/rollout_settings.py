@@ -277,6 +277,7 @@ def program_settings(config: Config) -> ProgramSettings:
         sampling=agent.sampling,
         history=agent.history,
         chat_template=chat_template_text(config.data.chat_template),
+        chat_template_kwargs=config.data.chat_template_kwargs,
         tool_parser=agent.tool_parser,
         bind=agent.gateway.bind,
         advertise_url=agent.gateway.advertise_url,
