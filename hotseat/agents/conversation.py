@@ -56,7 +56,7 @@ class Context:
     messages: bytes | None = None  # digest of the messages; None: it was made of text or of tokens
     num_messages: int = 0
     images: tuple[str, ...] = ()  # files of the images in it, in order
-    stop: str | None = None  # text of the token that ended the answer; None: it was cut
+    stop: str | None = None  # text of the token that ended the answer; None: none did
 
     @cached_property
     def digest(self) -> bytes:
@@ -243,7 +243,8 @@ class Conversation:
         answer = Answer(context.token_ids, completion, is_learned, calls, context.images, is_end)
         self.answers.append(answer)
         added = self.text_of(context, completion.token_ids)
-        stop = decode(self.tokenizer, completion.token_ids[-1:]) if completion.finish == "stop" else None
+        has_end = completion.finish == "stop" and completion.stop is None  # a token that the template writes, too
+        stop = decode(self.tokenizer, completion.token_ids[-1:]) if has_end else None
         self.text = context.text + added
         if is_end:
             return

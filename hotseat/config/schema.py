@@ -52,6 +52,7 @@ Amount = Annotated[float, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0)]
 AboveOne = Annotated[float, Field(gt=1)]
 Seconds = AboveZero
+NonEmpty = Annotated[str, Field(min_length=1)]
 _FUNCTION, _CLASS = r"^.+\.py:\w+$", r"^.+:\w+$"
 FORMS = {_FUNCTION: "FILE.py:FUNCTION", _CLASS: "FILE.py:CLASS or package.module:CLASS"}  # patterns in words
 FunctionPath = Annotated[str, Field(pattern=_FUNCTION)]
@@ -454,6 +455,8 @@ class RolloutConfig(Section):
     """Sample among the k likeliest; 0 is all."""
     max_new_tokens: Annotated[Positive | None, when.TEXT] = None
     """Tokens sampled per turn at most; unset is what `data.max_length` leaves."""
+    stop: Annotated[NonEmpty | list[NonEmpty] | None, when.TEXT] = None
+    """String, or several, that end an answer, in evaluations too; its last token stays as it was sampled."""
     num_engines: Annotated[Positive | None, MayChange.ENGINE] = None
     """Engines; unset is one per device, or per `tensor_parallel_size` devices."""
     tensor_parallel_size: Annotated[Positive, when.engine_has("tensor_parallel_size"), MayChange.ENGINE] = 1

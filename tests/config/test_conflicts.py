@@ -70,6 +70,7 @@ WITHOUT_EFFECT = {
         "schedule is constant",
     ),
     "rollout.fp32_head": ("train: {dtype: fp32}\nrollout: {fp32_head: false}", "so are all logits"),
+    "rollout.stop": ("env: {path: gym}\nrollout: {stop: END}", "as many tokens as env.chunk"),
     "rollout.num_slots": ("rollout: {engine: vllm, num_slots: 5}", "sizes its own batch"),
     "algorithm.turn_credit": ("algorithm: {turn_credit: own}", "one turn"),
     "agent.turn_length": ("env: {path: gym}\nagent: {turn_length: rest}", "as many tokens as env.chunk"),

@@ -66,6 +66,19 @@ def test_answers_are_written_in_prompt_order_and_a_selection_is_taken_from_the_s
     assert all(pair["chosen"].count("7") > pair["rejected"].count("7") for pair in pairs)
 
 
+def test_answers_end_at_a_stop_string_as_they_were_sampled(here):
+    assert generate("-n", "3", output="free.jsonl") == OK
+    assert generate("-n", "3", "rollout.stop=['7', '3']") == OK
+    pairs = list(zip(read_lines(here / "free.jsonl"), read_lines(here / "answers.jsonl"), strict=True))
+    ended = 0
+    for free, stopped in pairs:
+        ends = [free["output"].find(stop) for stop in "73" if stop in free["output"]]
+        assert stopped["output"] == (free["output"][: min(ends) + 1] if ends else free["output"])
+        assert stopped["is_truncated"] == (not ends and free["is_truncated"])
+        ended += bool(ends)
+    assert 0 < ended < len(pairs)
+
+
 def test_answers_of_a_file_are_scored_by_a_reward_model_as_transformers_does(here, capsys):
     make_value_model(here / "rm")
     rows = [{"input": f"{a}+1=", "output": text} for a in (1, 2) for text in ("77", "1", "123")]

@@ -50,11 +50,13 @@ def rollout_sampling(config: Config) -> Sampling:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        stop=tuple(as_list(rollout.stop)),
     )
 
 
 def eval_sampling(config: Config) -> Sampling:
-    return Sampling(max_new_tokens=max_new_tokens(config), temperature=config.eval.temperature)
+    stop = tuple(as_list(config.rollout.stop))
+    return Sampling(max_new_tokens=max_new_tokens(config), temperature=config.eval.temperature, stop=stop)
 
 
 def engine_dtype(config: Config) -> str:
