@@ -49,7 +49,7 @@ CONFIG_AND_FILES: Stage[Context] = (
     named_files.unsupported_features,
 )
 RUN_DIRECTORY: Stage[Context] = (run_directory.is_free,)
-HUB: Stage[Context] = (hub.models_and_data,)
+HUB: Stage[Context] = (hub.push, hub.models_and_data)
 # The user's code runs for the first time, and servers are connected to.
 USER_CODE: Stage[Context] = (reward_sources.servers, reward_trial.reward_functions, reward_sources.sandbox)
 PACKAGES: Stage[Context] = (capabilities.optional_packages,)

@@ -365,5 +365,6 @@ SAVES = Condition(
     "checkpoint.every is not set, so no checkpoint is made",
 )
 SAVES_OR_RESUMES = Condition("checkpoints are made or resumed from", lambda c: c.checkpoint.is_used, SAVES.because)
+PUSHED = _is_set("push_to_hub", ", so nothing is pushed")
 RESUMES = _is("resume", True, because="{key} is false, so the run starts anew")
 RECORDED_SAMPLES = _is_above_0("samples_per_step", ", so no sample is recorded")

@@ -21,6 +21,7 @@ from hotseat.loop.opening import (
     export_models,
     folder_witness,
     open_run,
+    push_model,
     record_plan,
 )
 from hotseat.loop.start import make_view, without_collector
@@ -101,6 +102,7 @@ def _start_rl(
                 with saver.exporting():
                     export_models(run, rl_run.checkpoints.exporting, inputs.tokenizer, rl_run.num_steps)
         _remove_images(run)
+        push_model(run)
     return evaluation
 
 
@@ -129,7 +131,9 @@ def _start_supervised(config: Config, view: LiveView, template: Template | None)
             with folder_witness(context.config, run.run_dir, context.cluster.runtime == "local") as proof:
                 actor = launch_ranks(context, inputs, journal, proof)
             is_tried = are_budgets_tried(actor.call(SupervisedWorker.device_type)[0] == "cuda")
-            return train_and_export(run, inputs, actor, context.config, context.has_new_budgets and is_tried)
+            evaluation = train_and_export(run, inputs, actor, context.config, context.has_new_budgets and is_tried)
+        push_model(run)
+    return evaluation
 
 
 def _loading(config: Config, plan: Plan) -> str:

@@ -97,6 +97,7 @@ WITHOUT_EFFECT = {
     "checkpoint.keep_last": ("checkpoint: {every_minutes: 0, keep_last: 2}", "no checkpoint is made"),
     "checkpoint.background": ("checkpoint: {every_minutes: 0, background: true}", "no checkpoint is made"),
     "checkpoint.allow_changes": ("checkpoint: {allow_changes: [seed]}", "the run starts anew"),
+    "checkpoint.push_private": ("checkpoint: {push_private: false}", "push_to_hub is not set, so nothing is pushed"),
     "checkpoint.best_metric": ("checkpoint: {best_metric: x}", "eval.path is not set"),
     "log.wandb.project": ("log: {wandb: {project: p}}", "enabled is false"),
     "reward.judge.model": ("reward: {judge: {model: big}}", "reward.judge.rubric is not set"),

@@ -20,7 +20,7 @@ from hotseat.config.precision import with_dtype
 from hotseat.config.presence import has_reference
 from hotseat.errors import HotseatError, RunError, UserError
 from hotseat.loop.inputs import supervised_inputs
-from hotseat.loop.opening import OpenRun, are_budgets_tried, for_devices, open_run, stoppable
+from hotseat.loop.opening import OpenRun, are_budgets_tried, for_devices, open_run, push_model, stoppable
 from hotseat.loop.state.saving import Saver, for_ranks
 from hotseat.loop.supervised.supervised_loop import columns, train_and_export, worker_arguments
 from hotseat.loop.supervised.supervised_worker import SupervisedWorker
@@ -176,7 +176,9 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
                 return run.evaluation
             ranks.saver = run.saver
             is_tried = has_new_budgets and are_budgets_tried(memory_gib is not None)
-            return train_and_export(run, inputs, ranks, run.config, is_tried, ranks.led, lambda: ranks.is_told)
+            evaluation = train_and_export(run, inputs, ranks, run.config, is_tried, ranks.led, lambda: ranks.is_told)
+            ranks.led(lambda: push_model(run))
+            return evaluation
     finally:
         worker.close()
 
