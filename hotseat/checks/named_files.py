@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ from hotseat.config.resolved import judge_length
 from hotseat.config.unsupported import unsupported
 from hotseat.envs.family_loading import EXAMPLES, import_problem, path_problem
 from hotseat.errors import Problem
+from hotseat.model_source import stretched
 from hotseat.planning.config_plan import flow_problem
 
 # Endings of data files: a path with one of them is no name on the hub.
@@ -302,12 +304,34 @@ def length_problem(config: Config, key: str, model: str, shape: Mapping[str, Any
     if key == "reward.judge.model":
         engine = config.reward.judge.engine
         option, length, is_set = "reward.judge.engine.max_length", judge_length(config), engine.max_length is not None
-    positions = num_positions(shape)
+    scaling = config.actor.rope_scaling if model == config.actor.model else None
+    positions = num_positions(shape if scaling is None else stretched_shape(shape, scaling))
     if positions is None or length <= positions:
         return None
     default = "" if is_set else " (its default)"
     why = f"{length}{default} is above the {positions} positions of {key} {model!r}: set it to {positions} or less"
+    if scaling is not None:
+        why += f", or a larger factor in actor.rope_scaling, which is {scaling['factor']}"
+    elif key == "actor.model" and has_rotary_positions(shape):
+        factor = math.ceil(length / positions)
+        why += f", or stretch them, such as with actor.rope_scaling={{rope_type: yarn, factor: {factor}}}"
     return Problem(option, why)
+
+
+def has_rotary_positions(shape: Mapping[str, Any]) -> bool:
+    """Tell whether a model with this config.json has rotary positions that are not stretched yet."""
+    rope = shape.get("rope_parameters") or {}
+    theta = rope.get("rope_theta", shape.get("rope_theta"))
+    return theta is not None and not shape.get("rope_scaling") and rope.get("rope_type", "default") == "default"
+
+
+def stretched_shape(shape: Mapping[str, Any], scaling: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config.json of a model with the positions that it has if they are stretched."""
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    positions = shape.get("max_position_embeddings")
+    if rope.get("rope_type") == "linear" == scaling["rope_type"] and rope.get("factor") == scaling["factor"]:
+        return {"max_position_embeddings": positions}  # which are stretched already, and say nothing of those before
+    return {"max_position_embeddings": stretched(scaling, rope, positions)[1] if positions else None}
 
 
 def num_positions(shape: Mapping[str, Any]) -> int | None:

@@ -31,6 +31,7 @@ from hotseat.config.resolved import (
     shortest_kl_horizon,
     uses_k1_loss,
 )
+from hotseat.config.rope import rope_scaling_problem
 from hotseat.config.schema import Config, GraderConfig, conditions_of, tasks_of
 from hotseat.config.urls import as_list, url_problems
 from hotseat.registry.backends import BACKENDS, backend_entry
@@ -579,7 +580,19 @@ def _model_parallelism(config: Config) -> Problems:
         )
 
 
+def _rope_scaling(config: Config) -> Problems:
+    scaling = config.actor.rope_scaling
+    if scaling is not None and (problem := rope_scaling_problem(scaling)):
+        yield "actor.rope_scaling", problem
+    elif scaling is not None and has_images(config):
+        yield (
+            "actor.rope_scaling",
+            "positions of models with images have several axes, which are not stretched: unset it",
+        )
+
+
 _OF_ALL_TASKS = (
+    _rope_scaling,
     _tasks_of_environments,
     _data,
     _images_in_training,

@@ -516,7 +516,7 @@ class TransformersKind(EngineKind):
     def make(self, settings: EngineSettings, process: EngineProcess) -> Engine:
         source, dtype = settings.model, getattr(torch, settings.dtype)
         model = policy_class(source.config()).from_pretrained(
-            source.name, dtype=dtype, use_safetensors=True, **source.arguments
+            source.name, dtype=dtype, use_safetensors=True, **source.arguments, **source.own_config
         )
         return TransformersEngine(
             model,

@@ -190,7 +190,7 @@ class Core:
                 enable_sleep_mode=not is_cpu,
                 moe_backend="auto" if is_cpu else "triton",  # others keep experts in an order of their own
                 worker_extension_cls=_WORKER,
-                hf_overrides=_fp32_head(settings),
+                hf_overrides=_fp32_head(settings) | _rope(settings, model_config),
                 use_tqdm_on_load=False,
                 disable_log_stats=True,
                 seed=0,
@@ -380,12 +380,18 @@ def _import_model_class(model_config: Any) -> None:
                 ModelRegistry.register_model(name, model_class)
 
 
-def _fp32_head(settings: EngineSettings) -> dict[str, str]:
+def _fp32_head(settings: EngineSettings) -> dict[str, Any]:
     """Return the entry of a model's config by which vLLM sets the type of its head.
 
     Before 0.26 vLLM reads it only for models that do not generate, and `widen_head` does the rest.
     """
     return {"head_dtype": "float32"} if settings.fp32_head and getattr(torch, settings.dtype) in HALVES else {}
+
+
+def _rope(settings: EngineSettings, model_config: Any) -> dict[str, Any]:
+    """Return the entries of a model's config by which vLLM stretches its positions as the trainer does."""
+    names = ("rope_parameters", "max_position_embeddings") if settings.model.rope_scaling else ()
+    return {name: getattr(model_config, name) for name in names}
 
 
 def _adapters(adapters: AdapterOptions | None) -> dict[str, Any]:

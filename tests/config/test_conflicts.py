@@ -312,6 +312,18 @@ def test_every_condition_is_used():
             "agent: {path: a.py}\nalgorithm: {estimator: reinforce, turn_credit: own}",
             "algorithm.estimator is reinforce: set rloo, reinforce_baseline, group_norm, dr_grpo, or turn_credit to",
         ),
+        (
+            "actor: {rope_scaling: {rope_type: dynamic, factor: 2}}",
+            "rope_type is 'dynamic', must be one of yarn, linear",
+        ),
+        ("actor: {rope_scaling: {rope_type: yarn}}", "factor is None, must be a number above 1"),
+        ("actor: {rope_scaling: {rope_type: llama3, factor: 2}}", "llama3 needs low_freq_factor and high_freq_factor"),
+        ("actor: {rope_scaling: {rope_type: linear, factor: 2, mscale: 1}}", "mscale is no parameter of linear"),
+        ("actor: {rope_scaling: {rope_type: yarn, factor: 2, beta_fast: x}}", "beta_fast is 'x', must be a number"),
+        (
+            "actor: {rope_scaling: {rope_type: yarn, factor: 2}}\ndata: {image_key: i, max_images_per_prompt: 1}",
+            "positions of models with images have several axes",
+        ),
         ("agent: {command: []}", "empty: give a program and its arguments"),
         ("agent: {command: [a], path: a.py}", "agent.path is a.py: an episode is played by one of the two"),
         (

@@ -21,7 +21,7 @@ _ENGINE = ("engine", "num_slots", "tensor_parallel_size", "memory_share", "prefi
 _ANY = (
     *("seed", "trust_remote_code", "train.dtype", "cluster.threads_per_process", "data.max_length"),
     *("rollout.engine_args", "rollout.fp32_head", "rollout.max_new_tokens", "data.chat_template"),
-    *("data.chat_template_kwargs", "rollout.stop"),
+    *("data.chat_template_kwargs", "rollout.stop", "actor.rope_scaling"),
     *(f"rollout.{name}" for name in _ENGINE),
 )
 _SAMPLING = ("rollout.temperature", "rollout.top_p", "rollout.top_k")
