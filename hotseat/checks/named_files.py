@@ -180,7 +180,8 @@ def model_problem(name: str) -> str | None:
 
 
 def _data_paths(config: Config) -> tuple[tuple[str, str | None], ...]:
-    return ("data.path", config.data.path), ("eval.path", config.eval.path)
+    sets = ((f"eval.sets.{name}.path", each.path) for name, each in config.eval.sets.items())
+    return ("data.path", config.data.path), ("eval.path", config.eval.path), *sets
 
 
 def _parts(joined: str | None) -> list[str]:

@@ -355,7 +355,7 @@ HEAD = Condition(MASTERS.words, MASTERS.holds, "train.dtype is fp32, and so are 
 
 # Evaluation, checkpoints and logs
 EVALUATION = Condition(
-    "eval.path is set, or env.eval_seeds is above 0",
+    "eval.path or eval.sets is set, or env.eval_seeds is above 0",
     has_evaluation,
     "eval.path is not set, so nothing is evaluated (eval=null clears the section)",
 )

@@ -106,7 +106,8 @@ def _missing_in_rl(config: Config) -> Problems:
 
 
 def _tasks_of_environments(config: Config) -> Problems:
-    for key, path in (("data.path", config.data.path), ("eval.path", config.eval.path)):
+    sets = ((f"eval.sets.{name}.path", each.path) for name, each in config.eval.sets.items())
+    for key, path in (("data.path", config.data.path), ("eval.path", config.eval.path), *sets):
         try:
             numbers = task_numbers(path)
         except ValueError as error:
@@ -114,6 +115,13 @@ def _tasks_of_environments(config: Config) -> Problems:
             continue
         if numbers is not None and config.agent.environment.family is None:
             yield key, f"{path}: there is no environment; set agent.environment.family"
+
+
+def _evaluation_sets(config: Config) -> Problems:
+    for name in config.eval.sets:
+        if not re.fullmatch(r"\w[\w.-]*", name) or name == "components":
+            text = "a name of letters, digits, `-`, `_` and `.`, and not components, whose metrics would have it, too"
+            yield f"eval.sets.{name}", f"{name!r}: give {text}"
 
 
 def _gateway(config: Config) -> Problems:
@@ -602,7 +610,7 @@ _OF_ALL_TASKS = (
     _model_parallelism,
 )
 _OF_RL = (
-    *(_gateway, _players, _simulators),
+    *(_evaluation_sets, _gateway, _players, _simulators),
     *(_teachers, _filtering, _correction, _rejection, _turn_credit, _kl, _steps),
     *(_images_in_rollouts, _value_heads, _fp8_engines),
     *(_components, _overlap),

@@ -828,9 +828,24 @@ class TrainConfig(Section):
 # --- evaluation, checkpoints and logs ---------------------------------------------------------------------------------
 
 
+class EvaluationSetConfig(Section):
+    path: str
+    """File, saved data set or hub name, as `eval.path`."""
+    split: str | None = None
+    """Split to read; unset is `eval.split`."""
+    max_samples: Positive | None = None
+    """Rows used at most; unset is `eval.max_samples`."""
+    input_key: str | None = None
+    """Column of the prompt; unset is `data.input_key`."""
+    label_key: str | None = None
+    """Column passed to the reward as label; unset is `data.label_key`."""
+
+
 class EvaluationConfig(Section):
     path: Annotated[str | None, when.PROMPTS] = None
-    """Evaluation data; unset does not evaluate; `null` also ignores the rest of `eval`."""
+    """Evaluation data; unset evaluates only on `sets`, if there are any; `null` also ignores the rest of `eval`."""
+    sets: Annotated[dict[str, EvaluationSetConfig], RL, when.PROMPTS] = {}
+    """Further evaluation data by name, such as `{gsm8k: {path: ...}}`, measured as `eval/gsm8k/accuracy` and so on."""
     split: Annotated[str, when.EVALUATION, when.PROMPTS] = "test"
     """Split of the evaluation data."""
     every: Annotated[Positive | None, when.EVALUATION] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from hotseat.agents.environments.environment_agent import check_environment, environment_rows
@@ -18,7 +18,7 @@ from hotseat.config.image_paths import filler_image, image_folder, largest_image
 from hotseat.config.precision import with_dtype
 from hotseat.config.presence import has_agent, has_critic, has_simulator, task_numbers
 from hotseat.config.resolved import prompt_limit, prompt_max_length, source_of
-from hotseat.config.schema import DataConfig
+from hotseat.config.schema import DataConfig, EvaluationSetConfig
 from hotseat.data import PairReport, Row, check_lost, columns_of, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
 from hotseat.errors import TooFewDevicesError, UserError
@@ -56,6 +56,7 @@ class RlInputs(Inputs):
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
     plan: Plan  # for the devices of this machine, or those that the config names
+    eval_sets: dict[str, range]  # indices of the evaluation prompts of each named set
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ def rl_inputs(config: Config) -> RlInputs:
     batch_algebra(config, num_ranks)
     run_checks(PlanContext(config=config, plan=plan), PLACEMENT)
     tokenizer = load_tokenizer(config)
-    prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
+    prompts, eval_prompts, notes, sets = rl_prompts(config, tokenizer)
     run_checks(DataContext(config=config, prompts=prompts, eval_prompts=eval_prompts), DATA)
     algebra = batch_algebra(config, num_ranks, len(prompts))
     _check_training(config, algebra)
     notes += _left_over(config, algebra)
-    return RlInputs(tokenizer, prompts, notes, algebra, prompts, eval_prompts, plan)
+    return RlInputs(tokenizer, prompts, notes, algebra, prompts, eval_prompts, plan, sets)
 
 
 def supervised_inputs(config: Config, num_launched: int | None = None) -> SupervisedInputs:
@@ -153,18 +154,38 @@ def load_tokenizer(config: Config) -> Any:
     return tokenizer
 
 
-def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
-    """Return (prompts to learn from, prompts to evaluate on, notes for the user)."""
+def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str], dict[str, range]]:
+    """Return (prompts to learn from, prompts to evaluate on, notes for the user, indices of each set of the second)."""
     if has_simulator(config):
-        return _simulated(config, tokenizer)
+        return *_simulated(config, tokenizer), {}
     environment = environment_settings(config)
     if environment is not None and task_numbers(config.data.path) is None:
         check_environment(environment, config.agent.pass_env)
     (prompts, report), evaluation = _read(config, lambda rows: _prompts(config, tokenizer, rows))
     notes = [_described("prompts", report), *_lost(config, report, evaluation)]
-    if evaluation is None:
-        return prompts, [], notes
-    return prompts, evaluation[0], [*notes, _described("evaluation prompts", evaluation[1])]
+    held_out: list[Prompt] = []
+    if evaluation is not None:
+        held_out = evaluation[0]
+        notes.append(_described("evaluation prompts", evaluation[1]))
+    sources, sets = {prompt.source for prompt in held_out}, {}
+    for name, section in config.eval.sets.items():
+        if name in sources:
+            raise UserError(f"eval.sets.{name}: rows of eval.path have that datasource, too: give it another name")
+        added, report = _evaluation_set(config, tokenizer, section)
+        sets[name] = range(len(held_out), len(held_out) + len(added))
+        held_out += [replace(prompt, index=index) for prompt, index in zip(added, sets[name], strict=True)]
+        notes += [_described(f"evaluation prompts in {name}", report)]
+        notes += _lost(config, None, (added, report), f"eval.sets.{name}.path")
+    return prompts, held_out, notes, sets
+
+
+def _evaluation_set(config: Config, tokenizer: Any, section: EvaluationSetConfig) -> Any:
+    """Return the prompts of a named set, and the report on them."""
+    keys = {"data.input_key": section.input_key, "data.label_key": section.label_key}
+    config = config.with_options({key: value for key, value in keys.items() if value is not None})
+    max_samples = config.eval.max_samples if section.max_samples is None else section.max_samples
+    rows = _rows(config, section.path, section.split or config.eval.split, None, max_samples)
+    return _prompts(config, tokenizer, rows)
 
 
 def _simulated(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
@@ -319,14 +340,14 @@ def _label_key(config: Config) -> str | None:
     return config.data.label_key
 
 
-def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
+def _lost(config: Config, report: Any, evaluation: Any, of_evaluation: str = "eval.path") -> list[str]:
     """Return warnings about rows that are too long, to learn from and to evaluate on. Raises if too many are."""
     limit = f"data.max_length {config.data.max_length}"
     fix = "raise data.max_length"
     if config.has_rollouts:
         limit, fix = prompt_limit(config)
     notes = []
-    for source, each in (("data.path", report), ("eval.path", None if evaluation is None else evaluation[1])):
+    for source, each in (("data.path", report), (of_evaluation, None if evaluation is None else evaluation[1])):
         if each is not None:
             notes += check_lost(
                 each.lost,

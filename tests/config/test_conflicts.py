@@ -324,6 +324,9 @@ def test_every_condition_is_used():
             "actor: {rope_scaling: {rope_type: yarn, factor: 2}}\ndata: {image_key: i, max_images_per_prompt: 1}",
             "positions of models with images have several axes",
         ),
+        ("eval: {sets: {a/b: {path: x}}}", "'a/b': give a name of letters, digits"),
+        ("eval: {sets: {components: {path: x}}}", "not components, whose metrics would have it, too"),
+        ("eval: {sets: {a: {path: 'environment:0-3'}}}", "there is no environment; set agent.environment.family"),
         ("agent: {command: []}", "empty: give a program and its arguments"),
         ("agent: {command: [a], path: a.py}", "agent.path is a.py: an episode is played by one of the two"),
         (

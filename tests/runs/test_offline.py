@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hotseat.cli.ending import FAILED, OK, REFUSED
 from hotseat.cli.main import main
 from hotseat.config import loads
-from hotseat.loop.offline.evaluate import measure, pass_at
+from hotseat.loop.offline.evaluate import measure
 from hotseat.loop.offline.group_file import partial_path
+from hotseat.loop.rl.collect import pass_at
 from hotseat.loop.workers.group_facts import GroupFacts
 from hotseat.observe import LiveView, read_lines
 from hotseat.openrlhf.batch_inference import main as batch_inference

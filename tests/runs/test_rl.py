@@ -52,6 +52,22 @@ def test_a_run_learns_and_leaves_everything_behind(task):
     assert AutoTokenizer.from_pretrained(directory / "model")("1+2=")["input_ids"]
 
 
+def test_evaluation_sets_have_metrics_of_their_own_and_may_choose_the_best_checkpoint(task, capsys):
+    (task / "first.jsonl").write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:2]))
+    records = run(
+        task,
+        f"eval.sets={{sums: {{path: {task}/prompts.jsonl}}, first: {{path: {task}/first.jsonl}}}}",
+        "checkpoint.best_metric=first/accuracy",
+        "checkpoint.every=1",
+    )
+    for record in (records[0], records[-1]):
+        together = (record["eval/sums/reward"] * 8 + record["eval/first/reward"] * 2) / 10
+        assert record["eval/reward"] == pytest.approx(together)
+        assert {"eval/sums/accuracy", "eval/first/pass@2", "eval/first/pass@4", "eval/accuracy"} <= record.keys()
+    assert "first 0." in capsys.readouterr().out
+    assert "eval/first/accuracy" in (task / "runs" / "run" / "report.html").read_text()
+
+
 def test_the_same_seed_gives_the_same_curve_to_the_last_digit(task):
     first, second = run(task, "name=a"), run(task, "name=b")
     timing = ("time/", "memory/", "sync/", "step_s", "tokens_per_s")

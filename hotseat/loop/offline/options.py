@@ -35,7 +35,7 @@ _OWN = {
 }
 # Nothing is trained: a prompt needs no group of answers, and answers no critic.
 _ESTIMATOR = next(name for name, entry in ESTIMATORS.items() if not entry.needs_group and not entry.needs_critic)
-_NO_EFFECT = ("agent.max_concurrent",)
+_NO_EFFECT = ("agent.max_concurrent", "eval.sets")
 
 
 def offline_config(
@@ -53,6 +53,7 @@ def offline_config(
     """
     _check_overrides(command, overrides)
     values = {} if file is None else _picked(command, load(file).model_dump(mode="json", exclude_defaults=True))
+    values.get("eval", {}).pop("sets", None)  # here `data` is evaluated
     settings = {
         "actor.model": model,
         "data.path": data,
@@ -121,7 +122,9 @@ def _check_overrides(command: str, overrides: Sequence[str]) -> None:
 
 
 def _is_own(command: str, key: str) -> bool:
-    return key not in _NO_EFFECT and any(key == own or key.startswith(f"{own}.") for own in _OWN[command])
+    if any(key == other or key.startswith(f"{other}.") for other in _NO_EFFECT):
+        return False
+    return any(key == own or key.startswith(f"{own}.") for own in _OWN[command])
 
 
 def _picked(command: str, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

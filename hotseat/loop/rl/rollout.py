@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from hotseat.config import Config
 from hotseat.config.presence import has_accuracy, needs_siblings
 from hotseat.errors import RunError
 from hotseat.loop.rl.canary import CanaryGuard
-from hotseat.loop.rl.collect import GroupFilter, add_rewards, evaluation_metrics
+from hotseat.loop.rl.collect import GroupFilter, add_rewards, metrics_of_sets
 from hotseat.loop.rl.components import Components
 from hotseat.loop.rl.groups import Groups, in_order_of
 from hotseat.loop.rl.meter import PhaseMeter
@@ -97,10 +97,14 @@ class RolloutRunner:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Samples the answers to the evaluation prompts, with the same seeds each time."""
+    """Samples the answers to the evaluation prompts, with the same seeds each time.
+
+    sets: by name, the indices of prompts that are measured apart.
+    """
 
     runner: RolloutRunner
     prompts: Sequence[Prompt]
+    sets: Mapping[str, range] = field(default_factory=dict)
 
     def run(self) -> dict[str, float]:
         """Return the metrics of an evaluation. Raises if too many samples failed."""
@@ -124,7 +128,7 @@ class Evaluation:
                 f"components dropped all {len(groups)} groups of the evaluation, so there is nothing to measure: have"
                 " them drop fewer, or set their evaluates to false"
             )
-        metrics = evaluation_metrics(kept, num_samples, has_full_reward=has_accuracy(config))
+        metrics = metrics_of_sets(kept, num_samples, self.sets, has_full_reward=has_accuracy(config))
         components = self.runner.components
         return metrics if components is None else metrics | components.metrics(is_evaluation=True)
 
