@@ -58,6 +58,7 @@ PLACEMENT: Stage[PlanContext] = (
     plans.ranks_in_one_process,
     plans.reference_of_preferences,
     plans.host_memory,
+    plans.loading_memory,
     plans.transport,
     plans.user_functions,
     plans.components,
@@ -69,6 +70,8 @@ DATA: Stage[DataContext] = (reward_columns.columns, model_configs.teachers)
 TRAINING: Stage[TrainingContext] = (capabilities.backends, capabilities.critic_warmup)
 # On the devices of the cluster, right before models load.
 DEVICES: Stage[DeviceContext] = (capabilities.fp8, capabilities.engine_dtype)
+# Of commands without training, on the devices of this machine.
+ENGINE_ALONE: Stage[DeviceContext] = (plans.engine_memory,)
 
 
 def startup_problems(config: Config) -> list[Problem]:
