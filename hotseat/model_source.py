@@ -69,6 +69,8 @@ def stretched(scaling: Mapping[str, Any], before: Mapping[str, Any], positions: 
     parameters |= scaling
     if scaling["rope_type"] == "linear":
         parameters.pop("original_max_position_embeddings", None)  # which transformers does not take there
+        if before.get("rope_type") == "linear":  # whose positions are stretched already
+            return parameters, int(positions / before["factor"] * scaling["factor"])
     else:
         parameters["original_max_position_embeddings"] = original
     return parameters, int(original * scaling["factor"])

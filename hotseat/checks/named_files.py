@@ -330,8 +330,6 @@ def stretched_shape(shape: Mapping[str, Any], scaling: Mapping[str, Any]) -> Map
     """Return a config.json of a model with the positions that it has if they are stretched."""
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     positions = shape.get("max_position_embeddings")
-    if rope.get("rope_type") == "linear" == scaling["rope_type"] and rope.get("factor") == scaling["factor"]:
-        return {"max_position_embeddings": positions}  # which are stretched already, and say nothing of those before
     return {"max_position_embeddings": stretched(scaling, rope, positions)[1] if positions else None}
 
 

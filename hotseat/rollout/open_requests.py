@@ -49,13 +49,12 @@ class EngineSequence:
 
     def num_up_to_stop(self, token_ids: Sequence[int]) -> int:
         """Count these new tokens up to the one that completes a stop string; all of them if none does."""
-        if self.stop_strings is None:
-            return len(token_ids)
-        sampled = list(self.token_ids)
+        assert self.stop_strings is not None, "nothing to look for"
         for count, token in enumerate(token_ids, start=1):
-            sampled.append(token)
-            if self.stop_strings.completed(self.prompt, sampled) is not None:
-                return count
+            if self.stop_strings.may_complete(token):
+                sampled = [*self.token_ids, *token_ids[:count]]
+                if self.stop_strings.completed(self.prompt, sampled) is not None:
+                    return count
         return len(token_ids)
 
     def extend(
@@ -69,8 +68,8 @@ class EngineSequence:
             return "stop"
         if self.stop_strings is not None:
             self.stop = self.stop_strings.completed(self.prompt, self.token_ids)
-        if self.stop is not None:
-            return "stop"
+            if self.stop is not None:
+                return "stop"
         return "length" if len(self.token_ids) == self.max_new_tokens else None
 
     def completion(self, finish: Literal["stop", "length", "abort"]) -> Completion:

@@ -22,23 +22,23 @@ class StopStrings:
         self._strings = tuple(strings)
         self._num_tokens = max(len(each.encode()) for each in strings) + _MORE  # a token has a byte or more
         self._ends = {each[-1] for each in strings}
-        self._may_complete: dict[int, bool] = {}  # by token
+        self._known: dict[int, bool] = {}  # by token
 
     def completed(self, prompt: Sequence[int], sampled: Sequence[int]) -> str | None:
         """Return the string that is in the text of the last sampled tokens; None if none of them is."""
-        if not sampled or not self._may(sampled[-1]):
+        if not sampled or not self.may_complete(sampled[-1]):
             return None
         start = max(0, len(sampled) - self._num_tokens)
-        before = sampled[:start] if start > _MORE else [*prompt[-_MORE:], *sampled[:start]]
+        before = sampled[start - _MORE : start] if start > _MORE else [*prompt[-_MORE:], *sampled[:start]]
         text = decode_after(self._tokenizer, before, sampled[start:])
         found = [(text.find(each) + len(each), each) for each in self._strings if each in text]
         return min(found)[1] if found else None
 
-    def _may(self, token: int) -> bool:
+    def may_complete(self, token: int) -> bool:
         """Tell whether a token may be the last one of a string, by its text alone: most are none, and cost nothing."""
-        known = self._may_complete.get(token)
+        known = self._known.get(token)
         if known is None:
             text = decode(self._tokenizer, [token])
-            is_unclear = not text or _NO_TEXT in text or any(end.isspace() for end in self._ends)
-            known = self._may_complete[token] = is_unclear or not self._ends.isdisjoint(text)
+            is_unclear = not text or _NO_TEXT in text or " " in self._ends  # some tokens lose their spaces alone
+            known = self._known[token] = is_unclear or not self._ends.isdisjoint(text)
         return known

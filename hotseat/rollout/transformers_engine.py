@@ -182,7 +182,8 @@ class TransformersEngine(Engine):
         num_sampled = 0
         for slot, sequence in active:
             limit = min(int(counts[slot]), sequence.max_new_tokens - len(sequence.token_ids))
-            limit = sequence.num_up_to_stop(by_row[slot][:limit])
+            if sequence.stop_strings is not None:
+                limit = sequence.num_up_to_stop(by_row[slot][:limit])
             count = min(limit, num_finite[slot])
             finish = sequence.extend(by_row[slot][:count], scores[slot][:count], self._serving.version)
             num_sampled += count

@@ -84,11 +84,20 @@ def _content(file: Path) -> Path | bytes:
         values = json.loads(text)
     except ValueError:
         return file
+    shown = _without_paths(values)
+    return file if shown == values else json.dumps(shown, indent=2, ensure_ascii=False).encode()
+
+
+def _without_paths(values: Any) -> Any:
+    """Return JSON in which the names of models are without folders."""
+    if isinstance(values, list):
+        return [_without_paths(value) for value in values]
     if not isinstance(values, dict):
-        return file
-    shown = {name: _named(str(values[name])) for name in _PATHS if isinstance(values.get(name), str)}
-    shown = {name: value for name, value in shown.items() if value != values[name]}
-    return json.dumps({**values, **shown}, indent=2, ensure_ascii=False).encode() if shown else file
+        return values
+    return {
+        name: _named(value) if name in _PATHS and isinstance(value, str) else _without_paths(value)
+        for name, value in values.items()
+    }
 
 
 def _named(model: str) -> str:

@@ -177,7 +177,8 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
             ranks.saver = run.saver
             is_tried = has_new_budgets and are_budgets_tried(memory_gib is not None)
             evaluation = train_and_export(run, inputs, ranks, run.config, is_tried, ranks.led, lambda: ranks.is_told)
-            ranks.led(lambda: push_model(run))
+            if ranks.is_first:
+                push_model(run)
             return evaluation
     finally:
         worker.close()
