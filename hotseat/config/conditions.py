@@ -246,6 +246,9 @@ AGENT = Condition(
     has_agent,
     "none of agent.path, agent.command and agent.environment is set, so an episode has one turn",
 )
+NO_AGENT = Condition(
+    "no agent plays", lambda c: not has_agent(c), "an agent, an environment or a simulator plays, and asks by itself"
+)
 PROGRAM = Condition(
     "an agent or an environment plays",
     lambda c: has_agent(c) and not has_simulator(c),

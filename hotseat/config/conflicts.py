@@ -25,6 +25,7 @@ from hotseat.config.presence import (
 from hotseat.config.resolved import (
     STEPS,
     correction_kind,
+    max_new_tokens,
     max_sampled_tokens,
     overlap_queue,
     ratio_step,
@@ -313,6 +314,10 @@ def _steps(config: Config) -> Problems:
 
 def _data(config: Config) -> Problems:
     data, whole, answer = config.data, config.data.max_length, config.rollout.max_new_tokens
+    thinking = config.rollout.max_thinking_tokens
+    if config.has_rollouts and thinking is not None and thinking >= max_new_tokens(config):
+        text = f"{thinking} leaves no token for the answer: an answer may have {max_new_tokens(config)} in all"
+        yield "rollout.max_thinking_tokens", f"{text} (rollout.max_new_tokens)"
     if data.prompt_max_length is not None and data.prompt_max_length >= whole:
         text = f"{data.prompt_max_length} leaves no token to sample within data.max_length {whole}"
         yield "data.prompt_max_length", text

@@ -70,6 +70,7 @@ WITHOUT_EFFECT = {
         "schedule is constant",
     ),
     "rollout.fp32_head": ("train: {dtype: fp32}\nrollout: {fp32_head: false}", "so are all logits"),
+    "rollout.max_thinking_tokens": ("agent: {path: a.py}\nrollout: {max_thinking_tokens: 5}", "asks by itself"),
     "rollout.stop": ("env: {path: gym}\nrollout: {stop: END}", "as many tokens as env.chunk"),
     "rollout.num_slots": ("rollout: {engine: vllm, num_slots: 5}", "sizes its own batch"),
     "algorithm.turn_credit": ("algorithm: {turn_credit: own}", "one turn"),
@@ -327,6 +328,7 @@ def test_every_condition_is_used():
         ("eval: {sets: {a/b: {path: x}}}", "'a/b': give a name of letters, digits"),
         ("eval: {sets: {components: {path: x}}}", "not components, whose metrics would have it, too"),
         ("eval: {sets: {a: {path: 'environment:0-3'}}}", "there is no environment; set agent.environment.family"),
+        ("rollout: {max_new_tokens: 20, max_thinking_tokens: 20}", "20 leaves no token for the answer: an answer may"),
         ("agent: {command: []}", "empty: give a program and its arguments"),
         ("agent: {command: [a], path: a.py}", "agent.path is a.py: an episode is played by one of the two"),
         (

@@ -103,6 +103,7 @@ class Answerer:
             max_steps=self._host.max_turns,
             programs=self._host.programs,
             preparer=make_image_preparer(self._host.images, self._host.tokenizer, prepared.tokenizer),
+            max_thinking_tokens=self._host.max_thinking_tokens,
         )
         self._reward = make_scorer(self._host.scorers)
         try:

@@ -26,7 +26,10 @@ _ANY = (
 )
 _SAMPLING = ("rollout.temperature", "rollout.top_p", "rollout.top_k")
 _COLUMNS = ("input_key", "label_key", "input_template", "apply_chat_template", "prompt_max_length", "probs")
-_PROMPTS = (*(f"data.{name}" for name in _COLUMNS), "data.max_lost_fraction", "agent", "reward")
+_PROMPTS = (
+    *(f"data.{name}" for name in _COLUMNS),
+    *("data.max_lost_fraction", "rollout.max_thinking_tokens", "agent", "reward"),
+)
 _OWN = {
     "generate": (*_ANY, *_SAMPLING, *_PROMPTS, "data.split", "data.max_samples", "rollout.samples_per_prompt"),
     "eval": (*_ANY, *_PROMPTS, "eval"),

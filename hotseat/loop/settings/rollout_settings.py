@@ -188,6 +188,7 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         simulation=simulation_settings(config) if has_simulator(config) else None,
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
+        max_thinking_tokens=config.rollout.max_thinking_tokens,
         images=_host_images(config, run_dir),
     )
 

@@ -54,6 +54,7 @@ class HostSettings:
     simulation: SimulationSettings | None = None  # episodes are played in simulators
     spool: str | None = None  # folder for finished groups; None: they stay in memory
     kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
+    max_thinking_tokens: int | None = None  # of an answer, where no agent plays; None: no bound
     images: HostImages | None = None  # for environments that show some; None: the run has none, or no environment
 
 
@@ -75,6 +76,7 @@ class RolloutHost:
             max_steps=settings.max_turns,
             programs=settings.programs,
             preparer=make_image_preparer(settings.images, settings.tokenizer, tokenizer),
+            max_thinking_tokens=settings.max_thinking_tokens,
         )
         self._settings = settings
         self._agents: AgentHost | None = None
