@@ -105,6 +105,7 @@ class Sampling:
     top_k: int = 0  # 0 is all
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()  # strings that end the completion, with the token that completes one as its last
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class Completion:
     finish: Literal["stop", "length", "abort"]
     # When it was asked for and answered, in seconds after the episode began; None where no episode asked.
     span_s: tuple[float, float] | None = field(default=None, compare=False)
+    stop: str | None = None  # the stop string that ended it; None: a stop token did, or it was cut
 
 
 # --- episodes ---------------------------------------------------------------------------------------------------------

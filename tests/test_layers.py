@@ -64,6 +64,7 @@ ALLOWED_SIBLINGS = {
     ("registry", "errors"),
     ("registry", "user_functions"),
     ("vision", "errors"),
+    ("model_source", "errors"),
     ("user_functions", "errors"),
 }
 

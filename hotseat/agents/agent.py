@@ -40,8 +40,8 @@ class SampleFunction(Protocol):
         when_sampled: called in the event loop with all tokens so far, whenever there are more of them; where the engine
         cannot say, never.
 
-        An agent may ask for fewer tokens or other stop tokens than the run does; temperature, top-p and top-k are the
-        run's, because the trainer computes log-probs under them.
+        An agent may ask for fewer tokens, other stop tokens or strings than the run does; temperature, top-p and top-k
+        are the run's, because the trainer computes log-probs under them.
         """
 
 

@@ -17,6 +17,7 @@ from hotseat.agents.agent import Agent, AgentError, SingleTurn
 from hotseat.agents.gateway.program_session import ProgramSettings, ServedPolicy
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import Environment, MultiTurn
+from hotseat.agents.thinking import BudgetedThinking
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.user_functions import described, located
 
@@ -32,12 +33,14 @@ def load_agent(
     max_steps: int | None = None,
     programs: ProgramSettings | None = None,
     preparer: ImagePreparer | None = None,
+    max_thinking_tokens: int | None = None,
 ) -> Agent:
     """Load the agent in `FILE.py`, or the class NAME in it (`FILE.py:NAME`). Without a file it is `SingleTurn`.
 
     programs: settings of agents that are programs; if they have a command or an environment, that is the agent.
 
-    preparer: prepares images of environments; None: the run has no images.
+    preparer: prepares images of environments; None: the run has no images. max_thinking_tokens: without any agent, the
+    tokens after which thinking is ended; None: no bound.
 
     `max_length` is the most tokens that a context and the answer to it may have together, `max_steps` the most turns.
     A user's own `Agent` gets those of tokenizer, max_length and max_steps that its constructor has parameters for.
@@ -53,6 +56,8 @@ def load_agent(
 
         return Program(policy())
     if path is None:
+        if max_thinking_tokens is not None:
+            return BudgetedThinking(tokenizer, max_thinking_tokens, max_length)
         return SingleTurn(tokenizer)
     file, class_name = located(str(path))
     source = AgentFile(file)

@@ -57,7 +57,7 @@ class Context:
     messages: bytes | None = None  # digest of the messages; None: it was made of text or of tokens
     num_messages: int = 0
     images: tuple[str, ...] = ()  # files of the images in it, in order
-    stop: str | None = None  # text of the token that ended the answer; None: it was cut
+    stop: str | None = None  # text of the token that ended the answer; None: none did
 
     @cached_property
     def digest(self) -> bytes:
@@ -75,6 +75,7 @@ class Conversation:
     tokenizer: Any
     _: KW_ONLY
     chat_template: str | None = None  # instead of the tokenizer's
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # where `options` do not set them
     history: History = "append"
     when_rewritten: Callable[[], object] = lambda: None  # called when a template changes what was sampled
     max_characters: int | None = None  # of a text; longer ones are refused before they are tokenised; None: no limit
@@ -95,7 +96,7 @@ class Conversation:
         self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Mapping[str, Any] | None = None
     ) -> Context:
         """Return the context for the next answer to a conversation. options: variables of the template."""
-        images, options = _images_of(messages), options or {}
+        images, options = _images_of(messages), {**self.chat_template_kwargs, **(options or {})}
         text = self._render(messages, tools, options)
         digest = _hashed([list(tools), dict(options)])
         said: Context | None = None  # the longest answer that these messages contain
@@ -243,7 +244,8 @@ class Conversation:
         answer = Answer(context.token_ids, completion, is_learned, calls, context.images, is_end)
         self.answers.append(answer)
         added = self.text_of(context, completion.token_ids)
-        stop = decode(self.tokenizer, completion.token_ids[-1:]) if completion.finish == "stop" else None
+        has_end = completion.finish == "stop" and completion.stop is None  # a token that the template writes, too
+        stop = decode(self.tokenizer, completion.token_ids[-1:]) if has_end else None
         self.text = context.text + added
         if is_end:
             return

@@ -1,4 +1,4 @@
-"""Checks that models and data sets can be fetched from the hub, before a library tries for a minute."""
+"""Checks that models and data can be fetched from the hub, and pushed to it, before a library tries for a minute."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from hotseat.errors import Problem
 
 ENDPOINT = "https://huggingface.co"
 OFFLINE = "HF_HUB_OFFLINE"
+TOKEN = "HF_TOKEN"
+_REPO = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _CONNECT_TIMEOUT_S = 4.0
 _ON = ("1", "ON", "YES", "TRUE")
 # Environment variables that prevent fetching, by what would be fetched.
@@ -26,6 +28,47 @@ _SWITCHES = {
     "data": (OFFLINE, "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"),
 }
 _UNREACHABLE = "this machine is offline"
+
+
+def push(context: CheckContext) -> Iterator[Problem]:
+    """Find why the model could not be pushed at the end of a run."""
+    repo = context.config.checkpoint.push_to_hub
+    # Of several ranks that a launcher started, one asks.
+    if repo is not None and os.environ.get("RANK", "0") == "0" and (problem := push_problem(repo, os.environ)):
+        yield Problem("checkpoint.push_to_hub", problem)
+
+
+def push_problem(repo: str, env: Mapping[str, str], timeout_s: float = _CONNECT_TIMEOUT_S) -> str | None:
+    """Return why nothing can be pushed to a repository, as far as the hub says before; None if it can."""
+    if not _REPO.fullmatch(repo) or "--" in repo or ".." in repo:
+        return f"{repo!r} is no repository: give NAME or USER/NAME, of letters, digits, `-`, `_` and `.`"
+    token, endpoint = env.get(TOKEN), env.get("HF_ENDPOINT") or ENDPOINT
+    if not token:
+        return f"{TOKEN} is not set in the environment: set it to a token that may write, of {endpoint}/settings/tokens"
+    if env.get(OFFLINE, "").upper() in _ON:
+        return f"{OFFLINE} is set, so nothing is pushed: unset it"
+    if not is_reachable(endpoint, timeout_s):
+        return f"{_UNREACHABLE}: {urllib.parse.urlsplit(endpoint).hostname} cannot be reached"
+    from huggingface_hub import HfApi
+
+    try:
+        who = HfApi(endpoint=endpoint, token=token).whoami()
+    except Exception as error:  # of the library and its transports, of which there are several
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            return f"{TOKEN} is refused by {endpoint}: make a token that may write at {endpoint}/settings/tokens"
+        return f"{endpoint} does not say whose {TOKEN} is: {type(error).__name__}: {str(error).splitlines()[:1]}"
+    if ((who.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
+        return f"{TOKEN} may only read: make a token that may write at {endpoint}/settings/tokens"
+    owner, names = repo.rpartition("/")[0], [str(each.get("name")) for each in (who, *(who.get("orgs") or ()))]
+    if owner and owner not in names:
+        return f"{TOKEN} is of {names[0]}, who may write to {', '.join(names)}: {owner} is none of these"
+    return None
+
+
+def is_hub_name(name: str) -> bool:
+    """Tell whether a model's name is one on the hub, and no folder of this machine."""
+    return _REPO.fullmatch(name) is not None and not Path(name).exists()
 
 
 def models_and_data(context: CheckContext) -> Iterator[Problem]:

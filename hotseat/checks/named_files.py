@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from hotseat.checks.user_files import (
 )
 from hotseat.checks.weight_files import weights_problem
 from hotseat.config import Config
-from hotseat.config.chat_template import chat_template_problem
+from hotseat.config.chat_template import chat_template_problem, chat_template_text, variables_problem
 from hotseat.config.conflicts import missing
 from hotseat.config.presence import (
     has_critic,
@@ -36,6 +37,7 @@ from hotseat.config.resolved import judge_length
 from hotseat.config.unsupported import unsupported
 from hotseat.envs.family_loading import FAMILIES, import_problem, path_problem
 from hotseat.errors import Problem
+from hotseat.model_source import stretched
 from hotseat.planning.config_plan import flow_problem
 from hotseat.user_functions import is_of_script
 
@@ -179,7 +181,8 @@ def model_problem(name: str) -> str | None:
 
 
 def _data_paths(config: Config) -> tuple[tuple[str, str | None], ...]:
-    return ("data.path", config.data.path), ("eval.path", config.eval.path)
+    sets = ((f"eval.sets.{name}.path", each.path) for name, each in config.eval.sets.items())
+    return ("data.path", config.data.path), ("eval.path", config.eval.path), *sets
 
 
 def _parts(joined: str | None) -> list[str]:
@@ -231,8 +234,12 @@ def columns(context: CheckContext) -> Iterator[Problem]:
 
 
 def chat_template(context: CheckContext) -> Iterator[Problem]:
-    """Find a chat template that cannot be read."""
-    return problem_of("data.chat_template", chat_template_problem(context.config.data.chat_template))
+    """Find a chat template that cannot be read, and variables that it does not have."""
+    template, names = context.config.data.chat_template, context.config.data.chat_template_kwargs
+    if template is not None and (problem := chat_template_problem(template)):
+        yield Problem("data.chat_template", problem)
+    elif problem := variables_problem(chat_template_text(template), names):
+        yield Problem("data.chat_template_kwargs", problem)
 
 
 def num_rows_of(config: Config) -> int | None:
@@ -304,12 +311,32 @@ def length_problem(config: Config, key: str, model: str, shape: Mapping[str, Any
     if key == "reward.judge.model":
         engine = config.reward.judge.engine
         option, length, is_set = "reward.judge.engine.max_length", judge_length(config), engine.max_length is not None
-    positions = num_positions(shape)
+    scaling = config.actor.rope_scaling if model == config.actor.model else None
+    positions = num_positions(shape if scaling is None else stretched_shape(shape, scaling))
     if positions is None or length <= positions:
         return None
     default = "" if is_set else " (its default)"
     why = f"{length}{default} is above the {positions} positions of {key} {model!r}: set it to {positions} or less"
+    if scaling is not None:
+        why += f", or a larger factor in actor.rope_scaling, which is {scaling['factor']}"
+    elif key == "actor.model" and has_rotary_positions(shape):
+        factor = math.ceil(length / positions)
+        why += f", or stretch them, such as with actor.rope_scaling={{rope_type: yarn, factor: {factor}}}"
     return Problem(option, why)
+
+
+def has_rotary_positions(shape: Mapping[str, Any]) -> bool:
+    """Tell whether a model with this config.json has rotary positions that are not stretched yet."""
+    rope = shape.get("rope_parameters") or {}
+    theta = rope.get("rope_theta", shape.get("rope_theta"))
+    return theta is not None and not shape.get("rope_scaling") and rope.get("rope_type", "default") == "default"
+
+
+def stretched_shape(shape: Mapping[str, Any], scaling: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config.json of a model with the positions that it has if they are stretched."""
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    positions = shape.get("max_position_embeddings")
+    return {"max_position_embeddings": stretched(scaling, rope, positions)[1] if positions else None}
 
 
 def num_positions(shape: Mapping[str, Any]) -> int | None:

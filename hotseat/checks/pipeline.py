@@ -49,7 +49,7 @@ CONFIG_AND_FILES: Stage[CheckContext] = (
     named_files.unsupported_features,
 )
 RUN_DIRECTORY: Stage[CheckContext] = (run_directory.is_free,)
-HUB: Stage[CheckContext] = (hub.models_and_data,)
+HUB: Stage[CheckContext] = (hub.push, hub.models_and_data)
 # The user's code runs for the first time, and servers are connected to.
 USER_CODE: Stage[CheckContext] = (reward_sources.servers, reward_trial.reward_functions, reward_sources.sandbox)
 PACKAGES: Stage[CheckContext] = (capabilities.optional_packages,)
@@ -58,17 +58,20 @@ PLACEMENT: Stage[PlanContext] = (
     plans.ranks_in_one_process,
     plans.reference_of_preferences,
     plans.host_memory,
+    plans.loading_memory,
     plans.transport,
     plans.user_functions,
     plans.components,
 )
 LAUNCHED_RANKS: Stage[RanksContext] = (plans.launched_ranks,)
 MODELS: Stage[CheckContext] = (model_configs.models,)
-TOKENIZERS: Stage[TokenizerContext] = (tokenizers.readers,)
+TOKENIZERS: Stage[TokenizerContext] = (tokenizers.readers, tokenizers.chat_template_variables)
 DATA: Stage[DataContext] = (reward_columns.columns, model_configs.teachers)
 TRAINING: Stage[TrainingContext] = (capabilities.backends, capabilities.critic_warmup)
 # On the devices of the cluster, right before models load.
 DEVICES: Stage[DeviceContext] = (capabilities.fp8, capabilities.engine_dtype)
+# Of commands without training, on the devices of this machine.
+ENGINE_ALONE: Stage[DeviceContext] = (plans.engine_memory,)
 
 
 def startup_problems(config: Config) -> list[Problem]:

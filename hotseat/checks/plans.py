@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-from hotseat.checks.stage import PlanContext, RanksContext
+from hotseat.checks.stage import DeviceContext, PlanContext, RanksContext
+from hotseat.checks.weight_files import loaded_bytes
 from hotseat.config import Config
-from hotseat.config.precision import with_dtype
+from hotseat.config.precision import Dtype, dtype_of, with_dtype
+from hotseat.config.presence import has_critic
+from hotseat.config.resolved import critic_model
 from hotseat.errors import PlacementError, Problem
 from hotseat.machine import available_bytes, has_gpu
 from hotseat.placement.memory_terms import GIB
@@ -85,6 +89,56 @@ def host_memory(context: PlanContext, available: int | None = None) -> Iterator[
         f" {available / GIB:.1f} GiB are available: choose a smaller model, set train.lora.rank, leave out roles, or"
         " run it on a machine with more memory or with GPUs",
     )
+
+
+def loading_memory(context: PlanContext, available: int | None = None, on_gpu: bool | None = None) -> Iterator[Problem]:
+    """Find that ranks on the GPUs of this machine need more host memory to load a model than it has.
+
+    Every rank loads the whole model before it keeps its share, and waits for the others then. A run that could work is
+    never refused: counted are models in folders, weights that are converted, since others may stay in their files, and
+    the largest role, since the ranks of two may load one after another. available, on_gpu: None: as measured now.
+    """
+    if is_cluster_there(context.config) or not (has_gpu() if on_gpu is None else on_gpu):
+        return
+    available = available_bytes() if available is None else available
+    config = with_dtype(context.config, has_gpus=True)
+    models = {"actor": config.actor.model, "critic": critic_model(config) if has_critic(config) else None}
+    for role in context.plan.roles:
+        model = models.get(role.name)
+        num_ranks = sum(process.node == 0 for process in role.processes)
+        dtype = _loaded_as(config)
+        needed = num_ranks * loaded_bytes(Path(model), dtype, are_kept=True) if model is not None else 0
+        if available and needed > available:
+            yield Problem(
+                f"{role.name}.model",
+                f"{num_ranks} ranks of this machine each load {model!r} as {dtype} before they keep their share of it,"
+                f" which takes {needed / GIB:.1f} GiB of host memory, and {available / GIB:.1f} GiB are available:"
+                " train adapters (train.lora.rank), whose base loads in 16 bits, choose a smaller model or fewer ranks"
+                " on a machine, or use one with more memory",
+            )
+
+
+def _loaded_as(config: Config) -> Dtype:
+    """Return the type in which ranks that train load a model."""
+    train, dtype = config.train, dtype_of(config)
+    is_exact = train.lora.rank == 0 and (dtype == "fp16" or train.fp32_master)
+    return "fp32" if is_exact else dtype
+
+
+def engine_memory(context: DeviceContext, available: int | None = None) -> Iterator[Problem]:
+    """Find that an engine of a command without training needs more memory on the CPUs of this machine than it has."""
+    config, available = context.config, available_bytes() if available is None else available
+    if context.on_gpu or config.actor.model is None:
+        return
+    dtype = dtype_of(config)
+    needed = loaded_bytes(Path(config.actor.model), dtype)
+    if available and needed > available:
+        yield Problem(
+            "actor.model",
+            f"its weights take {needed / GIB:.1f} GiB of host memory as {dtype}, and {available / GIB:.1f} GiB are"
+            " available: choose a smaller model, set train.dtype to bf16, or use a machine with more memory or with"
+            " GPUs",
+        )
 
 
 def transport(context: PlanContext) -> Iterable[Problem]:

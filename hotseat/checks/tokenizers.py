@@ -1,4 +1,4 @@
-"""Checks that critic, reference and reward model can read the tokens of the policy and take its pixels."""
+"""Checks that critic, reference and reward model can read the policy's tokens and pixels, and its chat template."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from hotseat.checks.stage import TokenizerContext
 from hotseat.config import Config
+from hotseat.config.chat_template import variables_problem
 from hotseat.config.presence import has_critic, has_images, has_reference, has_reward_model
 from hotseat.config.resolved import critic_model, source_of
 from hotseat.errors import Problem, UserError
@@ -45,6 +46,21 @@ def readers(context: TokenizerContext) -> Iterator[Problem]:
             )
     if has_images(config) and others:
         yield from _images(config, tokenizer, others)
+
+
+def chat_template_variables(context: TokenizerContext) -> Iterator[Problem]:
+    """Find variables that the tokenizer's chat template does not have."""
+    from hotseat.data.images import processor_template
+
+    data, template = context.config.data, context.tokenizer.chat_template
+    if not data.chat_template_kwargs or data.chat_template is not None:
+        return
+    if not template and data.image_key is not None and context.config.actor.model is not None:
+        template = processor_template(context.config.actor.model)
+    if template:
+        texts = list(template.values()) if isinstance(template, dict) else [template]  # some have several by name
+        if problem := variables_problem("\n".join(texts), data.chat_template_kwargs):
+            yield Problem("data.chat_template_kwargs", problem)
 
 
 def _images(config: Config, tokenizer: Any, others: Mapping[str, str]) -> Iterator[Problem]:

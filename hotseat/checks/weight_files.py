@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_STORED = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # as safetensors names them
+_NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MAX_HEADER = 100_000_000  # bytes, as in the library
 _AGAIN = "copy or download it again"
 
@@ -31,6 +34,24 @@ def weights_problem(folder: Path) -> str | None:
             " (load it with transformers, then save_pretrained)"
         )
     return f"{folder} has a config.json but no weights: there is neither {SINGLE} nor {INDEX} in it"
+
+
+def loaded_bytes(folder: Path, dtype: str, *, are_kept: bool = False) -> int:
+    """Return the bytes of memory that the weights in a folder take once they are loaded as fp32, bf16 or fp16.
+
+    are_kept: weights that are stored in that type count nothing, since they may stay in their files. A folder without
+    readable safetensors files counts nothing.
+    """
+    single = folder / SINGLE
+    num_bytes = 0
+    for file in [single] if single.is_file() else sorted(folder.glob("*.safetensors")):
+        tensors = _names_in(file)
+        for facts in () if isinstance(tensors, str) else tensors.values():
+            assert isinstance(facts, dict), "read by `_names_in`"
+            stored, shape = facts.get("dtype"), facts.get("shape")
+            if isinstance(shape, list) and not (are_kept and stored == _STORED[dtype]):
+                num_bytes += math.prod(shape) * _NUM_BYTES[dtype]
+    return num_bytes
 
 
 def _index_problem(folder: Path) -> str | None:

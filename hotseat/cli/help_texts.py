@@ -127,6 +127,15 @@ examples:
 
 It answers OpenRLHF's requests (query, prompts, labels) and scores the texts of concurrent ones together. GET /health
 and GET /metrics (Prometheus) tell how it is. Ctrl-C or SIGTERM stops it once the open requests are answered.""",
+    "push": f"""\
+examples:
+  hotseat push runs/rl-1                        to the run's checkpoint.push_to_hub
+  hotseat push runs/rl-1 --repo me/sums --public
+
+The token is that in HF_TOKEN, and has to be one that may write. Pushed are the files of the exported model, and a card
+(README.md) with base model, task, data, settings, last metrics and versions. HF_ENDPOINT names another hub.
+
+{EXIT_CODES}""",
     "plan": f"""\
 examples:
   hotseat plan rl.yaml --inventory 1x8xH100-80G

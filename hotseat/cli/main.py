@@ -149,6 +149,16 @@ def _add_runs(commands: _Commands, command: str) -> None:
     ledger.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     ledger.add_argument("--sample", metavar="PASS/PROMPT/SAMPLE", help="only this one, such as 0/17/3")
 
+    text = "push the model of a run to the Hugging Face Hub, with a card"
+    push = _command(commands, "push", "cli.push:run_push", text)
+    push.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
+    push.add_argument("--repo", metavar="REPO", help="NAME or USER/NAME (default: the run's checkpoint.push_to_hub)")
+    seen = push.add_mutually_exclusive_group()
+    seen.add_argument(
+        "--private", action="store_true", default=None, help="make a new repository private (the default)"
+    )
+    seen.add_argument("--public", dest="private", action="store_false", help="make a new repository public")
+
     report = _command(commands, "report", _report, "write one page that shows all of a run, or of several side by side")
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="directory of a run; several are compared")
     report.add_argument(

@@ -243,6 +243,9 @@ AGENT = Condition(
     has_agent,
     "none of agent.path, agent.command and agent.environment is set, so an episode has one turn",
 )
+NO_AGENT = Condition(
+    "no agent plays", lambda c: not has_agent(c), "an agent, an environment or a simulator plays, and asks by itself"
+)
 PROGRAM = Condition(
     "an agent or an environment plays",
     lambda c: has_agent(c) and not has_simulator(c),
@@ -349,7 +352,7 @@ HEAD = Condition(MASTERS.words, MASTERS.holds, "train.dtype is fp32, and so are 
 
 # Evaluation, checkpoints and logs
 EVALUATION = Condition(
-    "eval.path is set, or env.eval_seeds is above 0",
+    "eval.path or eval.sets is set, or env.eval_seeds is above 0",
     has_evaluation,
     "eval.path is not set, so nothing is evaluated (eval=null clears the section)",
 )
@@ -359,5 +362,6 @@ SAVES = Condition(
     "checkpoint.every is not set, so no checkpoint is made",
 )
 SAVES_OR_RESUMES = Condition("checkpoints are made or resumed from", lambda c: c.checkpoint.is_used, SAVES.because)
+PUSHED = _is_set("push_to_hub", ", so nothing is pushed")
 RESUMES = _is("resume", True, because="{key} is false, so the run starts anew")
 RECORDED_SAMPLES = _is_above_0("samples_per_step", ", so no sample is recorded")

@@ -27,12 +27,14 @@ from hotseat.config.resolved import (
     STEPS,
     correction_kind,
     fp8_options,
+    max_new_tokens,
     overlap_queue,
     ratio_step,
     shortest_kl_horizon,
     uses_k1_loss,
 )
 from hotseat.config.reward_conflicts import REWARD_CHECKS
+from hotseat.config.rope import rope_scaling_problem
 from hotseat.config.schema import Config, conditions_of, tasks_of
 from hotseat.registry.backends import BACKENDS, backend_entry
 from hotseat.registry.correction_kinds import CORRECTIONS, correction_entry
@@ -107,7 +109,8 @@ def _missing_in_rl(config: Config) -> Problems:
 
 
 def _tasks_of_environments(config: Config) -> Problems:
-    for key, path in (("data.path", config.data.path), ("eval.path", config.eval.path)):
+    sets = ((f"eval.sets.{name}.path", each.path) for name, each in config.eval.sets.items())
+    for key, path in (("data.path", config.data.path), ("eval.path", config.eval.path), *sets):
         try:
             numbers = task_numbers(path)
         except ValueError as error:
@@ -115,6 +118,13 @@ def _tasks_of_environments(config: Config) -> Problems:
             continue
         if numbers is not None and config.agent.environment.family is None:
             yield key, f"{path}: there is no environment; set agent.environment.family"
+
+
+def _evaluation_sets(config: Config) -> Problems:
+    for name in config.eval.sets:
+        if not re.fullmatch(r"\w[\w.-]*", name) or name == "components":
+            text = "a name of letters, digits, `-`, `_` and `.`, and not components, whose metrics would have it, too"
+            yield f"eval.sets.{name}", f"{name!r}: give {text}"
 
 
 def _gateway(config: Config) -> Problems:
@@ -299,6 +309,10 @@ def _steps(config: Config) -> Problems:
 
 def _data(config: Config) -> Problems:
     data, whole, answer = config.data, config.data.max_length, config.rollout.max_new_tokens
+    thinking = config.rollout.max_thinking_tokens
+    if config.has_rollouts and thinking is not None and thinking >= max_new_tokens(config):
+        text = f"{thinking} leaves no token for the answer: an answer may have {max_new_tokens(config)} in all"
+        yield "rollout.max_thinking_tokens", f"{text} (rollout.max_new_tokens)"
     if data.prompt_max_length is not None and data.prompt_max_length >= whole:
         text = f"{data.prompt_max_length} leaves no token to sample within data.max_length {whole}"
         yield "data.prompt_max_length", text
@@ -480,7 +494,19 @@ def _model_parallelism(config: Config) -> Problems:
         )
 
 
+def _rope_scaling(config: Config) -> Problems:
+    scaling = config.actor.rope_scaling
+    if scaling is not None and (problem := rope_scaling_problem(scaling)):
+        yield "actor.rope_scaling", problem
+    elif scaling is not None and has_images(config):
+        yield (
+            "actor.rope_scaling",
+            "positions of models with images have several axes, which are not stretched: unset it",
+        )
+
+
 _OF_ALL_TASKS = (
+    _rope_scaling,
     _tasks_of_environments,
     _data,
     _images_in_training,
@@ -490,7 +516,7 @@ _OF_ALL_TASKS = (
     _model_parallelism,
 )
 _OF_RL = (
-    *(_gateway, _players, _simulators),
+    *(_evaluation_sets, _gateway, _players, _simulators),
     *(_teachers, _ranges, _correction, _rejection, _turn_credit, _kl, _steps),
     *(_images_in_rollouts, _value_heads, _fp8_engines),
     *(_components, _overlap),

@@ -18,6 +18,7 @@ def largest_image(config: Config) -> Path:
     """Return the file of the prepared image of the most tokens, of the run's data and model."""
     data = config.data
     facts = f"{config.actor.model}\n{data.path}\n{config.eval.path}\n{data.max_images_per_prompt}\n{data.max_length}"
+    facts += "".join(f"\n{each.path}" for each in config.eval.sets.values())
     digest = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
     return image_folder(config) / f"largest-{digest}.safetensors"
 

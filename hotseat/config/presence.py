@@ -85,7 +85,9 @@ def has_images(config: Config) -> bool:
 
 def has_evaluation(config: Config) -> bool:
     """Tell whether the policy is evaluated, on prompts or on held-out seeds of simulators."""
-    return config.eval.path is not None or (has_simulator(config) and config.env.eval_seeds > 0)
+    if config.eval.path is not None or (config.has_rollouts and config.eval.sets):
+        return True
+    return has_simulator(config) and config.env.eval_seeds > 0
 
 
 def has_reward_model(config: Config) -> bool:

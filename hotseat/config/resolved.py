@@ -29,7 +29,8 @@ MAX_KL_ERROR = 0.2  # one update of an adaptive coefficient moves by at most thi
 def source_of(config: Config, model: str | None) -> ModelSource:
     """Return what to load a model of a run from."""
     assert model is not None, "checked before anything is loaded"
-    return ModelSource(model, config.trust_remote_code)
+    scaling = config.actor.rope_scaling if model == config.actor.model else None
+    return ModelSource(model, config.trust_remote_code, tuple(sorted((scaling or {}).items())))
 
 
 def critic_model(config: Config) -> str:

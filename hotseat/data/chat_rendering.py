@@ -35,9 +35,9 @@ def messages_of(values: Mapping[str, Any], key: str, role: str) -> Messages:
 
 
 class ChatTemplate:
-    """The tokenizer's chat template, or another one for it."""
+    """The tokenizer's chat template, or another one for it. variables: further ones of the template."""
 
-    def __init__(self, tokenizer: Any, template: str | None = None):
+    def __init__(self, tokenizer: Any, template: str | None = None, variables: Mapping[str, Any] | None = None):
         is_given = template is not None
         if template is None:
             if not tokenizer.chat_template:
@@ -48,6 +48,7 @@ class ChatTemplate:
             template = tokenizer.get_chat_template()
         self._tokenizer = tokenizer
         self._template = template
+        self._variables = variables or {}
         # If the template marks the assistant's text, tokens are matched to it by their offsets.
         self.marks_answers = bool(re.search(r"\{%-?\s*generation\s*-?%\}", template)) and tokenizer.is_fast
         if is_given and self._ignores_messages():
@@ -82,7 +83,7 @@ class ChatTemplate:
                 chat_template=self._template,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=for_generation,
-                **self._tokenizer.special_tokens_map,
+                **{**self._tokenizer.special_tokens_map, **self._variables},
             )
         except Exception as error:  # a template may raise any error
             raise BadValue(f"{key}: the chat template does not take these messages: {error}") from error

@@ -36,6 +36,7 @@ def make_examples(
     input_template: str | None = None,
     apply_chat_template: bool = False,
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     max_length: int | None = None,
     multiturn: bool = False,
     pretrain_mode: bool = False,
@@ -56,7 +57,7 @@ def make_examples(
     """
     if multiturn and not apply_chat_template:
         raise DataError("data.multiturn needs messages: set data.apply_chat_template")
-    template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
+    template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs) if apply_chat_template else None
     check_input_template(input_template)
     tokeniser = Tokeniser(tokenizer, max_length)
 

@@ -38,6 +38,7 @@ def make_pairs(
     input_template: str | None = None,
     apply_chat_template: bool = False,
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     max_length: int | None = None,
     keep_end: bool = False,
     is_preference: bool = False,
@@ -58,7 +59,7 @@ def make_pairs(
 
     image_key: the rows went through `images.prepare_rows`, which left their images there.
     """
-    template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
+    template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs) if apply_chat_template else None
     check_input_template(input_template)
     tokeniser = Tokeniser(tokenizer, max_length, keep_end=keep_end)
     form = _Form(chosen_key, rejected_key, prompt_key, input_template, template, is_preference)

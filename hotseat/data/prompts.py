@@ -27,6 +27,7 @@ def make_prompts(
     input_template: str | None = None,
     apply_chat_template: bool = False,
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     prompt_max_length: int | None = None,
     limit: tuple[str, str] = ("", "raise data.prompt_max_length"),
     image_key: str | None = None,
@@ -41,7 +42,7 @@ def make_prompts(
     the rows went through `images.prepare_rows`, which left their images there. columns: to keep of every row, which has
     None where it lacks one, as in `datasets`; None: none are kept.
     """
-    template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
+    template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs) if apply_chat_template else None
     check_input_template(input_template)
 
     def draft_of(row: Row) -> tuple[str, Any]:

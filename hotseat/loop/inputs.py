@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from hotseat.config.image_paths import filler_image, image_folder, largest_image
 from hotseat.config.precision import with_dtype
 from hotseat.config.presence import has_agent, has_critic, has_simulator, task_numbers
 from hotseat.config.resolved import prompt_limit, prompt_max_length, source_of
-from hotseat.config.schema.data_options import DataConfig
+from hotseat.config.schema.data_options import DataConfig, EvaluationSetConfig
 from hotseat.data import Row, RowReport, check_lost, columns_of, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
 from hotseat.errors import TooFewDevicesError, UserError
@@ -55,6 +55,7 @@ class RlInputs(Inputs):
 
     eval_prompts: list[Prompt]
     plan: Plan  # for the devices of this machine, or those that the config names
+    eval_sets: dict[str, range]  # indices of the evaluation prompts of each named set
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,12 @@ def rl_inputs(config: Config) -> RlInputs:
     batch_algebra(config, num_ranks)
     run_checks(PlanContext(config=config, plan=plan), PLACEMENT)
     tokenizer = load_tokenizer(config)
-    prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
+    prompts, eval_prompts, notes, sets = rl_prompts(config, tokenizer)
     run_checks(DataContext(config=config, prompts=prompts, eval_prompts=eval_prompts), DATA)
     algebra = batch_algebra(config, num_ranks, len(prompts))
     _check_training(config, algebra)
     notes += _left_over(config, algebra)
-    return RlInputs(tokenizer, prompts, notes, algebra, eval_prompts, plan)
+    return RlInputs(tokenizer, prompts, notes, algebra, eval_prompts, plan, sets)
 
 
 def supervised_inputs(config: Config, num_launched: int | None = None) -> SupervisedInputs:
@@ -152,14 +153,34 @@ def load_tokenizer(config: Config) -> Any:
     return tokenizer
 
 
-def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
-    """Return (prompts to learn from, prompts to evaluate on, notes for the user)."""
+def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str], dict[str, range]]:
+    """Return (prompts to learn from, prompts to evaluate on, notes for the user, indices of each set of the second)."""
     if has_simulator(config):
-        return _simulated(config, tokenizer)
+        return *_simulated(config, tokenizer), {}
     environment = environment_settings(config)
     if environment is not None and task_numbers(config.data.path) is None:
         check_environment(environment, config.agent.pass_env)
-    return _read(config, partial(_prompts, config, tokenizer), "prompts", _described)
+    prompts, held_out, notes = _read(config, partial(_prompts, config, tokenizer), "prompts", _described)
+    sources, sets = {prompt.source for prompt in held_out}, {}
+    for name, section in config.eval.sets.items():
+        if name in sources:
+            raise UserError(f"eval.sets.{name}: rows of eval.path have that datasource, too: give it another name")
+        added, report = _evaluation_set(config, tokenizer, section)
+        sets[name] = range(len(held_out), len(held_out) + len(added))
+        held_out += [replace(prompt, index=index) for prompt, index in zip(added, sets[name], strict=True)]
+        notes += [_described(f"held-out prompts in {name}", added, report)]
+        notes += _lost(config, f"eval.sets.{name}.path", report)
+    return prompts, held_out, notes, sets
+
+
+def _evaluation_set(config: Config, tokenizer: Any, section: EvaluationSetConfig) -> tuple[list[Prompt], RowReport]:
+    """Return the prompts of a named set, and the report on them."""
+    keys = {"data.input_key": section.input_key, "data.label_key": section.label_key}
+    config = config.with_options({key: value for key, value in keys.items() if value is not None})
+    max_samples = config.eval.max_samples if section.max_samples is None else section.max_samples
+    rows = _rows(config, section.path, section.split or config.eval.split, None, max_samples)
+    made: tuple[list[Prompt], RowReport] = _prompts(config, tokenizer, rows)
+    return made
 
 
 def _simulated(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
@@ -327,6 +348,7 @@ def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         input_template=data.input_template,
         apply_chat_template=data.apply_chat_template,
         chat_template=_chat_template(config, tokenizer),
+        chat_template_kwargs=data.chat_template_kwargs,
         prompt_max_length=prompt_max_length(config),
         limit=prompt_limit(config),
         image_key=data.image_key,
@@ -379,6 +401,7 @@ def _examples(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         input_template=data.input_template,
         apply_chat_template=data.apply_chat_template,
         chat_template=_chat_template(config, tokenizer),
+        chat_template_kwargs=data.chat_template_kwargs,
         multiturn=data.multiturn,
         pretrain_mode=data.pretrain_mode,
         max_length=data.max_length,
@@ -398,6 +421,7 @@ def _pairs(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         input_template=data.input_template,
         apply_chat_template=data.apply_chat_template,
         chat_template=_chat_template(config, tokenizer),
+        chat_template_kwargs=data.chat_template_kwargs,
         max_length=data.max_length,
         # A reward is read at the end token. What is learned token by token must not end where it was cut.
         keep_end=config.task_entry.has_scalar_head,

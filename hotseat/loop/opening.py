@@ -17,7 +17,7 @@ from hotseat.checks.plans import is_cluster_there
 from hotseat.config import Config, loads_saved
 from hotseat.config.precision import idle_in_fp32, with_dtype, with_dtype_of
 from hotseat.data import check_saved, digest_of
-from hotseat.errors import CheckpointError, RunError, UserError
+from hotseat.errors import CheckpointError, HotseatError, RunError, UserError
 from hotseat.loop.state.checkpoints import Checkpoint, digest_of_checkpoint
 from hotseat.loop.state.run_dir import (
     NOTES,
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from hotseat.observe import Journal
 
 RESUME = "hotseat resume {run_dir}"  # the command that continues a run
+PUSH = "hotseat push {run_dir}"  # the command that pushes its model again
 Exported = Literal["critic", "moving average", "model"]
 
 
@@ -283,6 +284,24 @@ def export_models(
         is_here = is_exported(folder, origin)
         run.journal.say(f"{what}: {folder}{'' if is_here else ' on the node of the first rank'}")
     run.saver.finish(run.journal.say)
+
+
+def push_model(run: OpenRun) -> None:
+    """Push the exported model to the hub, if the run is to. If that fails, print why: the run itself did not fail."""
+    from hotseat.loop.state.hub_push import push
+
+    checkpoint, folder = run.config.checkpoint, model_folder(run.config, run.run_dir)
+    if checkpoint.push_to_hub is None:
+        return
+    run.journal.phase("push")
+    try:
+        url = push(run.run_dir, folder, checkpoint.push_to_hub, checkpoint.push_private)
+    except HotseatError as error:
+        again = PUSH.format(run_dir=run.run_dir)
+        text = f"the model is in {folder}, but not in {checkpoint.push_to_hub}: {error}; push it again with: {again}"
+        run.journal.say(text, kind="warning")
+    else:
+        run.journal.say(f"pushed to {url}")
 
 
 def _files_of(tokenizer: Any) -> dict[str, bytes]:

@@ -104,6 +104,7 @@ def _start_rl(
                     made = saver.last_made or rl_run.num_steps
                     opening.export_models(run, ranks, rl_run.checkpoints.export, inputs.tokenizer, made)
         _remove_images(run)
+        opening.push_model(run)
     return evaluation
 
 
@@ -134,7 +135,9 @@ def _start_supervised(
             with opening.folder_witness(context.config, run.run_dir, context.cluster.runtime == "local") as proof:
                 actor = launch_ranks(context, inputs, journal, proof)
             is_tried = opening.are_budgets_tried(actor.call(SupervisedWorker.device_type)[0] == "cuda")
-            return train_and_export(run, inputs, actor, context.config, context.has_new_budgets and is_tried)
+            evaluation = train_and_export(run, inputs, actor, context.config, context.has_new_budgets and is_tried)
+        opening.push_model(run)
+    return evaluation
 
 
 def _loading(config: Config, plan: Plan) -> str:

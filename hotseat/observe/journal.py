@@ -35,7 +35,7 @@ FIRST_TIME = {
     "save": "saving a checkpoint",
 }
 
-AFTERWARDS = ("save", "export")  # phases that follow after the metrics of their step are recorded
+AFTERWARDS = ("save", "export", "push")  # phases that follow after the metrics of their step are recorded
 
 MAX_VALUES = 64  # distinct values of a distribution; more are binned
 

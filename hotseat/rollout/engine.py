@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Required, TypedDict
+from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from hotseat.rollout.engine_thread import EngineThread, Work
 from hotseat.rollout.open_requests import EngineSequence, RequestTable
 from hotseat.rollout.serving_state import ServingState, StepCounter
 from hotseat.types import Completion, Moved, Request
+
+if TYPE_CHECKING:
+    from hotseat.rollout.stop_strings import StopStrings
 
 PARTS: tuple[Part, ...] = (Part.WEIGHTS, Part.KV_CACHE)
 
@@ -75,6 +78,7 @@ class Engine(ABC):
     keeps_cache: bool  # requests in flight keep their KV cache when weights change; False recomputes it
     sees_images = False
     placeholder_ids: frozenset[int] = frozenset()  # end every answer (see `hotseat.vision`)
+    load_tokenizer: Callable[[], Any] | None = None  # for stop strings; None: requests have none
 
     def __init__(
         self,
@@ -94,6 +98,7 @@ class Engine(ABC):
         self._eos_ids = frozenset(eos_token_ids)
         self._device = device
         self._call_timeout_s = call_timeout_s
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._wake = threading.Condition()  # the lock of everything that threads share
         self._requests = RequestTable(self._wake)
         self._serving = ServingState(self._wake, version)
@@ -266,7 +271,19 @@ class Engine(ABC):
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_ids)
         stop_ids |= self.placeholder_ids
         max_new_tokens = min(sampling.max_new_tokens, self._max_length - len(request.token_ids))
-        return EngineSequence(request, stop_ids, max_new_tokens)
+        return EngineSequence(request, stop_ids, max_new_tokens, self._stop_strings(sampling.stop))
+
+    def _stop_strings(self, strings: tuple[str, ...]) -> StopStrings | None:
+        """Return what finds these strings; the same for all requests with them, since it remembers tokens."""
+        if not strings:
+            return None
+        if strings not in self._stops:
+            from hotseat.rollout.stop_strings import StopStrings
+
+            if self.load_tokenizer is None:
+                raise UserError("stop strings: this engine has no tokenizer, which would know the text of tokens")
+            self._stops.setdefault(strings, StopStrings(self.load_tokenizer(), strings))
+        return self._stops[strings]
 
     # --- what the background thread does ------------------------------------------------------------------------------
 

@@ -8,17 +8,24 @@ import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hotseat.errors import HotseatError, NonFiniteError, UserError
 from hotseat.types import Completion, Request
+
+if TYPE_CHECKING:
+    from hotseat.rollout.stop_strings import StopStrings
 
 
 class EngineSequence:
     """An unfinished request, and what was sampled for it so far."""
 
-    def __init__(self, request: Request, stop_ids: frozenset[int], max_new_tokens: int):
+    def __init__(
+        self, request: Request, stop_ids: frozenset[int], max_new_tokens: int, stop_strings: StopStrings | None = None
+    ):
         self.request = request
+        self.stop_strings = stop_strings
+        self.stop: str | None = None  # the one that ended it
         self.future: Future[Completion] = Future()
         self.stop_ids = stop_ids
         self.max_new_tokens = max_new_tokens
@@ -40,6 +47,16 @@ class EngineSequence:
         """Count the keys in its slot after the last step that it may take."""
         return len(self.prompt) + self.max_new_tokens - 1
 
+    def num_up_to_stop(self, token_ids: Sequence[int]) -> int:
+        """Count these new tokens up to the one that completes a stop string; all of them if none does."""
+        assert self.stop_strings is not None, "nothing to look for"
+        for count, token in enumerate(token_ids, start=1):
+            if self.stop_strings.may_complete(token):
+                sampled = [*self.token_ids, *token_ids[:count]]
+                if self.stop_strings.completed(self.prompt, sampled) is not None:
+                    return count
+        return len(token_ids)
+
     def extend(
         self, token_ids: Sequence[int], log_probs: Sequence[float], version: int
     ) -> Literal["stop", "length"] | None:
@@ -49,10 +66,15 @@ class EngineSequence:
         self.versions += [version] * len(token_ids)
         if self.token_ids and self.token_ids[-1] in self.stop_ids:
             return "stop"
+        if self.stop_strings is not None:
+            self.stop = self.stop_strings.completed(self.prompt, self.token_ids)
+            if self.stop is not None:
+                return "stop"
         return "length" if len(self.token_ids) == self.max_new_tokens else None
 
     def completion(self, finish: Literal["stop", "length", "abort"]) -> Completion:
-        return Completion(self.request.id, tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions), finish)
+        facts = tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions)
+        return Completion(self.request.id, *facts, finish, stop=self.stop)
 
     def not_finite(self, version: int) -> NonFiniteError:
         return NonFiniteError(

@@ -152,6 +152,8 @@ class TransformersEngine(Engine):
         num_sampled = 0
         for slot, sequence in active:
             limit = min(int(counts[slot]), sequence.max_new_tokens - len(sequence.token_ids))
+            if sequence.stop_strings is not None:
+                limit = sequence.num_up_to_stop(by_row[slot][:limit])
             count = min(limit, num_finite[slot])
             finish = sequence.extend(by_row[slot][:count], scores[slot][:count], self._serving.version)
             num_sampled += count
@@ -411,7 +413,7 @@ class TransformersKind(EngineKind):
     def make(self, settings: EngineSettings, process: EngineProcess) -> Engine:
         source, dtype = settings.model, getattr(torch, settings.dtype)
         model = policy_class(source.config()).from_pretrained(
-            source.name, dtype=dtype, use_safetensors=True, **source.arguments
+            source.name, dtype=dtype, use_safetensors=True, **source.arguments, **source.own_config
         )
         return TransformersEngine(
             model,

@@ -96,6 +96,7 @@ class VllmEngine(Engine):
     def _take(self, step: list[Sampled]) -> None:
         """Add what a step sampled to its sequences; complete those that end."""
         done: list[tuple[str, Completion | HotseatError]] = []
+        running_on: list[str] = []  # ended here, while vLLM would sample more
         num_sampled = 0
         for sampled in step:
             sequence = self._running.get(sampled.request_id)
@@ -104,18 +105,20 @@ class VllmEngine(Engine):
             for token_id, log_prob in zip(sampled.token_ids, sampled.log_probs, strict=True):
                 if not math.isfinite(log_prob):
                     done.append((sampled.request_id, sequence.not_finite(self._serving.version)))
+                    running_on.append(sampled.request_id)
                     break
                 finish = sequence.extend([token_id], [log_prob], self._serving.version)
                 num_sampled += 1
                 if finish is not None:
                     done.append((sampled.request_id, sequence.completion(finish)))
+                    if sequence.stop is not None:
+                        running_on.append(sampled.request_id)
                     break
             else:
                 assert not sampled.is_finished, f"vLLM ended request {sampled.request_id!r} and we did not"
         self._steps.record(num_sampled)
-        refused = [name for name, outcome in done if isinstance(outcome, HotseatError)]
-        if refused:
-            self._core.abort(refused)
+        if running_on:
+            self._core.abort(running_on)
         self._requests.complete([(self._running.pop(name), outcome) for name, outcome in done])
 
     def _pause(self) -> None:

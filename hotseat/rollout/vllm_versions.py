@@ -312,7 +312,7 @@ def _engine_args(
         moe_backend="auto" if is_cpu else "triton",  # others keep experts in an order of their own
         worker_extension_cls=_WORKER,
         # Before 0.26 vLLM reads this only for models that do not generate, and `widen_head` does the rest.
-        hf_overrides={"head_dtype": "float32"} if has_wide_head else {},
+        hf_overrides=({"head_dtype": "float32"} if has_wide_head else {}) | _rope(settings, model_config),
         use_tqdm_on_load=False,
         disable_log_stats=True,
         seed=0,
@@ -322,6 +322,12 @@ def _engine_args(
         **engine_arguments(options.images, frozenset(each.name for each in fields(EngineArgs))),
         **memory_arguments(settings, model_config, is_cpu) | dict(options.engine_args),
     )
+
+
+def _rope(settings: EngineSettings, model_config: Any) -> dict[str, Any]:
+    """Return the entries of a model's config by which vLLM stretches its positions as the trainer does."""
+    names = ("rope_parameters", "max_position_embeddings") if settings.model.rope_scaling else ()
+    return {name: getattr(model_config, name) for name in names}
 
 
 def _adapters(adapters: AdapterOptions | None) -> dict[str, Any]:

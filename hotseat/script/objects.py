@@ -47,6 +47,7 @@ _DATA = "a datasets.Dataset, a pandas.DataFrame, or rows as dicts in a list or a
 KINDS = {
     "data.path": _DATA,
     "eval.path": _DATA,
+    "eval.sets.*.path": _DATA,
     "reward.function": _FUNCTION,
     "reward.functions.*.function": _FUNCTION,
     "eval.reward": _FUNCTION,
@@ -246,7 +247,7 @@ def _file_of(key: str, kind: str, name: str | None, value: Any, others: Sequence
     if key == "actor.model":
         return INITIAL_MODEL
     if kind is _DATA:
-        stem = "train" if key == "data.path" else "eval"
+        stem = {"data.path": "train", "eval.path": "eval"}.get(key) or f"eval_{key.split('.')[2]}"
         return stem if _is_data_set(value) else f"{stem}.jsonl"
     taken = {each.file for each in others}
     numbered = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))

@@ -138,7 +138,7 @@ def load_model(source: Model, options: TrainOptions, dtype: torch.dtype) -> PreT
     check_fit(config, *fit)
     common = {"dtype": dtype, "use_safetensors": True, **source.arguments}
     if options.head == "policy":
-        return policy_class(config).from_pretrained(source.name, **common)
+        return policy_class(config).from_pretrained(source.name, **common, **source.own_config)
     return _load_value_model(source, config, options, common)
 
 

@@ -229,7 +229,7 @@ def precision(draft: TrlDraft) -> None:
     if computes == "fp32" or weights is None:
         return
     if weights not in ("fp32", computes):
-        draft.refuse("model_init_kwargs", f"dtype {given}: the computation is in {computes}, and so are such weights")
+        draft.refuse("model_init_kwargs", f"dtype {dtype}: the computation is in {computes}, and so are such weights")
     draft.set("model_init_kwargs", {"train.fp32_master": weights == "fp32"})
     if weights == "fp32":
         draft.differ(

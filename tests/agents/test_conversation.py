@@ -155,6 +155,21 @@ def test_a_plain_conversation_is_one_segment_with_only_new_messages_added():
     )
 
 
+def test_after_a_stop_string_the_template_writes_the_end_of_the_answer():
+    tokenizer = tokenizer_of("smollm2")
+    conversation = Conversation(tokenizer)
+    messages = [{"role": "user", "content": "q"}]
+    context = conversation.of_messages(messages)
+    ids = tuple(tokenizer("<think>ab", add_special_tokens=False)["input_ids"])
+    text = conversation.text_of(context, ids)
+    answer = {"role": "assistant", "content": "b"}  # as a program that takes thinking out of it sends it back
+    completion = Completion("", ids, (-1.0,) * len(ids), (0,) * len(ids), "stop", stop="b")
+    conversation.record(context, completion, answer)
+    later = conversation.of_messages([*messages, answer, {"role": "user", "content": "about"}])
+    assert later.token_ids[: len(context.token_ids) + len(ids)] == context.token_ids + ids
+    assert later.text.removeprefix(context.text + text).startswith("<|im_end|>\n<|im_start|>user\nabout<|im_end|>")
+
+
 def test_thinking_that_the_template_removes_stays_or_begins_a_segment_as_configured():
     thought = "<think>\nbad\n</think>\n\n"
     kept, noticed = chat("qwen3", thought + "a", "b")

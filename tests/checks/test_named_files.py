@@ -21,8 +21,8 @@ from hotseat.checks.hub import (
     is_reachable,
     models_and_data,
 )
-from hotseat.checks.named_files import looks_like_path, num_positions, num_rows_of
-from hotseat.checks.pipeline import check_config
+from hotseat.checks.named_files import looks_like_path, num_positions, num_rows_of, stretched_shape
+from hotseat.checks.pipeline import check_config, startup_problems
 from hotseat.checks.stage import CheckContext
 from hotseat.checks.user_files import agent_problem, reward_problem
 from hotseat.config import loads
@@ -321,6 +321,27 @@ def test_the_default_length_is_named_as_such(here):
     (here / "run.yaml").write_text((here / "run.yaml").read_text().replace(", max_length: 16", ""))
     said = refusal(here)
     assert "data.max_length: 2048 (its default) is above the 32 positions of actor.model 'model'" in said
+
+
+def test_stretched_positions_allow_longer_sequences(here):
+    def problems(*keys):
+        return [str(each) for each in startup_problems(loads((here / "run.yaml").read_text(), list(keys)))]
+
+    yarn = ("actor.rope_scaling.rope_type=yarn", "actor.rope_scaling.factor=2")
+    assert not problems("data.max_length=64", *yarn)
+    [problem] = problems("data.max_length=65", *yarn)
+    assert "65 is above the 64 positions of actor.model 'model': set it to 64 or less, or a larger factor in" in problem
+    shape = json.loads((here / "model" / "config.json").read_text())
+    (here / "model" / "config.json").write_text(json.dumps({**shape, "rope_theta": 1e4}))
+    assert (
+        "or stretch them, such as with actor.rope_scaling={rope_type: yarn, factor: 3}"
+        in problems("data.max_length=65")[0]
+    )
+    scaling = {"rope_type": "yarn", "factor": 4}
+    already = {"max_position_embeddings": 128, "rope_parameters": {**scaling, "original_max_position_embeddings": 32}}
+    assert num_positions(stretched_shape(already, scaling)) == 128
+    linear = {"rope_type": "linear", "factor": 4}
+    assert num_positions(stretched_shape({"max_position_embeddings": 128, "rope_parameters": linear}, linear)) == 128
 
 
 def test_positions_are_read_as_families_write_them():

@@ -7,24 +7,29 @@ import shutil
 import struct
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from loop_cases import make_task, rl_yaml, sft_yaml
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 from hotseat.agents.loading_trial import problem_of, undefined_names
 from hotseat.checks.agent_trial import agent_trial
 from hotseat.checks.named_files import model_problem
 from hotseat.checks.pipeline import check_config
-from hotseat.checks.plans import host_memory
-from hotseat.checks.stage import PlanContext
-from hotseat.checks.weight_files import INDEX, SINGLE
+from hotseat.checks.plans import engine_memory, host_memory, loading_memory
+from hotseat.checks.stage import DeviceContext, PlanContext
+from hotseat.checks.weight_files import INDEX, SINGLE, loaded_bytes
 from hotseat.config import loads
 from hotseat.config.batches import warmup_steps
 from hotseat.errors import UserError
 from hotseat.loop.inputs import supervised_inputs
-from hotseat.planning.config_plan import host_needs
+from hotseat.loop.offline.answering import on_this_device
+from hotseat.placement import Inventory
+from hotseat.planning.config_plan import host_needs, make_plan
 from hotseat.train.schedule import Schedule
 
 
@@ -275,6 +280,43 @@ def test_a_run_on_cpus_that_needs_more_memory_than_there_is_is_refused(task):
     [problem] = host_memory(context, available=needed - 1)
     found = r"actor\.model: weights, gradients and optimizer state take .* on CPUs \(.*\), and"
     assert re.match(found, str(problem))
+
+
+def test_ranks_that_load_a_model_together_need_host_memory_for_all_of_them(tmp_path):
+    task = make_task(tmp_path)
+    plan = make_plan(loads(sft_yaml(task), ["cluster.component_placement.actor=0-3"]), Inventory.parse("1x4x24G"))
+    assert len(plan.role("actor").processes) == 4
+    with safe_open(task / "model" / SINGLE, "np") as stored:
+        num_parameters = sum(stored.get_tensor(name).size for name in stored.keys())  # noqa: SIM118
+
+    def problems(available, *keys):
+        config = loads(sft_yaml(task), ["train.dtype=null", *keys])
+        return [str(each) for each in loading_memory(PlanContext(config=config, plan=plan), available, on_gpu=True)]
+
+    assert problems(1) == []  # they are stored in fp32, and may stay in the file
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    model.to(torch.bfloat16).save_pretrained(task / "model")
+    needed = 4 * 4 * num_parameters
+    assert problems(needed) == []
+    [problem] = problems(needed - 1)
+    assert re.match(r"actor\.model: 4 ranks of this machine each load .* as fp32 before they keep", problem)
+    assert problems(1, "train.lora.rank=2") == problems(1, "train.fp32_master=false") == []
+    assert list(loading_memory(PlanContext(config=loads(sft_yaml(task)), plan=plan), 1, on_gpu=False)) == []
+
+
+def test_a_command_without_training_is_refused_where_the_weights_do_not_fit(task, monkeypatch):
+    config = loads(sft_yaml(task), ["train.dtype=fp32"])
+    needed = loaded_bytes(task / "model", "fp32")
+    assert needed == 2 * loaded_bytes(task / "model", "bf16") > loaded_bytes(task / "model", "fp32", are_kept=True) == 0
+    context = DeviceContext(config=config, on_gpu=False)
+    assert list(engine_memory(context, available=needed)) == []
+    assert list(engine_memory(replace(context, on_gpu=True), available=1)) == []
+    [problem] = engine_memory(context, available=needed - 1)
+    assert re.match(r"actor\.model: its weights take .* GiB of host memory as fp32, and .* are available", str(problem))
+    assert loaded_bytes(task, "fp32") == 0
+    monkeypatch.setattr("hotseat.checks.plans.available_bytes", lambda: needed - 1)
+    with pytest.raises(UserError, match="its weights take"):
+        on_this_device(config)
 
 
 def test_a_run_of_one_step_learns_at_the_peak_under_every_schedule(task):

@@ -1,10 +1,13 @@
 """`data.chat_template`: a template, or a file with one; what cannot be one is refused."""
 
 import pytest
+from data_cases import char_tokenizer
 
-from hotseat.checks.pipeline import startup_problems
+from hotseat.checks.pipeline import TOKENIZERS, startup_problems
+from hotseat.checks.stage import TokenizerContext, run_checks
 from hotseat.config import loads
-from hotseat.config.chat_template import chat_template_problem, chat_template_text
+from hotseat.config.chat_template import chat_template_problem, chat_template_text, variables_problem
+from hotseat.errors import UserError
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 MARKED = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
@@ -48,3 +51,43 @@ def test_a_run_is_refused_before_anything_loads(tmp_path, monkeypatch):
     assert "data.chat_template" in [problem.key for problem in startup_problems(config)]
     (tmp_path / "tmpl.jinja").write_text(TEMPLATE)
     assert "data.chat_template" not in [problem.key for problem in startup_problems(config)]
+
+
+THINKING = (
+    "{% set style = style | default('') %}{{ messages }}{% if enable_thinking is defined and not enable_thinking %}"
+)
+THINKING += "{{ style }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["enable_thinking", "style"], None),
+        (
+            ["enable_thinkin"],
+            "no variable enable_thinkin; did you mean enable_thinking? it has: enable_thinking, style",
+        ),
+        (["effort"], "the chat template has no variable effort; it has: enable_thinking, style"),
+        (["messages"], "messages is set by what renders the template: leave it out"),
+        (["add_generation_prompt"], "add_generation_prompt is set by what renders the template"),
+    ],
+)
+def test_variables_that_a_template_does_not_have_are_refused(names, problem):
+    found = variables_problem(THINKING, names)
+    assert found is None if problem is None else problem in found
+
+
+def test_variables_are_checked_against_the_template_of_the_run():
+    keys = ["data.apply_chat_template=true", "data.chat_template_kwargs.effort=low"]
+    own = loads("{}", [*keys, f"data.chat_template={THINKING!r}"])
+    assert "data.chat_template_kwargs" in [problem.key for problem in startup_problems(own)]
+    of_tokenizer = loads("{}", keys)
+    assert "data.chat_template_kwargs" not in [problem.key for problem in startup_problems(of_tokenizer)]
+    with pytest.raises(UserError, match="no variable effort; it has: enable_thinking, style"):
+        check_variables(of_tokenizer, THINKING)
+    check_variables(of_tokenizer, THINKING + "{{ effort }}")
+    check_variables(own, TEMPLATE)  # not the one that is rendered
+
+
+def check_variables(config, template):
+    run_checks(TokenizerContext(config=config, tokenizer=char_tokenizer(template)), TOKENIZERS)

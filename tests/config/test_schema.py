@@ -45,6 +45,7 @@ VALUES: Mapping[str, Any] = {
     "flow": [{"name": "learn", "train": ["actor"]}],
     "components": {"mine": {"path": "a.py:Mine"}},
     "data.sampler": "a.py:sample",
+    "eval.sets": {"sums": {"path": "e"}},
     "reference.teacher_weights": {"a": 1.0},
     "reward.judge.choices": {"good": 1.0},
     "reward.graders": [{"kind": "exact"}],

@@ -53,6 +53,13 @@ def test_another_chat_template_than_the_tokenizers():
     assert prompts[0].text == "d>"
 
 
+def test_variables_of_the_chat_template():
+    template = "{{ messages[0].content }}{{ '' if enable_thinking else '<no>' }}{{ eos_token }}"
+    options = {"apply_chat_template": True, "chat_template_kwargs": {"enable_thinking": True}}
+    prompts, _ = make_prompts(as_rows([{"input": "d"}]), char_tokenizer(template), **options)
+    assert prompts[0].text == "d<eos>"
+
+
 @pytest.mark.parametrize("template", ["tmpl.jinja", "{% for message in messages %}{{ message.role }}: {% endfor %}"])
 def test_a_template_that_shows_no_content_is_refused(template):
     options = {"apply_chat_template": True, "chat_template": template}

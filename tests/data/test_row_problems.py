@@ -8,7 +8,7 @@ from data_cases import CHATML, as_rows, assistant, char_tokenizer, user
 from hotseat.config import loads
 from hotseat.data import make_examples, make_pairs, make_prompts
 from hotseat.data.row_problems import LostRow
-from hotseat.errors import DataError
+from hotseat.errors import DataError, UserError
 from hotseat.loop.inputs import rl_prompts, supervised
 from hotseat.openrlhf.translate import translate
 
@@ -122,9 +122,30 @@ def test_prompts_pairs_and_evaluation_data_are_held_to_it_too(tmp_path):
     fine = write(tmp_path / "fine.jsonl", [{"input": "ab"}] * 10)
     with pytest.raises(DataError, match="eval.path: 1 of 10 rows \\(10%\\) do not fit data.prompt_max_length 4"):
         rl_prompts(config(fine, f"eval.path={prompts}", task="rl", prompt_max_length=4), char_tokenizer())
+    made = config(fine, f"eval.sets={{sums: {{path: {prompts}}}}}", task="rl", prompt_max_length=4)
+    with pytest.raises(DataError, match="eval.sets.sums.path: 1 of 10 rows \\(10%\\) do not fit"):
+        rl_prompts(made, char_tokenizer())
     pairs = write(tmp_path / "pairs.jsonl", [{"chosen": "a", "rejected": "bcdefg"}])
     with pytest.raises(DataError, match=r"data.path: 1 of 1 rows \(100%\) do not fit data.max_length 4: 1 cut"):
         supervised(config(pairs, task="rm", max_length=4), char_tokenizer())
+
+
+def test_named_sets_of_evaluation_data_have_columns_and_limits_of_their_own(tmp_path):
+    rows = write(tmp_path / "rows.jsonl", [{"input": "ab", "datasource": "a"}, {"input": "cd", "datasource": "b"}])
+    other = write(tmp_path / "other.jsonl", [{"problem": text, "answer": text} for text in ("x", "y", "z")])
+    sets = "eval.sets={more: {path: %s, input_key: problem, label_key: answer, max_samples: 2}, again: {path: %s}}"
+    made = config(rows, f"eval.path={rows}", sets % (other, rows), task="rl", prompt_max_length=4)
+    _, prompts, notes, indices = rl_prompts(made, char_tokenizer())
+    assert [(prompt.index, prompt.text, prompt.label) for prompt in prompts] == [
+        *((0, "ab", ""), (1, "cd", "")),
+        *((2, "x", "x"), (3, "y", "y")),
+        *((4, "ab", ""), (5, "cd", "")),
+    ]
+    assert indices == {"more": range(2, 4), "again": range(4, 6)}
+    assert "2 evaluation prompts in more" in notes
+    clash = config(rows, f"eval.path={rows}", f"eval.sets={{a: {{path: {other}}}}}", task="rl", prompt_max_length=4)
+    with pytest.raises(UserError, match="eval.sets.a: rows of eval.path have that datasource, too"):
+        rl_prompts(clash, char_tokenizer())
 
 
 def test_openrlhfs_commands_only_warn_unless_they_are_told():

@@ -184,6 +184,16 @@ def test_chat_pairs(template):
     assert learned(pairs[0].rejected, tokenizer) == rejected
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_variables_of_the_chat_template(template):
+    tokenizer, tail = char_tokenizer(template + "{% if not thinks %}no{% endif %}"), "<|assistant|>[b<eos>]"
+    options = {"apply_chat_template": True, "chat_template_kwargs": {"thinks": True}}
+    assert one({"input": TALK[2:]}, tokenizer, **options).endswith(tail)
+    row = {"p": "a", "chosen": "b", "rejected": "c"}
+    pairs, _ = make_pairs(as_rows([row]), tokenizer, prompt_key="p", **options)
+    assert learned(pairs[0].chosen, tokenizer).endswith(tail)
+
+
 def test_pairs_that_are_no_pairs_are_dropped_and_counted():
     rows = as_rows(
         [

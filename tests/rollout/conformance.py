@@ -170,6 +170,38 @@ def a_stop_token_ends_it_and_is_included(subject: Subject) -> None:
         assert (ignoring.token_ids, ignoring.finish) == (free.token_ids, "length")
 
 
+class Letters:
+    """A tokenizer whose tokens are letters, in pairs."""
+
+    def decode(self, ids: Sequence[int], **options: object) -> str:
+        return "".join(f"{chr(97 + token % 26)}{chr(97 + token // 26)}" for token in map(int, ids))
+
+
+def a_stop_string_ends_it_where_its_last_token_was_sampled(subject: Subject) -> None:
+    with subject.engine() as engine:
+        (free,) = engine.generate([request("free", max_new_tokens=20)])
+        text = Letters().decode(free.token_ids)
+        stop = text[9:14]  # it begins and ends within tokens
+        num_tokens = (text.index(stop) + len(stop) + 1) // 2
+        with pytest.raises(UserError, match="this engine has no tokenizer"):
+            engine.submit(request("refused", stop=(stop,)))
+        engine.load_tokenizer = Letters
+        ours = request("ours", max_new_tokens=20, stop=("never", stop))
+        others = [request("other", seed=2, max_new_tokens=20), request("same", max_new_tokens=20)]
+        stopped, _, unstopped = engine.generate([ours, *others])
+        expected = replace(free, request_id="ours", token_ids=free.token_ids[:num_tokens], finish="stop", stop=stop)
+        expected = replace(expected, log_probs=free.log_probs[:num_tokens], versions=free.versions[:num_tokens])
+        assert_same(subject, stopped, expected)
+        assert (stopped.finish, stopped.stop, len(stopped.log_probs)) == ("stop", stop, num_tokens)
+        assert_same(subject, unstopped, replace(free, request_id="same"))
+        (again,) = engine.generate([replace(ours, id="again")])  # nothing of the first one is left
+        assert again.token_ids == stopped.token_ids
+        until(lambda: engine.health().num_running == 0, "the engine to be empty")
+        (whole,) = engine.generate([request("whole", max_new_tokens=num_tokens, stop=(stop,))])
+        assert (len(whole.token_ids), whole.finish) == (num_tokens, "stop")
+        del engine.load_tokenizer
+
+
 def a_stop_token_in_the_last_place_counts_as_stop(subject: Subject) -> None:
     with subject.engine() as engine:
         (free,) = engine.generate([request("free")])
@@ -706,6 +738,7 @@ CHECKS: list[Callable[[Subject], None]] = [
     token_ids_go_in_and_come_out,
     each_request_is_delivered_when_it_finishes,
     a_stop_token_ends_it_and_is_included,
+    a_stop_string_ends_it_where_its_last_token_was_sampled,
     a_stop_token_in_the_last_place_counts_as_stop,
     a_full_context_ends_it_with_length,
     log_probs_are_those_of_the_model_at_the_sampling_temperature,

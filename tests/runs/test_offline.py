@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hotseat.cli.ending import FAILED, OK, REFUSED
 from hotseat.cli.main import main
 from hotseat.config import loads
-from hotseat.loop.offline.evaluate import measure, pass_at
+from hotseat.loop.offline.evaluate import measure
 from hotseat.loop.offline.group_file import partial_path
+from hotseat.loop.rl.collect import pass_at
 from hotseat.loop.workers.group_facts import GroupFacts
 from hotseat.observe import LiveView, read_lines
 from hotseat.openrlhf.inference_command import main as batch_inference
@@ -64,6 +65,19 @@ def test_answers_are_written_in_prompt_order_and_a_selection_is_taken_from_the_s
     pairs = read_lines(here / "pairs.jsonl")
     assert all(pair["prompt"] in {row["input"] for row in rows[12:]} for pair in pairs)
     assert all(pair["chosen"].count("7") > pair["rejected"].count("7") for pair in pairs)
+
+
+def test_answers_end_at_a_stop_string_as_they_were_sampled(here):
+    assert generate("-n", "3", output="free.jsonl") == OK
+    assert generate("-n", "3", "rollout.stop=['7', '3']") == OK
+    pairs = list(zip(read_lines(here / "free.jsonl"), read_lines(here / "answers.jsonl"), strict=True))
+    ended = 0
+    for free, stopped in pairs:
+        ends = [free["output"].find(stop) for stop in "73" if stop in free["output"]]
+        assert stopped["output"] == (free["output"][: min(ends) + 1] if ends else free["output"])
+        assert stopped["is_truncated"] == (not ends and free["is_truncated"])
+        ended += bool(ends)
+    assert 0 < ended < len(pairs)
 
 
 def test_answers_of_a_file_are_scored_by_a_reward_model_as_transformers_does(here, capsys):

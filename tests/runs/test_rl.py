@@ -52,6 +52,40 @@ def test_a_run_learns_and_leaves_everything_behind(task):
     assert AutoTokenizer.from_pretrained(directory / "model")("1+2=")["input_ids"]
 
 
+def test_a_run_learns_answers_whose_thinking_was_ended(task):
+    """The tiny model has no thinking: every prompt ends within it, and the tags are unknown tokens."""
+    records = run(
+        task,
+        "data.input_template='{}<think>'",
+        "data.max_length=32",
+        "rollout.max_new_tokens=6",
+        "rollout.max_thinking_tokens=2",
+        "log.keep_rollouts=true",
+        "rollout.stop='7'",
+    )
+    assert records[1]["engine_gap"] < 1e-5
+    samples = read_lines(task / "runs" / "run" / "samples.jsonl")
+    lengths = [[turn["length"] for turn in sample["turns"]] for sample in samples]
+    assert any(len(each) == 2 and each[0] == 2 for each in lengths)
+    assert all(sum(each) <= 6 for each in lengths)
+
+
+def test_evaluation_sets_have_metrics_of_their_own_and_may_choose_the_best_checkpoint(task, capsys):
+    (task / "first.jsonl").write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:2]))
+    records = run(
+        task,
+        f"eval.sets={{sums: {{path: {task}/prompts.jsonl}}, first: {{path: {task}/first.jsonl}}}}",
+        "checkpoint.best_metric=first/accuracy",
+        "checkpoint.every=1",
+    )
+    for record in (records[0], records[-1]):
+        together = (record["eval/sums/reward"] * 8 + record["eval/first/reward"] * 2) / 10
+        assert record["eval/reward"] == pytest.approx(together)
+        assert {"eval/sums/accuracy", "eval/first/pass@2", "eval/first/pass@4", "eval/accuracy"} <= record.keys()
+    assert "first 0." in capsys.readouterr().out
+    assert "eval/first/accuracy" in (task / "runs" / "run" / "report.html").read_text()
+
+
 def test_the_same_seed_gives_the_same_curve_to_the_last_digit(task):
     first, second = run(task, "name=a"), run(task, "name=b")
     timing = ("time/", "memory/", "sync/", "step_s", "tokens_per_s")

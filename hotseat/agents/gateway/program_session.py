@@ -37,6 +37,7 @@ class ProgramSettings:
     """Settings of programs. command: None if the program is a function. bind, advertise_url: of the gateway.
 
     sampling: what becomes of a client's own temperature and the like. chat_template: instead of the tokenizer's.
+    chat_template_kwargs: variables of the template, where a request does not set them.
     tool_parser: family of models whose tool calls are parsed, as the package `renderers` names it.
 
     passed_on: names of variables of our environment that a command gets. containers: the command that removes the
@@ -48,6 +49,7 @@ class ProgramSettings:
     sampling: OwnSampling = "override"
     history: History = "append"
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_parser: str | None = None
     bind: str = "127.0.0.1"
     advertise_url: str | None = None
@@ -123,6 +125,7 @@ class ProgramSession:
         self.conversation = Conversation(
             policy.tokenizer,
             chat_template=policy.chat_template,
+            chat_template_kwargs=policy.settings.chat_template_kwargs,
             history=policy.settings.history,
             when_rewritten=policy.log_rewritten,
             max_characters=policy.max_characters,

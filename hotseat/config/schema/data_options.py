@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from hotseat.config import conditions as when
 from hotseat.config.annotations import PAIRS, RL, RL_OR_SFT, SFT, MayChange
@@ -45,6 +45,8 @@ class DataConfig(Section):
     """Render messages with the tokenizer's chat template."""
     chat_template: Annotated[str | None, when.CHAT_TEMPLATE, when.PROMPTS] = None
     """Chat template to use instead of the tokenizer's: a Jinja template, or a file with one."""
+    chat_template_kwargs: Annotated[dict[str, Any], when.CHAT_TEMPLATE, when.PROMPTS] = {}
+    """Variables of the chat template wherever it is rendered, such as `{enable_thinking: false}`."""
     multiturn: Annotated[bool, SFT] = False
     """Learn from every assistant turn, not from the last one only (sft)."""
     pretrain_mode: Annotated[bool, SFT] = False
@@ -59,9 +61,24 @@ class DataConfig(Section):
     """Share of rows that length limits may drop or cut before the run refuses to start; 1 only warns."""
 
 
+class EvaluationSetConfig(Section):
+    path: str
+    """File, saved data set or hub name, as `eval.path`."""
+    split: str | None = None
+    """Split to read; unset is `eval.split`."""
+    max_samples: Positive | None = None
+    """Rows used at most; unset is `eval.max_samples`."""
+    input_key: str | None = None
+    """Column of the prompt; unset is `data.input_key`."""
+    label_key: str | None = None
+    """Column passed to the reward as label; unset is `data.label_key`."""
+
+
 class EvaluationConfig(Section):
     path: Annotated[str | None, when.PROMPTS] = None
-    """Evaluation data; unset does not evaluate; `null` also ignores the rest of `eval`."""
+    """Evaluation data; unset evaluates only on `sets`, if there are any; `null` also ignores the rest of `eval`."""
+    sets: Annotated[dict[str, EvaluationSetConfig], RL, when.PROMPTS] = {}
+    """Further evaluation data by name, such as `{gsm8k: {path: ...}}`, measured as `eval/gsm8k/accuracy` and so on."""
     split: Annotated[str, when.EVALUATION, when.PROMPTS] = "test"
     """Split of the evaluation data."""
     every: Annotated[Positive | None, when.EVALUATION] = None

@@ -51,6 +51,8 @@ class ActorConfig(Section):
     """Checkpoint directory or hub name of the policy."""
     shape: dict[str, Any] | None = None
     """The model's config.json, or the part that sizes it, for planning without the model at hand."""
+    rope_scaling: dict[str, Any] | None = None
+    """Stretch the positions of `model`, in every role that loads it, such as `{rope_type: yarn, factor: 4}`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How the policy is optimised."""
     enable_offload: Annotated[bool | None, RL, MayChange.PLACEMENT] = None

@@ -38,6 +38,10 @@ class CheckpointConfig(Section):
     """Export a Hugging Face model with each checkpoint."""
     export_path: str | None = None
     """Where the final Hugging Face model goes; unset is `model` in the run directory."""
+    push_to_hub: str | None = None
+    """Repository, NAME or USER/NAME, to push the final model to, with a card of the run; needs HF_TOKEN."""
+    push_private: Annotated[bool, when.PUSHED] = True
+    """Make the repository private, if it does not exist yet."""
     export_critic: Annotated[bool, RL, when.CRITIC] = False
     """Export the critic too: as `critic` beside `model`, or `export_path` with `_critic` at its end."""
 

@@ -13,6 +13,7 @@ from hotseat.config.schema.section import (
     AboveOne,
     AboveZero,
     Amount,
+    NonEmpty,
     NotNegative,
     Positive,
     Seconds,
@@ -54,6 +55,10 @@ class RolloutConfig(Section):
     """Sample among the k likeliest; 0 is all."""
     max_new_tokens: Annotated[Positive | None, when.TEXT] = None
     """Tokens sampled per turn at most; unset is what `data.max_length` leaves."""
+    max_thinking_tokens: Annotated[Positive | None, when.NO_AGENT] = None
+    """Tokens after which thinking is ended by inserting `</think>`, which is not learned; unset is no bound."""
+    stop: Annotated[NonEmpty | list[NonEmpty] | None, when.TEXT] = None
+    """String, or several, that end an answer, in evaluations too; its last token stays as it was sampled."""
     num_engines: Annotated[Positive | None, MayChange.ENGINE] = None
     """Engines; unset is one per device, or per `tensor_parallel_size` devices."""
     tensor_parallel_size: Annotated[Positive, when.engine_has("tensor_parallel_size"), MayChange.ENGINE] = 1

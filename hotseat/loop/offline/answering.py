@@ -21,7 +21,7 @@ from hotseat import faults
 from hotseat.agents import AgentHost, OpenRequests
 from hotseat.agents.transcript import decode
 from hotseat.checks.model_configs import eos_token_ids
-from hotseat.checks.pipeline import DEVICES
+from hotseat.checks.pipeline import DEVICES, ENGINE_ALONE
 from hotseat.checks.reward_columns import label_hint
 from hotseat.checks.stage import DeviceContext, run_checks
 from hotseat.config import Config
@@ -61,7 +61,7 @@ def on_this_device(config: Config) -> Config:
     """Return the config with the dtype for this machine. Raises `UserError` for what its devices cannot do."""
     logging.disable_progress_bar()
     config = with_dtype(config, torch.cuda.is_available())
-    run_checks(DeviceContext(config=config, on_gpu=torch.cuda.is_available()), DEVICES)
+    run_checks(DeviceContext(config=config, on_gpu=torch.cuda.is_available()), DEVICES, ENGINE_ALONE)
     return config
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from hotseat.agents.transcript import decode
@@ -17,7 +18,7 @@ from hotseat.loop.offline.answering import on_this_device
 from hotseat.loop.settings.rollout_settings import engine_settings, rollout_sampling
 from hotseat.loop.workers.engine_worker import make_engine
 from hotseat.observe import LiveView
-from hotseat.types import Request, Sampling
+from hotseat.types import Request
 
 NEW, EXIT = "/new", "/exit"
 TIMEOUT_S = 3600.0
@@ -30,7 +31,9 @@ class Chat:
         config = on_this_device(config)
         view.stage("reading the tokenizer")
         self._tokenizer = load_tokenizer(config)
-        self._template = ChatTemplate(self._tokenizer, chat_template_text(config.data.chat_template))
+        self._template = ChatTemplate(
+            self._tokenizer, chat_template_text(config.data.chat_template), config.data.chat_template_kwargs
+        )
         self._eos = eos_token_ids(config, self._tokenizer)
         self._config = config
         self._system = system
@@ -53,8 +56,7 @@ class Chat:
             return (
                 f"(the conversation has {len(token_ids):,} tokens, more than data.max_length allows: {NEW} begins anew)"
             )
-        sampled = rollout_sampling(self._config)
-        sampling = Sampling(min(room, max_new_tokens(self._config)), sampled.temperature, sampled.top_p, sampled.top_k)
+        sampling = replace(rollout_sampling(self._config), max_new_tokens=min(room, max_new_tokens(self._config)))
         digest = hashlib.blake2b(f"{self._config.seed}/{text}".encode(), digest_size=7).digest()
         request = Request(f"turn-{len(asked)}", token_ids, sampling, int.from_bytes(digest, "big"))
         [completion] = self._engine.generate([request], timeout_s=TIMEOUT_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,16 +40,8 @@ def evaluate(config: Config, folder: Path, view: LiveView, *, overwrite: bool = 
 
 
 def measure(groups: Sequence[GroupFacts], num_samples: int) -> dict[str, float]:
-    """Return the metrics of an evaluation in training, with pass@k of fewer samples, truncated answers and lengths."""
+    """Return the metrics of an evaluation in training, with truncated answers and lengths."""
     metrics = evaluation_metrics(groups, num_samples)
-    for k in [2**n for n in range(1, (num_samples - 1).bit_length())]:  # the powers of two below it
-        solved = [
-            pass_at(k, len(facts.rewards), sum(reward >= 1.0 for reward in facts.rewards))
-            for facts in groups
-            if len(facts.rewards) >= k
-        ]
-        if solved:
-            metrics[f"eval/pass@{k}"] = statistics.fmean(solved)
     lengths = sorted(length for facts in groups for length in facts.num_sampled)
     if not lengths:
         raise RunError("no answer has a reward")
@@ -58,14 +49,6 @@ def measure(groups: Sequence[GroupFacts], num_samples: int) -> dict[str, float]:
     metrics["eval/length_max"] = float(lengths[-1])
     metrics["eval/truncated"] = statistics.fmean(flag for facts in groups for flag in facts.truncated)
     return metrics
-
-
-def pass_at(k: int, num_samples: int, num_right: int) -> float:
-    """Estimate without bias the probability that one of k answers is right: 1 - C(n - c, k) / C(n, k).
-
-    Chen et al., "Evaluating Large Language Models Trained on Code", 2021, equation 1.
-    """
-    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def _facts(group: Mapping[str, Any]) -> GroupFacts:

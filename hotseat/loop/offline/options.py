@@ -21,11 +21,15 @@ _ENGINE = ("engine", "num_slots", "tensor_parallel_size", "memory_share", "prefi
 _ANY = (
     *("seed", "trust_remote_code", "train.dtype", "cluster.threads_per_process", "data.max_length"),
     *("rollout.engine_args", "rollout.fp32_head", "rollout.max_new_tokens", "data.chat_template"),
+    *("data.chat_template_kwargs", "rollout.stop", "actor.rope_scaling"),
     *(f"rollout.{name}" for name in _ENGINE),
 )
 _SAMPLING = ("rollout.temperature", "rollout.top_p", "rollout.top_k")
 _COLUMNS = ("input_key", "label_key", "input_template", "apply_chat_template", "prompt_max_length", "probs")
-_PROMPTS = (*(f"data.{name}" for name in _COLUMNS), "data.max_lost_fraction", "agent", "reward")
+_PROMPTS = (
+    *(f"data.{name}" for name in _COLUMNS),
+    *("data.max_lost_fraction", "rollout.max_thinking_tokens", "agent", "reward"),
+)
 _OWN = {
     "generate": (*_ANY, *_SAMPLING, *_PROMPTS, "data.split", "data.max_samples", "rollout.samples_per_prompt"),
     "eval": (*_ANY, *_PROMPTS, "eval"),
@@ -34,7 +38,7 @@ _OWN = {
 }
 # Nothing is trained: a prompt needs no group of answers, and answers no critic.
 _ESTIMATOR = next(name for name, entry in ESTIMATORS.items() if not entry.needs_group and not entry.needs_critic)
-_NO_EFFECT = ("agent.max_concurrent",)
+_NO_EFFECT = ("agent.max_concurrent", "eval.sets")
 
 
 def offline_config(
@@ -52,6 +56,7 @@ def offline_config(
     """
     _check_overrides(command, overrides)
     values = {} if file is None else _picked(command, load(file).model_dump(mode="json", exclude_defaults=True))
+    values.get("eval", {}).pop("sets", None)  # here `data` is evaluated
     settings = {
         "actor.model": model,
         "data.path": data,
@@ -120,7 +125,9 @@ def _check_overrides(command: str, overrides: Sequence[str]) -> None:
 
 
 def _is_own(command: str, key: str) -> bool:
-    return key not in _NO_EFFECT and any(key == own or key.startswith(f"{own}.") for own in _OWN[command])
+    if any(key == other or key.startswith(f"{other}.") for other in _NO_EFFECT):
+        return False
+    return any(key == own or key.startswith(f"{own}.") for own in _OWN[command])
 
 
 def _picked(command: str, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -54,6 +54,10 @@ def columns(config: Config) -> dict[str, str]:
         evaluation = {"extra/success": "success {:.3f}", "eval/success": "held-out success {:.3f}"}
     elif not has_accuracy(config):
         evaluation = {"eval/reward": "held-out reward {:.3f}"}
+    main, form = next(iter(evaluation)), "accuracy" if has_accuracy(config) else "reward"
+    if config.eval.sets and config.eval.path is None:
+        evaluation.pop(main)  # it is of all sets together
+    evaluation |= {f"eval/{name}/{form}": f"{name} {{:.3f}}" for name in config.eval.sets}
     return {
         "reward": "reward {:.3f}",
         "length": "length {:.1f}",
@@ -115,7 +119,7 @@ def assemble(
             has_evaluation=bool(inputs.eval_prompts) and recording is None,
             eval_every=config.eval.every,
             stream=stream,
-            evaluate=partial(evaluate, runner, inputs.eval_prompts),
+            evaluate=partial(evaluate, runner, inputs.eval_prompts, inputs.eval_sets),
             prepare=PreparePhase(groups, stream, phase_settings, meter, samples),
             update=UpdatePhase(groups, phase_settings, state, meter),
             sync=SyncPhase(pusher, state, guard, recovery),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hotseat.algorithms.filtering import reason_to_drop
@@ -64,6 +64,24 @@ def too_few_kept(num_generated: int, num_kept: int, num_groups: int, reasons: Se
     )
 
 
+def metrics_of_sets(
+    groups: Sequence[GroupFacts], num_samples: int, sets: Mapping[str, range], *, has_full_reward: bool = True
+) -> dict[str, float]:
+    """Return the metrics of an evaluation: those of the prompts in no set, and those of each set with its name.
+
+    If all prompts are in sets, the former are of all together. sets: by name, the indices of their prompts.
+    """
+    members = {name: [facts for facts in groups if facts.prompt in indices] for name, indices in sets.items()}
+    others = [facts for facts in groups if not any(facts.prompt in indices for indices in sets.values())]
+    metrics = evaluation_metrics(others or groups, num_samples, has_full_reward=has_full_reward)
+    if not others:
+        metrics = {key: value for key, value in metrics.items() if key.count("/") == 1}  # sources are told apart below
+    for name, facts in members.items():
+        measured = evaluation_metrics(facts, num_samples, has_full_reward=has_full_reward)
+        metrics |= {f"eval/{name}/{key.removeprefix('eval/')}": value for key, value in measured.items()}
+    return metrics
+
+
 def evaluation_metrics(
     groups: Sequence[GroupFacts], num_samples: int, *, has_full_reward: bool = True
 ) -> dict[str, float]:
@@ -85,12 +103,35 @@ def evaluation_metrics(
         if has_full_reward and num_samples > 1:
             best = [max(facts.rewards) >= 1.0 for facts in members if facts.rewards]
             metrics[f"{label}pass@{num_samples}"] = statistics.fmean(best)
+            metrics |= {f"{label}pass@{k}": solved for k, solved in _passes(members, num_samples)}
         num_failed = sum(len(facts.failures) for facts in members)
         if num_failed:
             metrics[f"{label}failed"] = float(num_failed)  # the other numbers leave failed samples out
         metrics[f"{label}length"] = statistics.fmean(n for facts in members for n in facts.num_sampled)
         metrics |= {f"{label}success": rate for rate in success_rates(members)}
     return metrics
+
+
+def pass_at(k: int, num_samples: int, num_right: int) -> float:
+    """Estimate without bias the probability that one of k answers is right: 1 - C(n - c, k) / C(n, k).
+
+    Chen et al., "Evaluating Large Language Models Trained on Code", 2021, equation 1.
+    """
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def _passes(groups: Sequence[GroupFacts], num_samples: int) -> Iterator[tuple[int, float]]:
+    """Yield (k, pass@k) for the powers of two below the number of samples, over prompts with k rewards or more."""
+    k = 2
+    while k < num_samples:
+        solved = [
+            pass_at(k, len(facts.rewards), sum(reward >= 1.0 for reward in facts.rewards))
+            for facts in groups
+            if len(facts.rewards) >= k
+        ]
+        if solved:
+            yield k, statistics.fmean(solved)
+        k *= 2
 
 
 def success_rates(groups: Sequence[GroupFacts]) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from hotseat.config import Config
 from hotseat.config.presence import has_accuracy, needs_siblings
 from hotseat.errors import RunError
 from hotseat.loop.rl.canary import CanaryGuard
-from hotseat.loop.rl.collect import GroupFilter, add_rewards, evaluation_metrics
+from hotseat.loop.rl.collect import GroupFilter, add_rewards, metrics_of_sets
 from hotseat.loop.rl.components import Components
 from hotseat.loop.rl.groups import Groups, in_order_of
 from hotseat.loop.rl.meter import PhaseMeter
@@ -95,8 +95,11 @@ class RolloutRunner:
                 self.groups.engines.call(EngineWorker.pause)
 
 
-def evaluate(runner: RolloutRunner, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Sample answers to prompts, with the same seeds each time; return metrics. Raises if too many samples failed."""
+def evaluate(runner: RolloutRunner, prompts: Sequence[Prompt], sets: Mapping[str, range]) -> dict[str, float]:
+    """Sample answers to prompts, with the same seeds each time; return metrics. Raises if too many samples failed.
+
+    sets: by name, the indices of prompts that are measured apart.
+    """
     config = runner.settings.config
     num_samples = config.eval.samples_per_prompt
     jobs = [Job(prompt, EVALUATION, num_samples) for prompt in prompts]
@@ -117,7 +120,7 @@ def evaluate(runner: RolloutRunner, prompts: Sequence[Prompt]) -> dict[str, floa
             f"components dropped all {len(groups)} groups of the evaluation, so there is nothing to measure: have"
             " them drop fewer, or set their evaluates to false"
         )
-    metrics = evaluation_metrics(kept, num_samples, has_full_reward=has_accuracy(config))
+    metrics = metrics_of_sets(kept, num_samples, sets, has_full_reward=has_accuracy(config))
     return metrics | (runner.components.metrics(is_evaluation=True) if runner.components is not None else {})
 
 

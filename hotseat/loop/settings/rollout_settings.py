@@ -49,11 +49,13 @@ def rollout_sampling(config: Config) -> Sampling:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        stop=tuple(as_list(rollout.stop)),
     )
 
 
 def eval_sampling(config: Config) -> Sampling:
-    return Sampling(max_new_tokens=max_new_tokens(config), temperature=config.eval.temperature)
+    stop = tuple(as_list(config.rollout.stop))
+    return Sampling(max_new_tokens=max_new_tokens(config), temperature=config.eval.temperature, stop=stop)
 
 
 def engine_dtype(config: Config) -> str:
@@ -185,6 +187,7 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         simulation=simulation_settings(config) if has_simulator(config) else None,
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
+        max_thinking_tokens=config.rollout.max_thinking_tokens,
         images=_host_images(config, run_dir),
     )
 
@@ -246,6 +249,7 @@ def program_settings(config: Config) -> ProgramSettings:
         sampling=agent.sampling,
         history=agent.history,
         chat_template=chat_template_text(config.data.chat_template),
+        chat_template_kwargs=config.data.chat_template_kwargs,
         tool_parser=agent.tool_parser,
         bind=agent.gateway.bind,
         advertise_url=agent.gateway.advertise_url,

@@ -20,7 +20,7 @@ from hotseat.config.precision import with_dtype
 from hotseat.config.presence import has_reference
 from hotseat.errors import HotseatError, RunError, UserError
 from hotseat.loop.inputs import supervised_inputs
-from hotseat.loop.opening import OpenRun, are_budgets_tried, for_devices, open_run, stoppable
+from hotseat.loop.opening import OpenRun, are_budgets_tried, for_devices, open_run, push_model, stoppable
 from hotseat.loop.state.saving import Saver, for_ranks
 from hotseat.loop.supervised.supervised_loop import columns, train_and_export, worker_arguments
 from hotseat.loop.supervised.supervised_worker import SupervisedWorker
@@ -177,7 +177,10 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
                 return run.evaluation
             ranks.saver = run.saver
             is_tried = has_new_budgets and are_budgets_tried(memory_gib is not None)
-            return train_and_export(run, inputs, ranks, run.config, is_tried, ranks.led, lambda: ranks.must_stop)
+            evaluation = train_and_export(run, inputs, ranks, run.config, is_tried, ranks.led, lambda: ranks.must_stop)
+            if ranks.is_first:
+                push_model(run)
+            return evaluation
     finally:
         worker.close()
 

@@ -216,4 +216,6 @@ def make_engine(settings: EngineSettings, rank: int, show: Callable[[str], objec
         layers = target_layers(settings.model, settings.options.adapter_targets)
     process = EngineProcess(rank, device_of_process(), in_worker_process(), tuple(layers))
     with stages_shown(show):
-        return engine_kind(settings.engine).make(settings, process)
+        engine = engine_kind(settings.engine).make(settings, process)
+    engine.load_tokenizer = settings.model.tokenizer
+    return engine

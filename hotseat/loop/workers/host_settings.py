@@ -83,6 +83,7 @@ class HostSettings:
     simulation: SimulationSettings | None = None  # episodes are played in simulators
     spool: str | None = None  # folder for finished groups; None: they stay in memory
     kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
+    max_thinking_tokens: int | None = None  # of an answer, where no agent plays; None: no bound
     images: HostImages | None = None  # for environments that show some; None: the run has none, or no environment
 
 
@@ -95,6 +96,7 @@ def make_agent(settings: HostSettings, tokenizer: Any) -> Agent:
         max_steps=settings.max_turns,
         programs=settings.programs,
         preparer=make_image_preparer(settings.images, settings.tokenizer, tokenizer),
+        max_thinking_tokens=settings.max_thinking_tokens,
     )
 
 

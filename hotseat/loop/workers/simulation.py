@@ -222,7 +222,7 @@ class Player(Agent):
     ) -> ScoredEpisode:
         settings, reader = self._settings, self._reader
         dim = reader.num_sampled // settings.env.chunk
-        sampling = replace(sampling, max_new_tokens=reader.num_sampled, ignore_eos=True, stop_token_ids=())
+        sampling = replace(sampling, max_new_tokens=reader.num_sampled, ignore_eos=True, stop_token_ids=(), stop=())
         seen = await stage.reset(slot, task, seed)
         played = _Played(seen.instruction)
         while True:

@@ -43,6 +43,7 @@ def shown(sampling: Sampling) -> SamplingParams:
         top_k=sampling.top_k or -1,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
+        stop=list(sampling.stop) or None,
     )
 
 
@@ -61,4 +62,5 @@ def read_back(params: Any, sampling: Sampling) -> Sampling:
         top_k=0 if top_k in (None, -1) else top_k,
         stop_token_ids=tuple(getattr(params, "stop_token_ids", None) or ()),
         ignore_eos=getattr(params, "ignore_eos", plain.ignore_eos),
+        stop=sampling.stop,
     )

@@ -649,6 +649,18 @@ def check_two_turns_with_a_tool(program: Callable[..., Any]) -> None:
     assert "<tool_response>\n2\n</tool_response>" in engine.contexts[1]
 
 
+def test_variables_of_the_template_are_the_runs_unless_a_request_has_its_own():
+    async def program(prompt, client):
+        for own in ({}, {"chat_template_kwargs": {"enable_thinking": True}}):
+            await post(client, "/chat/completions", {"messages": QUESTION, **own})
+        return 1.0
+
+    engine = Engine("ace", name="qwen3")
+    outcome = play(program, engine, name="qwen3", chat_template_kwargs={"enable_thinking": False})
+    assert isinstance(outcome, ScoredEpisode), outcome
+    assert [context.endswith("<think>\n\n</think>\n\n") for context in engine.contexts] == [True, False]
+
+
 def test_tool_calls_are_parsed_and_their_tokens_stay_as_sampled():
     async def program(prompt, client):
         ask, tools = client_of(client).chat.completions.create, [{"type": "function", "function": TOOL}]

@@ -24,7 +24,7 @@ from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phases import PreparedBatch, Updates
 from hotseat.loop.rl.recovery import HOST, MAX_DEATHS
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
-from hotseat.loop.rl.rollout import group_filter, repeated
+from hotseat.loop.rl.rollout import Evaluation, group_filter, repeated
 from hotseat.loop.rl.sample_log import NUM_RECORDED, SampleLog
 from hotseat.loop.rl.state import NONE_SERVED, MicroBatches, RlState
 from hotseat.loop.state.checkpoints import Checkpoint
@@ -244,6 +244,35 @@ def test_an_evaluation_samples_its_own_prompts_and_leaves_the_order_alone():
         "eval/length": 2.0,
     }
     assert case.evaluate() == metrics
+
+
+def test_named_sets_are_measured_apart():
+    right = {100: 4, 101: 1, 102: 0}
+    case = Case(
+        "eval.samples_per_prompt=4",
+        num_eval_prompts=3,
+        rewards=lambda key: [float(n < right[key[1]]) for n in range(4)],
+    )
+    runner, prompts = case.evaluation.runner, case.evaluation.prompts
+    alone = case.evaluation.run()
+    metrics = Evaluation(runner, prompts, {"sums": range(101, 102), "more": range(102, 103)}).run()
+    assert {key: value for key, value in metrics.items() if not key.endswith("length")} == {
+        "eval/reward": 1.0,
+        "eval/accuracy": 1.0,
+        "eval/pass@4": 1.0,
+        "eval/pass@2": 1.0,
+        "eval/sums/reward": 0.25,
+        "eval/sums/accuracy": 0.25,
+        "eval/sums/pass@4": 1.0,
+        "eval/sums/pass@2": 0.5,
+        "eval/more/reward": 0.0,
+        "eval/more/accuracy": 0.0,
+        "eval/more/pass@4": 0.0,
+        "eval/more/pass@2": 0.0,
+    }
+    together = Evaluation(runner, prompts, {"all": range(100, 103)}).run()
+    assert {key: together[key] for key in alone} == alone
+    assert together.keys() - alone.keys() == {key.replace("eval/", "eval/all/") for key in alone}
 
 
 def test_an_evaluation_is_done_again_when_a_host_dies():
