@@ -91,9 +91,9 @@ def _made(
     from hotseat.script.live_run import LiveRun
     from hotseat.script.objects import ScriptObjects
 
+    _check_callbacks(callbacks)
     objects = ScriptObjects(tokenizer)
-    checked = _checked(config, [*overrides, *_overrides(keywords, objects)], objects)
-    named = named_run(checked)
+    named = named_run(_with_keywords(_checked(config, overrides, objects), keywords, objects))
     if objects:
         place = objects.place(Path(named.run_dir) / str(named.name))
         placed = loads(place(to_yaml(named)))
@@ -110,8 +110,32 @@ def _made(
     return LiveRun(named, objects, callbacks), train
 
 
-def _overrides(keywords: Mapping[str, Any], objects: ScriptObjects) -> list[str]:
-    return [objects.override(_KEYWORDS[name], value) for name, value in keywords.items() if value is not None]
+def _check_callbacks(callbacks: Any) -> None:
+    from hotseat.errors import UserError
+    from hotseat.script.callbacks import Callback
+
+    each = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    wrong = [value for value in each if not isinstance(value, Callback)]
+    if wrong or not isinstance(callbacks, list | tuple):
+        shown = repr(callbacks if not wrong else wrong[0])
+        raise UserError(f"callbacks: given {shown}, must be a list of objects whose classes inherit from Callback")
+
+
+def _with_keywords(config: Config, keywords: Mapping[str, Any], objects: ScriptObjects) -> Config:
+    """Set the keys for which keywords stand. Raises for a key that the config has, too."""
+    from hotseat.config import loads, to_yaml
+    from hotseat.errors import ConfigError, Problem
+
+    given = {name: value for name, value in keywords.items() if value is not None}
+    problems = []
+    for name in given:
+        section, _, option = _KEYWORDS[name].partition(".")
+        if getattr(getattr(config, section), option) is not None:
+            problems.append(Problem(_KEYWORDS[name], f"set in the config and by {name}=: give one of them"))
+    if problems:
+        raise ConfigError(problems)
+    overrides = [objects.override(_KEYWORDS[name], value) for name, value in given.items()]
+    return loads(to_yaml(config), overrides) if overrides else config
 
 
 def _checked(config: Source | Config, overrides: Sequence[str], objects: ScriptObjects) -> Config:

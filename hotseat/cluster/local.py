@@ -44,6 +44,9 @@ class LocalRef(Ref[T]):
         return self._value
 
 
+_GRACE_S = 5.0  # in which an object closes after an error
+
+
 class _Loop:
     def __init__(self, name: str):
         self.loop = asyncio.new_event_loop()
@@ -112,15 +115,23 @@ class LocalGroup(WorkerGroup[W_co]):
         for rank in self.ranks:
             ask = getattr(self._objects[rank], "close", None)
             if ask and grace_s > 0:
-                with contextlib.suppress(Exception):
-                    if inspect.iscoroutinefunction(ask):
-                        assert self._loop is not None
-                        self._loop.submit(ask()).result(grace_s)
-                    else:
-                        ask()
+                self._close_object(ask, grace_s)
+            elif ask:
+                # What an object has started would outlive it. After an error it may be stuck: then it is left behind.
+                closing = threading.Thread(target=self._close_object, args=(ask, _GRACE_S), daemon=True)
+                closing.start()
+                closing.join(_GRACE_S)
             self._objects[rank] = None
         if self._loop:
             self._loop.close()
+
+    def _close_object(self, ask: Callable[[], Any], grace_s: float) -> None:
+        with contextlib.suppress(Exception):
+            if inspect.iscoroutinefunction(ask):
+                assert self._loop is not None
+                self._loop.submit(ask()).result(grace_s)
+            else:
+                ask()
 
     def _construct(self, rank: int) -> None:
         with self._threads(), environment(self._rank_env(rank)):

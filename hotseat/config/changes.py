@@ -101,7 +101,8 @@ def _changes_error(refused: Sequence[Change], allowed: Sequence[str]) -> str:
     if never:
         hint = f"set {never} back{f' and {again}' if keys else ''}, or start a new run"
     else:
-        hint = f"set them back, or start a new run; to resume anyway, with different results, {again}"
+        from_python = f" (from Python, set checkpoint.allow_changes=[{', '.join((*allowed, *keys))}])"
+        hint = f"set them back, or start a new run; to resume anyway, with different results, {again}{from_python}"
     return "\n".join(["this run cannot be resumed with another config:", *lines, hint])
 
 

@@ -102,7 +102,7 @@ def open_run(
             config = with_budgets_of(config, kept)
         saver = Saver(config, run_dir, inputs.tokenizer, num_steps=inputs.algebra.num_steps)
         savers.append(saver)
-        advice = command.format(run_dir=run_dir)
+        advice = (steering and steering.command()) or command.format(run_dir=run_dir)
         interrupts.current().describe = lambda: saver.ending(advice)
         stack.enter_context(_advice(saver, advice))
         checkpoint = saver.find(stack, inputs.notes.append)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 class Steering:
     """Answers to the loop's calls between steps, all of which come in the thread of the run. This one wants nothing."""
 
+    def command(self) -> str | None:
+        """Return how to resume the run, where `hotseat resume` cannot."""
+        return None
+
     def view(self, title: str) -> LiveView | None:
         """Return what shows the run, where that is not a terminal or a file; None: the usual view."""
         return None

@@ -23,7 +23,7 @@ class Callback:
         """Handle the start: the run's directory is there, no model is loaded. Not called again after a change."""
 
     def on_step(self, run: LiveRun, step: int, metrics: Mapping[str, Any]) -> Mapping[str, float] | None:
-        """Handle a finished step. Numbers that are returned are recorded with the step's metrics."""
+        """Handle a finished step, from step 1. Numbers that are returned are recorded with the step's metrics."""
 
     def on_evaluation(self, run: LiveRun, step: int, metrics: Mapping[str, Any]) -> None:
         """Handle an evaluation, after `on_step`; that of step 0 is before training."""
@@ -42,10 +42,17 @@ class _Watching(Callback):
         self.metric = metric
 
     def on_step(self, run: LiveRun, step: int, metrics: Mapping[str, Any]) -> None:
-        if self.metric in metrics:
-            self.look(run, step, float(metrics[self.metric]))
-        elif step > 0 and not self.metric.startswith("eval/"):
+        if not self.metric.startswith("eval/"):
+            self._look(run, step, metrics)
+
+    def on_evaluation(self, run: LiveRun, step: int, metrics: Mapping[str, Any]) -> None:
+        if self.metric.startswith("eval/"):
+            self._look(run, step, metrics)
+
+    def _look(self, run: LiveRun, step: int, metrics: Mapping[str, Any]) -> None:
+        if self.metric not in metrics:
             raise UserError(f"{type(self).__name__}: step {step} has no {self.metric!r}; it has: {', '.join(metrics)}")
+        self.look(run, step, float(metrics[self.metric]))
 
     def look(self, run: LiveRun, step: int, value: float) -> None:
         raise NotImplementedError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +22,20 @@ if TYPE_CHECKING:
 
 
 _one_run = threading.Lock()  # held while a run is under way
+
+
+def _end_before_the_interpreter(run: LiveRun) -> None:
+    """Have a program that reaches its end, or fails, wait until the run has finished its step and saved it."""
+
+    def end() -> None:
+        if run.is_running:
+            run.say("the program ends, so the run ends after its current step")
+            run.stop()
+            with suppress(BaseException):  # of the run; the program ends for another reason
+                run.wait()
+
+    # Those of `atexit` come too late: by then nothing can be started in a thread any more.
+    threading._register_atexit(end)  # type: ignore[attr-defined]
 
 
 class LiveRun(Run):
@@ -82,11 +97,12 @@ class LiveRun(Run):
     def _take_the_process(self) -> None:
         """Raise `UserError` if another run is under way in this process, whose cluster and clock are of one run."""
         if not _one_run.acquire(blocking=False):
-            raise UserError("another run is under way in this process: wait for its end (`run.wait()`)")
+            raise UserError("another run is under way in this process: `run.wait()` for its end, or `run.stop()` it")
 
     def begin(self, train: Callable[[Config, Steering], object]) -> Self:
         """Train in a thread of its own. train: trains a config to its end."""
         self._take_the_process()
+        _end_before_the_interpreter(self)
         name = f"run {self.path.name}"
         self._thread = threading.Thread(target=self._steering.train, args=(train,), name=name, daemon=True)
         self._thread.start()
@@ -126,7 +142,7 @@ class _ScriptSteering(Steering):
         try:
             self._see_checkpoints()
             for callback in self._callbacks:
-                callback.on_end(self._run)
+                self._call(callback.on_end, self._run)
         except BaseException as error:
             self._run.error = self._run.error or error
         finally:
@@ -154,6 +170,11 @@ class _ScriptSteering(Steering):
     def view(self, title: str) -> LiveView | None:
         return self._view
 
+    def command(self) -> str | None:
+        if not self._objects:
+            return None
+        return f'the same call of hotseat.run, with name: {self._run.path.name} and "checkpoint.resume=true"'
+
     def begin(self, run_dir: Path, saver: Saver, say: Callable[[str], object]) -> None:
         self._say = say
         for note in self._objects.notes:
@@ -172,8 +193,10 @@ class _ScriptSteering(Steering):
 
     def stepped(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, float]:
         added: dict[str, float] = {}
-        for callback in self._callbacks:
+        for callback in self._callbacks if step > 0 else ():
             values = self._call(callback.on_step, self._run, step, {**metrics, **added}) or {}
+            if not (isinstance(values, Mapping) and all(isinstance(each, int | float) for each in values.values())):
+                raise RunError(f"{_name(callback)}.on_step returned {values!r}: return a dict of numbers, or nothing")
             taken = [name for name in values if name in metrics or name in added]
             if taken:
                 raise RunError(f"{_name(callback)}.on_step returned {taken[0]!r}, which is a metric already: rename it")
@@ -221,6 +244,8 @@ class _ScriptSteering(Steering):
         from hotseat.config import loads_saved, to_saved
         from hotseat.config.changes import changes_between
 
+        if self.is_over:
+            raise UserError("the run has ended: call hotseat.run with its name, the change and checkpoint.resume=true")
         saved = to_saved(self._config)
         config = loads_saved(saved, [*self._overrides, *overrides])
         changes_between(saved, config)

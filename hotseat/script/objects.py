@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotseat.checks.run_directory import INITIAL_MODEL, LOCK
 from hotseat.errors import ConfigError, Problem, UserError
+from hotseat.extensions import AGENT_FORMS
 from hotseat.files import write_whole
 from hotseat.user_functions import SCRIPT_FOLDER
 
@@ -42,6 +43,8 @@ _LARGE = 256 * 2**20  # bytes of a function with all that it uses, from which on
 _FUNCTION = "a function"
 _AGENT = "a class of agents or environments, an Agent, or a function play"
 _DATA = "a datasets.Dataset, a pandas.DataFrame, or rows as dicts in a list or another iterable with a length"
+
+_AGENT_FUNCTIONS = ("play", *(name for form in AGENT_FORMS for name in form.functions))
 
 # What a key may have instead of a path. Keys of mappings with names of the user's are matched by `*`.
 KINDS = {
@@ -103,11 +106,12 @@ class ScriptObjects:
     def override(self, key: str, value: Any) -> str:
         """Return the override that sets a key to the path which stands for an object, or to a path that it is already.
 
-        Several rewards, each a function or a pair of a function and its weight, become `reward.functions`.
+        Several rewards become `reward.functions`: each is a function, or a tuple of it, its weight and perhaps a name.
         """
         if key == "reward.function" and isinstance(value, list | tuple):
-            pairs = [each if isinstance(each, tuple) else (each, 1.0) for each in value]
-            key, value = "reward.functions", [{"function": each, "weight": weight} for each, weight in pairs]
+            names = ("function", "weight", "name")
+            tuples = [each if isinstance(each, tuple) else (each,) for each in value]
+            key, value = "reward.functions", [dict(zip(names, each, strict=False)) for each in tuples]
         problems: list[Problem] = []
         replaced = self._replace(value, tuple(key.split(".")), problems)
         if problems:
@@ -167,8 +171,12 @@ class ScriptObjects:
             return os.fspath(value)
         if kind is not None:
             name = _function_name(value) if kind is not _DATA and key != "actor.model" else None
+            if kind is _AGENT and inspect.isfunction(value) and name not in _AGENT_FUNCTIONS:
+                name = "play"
             if not _fits(kind, value):
-                problems.append(Problem(key, f"given {_named(value)}, must be a path, or {kind}"))
+                is_object = kind in (_AGENT, "a class") and not inspect.isroutine(value)
+                hint = f": give the class {type(value).__name__} itself" if is_object else ""
+                problems.append(Problem(key, f"given {_named(value)}, must be a path, or {kind}{hint}"))
                 return None
             each = _Object(key, value, _file_of(key, kind, name, value, self._objects), name)
             self._objects.append(each)
@@ -248,7 +256,7 @@ def _file_of(key: str, kind: str, name: str | None, value: Any, others: Sequence
         return INITIAL_MODEL
     if kind is _DATA:
         stem = {"data.path": "train", "eval.path": "eval"}.get(key) or f"eval_{key.split('.')[2]}"
-        return stem if _is_data_set(value) else f"{stem}.jsonl"
+        return stem if _is_data_set(value) and hasattr(value, "__len__") and not _is_plain(value) else f"{stem}.jsonl"
     taken = {each.file for each in others}
     numbered = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))
     return next(file for suffix in numbered if (file := f"{name}{suffix}.py") not in taken)
@@ -304,7 +312,13 @@ with Path(__file__).with_suffix(".pkl").open("rb") as _file:
     {name} = pickle.load(_file)
 {more}'''
 # An agent is a class of its file, of which each host makes one object.
-_AS_CLASS = "\nif isinstance({name}, type):\n    {name}.__module__ = __name__\n"
+_AS_CLASS = '''
+_given = {name}
+
+
+class {name}(_given):
+    """Stands for the class of the script, which stays as it is."""
+'''
 _AS_OBJECT = '''
 _given = {name}
 
@@ -393,10 +407,30 @@ def _described(each: _Object) -> dict[str, Any]:
         for row in rows:
             digest.update(repr(sorted(row.items(), key=lambda item: str(item[0]))).encode())
         return {"kind": "data", "rows": len(rows), "sha256": digest.hexdigest()}
-    source = _source_of(each.value)
+    sources = _sources(each.value, {})
+    digest_of_source = hashlib.sha256("\n".join(sources.values()).encode()).hexdigest() if sources else None
     module = getattr(each.value, "__module__", None)
-    digest_of_source = None if source is None else hashlib.sha256(source.encode()).hexdigest()
-    return {"kind": "code", "name": each.name, "module": module, "source": source, "sha256": digest_of_source}
+    return {"kind": "code", "name": each.name, "module": module, "sources": sources, "sha256": digest_of_source}
+
+
+def _sources(value: Any, seen: dict[str, str], name: str | None = None) -> dict[str, str]:
+    """Return the sources of a function or class, of the script's functions that it uses, and of the values it reads."""
+    name = str(name or getattr(value, "__qualname__", type(value).__qualname__))
+    if name in seen:
+        return seen
+    if isinstance(value, str | int | float | bool | list | tuple | dict | set | None):
+        seen[name] = repr(value)
+        return seen
+    source = _source_of(value)
+    if source is None or "site-packages" in _place_of(value):
+        return seen
+    seen[name] = source
+    if inspect.isfunction(value):
+        used = inspect.getclosurevars(value)
+        for other, each in sorted({**used.globals, **used.nonlocals}.items()):
+            if not inspect.ismodule(each):
+                _sources(each, seen, other)
+    return seen
 
 
 # --- data and models --------------------------------------------------------------------------------------------------
@@ -416,25 +450,36 @@ def _rows_of(value: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def _write_data(value: Any, path: Path) -> None:
-    if _is_data_set(value):
-        if hasattr(value, "keys") and not hasattr(value, "features"):
-            raise UserError(f"given data sets by name: give one of them, such as [{next(iter(value.keys()))!r}]")
-        if not hasattr(value, "__len__"):
-            raise UserError("a data set without a length cannot be read to its end: take a part of it, as a list")
+    """Write rows as JSON lines; a data set with what JSON does not know, such as images, is saved as it is."""
+    if hasattr(value, "keys") and not hasattr(value, "features") and _is_data_set(value):
+        raise UserError(f"given data sets by name: give one of them, such as [{next(iter(value.keys()))!r}]")
+    if not hasattr(value, "__len__"):
+        raise UserError("a data set without a length cannot be read to its end: take a part of it, as a list")
+    if _is_data_set(value) and not _is_plain(value):
         _save_quietly(value, path)
         return
     rows = _rows_of(value)
-    if not rows:
+    if not len(rows):
         raise UserError("there are no rows")
-    lines = []
-    for number, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise UserError(f"row {number} is {_named(row)}, must be a dict of columns")
-        try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False, default=_as_json))
-        except TypeError as error:
-            raise UserError(f"row {number}: {error}; a datasets.Dataset may have images and arrays") from None
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise UserError(f"row {number} is {_named(row)}, must be a dict of columns")
+            try:
+                file.write(json.dumps(dict(row), ensure_ascii=False, default=_as_json) + "\n")
+            except TypeError as error:
+                raise UserError(f"row {number}: {error}; a datasets.Dataset may have images and arrays") from None
+
+
+def _is_plain(data_set: Any) -> bool:
+    """Tell whether JSON knows all that a data set has, by its features and its first row."""
+    if any(hasattr(feature, "decode_example") for feature in (getattr(data_set, "features", None) or {}).values()):
+        return False
+    try:
+        json.dumps(data_set[0] if len(data_set) else {})
+    except (TypeError, KeyError):
+        return False
+    return True
 
 
 def _save_quietly(data_set: Any, path: Path) -> None:

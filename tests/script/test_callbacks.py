@@ -12,7 +12,8 @@ def ended(callback, values, name="eval/loss"):
     run = SimpleNamespace(say=lambda text: None, finish=lambda: steps.append(step))
     steps: list[int] = []
     for step, value in enumerate(values):
-        callback.on_step(run, step, {} if value is None else {name: value})
+        if value is not None:
+            callback.on_evaluation(run, step, {name: value})
         if steps:
             return steps[0]
     return None

@@ -1,15 +1,18 @@
 """Runs from Python with objects, callbacks and a handle: the bits of the same run from files, stopped and steered."""
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from loop_cases import rl_yaml, sft_yaml
 from safetensors.torch import load_file
 
 import hotseat
-from hotseat import Callback, EarlyStopping, RunError, StopAt, UserError
+from hotseat import Callback, ConfigError, EarlyStopping, RunError, StopAt, UserError
 
 pytestmark = pytest.mark.slow
 
@@ -84,10 +87,10 @@ def test_a_run_with_objects_is_to_the_last_bit_that_with_files(task):
         without_files(task, name="script"), eval=rows_of(task / "prompts.jsonl"), callbacks=[recorder], **objects(task)
     )
     assert are_equal(files, script)
-    assert recorder.moments[:3] == ["start", 0, "evaluation 0: True"]
-    assert [each for each in recorder.moments if isinstance(each, int)] == [0, 1, 2, 3, 4]
+    assert recorder.moments[:3] == ["start", "evaluation 0: False", 1]
+    assert [each for each in recorder.moments if isinstance(each, int)] == [1, 2, 3, 4]
     assert recorder.moments[-2:] == ["checkpoint 4: True", "end: NoneType"]
-    assert script.metrics()[0]["mine/steps"] == 2.0
+    assert script.metrics()[1]["mine/steps"] == 3.0
     assert list(script.frame()["reward"][1:]) == [line["reward"] for line in files.metrics()[1:]]
 
 
@@ -176,10 +179,65 @@ def test_an_error_of_a_callback_ends_the_run_with_its_name(task):
 def test_a_metric_of_a_callback_does_not_replace_one_of_the_run(task):
     class Same(Callback):
         def on_step(self, run, step, metrics):
-            return {"reward": 1.0} if step else {}
+            return {"reward": 1.0}
 
     with pytest.raises(RunError, match="Same.on_step returned 'reward', which is a metric already"):
         hotseat.run(without_files(task), callbacks=[Same()], **objects(task))
+
+
+def test_what_is_no_callback_or_returns_no_numbers_is_refused(task):
+    class Text(Callback):
+        def on_step(self, run, step, metrics):
+            return "all is well"
+
+    for given, shown in ((Recorder, "class"), ([Recorder], "class"), (Recorder(), "object"), ([print], "print")):
+        with pytest.raises(UserError, match=f"callbacks: given .*{shown}.*, must be a list of objects"):
+            hotseat.run(without_files(task), callbacks=given, **objects(task))
+    with pytest.raises(RunError, match="Text.on_step returned 'all is well': return a dict of numbers, or nothing"):
+        hotseat.run(without_files(task), callbacks=[Text()], **objects(task))
+
+
+def test_a_key_is_not_set_twice(task):
+    with pytest.raises(ConfigError, match=r"data\.path: set in the config and by train=: give one of them"):
+        hotseat.run(rl_yaml(task), train=rows_of(task / "prompts.jsonl"))
+
+
+def test_nothing_of_a_run_that_was_stopped_or_failed_is_left_in_the_process(task):
+    before = {thread.name for thread in threading.enumerate()}
+    children = len(psutil.Process().children(recursive=True))
+    hotseat.run(without_files(task, name="stopped"), callbacks=[StopAfter(1)], **objects(task))
+    with pytest.raises(RunError):
+        hotseat.run(without_files(task, name="failed"), callbacks=[StopAfter(1, lambda run: 1 / 0)], **objects(task))
+    assert {thread.name for thread in threading.enumerate()} <= before
+    assert len(psutil.Process().children(recursive=True)) == children
+
+
+SCRIPT = """
+import hotseat
+
+rows = [{{"input": "1+2=", "label": "3"}}, {{"input": "2+3=", "label": "5"}}] * 16
+
+
+def long(queries, prompts, labels):
+    return [float(len(query)) for query in queries]
+
+
+run = hotseat.start({config!r}, "train.num_episodes=50", train=rows, reward=long)
+for metrics in run:
+    if metrics["step"] == 2:
+        break
+"""
+
+
+def test_a_program_that_ends_before_its_run_has_it_saved(task):
+    script = task / "script.py"
+    script.write_text(SCRIPT.format(config=without_files(task)))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, cwd=task)
+    assert done.returncode == 0, done.stderr
+    assert "the program ends, so the run ends after its current step" in done.stdout
+    assert list((task / "runs" / "run" / "checkpoints").glob("step-*"))
+    assert not list((task / "runs").glob(".*.python"))
+    assert "died" not in done.stderr
 
 
 def test_early_stopping_counts_values_without_a_new_best(task):

@@ -201,7 +201,7 @@ def test_the_run_keeps_sources_and_says_what_has_changed(tmp_path):
     objects, _ = made(tmp_path, "reward.function", reward)
     objects.record(tmp_path, notes.append)
     kept = json.loads((tmp_path / RECORD).read_text())["objects"]["reward.function"]
-    assert "return [1.0 for _ in queries]" in kept["source"]
+    assert any("return [1.0 for _ in queries]" in source for source in kept["sources"].values())
     assert notes == []
 
     def reward(queries, prompts, labels):
@@ -211,3 +211,40 @@ def test_the_run_keeps_sources_and_says_what_has_changed(tmp_path):
     objects.record(tmp_path, notes.append)
     assert notes == ["reward.function: reward of the script has changed since the run began"]
     assert not list(tmp_path.glob("**/*.pkl"))
+
+
+def test_a_change_of_what_a_function_uses_is_said(tmp_path):
+    factor = 1.0
+
+    def helper(query):
+        return factor * len(query)
+
+    def reward(queries, prompts, labels):
+        return [helper(query) for query in queries]
+
+    notes: list[str] = []
+    for factor in (1.0, 1.0, 2.0):  # noqa: B007 (the closure reads it)
+        objects, _ = made(tmp_path, "reward.function", reward)
+        objects.record(tmp_path, notes.append)
+    assert notes == ["reward.function: reward of the script has changed since the run began"]
+
+
+def test_a_class_of_the_script_stays_as_it_is_where_it_runs_in_this_process(tmp_path):
+    class Adder(Environment):
+        pass
+
+    objects, path = made(tmp_path, "agent.path", Adder)
+    with objects.written():
+        agent = load_agent(path, None, max_length=8)
+    assert Adder.__module__ == __name__
+    assert type(agent.env_factory()) is not Adder
+
+
+def test_a_function_is_an_agent_under_any_name_and_an_environment_object_is_none(tmp_path):
+    async def chat(prompt, client):
+        return 1.0
+
+    _, path = made(tmp_path, "agent.path", chat)
+    assert path.endswith(":play")
+    with pytest.raises(ConfigError, match="must be a path, or a class of agents .*: give the class Environment itself"):
+        ScriptObjects().replace({"agent": {"path": Environment()}})
