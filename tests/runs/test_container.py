@@ -67,7 +67,7 @@ def test_the_image_for_cpus_makes_a_task_and_trains(container):
         return buildah("run", "--isolation", "chroot", container, "--", *command)
 
     assert run("id", "--user", "--name") == "hotseat"
-    config = json.loads(buildah("inspect", "--format", "{{json .OCIv1.Config}}", container))
+    config = json.loads(buildah("inspect", container))["OCIv1"]["config"]
     assert config["Entrypoint"] == ["hotseat"]
     assert config["WorkingDir"] == run("pwd") == "/work"
 
