@@ -85,6 +85,7 @@ LARGE = (
     "loop/serving/test_reward_server.py",
     "runs/test_vllm_adapter_runs.py",
     "runs/test_offline.py",
+    "runs/test_wheel.py",
     "examples/test_single_file.py",
     "test_api.py",
     "cli/test_new.py",

@@ -20,7 +20,7 @@ from hotseat.openrlhf.flags import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 PLANS = ROOT / "examples" / "plans"
-PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 PAGES += sorted((ROOT / "examples").rglob("*.md"))
 # Words by which a paragraph says that something is not there.
