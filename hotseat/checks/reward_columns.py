@@ -10,6 +10,7 @@ from hotseat.checks.user_files import parameters_of
 from hotseat.config import Config
 from hotseat.config.presence import has_reward_model, has_simulator
 from hotseat.errors import Problem
+from hotseat.extensions import REWARD_FORMS
 from hotseat.rewards.function import locate
 from hotseat.rewards.function_worker import is_trl_form
 from hotseat.words import label_text
@@ -55,10 +56,17 @@ def _lacking(config: Config, used: str, prompts: Sequence[Prompt]) -> Iterator[P
 
 
 def _functions(config: Config) -> Iterator[tuple[str, str, dict[str, bool] | None]]:
-    """Yield (key, path, parameters) of the reward functions; parameters is None where the text does not show them."""
+    """Yield (key, path, parameters) of the reward functions; parameters is None where the text does not show them.
+
+    Those of a function of another framework's form are what it is made to have.
+    """
     for key, path in (("reward.function", config.reward.function), ("eval.reward", config.eval.reward)):
         if path is not None:
-            yield key, path, parameters_of(*locate(path))
+            parameters = parameters_of(*locate(path))
+            form = next((form for form in REWARD_FORMS if form.parameter in (parameters or ())), None)
+            if parameters is not None and is_trl_form(parameters):
+                form = None
+            yield key, path, parameters if form is None else {"completions": True, **form.columns}
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------

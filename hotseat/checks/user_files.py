@@ -12,10 +12,11 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hotseat.extensions import AGENT_FORMS, describe_agent_forms
-from hotseat.rewards.builtin import FUNCTIONS
+from hotseat.extensions import AGENT_FORMS, REWARD_FUNCTIONS, describe_agent_forms
+from hotseat.rewards import builtin
 
 _MAKES_NAMES = ("exec", "eval", "globals", "locals", "vars", "setattr")
+FUNCTIONS = (*builtin.FUNCTIONS, *REWARD_FUNCTIONS)  # built-in rewards
 _AGENT_FUNCTIONS = ("play", *(name for entry in AGENT_FORMS for name in entry.functions))
 
 

@@ -31,7 +31,15 @@ def entry() -> None:
     """Run the command that the arguments of this process name, and exit."""
     interrupts.handle_until_exit()
     wait_passively()
-    if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"], ["completion"], ["openrlhf-path"]):
+    if sys.argv[1:2] in (
+        ["plan"],
+        ["explain"],
+        ["config"],
+        ["options"],
+        ["completion"],
+        ["openrlhf-path"],
+        ["verl-path"],
+    ):
         # These only print, so `| head` ends them like any such command. A run must not die of a closed pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))
@@ -89,6 +97,8 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 
     text = "print the directory that runs `python -m openrlhf.cli...` on Hotseat"
     _command(commands, "openrlhf-path", _openrlhf_path, text)
+    text = "print the directory that runs `python -m verl.trainer.main_ppo` on Hotseat"
+    _command(commands, "verl-path", _verl_path, text)
 
     rlinf = _command(
         commands,
@@ -386,6 +396,13 @@ def _options(arguments: argparse.Namespace) -> int:
 
 def _openrlhf_path(arguments: argparse.Namespace) -> int:
     from hotseat.openrlhf.shim import DIRECTORY
+
+    print(DIRECTORY)
+    return OK
+
+
+def _verl_path(arguments: argparse.Namespace) -> int:
+    from hotseat.verl.shim import DIRECTORY
 
     print(DIRECTORY)
     return OK

@@ -382,6 +382,8 @@ class JudgeConfig(Section):
 class RewardConfig(Section):
     function: Annotated[str | None, when.SCORED] = None
     """Python file with `reward_func(queries, prompts, labels)`."""
+    kwargs: Annotated[dict[str, Any], when.REWARD_FILE] = {}
+    """Further arguments of `function`, by name."""
     graders: Annotated[list[GraderConfig], when.SCORED] = []
     """Built-in graders; the reward is the weighted sum of their verdicts, plus the reward of `function`, if set."""
     judge: Annotated[JudgeConfig, when.JUDGE] = JudgeConfig()
@@ -589,6 +591,8 @@ class DataConfig(Section):
     """Learn from every token (sft)."""
     sampler: Annotated[FunctionPath | None, RL] = None
     """Your own function, `my.py:function`, that chooses each step's prompts, such as a curriculum (rl)."""
+    shuffle: Annotated[bool, RL, when.PROMPTS, when.NO_SAMPLER] = True
+    """Use the prompts in another order in each pass; false keeps their order in the data (rl)."""
     prompt_max_length: Annotated[Positive | None, RL, when.PROMPTS] = None
     """Longest prompt that is kept; unset: `max_length` less `rollout.max_new_tokens` if that is set, else its half."""
     max_length: Positive = 2048

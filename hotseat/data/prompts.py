@@ -16,7 +16,7 @@ from hotseat.data.sequences import CHUNK, encode
 from hotseat.errors import DataError
 from hotseat.types import Prompt
 
-_SOURCE_KEY = "datasource"
+_SOURCE_KEYS = ("datasource", "data_source")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def make_prompts(
                 text = template.render(messages, input_key, for_generation=True)
             else:
                 text = fill_in(input_template, text_of(row.values, input_key))
-            source = row.values.get(_SOURCE_KEY)
+            source = next((row.values[key] for key in _SOURCE_KEYS if row.values.get(key) is not None), None)
             if columns is not None and not _is_json(row.values[input_key]):
                 raise BadValue(f"{input_key}: holds more than JSON can, and the reward function is called by names")
             drafts.append((text, _label(row.values, label_key), "" if source is None else str(source)))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hotseat.errors import RunError, UserError
+from hotseat.extensions import REWARD_FUNCTIONS
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
@@ -43,6 +44,8 @@ class RewardFunction(Scorer):
     With a `seed`, Python's, numpy's and torch's generators are seeded before each call, from it and the samples' ids,
     so that a group that is scored again gets the same random numbers in any process.
 
+    kwargs: further arguments of the function, by name.
+
     say: is called with notes for the user: the first time-out, and tracebacks. None: they go to standard error.
 
     The owner thread takes jobs in the order of `submit`, gives one list to each future, and waits for its worker at
@@ -58,6 +61,7 @@ class RewardFunction(Scorer):
         start_timeout_s: float = 120.0,
         max_memory_bytes: int | None = None,
         seed: int | None = None,
+        kwargs: Mapping[str, Any] | None = None,
         say: Callable[[str], object] | None = None,
     ):
         file, function = locate(str(path))
@@ -68,7 +72,7 @@ class RewardFunction(Scorer):
         self._seed = seed
         self._has_been_late = False
         self._say = say or to_stderr
-        task = Task(str(file), function, max_memory_bytes)
+        task = Task(str(file), function, max_memory_bytes, kwargs=kwargs or {})
         self._worker = Worker(task, start_timeout_s, lambda: self._owner.is_closed, Tracebacks(self._show))
         self._owner = OwnerThread(self.name, [self._worker], self._score, self._unfinished)
         atexit.register(self.close)
@@ -173,12 +177,14 @@ class RewardFunction(Scorer):
 def locate(path: str) -> tuple[Path, str]:
     if path in builtin.FUNCTIONS:
         return Path(builtin.__file__), path
+    if path in REWARD_FUNCTIONS:
+        return Path(__file__).parents[1] / REWARD_FUNCTIONS[path], path
     file, name = located(path)
     function = name or "reward_func"
     if not file.is_file():
         raise UserError(
             f"reward function: no such file: {file}; give a Python file with {function}(queries, prompts, labels), or"
-            f" one of {', '.join(builtin.FUNCTIONS)}"
+            f" one of {', '.join((*builtin.FUNCTIONS, *REWARD_FUNCTIONS))}"
         )
     return file, function
 
@@ -216,12 +222,13 @@ def try_reward(
     seed: int = 0,
     extra_path: Sequence[str] = (),
     columns: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Trial:
     """Load a reward function in a process of its own, call it once, and end the process.
 
     timeout_s: for loading and calling together. Output of the function is dropped. extra_path: folders that the file
     may import from, besides those of this process. columns: of the row, for a function that is called by names; one
-    is not called without them.
+    is not called without them. kwargs: its further arguments.
     """
     file, function = locate(path)
     message = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels), "seed": seed}
@@ -230,7 +237,9 @@ def try_reward(
         ids = [list(answer.encode()) for answer in answers]  # no tokenizer is loaded yet
         message["named"] = vars(NamedArguments(columns, answers, ids))
     deadline_s = time.monotonic() + timeout_s
-    task = Task(str(file), function, max_memory_bytes, is_silent=True, extra_path=tuple(extra_path))
+    task = Task(
+        str(file), function, max_memory_bytes, is_silent=True, extra_path=tuple(extra_path), kwargs=kwargs or {}
+    )
     worker = Worker(task, timeout_s, lambda: False, Tracebacks(lambda text: None))
     try:
         try:

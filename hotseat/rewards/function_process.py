@@ -44,6 +44,7 @@ class Task:
     max_memory_bytes: int | None = None
     is_silent: bool = False  # its output is dropped
     extra_path: tuple[str, ...] = ()  # folders to import from, besides those of this process
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the function
 
 
 @dataclass(eq=False)
@@ -86,7 +87,12 @@ class Worker:
         task, output = self.task, subprocess.DEVNULL if self.task.is_silent else 2
         self.process = ChildProcess(
             _WORKER,
-            {"file": task.file, "function": task.function, "path": [*sys.path, *task.extra_path]},
+            {
+                "file": task.file,
+                "function": task.function,
+                "kwargs": dict(task.kwargs),
+                "path": [*sys.path, *task.extra_path],
+            },
             output=(output, output),
             env={**os.environ, **wait_policy()},
             dies_with_thread=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import faulthandler
+import functools
 import importlib.util
 import inspect
 import os
@@ -17,7 +18,7 @@ import random
 import runpy
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,16 +26,18 @@ if TYPE_CHECKING:
 
 
 def main(channel: Channel, task: dict[str, Any]) -> None:
-    """Serve calls until the connection closes. task: `file`, `function`, and `path` (for imports)."""
+    """Serve calls until the connection closes. task: `file`, `function`, `kwargs` for it, and `path` (for imports)."""
     faulthandler.enable()
     sys.path[:] = [os.path.dirname(os.path.abspath(task["file"])), *task["path"]]
     sys.argv[:] = [task["file"]]
     # Files may import what examples of other frameworks import, without anything else of this package.
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    for helper in runpy.run_path(os.path.join(package, "extensions.py"))["REWARD_HELPERS"]:
+    extensions = runpy.run_path(os.path.join(package, "extensions.py"))
+    for helper in extensions["REWARD_HELPERS"]:
         runpy.run_path(os.path.join(package, helper))["install"]()
+    forms = [(form.parameter, os.path.join(package, form.file)) for form in extensions["REWARD_FORMS"]]
     try:
-        function = load(task["file"], task["function"])
+        function = load(task["file"], task["function"], task.get("kwargs") or {}, forms)
     except BaseException as error:
         channel.send(description(error, task["file"]))
         return
@@ -74,12 +77,17 @@ def is_trl_form(parameters: Collection[str]) -> bool:
     return "completions" in parameters and "queries" not in parameters
 
 
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name, none where it does not show them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def takes_names(function: Any) -> bool:
     """Return whether a function is of TRL's form, which is called by names."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
+    parameters = parameters_of(function)
     parameter = parameters["completions"] if is_trl_form(parameters) else None
     return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
@@ -130,7 +138,8 @@ async def _wait(awaitable: Any) -> Any:
     return await awaitable
 
 
-def load(file: str, name: str) -> Any:
+def load(file: str, name: str, kwargs: Mapping[str, Any] | None = None, forms: Sequence[tuple[str, str]] = ()) -> Any:
+    """Load a function. kwargs: further arguments of it. forms: (parameter, file) of forms of other frameworks."""
     spec = importlib.util.spec_from_file_location("hotseat_reward", file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is not a Python file")
@@ -138,8 +147,14 @@ def load(file: str, name: str) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
+    if callable(function) and kwargs:
+        inspect.signature(function).bind_partial(**kwargs)
+        function = functools.partial(function, **kwargs)
     if callable(function) and takes_names(function):
         return function
+    for parameter, adapter in forms:
+        if callable(function) and parameter in parameters_of(function):
+            return runpy.run_path(adapter)["adapted"](function)
     if not callable(function):
         has = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise AttributeError(f"no function {name} in it; it has: {', '.join(has) or 'none'}")

@@ -199,6 +199,7 @@ def scorer_settings(config: Config, run_dir: Path | None) -> ScorerSettings:
         notes = str(run_dir.absolute() / NOTES)
     return ScorerSettings(
         function=reward.function,
+        function_kwargs=reward.kwargs,
         eval_function=config.eval.reward,
         urls=tuple(as_list(reward.url)),
         token=bearer_token() if reward.url is not None else None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from hotseat.loop.workers.notes import note_writer
 from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Scorer
@@ -14,6 +16,7 @@ class ScorerSettings:
     """Settings of the scorers of a rollout host. The default scores nothing."""
 
     function: str | None = None
+    function_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of it
     eval_function: str | None = None  # scores evaluations, instead of any other reward
     urls: tuple[str, ...] = ()  # servers that score instead of `function`
     token: str | None = field(default=None, repr=False)  # for them
@@ -70,15 +73,17 @@ def _function_or_servers(settings: ScorerSettings) -> Scorer | None:
             max_open=settings.max_open,
             token=settings.token,
         )
-    return None if settings.function is None else _reward_function(settings.function, settings)
+    function, kwargs = settings.function, settings.function_kwargs
+    return None if function is None else _reward_function(function, settings, kwargs)
 
 
-def _reward_function(path: str, settings: ScorerSettings) -> RewardFunction:
+def _reward_function(path: str, settings: ScorerSettings, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
     return RewardFunction(
         path,
         timeout_s=settings.timeout_s,
         retries=settings.retries,
         max_memory_bytes=settings.max_bytes,
         seed=settings.seed,
+        kwargs=kwargs,
         say=None if settings.notes is None else note_writer(settings.notes),
     )
