@@ -25,22 +25,15 @@ _GENERATE = "answer prompts with a model, and write JSON lines"
 _EVAL = "measure a model: accuracy, pass@k and lengths, and a page of its answers"
 _PLAY = "play one episode of an agent, with a live transcript and without training"
 _MERGE = "add a LoRA adapter to its base model, and write a plain model"
+# These only print, so `| head` ends them like any such command. A run must not die of a closed pipe.
+_PRINTING = ("plan", "explain", "config", "options", "completion", "openrlhf-path", "verl-path")
 
 
 def entry() -> None:
     """Run the command that the arguments of this process name, and exit."""
     interrupts.handle_until_exit()
     wait_passively()
-    if sys.argv[1:2] in (
-        ["plan"],
-        ["explain"],
-        ["config"],
-        ["options"],
-        ["completion"],
-        ["openrlhf-path"],
-        ["verl-path"],
-    ):
-        # These only print, so `| head` ends them like any such command. A run must not die of a closed pipe.
+    if sys.argv[1:2] in [[name] for name in _PRINTING]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))
 

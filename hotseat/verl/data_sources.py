@@ -14,7 +14,7 @@ SOURCE_KEY = "data_source"
 
 
 def source_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) of data that the built-in scoring cannot score. Data that cannot be read is left to checks."""
+    """Yield (key, message) of data that the built-in scoring cannot score. Files that cannot be read are left out."""
     if config.reward.function != BUILT_IN_REWARD:
         return
     for key, path in (("data.train_files", config.data.path), ("data.val_files", config.eval.path)):
@@ -26,7 +26,8 @@ def source_problems(config: Config) -> Iterator[tuple[str, str]]:
             yield (
                 key,
                 f"given {path} with {SOURCE_KEY} {', '.join(others)}: without reward.custom_reward_function.path only"
-                f" {GSM8K} is scored; give a file with compute_score(data_source, solution_str, ground_truth, extra_info)",
+                f" {GSM8K} is scored; give a file with compute_score(data_source, solution_str, ground_truth,"
+                " extra_info)",
             )
 
 

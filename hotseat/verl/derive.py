@@ -339,8 +339,8 @@ def _critic(draft: ConfigDraft) -> None:
     if given is not None and given != is_there:
         draft.refuse(
             "critic.enable",
-            f"given {str(given).lower()}, and algorithm.adv_estimator {estimator} has {'a' if is_there else 'no'} critic:"
-            " leave it out",
+            f"given {str(given).lower()}, and algorithm.adv_estimator {estimator} has"
+            f" {'a' if is_there else 'no'} critic: leave it out",
         )
     draft.ignore("critic.enable", f"algorithm.adv_estimator {estimator} says it")
 
@@ -489,8 +489,7 @@ def _files(draft: ConfigDraft) -> None:
         for name in (every, first):
             draft.ignore(name, "data.val_files is null, so nothing is evaluated")
     elif line[every] <= 0 and not line[first]:
-        for name in ("data.val_files", every, first):
-            draft.ignore(name, f"{every} is {line[every]} and {first} is false, so nothing is evaluated")
+        draft.ignore("data.val_files", f"{every} is {line[every]} and {first} is false, so nothing is evaluated")
     else:
         fields["eval.path"] = files
         fields["eval.every"] = above_zero(line[every])
@@ -599,8 +598,6 @@ def _trackers(draft: ConfigDraft) -> None:
         fields[f"log.{name}.enabled"] = True
         fields[f"log.{name}.{'experiment' if name == 'mlflow' else 'project'}"] = line["trainer.project_name"]
         fields[f"log.{name}.run_name"] = line["trainer.experiment_name"]
-    if not set(given) & set(TRACKERS):
-        draft.ignore("trainer.logger", "console, TensorBoard's files and metric files are written in any case")
 
 
 DERIVED: Mapping[str, Callable[[ConfigDraft], None]] = {

@@ -9,10 +9,11 @@ from hotseat.verl.keys import KEYS, OWN, Key
 
 WIDTH = 100
 _INTRODUCTION = (
-    "verl's main_ppo on Hotseat. KEY=VALUE, +KEY=VALUE and ++KEY=VALUE set a key; values are as in Hydra. Each key below"
-    " has verl's default; then the config fields that it sets (`hotseat options FIELD` describes one), or why it has no"
-    f" effect, or what fits instead of other values. {OWN}FIELD=VALUE sets a field of Hotseat's own config, after all other"
-    " keys. Exit codes: 0 done, 1 failed while running, 2 refused before anything ran, 130 stopped by Ctrl-C or SIGTERM."
+    "verl's main_ppo on Hotseat. KEY=VALUE, +KEY=VALUE and ++KEY=VALUE set a key; values are as in Hydra. Each key"
+    " below has verl's default; then the config fields that it sets (`hotseat options FIELD` describes one), or why it"
+    f" has no effect, or what fits instead of other values. {OWN}FIELD=VALUE sets a field of Hotseat's own config,"
+    " after all other keys. Exit codes: 0 done, 1 failed while running, 2 refused before anything ran, 130 stopped by"
+    " Ctrl-C or SIGTERM."
 )
 _EXAMPLE = """\
 python -m hotseat.cli.main_ppo data.train_files=train.parquet data.val_files=test.parquet \\
@@ -29,9 +30,8 @@ def render_help() -> str:
     lines.append("      Show this text and exit.")
     section = None
     for key in sorted(KEYS, key=lambda key: key.name):
-        here = (
-            ".".join(key.name.split(".")[:2]) if key.name.startswith("actor_rollout_ref.") else key.name.split(".")[0]
-        )
+        depth = 2 if key.name.startswith("actor_rollout_ref.") else 1
+        here = ".".join(key.name.split(".")[:depth])
         if here != section:
             section = here
             lines += ["", f"{section}:"]

@@ -82,7 +82,8 @@ _AGENTS = (
     " default_agent_loop=single_turn_agent"
 )
 _OWN_MODEL = "give hotseat.reward.model=CHECKPOINT (docs/reward-models.md)"
-_OVERLAP = "the order of work is that of sync; give hotseat.overlap.staleness=1 and a placement for sampling ahead (docs/async.md)"
+_OVERLAP = "sampling and training take turns; to sample ahead, give hotseat.overlap.staleness=1 (docs/async.md)"
+_WHOLE = "a checkpoint is loaded whole"
 _IN_CHECKPOINT = "put it into the folder of the model"
 
 
@@ -240,11 +241,9 @@ def _saved(at: str) -> tuple[Key, ...]:
         )
         if at == _ACTOR
         else _idle(f"{at}.checkpoint.save_contents", None, f"{_ACTOR}.checkpoint.save_contents says it"),
-        _refused(
-            f"{at}.checkpoint.load_contents", f"${{{at}.checkpoint.save_contents}}", "a checkpoint is loaded whole"
-        )
+        _refused(f"{at}.checkpoint.load_contents", f"${{{at}.checkpoint.save_contents}}", _WHOLE)
         if at == _ACTOR
-        else _idle(f"{at}.checkpoint.load_contents", None, "a checkpoint is loaded whole"),
+        else _idle(f"{at}.checkpoint.load_contents", None, _WHOLE),
         _idle(f"{at}.checkpoint.async_save", False, "checkpoints are written in the background where there is room"),
         _idle(f"{at}.checkpoint.strict", True, "every weight is checked when a model is exported"),
     )
@@ -723,8 +722,8 @@ _OF_ALGORITHM: tuple[Key, ...] = (
     _refused(
         "algorithm.filter_groups.enable",
         False,
-        "verl keeps prompts whose scores differ; give hotseat.algorithm.filtering.enabled=true, which keeps prompts whose"
-        " mean score is between low and high",
+        "verl keeps prompts whose scores differ; give hotseat.algorithm.filtering.enabled=true, which keeps prompts"
+        " whose mean score is between low and high",
     ),
     _section("algorithm.filter_groups", _NO_FILTER),
     _refused("algorithm.use_pf_ppo", False, "samples are not drawn again by their scores: give false"),

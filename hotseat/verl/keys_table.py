@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from hotseat.verl.keys import KEYS
+from hotseat.verl.keys import KEYS, Effect
 from hotseat.words import with_table
 
 BEGIN, END = "<!-- counts of keys: begin -->", "<!-- counts of keys: end -->"
-MEANINGS = {
+MEANINGS: dict[Effect, str] = {
     "mapped": "sets fields of the config",
     "without effect": "listed once, with the reason",
     "refused": "with any value but its default, or that of the key that it must agree with",

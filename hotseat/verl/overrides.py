@@ -41,9 +41,7 @@ class Argument:
 class CommandLine:
     """A parsed command line. Indexing it returns a key's value: the last one written, or verl's default."""
 
-    arguments: dict[str, Argument] = field(
-        default_factory=dict
-    )  # by name and rest, in the order of each one's last use
+    arguments: dict[str, Argument] = field(default_factory=dict)  # by name and rest, in the order of their last use
     overridden: list[tuple[str, Any]] = field(default_factory=list)  # spelling, value
     removed: list[tuple[str, str]] = field(default_factory=list)  # keys after ~, and why they have no effect
     own: dict[str, Any] = field(default_factory=dict)  # keys of our own config
@@ -190,7 +188,7 @@ def _take(line: CommandLine, token: str) -> list[Problem]:
 def _take_own(line: CommandLine, name: str, text: str | None) -> list[Problem]:
     """Add a key of our own config to the line."""
     own = name.removeprefix(OWN)
-    if not any(own == known or own.startswith(f"{known}.") for known in valid_keys()):
+    if not any(f"{own}.".startswith(f"{known}.") or known.startswith(f"{own}.") for known in valid_keys()):
         return [Problem(name, f"unknown key of our own config; {nearest_key(tuple(own.split('.')))}")]
     if text is None:
         return [Problem(name, f"cannot be removed: give {name}=null")]
@@ -307,11 +305,8 @@ def _reference_problems(line: CommandLine) -> list[Problem]:
             other = _REFERENCE.sub("", text)
             unknown = [name for name in _REFERENCE.findall(text) if name not in BY_NAME]
             if "${" in other:
-                problems.append(
-                    Problem(
-                        argument.spelling, f"given {text!r}: of interpolations only ${{a.b}} is read: write the value"
-                    )
-                )
+                words = f"given {text!r}: of interpolations only ${{a.b}} is read: write the value"
+                problems.append(Problem(argument.spelling, words))
             elif unknown:
                 problems.append(Problem(argument.spelling, f"given {text!r}: unknown key; {nearest(unknown[0])}"))
             elif _returns(line, argument.key.name, ()):

@@ -58,10 +58,8 @@ def _truth(reward_model: Any) -> Any:
 def _answer(results: Sequence[Any]) -> dict[str, Any]:
     """Return the rewards, and a list for each further number that any of the results has."""
     parts = [result if isinstance(result, dict) else {"score": result} for result in results]
-    rewards = [_number(part["score"] if "score" in part else part) for part in parts]
-    names = dict.fromkeys(
-        name for part in parts for name, value in part.items() if name != "score" and _is_number(value)
-    )
+    rewards = [_number(part.get("score", part)) for part in parts]
+    names = dict.fromkeys(name for part in parts for name in part if name != "score" and _is_number(part[name]))
     logs = {name: [float(part[name]) if _is_number(part.get(name)) else None for part in parts] for name in names}
     return {"rewards": rewards, "extra_logs": logs}
 

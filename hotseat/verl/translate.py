@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hotseat.config import Config, conflicts, to_yaml
 from hotseat.config.load import valid_keys, validate
@@ -72,9 +71,10 @@ def _fill(draft: ConfigDraft) -> None:
     for derive in DERIVED.values():
         derive(draft)
     for name, value in draft.line.own.items():
-        for key in [key for key in draft.fields if key.startswith(f"{name}.")]:
-            del draft.fields[key]  # a section as a whole
-        draft.fields[name] = value
+        for below in [each for each in draft.fields if each.startswith(f"{name}.")]:
+            del draft.fields[below]  # a section as a whole
+        if value is not None or name in valid_keys():  # null clears a section
+            draft.fields[name] = value
 
 
 def _effective(draft: ConfigDraft) -> tuple[Config, dict[str, str]]:
@@ -101,11 +101,8 @@ def _no_effect(draft: ConfigDraft, dropped: Mapping[str, str], words: _Words) ->
         reasons[f"{spelling}={value}"] = f"{spelling} comes later"
     reasons |= dict(line.removed)
     for argument in line.arguments.values():
-        because = (
-            draft.ignored.get(argument.spelling)
-            or argument.key.because
-            or _dropped_because(argument.key, draft, dropped)
-        )
+        key = argument.key
+        because = draft.ignored.get(argument.spelling) or key.because or _dropped_because(key, draft, dropped)
         if because:
             reasons[argument.spelling] = words.in_keys(because)
     for name in line.own:
