@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import yaml
-from image_cases import CHAT, drawn, tokenizer_with
+from image_cases import CHAT, drawn, save, tokenizer_with
 
 HERE = Path(__file__).parents[1] / "verl"
 COMMANDS = sorted((HERE / "commands").glob("*.yaml"))
@@ -116,6 +116,42 @@ def make_chat_model(folder: Path, seed: int = 0) -> Path:
         )
     ).save_pretrained(folder)
     return folder
+
+
+MATH = "DigitalLearningGmbH/MATH-lighteval"
+MATH_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(len(set(solution_str)) % 3), "is_math": data_source != "openai/gsm8k"}
+"""
+IMAGE_REWARD = """
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(len(solution_str) % 3), "acc": ground_truth in solution_str}
+"""
+
+
+def make_materials(name: str, folder: Path) -> list[str]:
+    """Write the files of a command to a folder; return the overrides that it needs beside sizes."""
+    model = next(word for word in read_command(HERE / "commands" / f"{name}.yaml") if ".model.path=" in word)
+    model = folder / model.partition("=")[2]
+    if name == "grpo_vlm_2b":
+        save("qwen3_vl", model)
+        for split, num_rows in (("train", 16), ("test", 4)):
+            rows = [open_r1_row(index) for index in range(num_rows)]
+            write_parquet(folder / "data" / "openr1mm" / f"{split}.parquet", rows)
+        reward = folder / "verl" / "utils" / "reward_score" / "openr1mm.py"
+        reward.parent.mkdir(parents=True)
+        reward.write_text(IMAGE_REWARD)
+        return []
+    make_chat_model(model)
+    for split, num_rows in (("train", 16), ("test", 4)):
+        write_gsm8k(folder / "data" / "gsm8k", split, num_rows)
+    if name != "ppo_8b":
+        return []
+    for split in ("train", "test"):
+        rows = [gsm8k_row(f"How much is {at}?", at, split, at) | {"data_source": MATH} for at in range(4)]
+        write_parquet(folder / "data" / "math" / f"{split}.parquet", rows)
+    (folder / "both.py").write_text(MATH_REWARD)
+    return [f"reward.custom_reward_function.path={folder}/both.py"]
 
 
 def open_r1_row(index: int) -> dict[str, Any]:
