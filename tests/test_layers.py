@@ -115,12 +115,13 @@ ROWS_OF = {
     ),
     "verl": (
         ("__init__",),
+        ("@shim",),
         ("run_command", "keys_table"),
         ("help", "translate", "data_sources"),
         ("derive",),
         ("overrides",),
         ("keys",),
-        ("@shim", "reward_form", "scores"),
+        ("reward_form", "scores"),
     ),
     "rlinf": (
         ("__init__",),

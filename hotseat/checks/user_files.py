@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hotseat.extensions import AGENT_FORMS, REWARD_FUNCTIONS, describe_agent_forms
-from hotseat.rewards import builtin
+from hotseat.rewards.builtin import FUNCTIONS
 
 _MAKES_NAMES = ("exec", "eval", "globals", "locals", "vars", "setattr")
-FUNCTIONS = (*builtin.FUNCTIONS, *REWARD_FUNCTIONS)  # built-in rewards
 _AGENT_FUNCTIONS = ("play", *(name for entry in AGENT_FORMS for name in entry.functions))
 
 
@@ -53,7 +52,7 @@ def reward_problem(file: Path, function: str | None = None) -> str | None:
 def spelling_problem(key: str, path: str) -> str | None:
     """Return why the value of a key is neither FILE.py, nor FILE.py:NAME, nor a built-in reward; None if it is one."""
     is_reward = key in ("reward.function", "eval.reward")
-    if is_reward and path in FUNCTIONS:
+    if is_reward and path in (*FUNCTIONS, *REWARD_FUNCTIONS):
         return None
     if not is_reward and Path(path).expanduser().is_file():
         return agent_problem(Path(path).expanduser())

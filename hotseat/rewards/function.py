@@ -184,7 +184,7 @@ def locate(path: str) -> tuple[Path, str]:
     if not file.is_file():
         raise UserError(
             f"reward function: no such file: {file}; give a Python file with {function}(queries, prompts, labels), or"
-            f" one of {', '.join((*builtin.FUNCTIONS, *REWARD_FUNCTIONS))}"
+            f" one of {', '.join(builtin.FUNCTIONS)}"
         )
     return file, function
 
