@@ -10,7 +10,7 @@ translate    the whole translation: a checked `Config`, and keys without effect,
 run_command  the command: print the config or start the run
 help         the text of `--help`
 keys_table   the counts and the list of keys in the documentation, rendered from the above
-data_sources the sources of the data that the built-in scoring knows
+data_sources what a run's data must have, or not have, found before anything else is loaded
 reward_form  reward functions of verl's form, called for each answer by names
 scores       verl's built-in scoring, which is used where the command names no reward function
 shim         a package `verl` for PYTHONPATH, whose command is ours

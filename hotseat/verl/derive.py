@@ -19,6 +19,11 @@ MANY = 1_000_000  # checkpoints: verl keeps all unless told otherwise
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 
+_SEQUENCE_SIZES = (
+    f"{_ACTOR}.ulysses_sequence_parallel_size",
+    f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+)
+
 ENGINES = {"vllm": "vllm", "hf": "transformers"}
 ESTIMATORS = {
     "gae": "gae",
@@ -97,13 +102,23 @@ def has_reference(line: CommandLine) -> bool:
     return bool(line["algorithm.use_kl_in_reward"] or line[f"{_ACTOR}.use_kl_loss"])
 
 
-def absent_models(line: CommandLine) -> dict[str, str]:
-    """Return the sections of models that this run does not have, with the reason."""
-    estimator = line["algorithm.adv_estimator"]
-    absent = {} if has_critic(line) else {"critic": f"algorithm.adv_estimator {estimator} has no critic"}
+def idle_parts(line: CommandLine) -> dict[str, str]:
+    """Return keys and sections that this run has no use for, whatever their values, with the reasons."""
+    idle: dict[str, str] = {}
+    if not has_critic(line):
+        idle["critic"] = f"algorithm.adv_estimator {line['algorithm.adv_estimator']} has no critic"
     if not has_reference(line):
-        absent[_REF] = "there is no reference: use_kl_loss and use_kl_in_reward are false"
-    return absent
+        idle[_REF] = "there is no reference: use_kl_loss and use_kl_in_reward are false"
+    if line[f"{_ROLLOUT}.val_kwargs.temperature"] == 0:
+        greedy = "val_kwargs.temperature is 0, so evaluations take the likeliest token"
+        idle |= dict.fromkeys((f"{_ROLLOUT}.val_kwargs.top_p", f"{_ROLLOUT}.val_kwargs.top_k"), greedy)
+    return idle
+
+
+def idle_because(line: CommandLine, name: str) -> str | None:
+    """Return why this run has no use for a key; None if it has."""
+    parts = idle_parts(line).items() if name != "critic.enable" else ()
+    return next((because for part, because in parts if name == part or name.startswith(f"{part}.")), None)
 
 
 def engine_of(draft: ConfigDraft) -> str:
@@ -199,7 +214,7 @@ def _dtype(draft: ConfigDraft) -> None:
 
 def _sequence_parallelism(draft: ConfigDraft) -> None:
     """Take the larger of both keys, as verl does."""
-    names = (f"{_ACTOR}.ulysses_sequence_parallel_size", f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
+    names = _SEQUENCE_SIZES
     draft.fields["train.sequence_parallel_size"] = max(draft.at_least(name, 1) for name in names)
     for name, other in (names, names[::-1]):
         if draft.line[name] < draft.line[other]:
@@ -237,6 +252,13 @@ def _models(draft: ConfigDraft) -> None:
     line = draft.line
     draft.fields["actor.model"] = line[f"{_MODEL}.path"]
     draft.fields["critic.model"] = line["critic.model.path"]
+    rank, of_critic = line[f"{_MODEL}.lora_rank"], "critic.model.lora_rank"
+    if has_critic(line) and rank > 0 and not line.has(of_critic):
+        draft.refuse(
+            of_critic,
+            f"not given, and {_MODEL}.lora_rank is {rank}: verl would train all weights of the critic, and here both"
+            f" have adapters of one rank; give {of_critic}={rank}",
+        )
     if has_critic(line) and line["critic.model.path"] is None and "critic.model" not in line.own:
         draft.missing.append(("critic.model.path", "not set, and algorithm.adv_estimator gae needs a critic"))
 
@@ -251,11 +273,28 @@ def _remote_code(draft: ConfigDraft) -> None:
 
 def _batches(draft: ConfigDraft) -> None:
     """Multiply verl's mini-batch, which counts prompts, by the samples of each."""
-    line, mini = draft.line, f"{_ACTOR}.ppo_mini_batch_size"
-    batch = draft.at_least("data.train_batch_size", 1)
-    if line[mini] > batch:
-        draft.refuse(mini, f"given {line[mini]} prompts, must be at most data.train_batch_size, {batch}")
-    draft.fields["train.batch_size"] = draft.at_least(mini, 1) * draft.at_least(f"{_ROLLOUT}.n", 1)
+    line, mini, micro = draft.line, f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
+    batch, prompts = draft.at_least("data.train_batch_size", 1), draft.at_least(mini, 1)
+    samples = prompts * draft.at_least(f"{_ROLLOUT}.n", 1)
+    draft.fields["train.batch_size"] = samples
+    if batch % prompts:
+        draft.refuse(mini, f"given {prompts} prompts, must divide data.train_batch_size, {batch}")
+    if "cluster.component_placement" in line.own:
+        return
+    ranks = _num_ranks(line)
+    per_micro = 1 if line[f"{_ACTOR}.use_dynamic_bsz"] else line[micro] or 1
+    if samples % (ranks * per_micro):
+        draft.refuse(
+            mini,
+            f"given {prompts} prompts of {samples // prompts} samples, which {ranks} ranks do not share evenly in"
+            f" micro-batches of {per_micro}: {ranks * per_micro} must divide {samples}",
+        )
+
+
+def _num_ranks(line: CommandLine) -> int:
+    """Return how many ranks of the actor have samples of their own."""
+    shared = max(line[name] for name in _SEQUENCE_SIZES)
+    return max(line["trainer.nnodes"] * max(line["trainer.n_gpus_per_node"], 1) // max(shared, 1), 1)
 
 
 def _micro_batches(draft: ConfigDraft) -> None:
@@ -323,14 +362,14 @@ def _estimator(draft: ConfigDraft) -> None:
     fields["reward.clip"] = None
 
 
-def _absent(draft: ConfigDraft) -> None:
-    """Note the keys of models that this run does not have."""
-    for section, because in absent_models(draft.line).items():
-        for argument in draft.line.arguments.values():
-            if argument.key.name.startswith(f"{section}.") and argument.key.name != "critic.enable":
-                draft.ignore(argument.key.name, because)
-        if section == "critic":
-            draft.ignore("trainer.critic_warmup", because)
+def _idle(draft: ConfigDraft) -> None:
+    """Note the keys that this run has no use for."""
+    for argument in draft.line.arguments.values():
+        because = idle_because(draft.line, argument.key.name)
+        if because is not None:
+            draft.ignored.setdefault(argument.spelling, because)
+    if not has_critic(draft.line):
+        draft.ignore("trainer.critic_warmup", idle_parts(draft.line)["critic"])
 
 
 def _critic(draft: ConfigDraft) -> None:
@@ -514,11 +553,12 @@ def _overlong_prompts(draft: ConfigDraft) -> None:
 def _images(draft: ConfigDraft) -> None:
     """Take images from the data where the command names their column: that of verl's default may be absent."""
     most = f"{_ROLLOUT}.limit_images"
-    if draft.line.has("data.image_key"):
+    if draft.line.has("data.image_key") and draft.line["data.image_key"] is not None:
         draft.fields["data.image_key"] = draft.line["data.image_key"]
         draft.fields["data.max_images_per_prompt"] = 1 if draft.line[most] is None else draft.at_least(most, 1)
     else:
         draft.ignore(most, "data.image_key is not given, so prompts are texts")
+        draft.ignore("data.image_key", "it is null, so prompts are texts")
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -601,7 +641,7 @@ def _trackers(draft: ConfigDraft) -> None:
 
 
 DERIVED: Mapping[str, Callable[[ConfigDraft], None]] = {
-    "models that are absent": _absent,
+    "keys without use": _idle,
     "placement": _placement,
     "engine": _engine,
     "engine arguments": _engine_arguments,

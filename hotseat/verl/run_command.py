@@ -73,9 +73,9 @@ def _start(config: Config) -> None:
 
 def check_prerequisites(translation: Translation) -> None:
     """Raise one error that lists everything that keeps the run from starting."""
-    from hotseat.verl.data_sources import source_problems
+    from hotseat.verl.data_sources import data_problems
 
-    missing = [*translation.missing, *source_problems(translation.config)]
+    missing = [*translation.missing, *data_problems(translation.config, translation.line)]
     text = ""
     if missing:
         text = "this run cannot start:\n" + _listed(missing)

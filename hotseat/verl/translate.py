@@ -11,7 +11,7 @@ from hotseat.config.load import valid_keys, validate
 from hotseat.config.unsupported import unsupported
 from hotseat.config.yaml_lines import Document, nested
 from hotseat.errors import ConfigError, Problem
-from hotseat.verl.derive import DERIVED, ConfigDraft, absent_models
+from hotseat.verl.derive import DERIVED, ConfigDraft, idle_because
 from hotseat.verl.keys import KEYS, OWN, Key
 from hotseat.verl.overrides import CommandLine, parse, refusals
 
@@ -36,8 +36,7 @@ def translate(argv: Sequence[str], env: Mapping[str, str]) -> Translation:
     """Translate a command line, or raise a ConfigError that names every key that is wrong."""
     line = parse(argv)
     draft = ConfigDraft(line, env)
-    absent = tuple(f"{section}." for section in absent_models(line))
-    draft.problems += [problem for name, problem in refusals(line) if not name.startswith(absent)]
+    draft.problems += [problem for name, problem in refusals(line) if idle_because(line, name) is None]
     _fill(draft)
     config, dropped = _effective(draft)
     words = _Words(line)
@@ -117,17 +116,18 @@ def _dropped_because(key: Key, draft: ConfigDraft, dropped: Mapping[str, str]) -
     return dropped[keys[0]] if keys and all(name in dropped for name in keys) else None
 
 
+_OTHER_UNITS = ("batches", "overlong prompts")  # whose fields have values that their keys do not take
+
+
 class _Words:
     """Translator of our config's keys into those of a command line."""
 
     def __init__(self, line: CommandLine):
         self._names: dict[str, str] = {}
-        for key in KEYS:
-            for name in key.sets:
-                self._names.setdefault(name, key.name)
-        for argument in line.arguments.values():
-            for name in argument.key.sets:
-                self._names[name] = argument.spelling
+        given = [key for key in KEYS if line.has(key.name)]
+        for key in (*given, *KEYS):  # in the order of the table, the key that is most about a field comes first
+            for name in key.sets if key.by not in _OTHER_UNITS else ():
+                self._names.setdefault(name, line.spelling(key.name))
         self._names |= {name: f"{OWN}{name}" for name in line.own}
         known = sorted((key for key in valid_keys() if "." in key), key=len, reverse=True)
         # A key of ours after our prefix is one already.

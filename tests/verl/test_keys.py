@@ -67,6 +67,12 @@ OTHERS = {
     "algorithm.gamma": 0.9,
     "algorithm.lam": 0.9,
     "critic.enable": "true",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 128,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2,
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": 2,
+    "trainer.nnodes": 2,
+    "trainer.n_gpus_per_node": 4,
     "data.train_batch_size": 512,
     "data.truncation": "left",
     "reward.custom_reward_function.path": "r.py",
@@ -82,6 +88,7 @@ ADAPTIVE = [*IN_REWARD, "algorithm.kl_ctrl.type=adaptive"]
 CORRECTED = ["algorithm.rollout_correction.rollout_is=token"]
 PENALISED = ["reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"]
 PENALISED += ["reward.reward_kwargs.overlong_buffer_cfg.len=64"]
+WARM = ["actor_rollout_ref.rollout.val_kwargs.temperature=0.6"]
 WITH_LOSS = ["actor_rollout_ref.actor.use_kl_loss=true"]
 NEEDS = {
     "actor_rollout_ref.rollout.n": ["algorithm.adv_estimator=grpo"],
@@ -114,8 +121,9 @@ NEEDS = {
     ],
     "actor_rollout_ref.rollout.limit_images": ["data.image_key=images"],
     "actor_rollout_ref.actor.freeze_vision_tower": ["data.image_key=images"],
-    "actor_rollout_ref.model.lora_alpha": ["actor_rollout_ref.model.lora_rank=8"],
-    "actor_rollout_ref.model.target_modules": ["actor_rollout_ref.model.lora_rank=8"],
+    "actor_rollout_ref.model.lora_rank": GROUPED,
+    "actor_rollout_ref.model.lora_alpha": [*GROUPED, "actor_rollout_ref.model.lora_rank=8"],
+    "actor_rollout_ref.model.target_modules": [*GROUPED, "actor_rollout_ref.model.lora_rank=8"],
     "actor_rollout_ref.model.override_config.attn_implementation": ["actor_rollout_ref.model.use_remove_padding=false"],
     "actor_rollout_ref.actor.optim.min_lr_ratio": ["actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"],
     "critic.optim.min_lr_ratio": ["critic.optim.lr_scheduler_type=cosine"],
@@ -165,7 +173,7 @@ def test_a_key_is_mapped_or_without_effect_or_refused(key):
 
 
 def test_every_derived_field_belongs_to_a_key():
-    assert {key.by for key in KEYS if key.by} == set(DERIVED) - {"models that are absent"}
+    assert {key.by for key in KEYS if key.by} == set(DERIVED) - {"keys without use"}
 
 
 def test_defaults_that_are_given_change_nothing():
@@ -218,7 +226,7 @@ def test_keys_without_effect_are_listed_with_their_reasons():
 def test_refused_keys_are_refused_by_name_and_say_what_would_fit():
     keys = [key for key in SINGLE if key.effect == "refused"]
     with pytest.raises(ConfigError) as caught:
-        translate([*BASE, *WITH_LOSS, *(f"{key.name}=unfit" for key in keys)], {})
+        translate([*BASE, *WITH_LOSS, *WARM, *(f"{key.name}=unfit" for key in keys)], {})
     said = {problem.key: problem.message for problem in caught.value.problems}
     assert list(said) == [key.name for key in keys]
     for key in keys:

@@ -87,6 +87,7 @@ def test_data_of_other_sources_needs_a_function(tmp_path, capsys):
     assert "data.val_files: given" in said
     assert "with data_source lighteval/MATH: without reward.custom_reward_function.path only openai/gsm8k" in said
     assert "data.train_files" not in said
+    assert said.count("math.parquet") == 1
     assert go(*files, "--print_config")[0] == 0
     code, configs = go(*files, "reward.custom_reward_function.path=r.py")
     assert (code, len(configs)) == (0, 1)
@@ -100,6 +101,16 @@ def test_rows_without_a_source_need_a_function(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "with data_source (none): without" in said
     assert "with data_source mine: without" in said
+
+
+def test_images_under_verls_default_name_are_not_taken_for_text(tmp_path, capsys):
+    row = gsm8k_row("<image>What?", 1, "train", 0) | {"images": []}
+    train = write_parquet(tmp_path / "train.parquet", [row | {"images": ["a.png"]}])
+    files = [f"data.train_files={train}", "trainer.val_before_train=False"]
+    assert go(*files) == (2, [])
+    assert f"data.image_key: not given, and {train} has a column images: give" in capsys.readouterr().err
+    for key in ("images", "null"):
+        assert len(go(*files, f"data.image_key={key}")[1]) == 1
 
 
 def test_help_shows_an_example_and_starts_nothing(capsys):

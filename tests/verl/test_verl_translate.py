@@ -141,7 +141,9 @@ def test_rejected_answers():
 def test_a_mini_batch_counts_prompts_as_in_verl():
     found = config(*GRPO, "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=16", f"{ROLLOUT}.n=5")
     assert (found.rollout.batch_size, found.rollout.samples_per_prompt, found.train.batch_size) == (64, 5, 80)
-    assert "must be at most data.train_batch_size, 8" in refused("data.train_batch_size=8")
+    assert "given 256 prompts, must divide data.train_batch_size, 8" in refused("data.train_batch_size=8")
+    said = refused(f"{ACTOR}.ppo_micro_batch_size_per_gpu=3")
+    assert "given 256 prompts of 1 samples, which 8 ranks do not share evenly in micro-batches of 3" in said
 
 
 def test_micro_batches_by_samples_or_by_tokens():
@@ -175,7 +177,9 @@ def test_evaluations():
     assert config("trainer.val_before_train=False").eval.path is None  # test_freq is -1
     found = config("trainer.test_freq=5", f"{ROLLOUT}.val_kwargs.n=8", f"{ROLLOUT}.val_kwargs.temperature=0.7").eval
     assert (found.every, found.samples_per_prompt, found.temperature) == (5, 8, 0.7)
-    assert "val_kwargs.top_p" in refused(f"{ROLLOUT}.val_kwargs.top_p=0.7")
+    top_p, warm = f"{ROLLOUT}.val_kwargs.top_p=0.7", f"{ROLLOUT}.val_kwargs.temperature=0.6"
+    assert "give 1, or val_kwargs.temperature 0" in refused(top_p, warm)
+    assert list(no_effect(top_p)) == [f"{ROLLOUT}.val_kwargs.top_p"]  # of greedy evaluations
 
 
 def test_several_files_and_names_that_are_none():
@@ -195,6 +199,7 @@ def test_images_are_taken_where_the_column_is_named():
     assert config().data.image_key is None
     found = config("data.image_key=images", f"{ROLLOUT}.limit_images=4").data
     assert (found.image_key, found.max_images_per_prompt) == ("images", 4)
+    assert config("data.image_key=null").data.image_key is None
 
 
 def test_a_reward_file_with_its_arguments():
@@ -264,6 +269,14 @@ def test_a_key_of_another_model_must_agree_with_the_actors():
     assert config("critic.ppo_mini_batch_size=256").train.batch_size == 256
 
 
+def test_a_critic_beside_adapters_has_some_too():
+    lora = "actor_rollout_ref.model.lora_rank=8"
+    assert "give critic.model.lora_rank=8" in refused(lora)
+    assert "given 0, but actor_rollout_ref.model.lora_rank is 8" in refused(lora, "critic.model.lora_rank=0")
+    assert config(lora, "critic.model.lora_rank=8").train.lora.rank == 8
+    assert config(*GRPO, lora).train.lora.rank == 8
+
+
 def test_keys_of_models_that_are_absent_have_no_effect():
     found = no_effect(*GRPO, "critic.ppo_mini_batch_size=32", "critic.optim.lr=1", "trainer.critic_warmup=5")
     assert set(found.values()) == {"algorithm.adv_estimator grpo has no critic"}
@@ -279,8 +292,12 @@ def test_a_key_of_our_own_config_comes_last():
 def test_messages_about_the_config_are_in_verls_keys():
     found = translate([f"{ROLLOUT}.name=vllm", *GRPO], {})
     assert found.missing == [("actor_rollout_ref.model.path", "not set: give a checkpoint directory or a hub name")]
-    said = found.in_keys("set train.batch_size or rollout.top_p, or data.sampler")
-    assert said == f"set {ACTOR}.ppo_mini_batch_size or {ROLLOUT}.top_p, or hotseat.data.sampler"
+    said = found.in_keys("set eval.path or rollout.top_p, or data.sampler")
+    assert said == f"set data.val_files or {ROLLOUT}.top_p, or hotseat.data.sampler"
+    # A mini-batch of verl counts prompts, and a share of rows is none of its keys.
+    assert found.in_keys("train.batch_size, data.max_lost_fraction") == (
+        "hotseat.train.batch_size, hotseat.data.max_lost_fraction"
+    )
 
 
 def test_what_a_run_lacks_is_named():
