@@ -104,8 +104,8 @@ def make_chat_model(folder: Path, seed: int = 0) -> Path:
     LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=16,
-            intermediate_size=32,
+            hidden_size=64,  # heads of a width that vLLM takes
+            intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=1,

@@ -100,8 +100,8 @@ NEEDS = {
     "algorithm.kl_ctrl.target_kl": ADAPTIVE,
     "algorithm.kl_ctrl.horizon": [
         *ADAPTIVE,
-        "data.train_batch_size=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     ],
     "algorithm.rollout_correction.rollout_is_threshold": CORRECTED,
     "algorithm.rollout_correction.rollout_is_batch_normalize": CORRECTED,
