@@ -302,7 +302,6 @@ _LOSS = ("algorithm.policy_loss", "algorithm.aggregation")
 _BATCH, _TRAIN_MICRO = "train.batch_size", ("train.micro_batch_size", "train.max_tokens_per_device")
 _SCORE_MICRO = ("rollout.micro_batch_size", "rollout.max_tokens_per_device")
 _PER_GPU = "it counts the whole batch: give the key that ends in _per_gpu"
-_KL_LOSS = ("algorithm.kl.coef", "algorithm.kl.as_loss")
 
 _OF_ACTOR: tuple[Key, ...] = (
     *_optimizer(f"{_ACTOR}.optim", "actor", 1e-6),
@@ -326,8 +325,8 @@ _OF_ACTOR: tuple[Key, ...] = (
     _idle(f"{_ACTOR}.tau_neg", 1.05, "the loss is not sapo"),
     _mapped(f"{_ACTOR}.entropy_coeff", "float", 0, "algorithm.entropy_coef", by="entropy"),
     _mapped(f"{_ACTOR}.calculate_entropy", "bool", False, "algorithm.entropy_coef", by="entropy"),
-    _mapped(f"{_ACTOR}.use_kl_loss", "bool", False, _KL_LOSS, by="kl"),
-    _mapped(f"{_ACTOR}.kl_loss_coef", "float", 0.001, _KL_LOSS[0], by="kl"),
+    _mapped(f"{_ACTOR}.use_kl_loss", "bool", False, "algorithm.kl.as_loss", by="kl"),
+    _mapped(f"{_ACTOR}.kl_loss_coef", "float", 0.001, "algorithm.kl.coef", by="kl"),
     _mapped(f"{_ACTOR}.kl_loss_type", "text", "low_var_kl", "algorithm.kl.estimator", by="kl"),
     _mapped(f"{_ACTOR}.grad_clip", "float", 1.0, "actor.optimizer.max_grad_norm", by="actor optimizer"),
     _mapped(
@@ -705,9 +704,9 @@ _OF_ALGORITHM: tuple[Key, ...] = (
     _mapped("algorithm.gamma", "float", 1.0, "algorithm.gamma"),
     _mapped("algorithm.lam", "float", 1.0, "algorithm.gae_lambda"),
     _mapped("algorithm.norm_adv_by_std_in_grpo", "bool", True, "algorithm.std_norm", by="estimator"),
-    _mapped("algorithm.use_kl_in_reward", "bool", False, "algorithm.kl.coef", by="kl"),
     _mapped("algorithm.kl_penalty", "text", "kl", "algorithm.kl.estimator", by="kl"),
     _mapped("algorithm.kl_ctrl.kl_coef", "float", 0.001, "algorithm.kl.coef", by="kl"),
+    _mapped("algorithm.use_kl_in_reward", "bool", False, "algorithm.kl.coef", by="kl"),
     _mapped("algorithm.kl_ctrl.type", "text", "fixed", "algorithm.kl.target", by="kl"),
     _mapped("algorithm.kl_ctrl.target_kl", "float", 0.1, "algorithm.kl.target", by="kl"),
     _mapped("algorithm.kl_ctrl.horizon", "int", 10000, "algorithm.kl.horizon", by="kl"),
@@ -737,12 +736,7 @@ _OF_ALGORITHM: tuple[Key, ...] = (
 
 # --- trainer ----------------------------------------------------------------------------------------------------------
 
-_NAMES = (
-    "log.wandb.run_name",
-    "log.mlflow.run_name",
-    "log.trackio.run_name",
-    _WHERE,
-)
+_NAMES = ("log.wandb.run_name", "log.mlflow.run_name", "log.trackio.run_name", _WHERE)
 _PROJECTS = ("log.wandb.project", "log.mlflow.experiment", "log.trackio.project", _WHERE)
 _TRACKERS = ("log.wandb.enabled", "log.mlflow.enabled", "log.trackio.enabled")
 

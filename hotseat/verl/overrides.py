@@ -51,8 +51,9 @@ class CommandLine:
         return any(argument.key.name == name for argument in self.arguments.values())
 
     def __getitem__(self, name: str) -> Any:
-        argument = self.arguments.get(name)
-        return self._resolved(BY_NAME[name].default if argument is None else argument.value, (name,))
+        argument, key = self.arguments.get(name), BY_NAME[name]
+        value = self._resolved(key.default if argument is None else argument.value, (name,))
+        return _plain(value) if key.kind == "text" and _is_number(value) else value
 
     def section(self, name: str) -> dict[str, Any]:
         """Return the values below a section's key, nested as their paths are."""
@@ -348,16 +349,19 @@ def _kind_problems(line: CommandLine) -> list[Problem]:
 
 
 def _fits_kind(key: Key, value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     fits = {
-        "int": isinstance(value, int) and is_number,
-        "float": is_number,
+        "int": isinstance(value, int) and _is_number(value),
+        "float": _is_number(value),
         "bool": isinstance(value, bool),
-        "text": isinstance(value, str) or is_number,
+        "text": isinstance(value, str),
         "list": isinstance(value, list | str),
         "any": True,
     }
     return fits[key.kind]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _expected(key: Key) -> str:

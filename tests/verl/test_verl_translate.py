@@ -300,6 +300,19 @@ def test_messages_about_the_config_are_in_verls_keys():
     )
 
 
+def test_a_wrong_value_is_named_by_the_key_that_has_it():
+    assert "algorithm.kl_ctrl.kl_coef: given -1" in refused(
+        "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=-1"
+    )
+    said = refused("trainer.test_freq=5", "data.val_files=[a, b]", "hotseat.eval.split=3")
+    assert "hotseat.eval.split: given 3, must be text" in said
+
+
+def test_names_that_look_like_numbers_are_texts():
+    found = config("trainer.project_name=1", "trainer.experiment_name=2.5")
+    assert (found.log.wandb.project, found.checkpoint.path) == ("1", "checkpoints/1/2.5")
+
+
 def test_what_a_run_lacks_is_named():
     assert dict(translate([], {}).missing) == {
         "actor_rollout_ref.model.path": "not set: give a checkpoint directory or a hub name",
