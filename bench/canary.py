@@ -38,7 +38,7 @@ from torch import Tensor
 
 from hotseat.algorithms.agreement import STATISTICS
 from hotseat.cluster import Cluster
-from hotseat.config.schema import CanaryConfig
+from hotseat.config.schema.rollout_options import CanaryConfig
 from hotseat.errors import WeightError
 from hotseat.loop.devices.held_memory import device_of_process
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings

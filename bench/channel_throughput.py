@@ -204,7 +204,7 @@ def compare_on_cuda() -> None:
         def allocate(self, device: torch.device, num_bytes: int) -> None:
             return None
 
-    device_items.packing.MIN_ON_DEVICE = 0
+    device_items.pickling.MIN_ON_DEVICE = 0
     with tempfile.TemporaryDirectory() as folder:
         broker = Broker(folder)
         there, back = (QueueDirectory(broker.address, 600.0).open(name, 4) for name in ("there", "back"))

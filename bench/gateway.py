@@ -24,7 +24,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hotseat.agents import AgentHost, ProgramSettings
-from hotseat.agents.black_box import BlackBox, Client
+from hotseat.agents.black_box import BlackBox
+from hotseat.agents.environments.environment_worker import PolicyClient
+from hotseat.agents.gateway.program_session import ServedPolicy
 from hotseat.types import Completion, Prompt, Request, SampleKey, Sampling, ScoredEpisode
 
 TURNS = 5
@@ -52,14 +54,14 @@ class Remote(BlackBox):
     """Hands each episode to the clients' process, and waits until that says it is over."""
 
     def __init__(self, tokenizer: Any, to_clients: Any):
-        super().__init__(tokenizer, ProgramSettings(), max_length=1 << 20)
+        super().__init__(ServedPolicy(tokenizer, ProgramSettings(), 1 << 20))
         self._to_clients = to_clients
         self.waiting: dict[str, asyncio.Future[None]] = {}
         self.loop: asyncio.AbstractEventLoop | None = None
         self.lags: list[float] = []
         self.busy: list[float] = []
 
-    async def play(self, prompt: Prompt, client: Client) -> float:
+    async def play(self, prompt: Prompt, client: PolicyClient) -> float:
         if self.loop is None:
             self.loop = asyncio.get_running_loop()
             self._measuring = self.loop.create_task(self._measure())

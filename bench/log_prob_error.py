@@ -161,7 +161,8 @@ def transformers_heads(path: Path, eos_token_ids: Sequence[int]) -> Iterator[tup
 def vllm_heads(path: Path, eos_token_ids: Sequence[int]) -> Iterator[tuple[str, Any]]:
     """One start of vLLM with an fp32 head; without one it is the same core with its own logits back in place."""
     from hotseat.rollout.kinds import EngineOptions, EngineSettings
-    from hotseat.rollout.vllm_engine import Core, VllmEngine, weight_names
+    from hotseat.rollout.vllm_engine import VllmEngine, weight_names
+    from hotseat.rollout.vllm_versions import Core
 
     core = Core(
         EngineSettings(

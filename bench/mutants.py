@@ -129,12 +129,12 @@ MUTANTS = (
     Mutant(
         "rollout/vllm_versions.py",
         "a build of vLLM under another name is taken for the one for CPUs",
-        "            continue\n    return False",
-        "            continue\n    return True",
+        '" ".join(_distribution() or ())',
+        '" ".join(_distribution() or ("cpu",))',
         "test_the_build_for_cpus_is_known_by_its_package",
     ),
     Mutant(
-        "rollout/threaded_engine.py",
+        "rollout/engine.py",
         "a completion that comes just as the wait ends is lost",
         "                if not unfinished:  # the last one came just then\n",
         "                if False:\n",
@@ -151,7 +151,7 @@ MUTANTS = (
     Mutant(
         "weights/bucket.py",
         "a bucket is packed into the block that is being read",
-        "        self._turn = 1 - self._turn\n",
+        "        self.turn = 1 - self.turn\n",
         "",
         "test_a_bucket_lasts_while_the_next_is_packed",
     ),

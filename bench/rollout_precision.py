@@ -97,7 +97,8 @@ def make_engine(load: Load, kind: str, directory: str, is_dummy: bool) -> Any:
     from hotseat.placement.memory import kv_bytes_per_token
     from hotseat.placement.shapes import from_hf_config
     from hotseat.rollout.kinds import EngineOptions, EngineSettings
-    from hotseat.rollout.vllm_engine import Core, VllmEngine, weight_names
+    from hotseat.rollout.vllm_engine import VllmEngine, weight_names
+    from hotseat.rollout.vllm_versions import Core
 
     has_gpu = torch.cuda.is_available()
     cache = kind == "fp8+cache"

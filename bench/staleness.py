@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hotseat import demo
-from hotseat.cli.demo import GRPO, SFT
+from hotseat.cli.demo_command import GRPO, SFT
 from hotseat.config import loads
 from hotseat.loop.rl.arrivals import recorded_batches
 from hotseat.loop.run import start

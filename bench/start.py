@@ -64,7 +64,7 @@ def start(command: Sequence[str], cache: Path) -> dict[str, float]:
 
 def demo_config(directory: Path, model: Path | None, engine: str) -> list[str]:
     """Write the files of the demo, and return the config of its GRPO run with the settings that differ."""
-    from hotseat.cli.demo import GRPO, NUM_PROMPTS
+    from hotseat.cli.demo_command import GRPO, NUM_PROMPTS
     from hotseat.demo import make_files
 
     files = make_files(directory, seed=0)

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from hotseat.agents import Agent, AgentError, Environment, SampleFunction, SingleTurn, Step, Transcript
     from hotseat.algorithms.advantages import Advantages
     from hotseat.algorithms.policy_loss import PolicyLoss
-    from hotseat.api import Run, run
+    from hotseat.api import run, start
     from hotseat.config import Config
     from hotseat.errors import ConfigError, HotseatError, RunError, UserError
     from hotseat.rewards import Sandbox, SandboxSettings
+    from hotseat.script.callbacks import Callback, EarlyStopping, StopAt
+    from hotseat.script.live_run import LiveRun
+    from hotseat.script.run_files import Run
+    from hotseat.trl.translate import from_trl
     from hotseat.types import (
         Completion,
         Episode,
@@ -40,13 +44,16 @@ __all__ = [
     "Advantages",
     "Agent",
     "AgentError",
+    "Callback",
     "Completion",
     "Config",
     "ConfigError",
+    "EarlyStopping",
     "Environment",
     "Episode",
     "GroupChange",
     "HotseatError",
+    "LiveRun",
     "PolicyLoss",
     "Prompt",
     "PromptGroup",
@@ -61,12 +68,15 @@ __all__ = [
     "Segment",
     "SingleTurn",
     "Step",
+    "StopAt",
     "TokenLayout",
     "Transcript",
     "UserError",
     "__version__",
     "demo",
+    "from_trl",
     "run",
+    "start",
 ]
 
 __version__ = "0.1.0"
@@ -75,10 +85,14 @@ _HOMES = {
     "hotseat.agents": ("Agent", "AgentError", "Environment", "SampleFunction", "SingleTurn", "Step", "Transcript"),
     "hotseat.algorithms.advantages": ("Advantages",),
     "hotseat.algorithms.policy_loss": ("PolicyLoss",),
-    "hotseat.api": ("Run", "run"),
+    "hotseat.api": ("run", "start"),
+    "hotseat.script.callbacks": ("Callback", "EarlyStopping", "StopAt"),
+    "hotseat.script.live_run": ("LiveRun",),
+    "hotseat.script.run_files": ("Run",),
     "hotseat.config": ("Config",),
     "hotseat.errors": ("ConfigError", "HotseatError", "RunError", "UserError"),
     "hotseat.rewards": ("Sandbox", "SandboxSettings"),
+    "hotseat.trl.translate": ("from_trl",),
     "hotseat.types": (
         *("Completion", "Episode", "GroupChange", "Prompt", "PromptGroup"),
         *("SampleKey", "Sampling", "ScoredEpisode", "Segment", "TokenLayout"),

@@ -1,125 +1,120 @@
-"""Hotseat from Python: `hotseat.run` does what `hotseat run` does, and `Run` reads what a run recorded."""
+"""Hotseat from Python: `hotseat.run` does what `hotseat run` does, with objects where a config has paths."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hotseat.config import Config
+    from hotseat.loop.steering import Steering
+    from hotseat.script.callbacks import Callback
+    from hotseat.script.live_run import LiveRun
+    from hotseat.script.objects import ScriptObjects
 
-_NOT_FINITE = ("nan", "inf", "-inf")  # names by which a run writes such numbers, since JSON has none for them
-
-
-@dataclass(frozen=True)
-class Run:
-    """Reader of a run directory, for use while the run is training and afterwards: `Run("runs/rl-1").metrics()`."""
-
-    path: Path
-
-    def __init__(self, path: str | Path):
-        """Take the directory of a run. Each call of a method reads its file anew."""
-        object.__setattr__(self, "path", Path(path))
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """Return a dict of metrics for each step; that of step 0 is the evaluation before training."""
-        from hotseat.observe import METRICS
-
-        return [{name: _number(value) for name, value in line.items()} for line in self._lines(METRICS)]
-
-    def curve(self, name: str) -> tuple[list[int], list[float]]:
-        """Return one metric as two lists: the steps at which it was measured, and its values."""
-        from hotseat.errors import UserError
-
-        records = self.metrics()
-        points = [(line["step"], line[name]) for line in records if line.get(name) is not None]
-        if not points:
-            known = sorted({other for line in records for other in line} - {"step"})
-            near = get_close_matches(name, known, n=3, cutoff=0.0)
-            raise UserError(f"{self.path} has no metric {name!r}; near it are: {', '.join(near) or 'none'}")
-        return [step for step, _ in points], [value for _, value in points]
-
-    def samples(self) -> list[dict[str, Any]]:
-        """Return the recorded samples, with text, log-probs and advantage of each token; none outside of RL.
-
-        docs/run-directory.md describes their fields, and `log.samples_every` says how often samples are recorded.
-        """
-        from hotseat.observe import SAMPLES
-
-        return self._lines(SAMPLES)
-
-    def ledger(self) -> list[dict[str, Any]]:
-        """Return what became of all samples: groups with their samples, state, step, version and reason. RL only."""
-        from hotseat.loop.state.run_dir import LEDGER
-
-        return self._lines(LEDGER)
-
-    @property
-    def evaluation(self) -> dict[str, float]:
-        """Metrics of the last evaluation, such as eval/accuracy; empty if nothing was evaluated."""
-        measured = [
-            {name: value for name, value in record.items() if name.startswith("eval/")} for record in self.metrics()
-        ]
-        return next((numbers for numbers in reversed(measured) if numbers), {})
-
-    @property
-    def config(self) -> Config:
-        """The config as it was checked and run."""
-        from hotseat.config import loads_saved
-
-        self._check()
-        return loads_saved((self.path / "config.yaml").read_text())
-
-    @property
-    def model(self) -> Path:
-        """Folder of the exported Hugging Face model; it exists once the run has ended."""
-        exported = self.config.checkpoint.export_path
-        return self.path / "model" if exported is None else Path(exported)
-
-    def _check(self) -> None:
-        from hotseat.errors import UserError
-
-        if not (self.path / "config.yaml").is_file():
-            raise UserError(f"{self.path} holds no run: it has no config.yaml; give a directory such as runs/rl-1")
-
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        from hotseat.observe import read_lines
-
-        self._check()
-        file = self.path / name
-        return read_lines(file) if file.is_file() else []
+Source = str | Path | Mapping[str, Any]
+_KEYWORDS = {
+    "train": "data.path",
+    "eval": "eval.path",
+    "reward": "reward.function",
+    "agent": "agent.path",
+    "model": "actor.model",
+}
 
 
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
-
-
-def run(config: str | Path | Mapping[str, Any] | Config, *overrides: str) -> Run:
+def run(
+    config: Source | Config = {},  # noqa: B006 (nothing changes it)
+    *overrides: str,
+    train: Any = None,
+    eval: Any = None,
+    reward: Any = None,
+    agent: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    callbacks: Sequence[Callback] = (),
+) -> LiveRun:
     """Train to the end, and return the run.
 
     config: path of a YAML file, YAML text (a string with a line break or a colon and a space), a mapping of the same
-    keys, or a `Config`. overrides: `key=value` with dotted keys, as on the command line. A config that cannot work
-    raises a `UserError` before any model loads; a run that fails raises another `HotseatError`. Called in the main
-    thread, it hears Ctrl-C and SIGTERM until it returns: the first one lets the current step finish and saves it, then
-    KeyboardInterrupt is raised, with a note on what is lost and how to resume; a second one raises it at once.
+    keys, or a `Config`. overrides: `key=value` with dotted keys, as on the command line.
+
+    A mapping may have objects where a file has paths, and so may the keywords, which stand for these keys: `train` for
+    data.path, `eval` for eval.path, `reward` for reward.function, `agent` for agent.path, `model` for actor.model.
+    Several rewards are a list of functions, or of pairs of a function and its weight. docs/python.md lists what fits.
+    tokenizer: instead of the model's. callbacks: called between steps.
+
+    A config that cannot work raises a `UserError` before any model loads; a run that fails raises another
+    `HotseatError`. Called in the main thread, it hears Ctrl-C and SIGTERM until it returns: the first one lets the
+    current step finish and saves it, then KeyboardInterrupt is raised, with a note on what is lost and how to resume; a
+    second one raises it at once.
     """
+    objects = {"train": train, "eval": eval, "reward": reward, "agent": agent, "model": model}
+    live, train_it = _made(config, overrides, objects, tokenizer, callbacks)
+    return live.train(train_it)
+
+
+def start(
+    config: Source | Config = {},  # noqa: B006 (nothing changes it)
+    *overrides: str,
+    train: Any = None,
+    eval: Any = None,
+    reward: Any = None,
+    agent: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    callbacks: Sequence[Callback] = (),
+) -> LiveRun:
+    """Start a run in a thread of this process, and return its handle at once. The arguments are those of `run`.
+
+    `for metrics in run:` yields the metrics of each step, `run.wait()` returns at the end, `run.stop()` ends the run
+    after its step. Signals are the program's own. The run ends with the program: wait for it.
+    """
+    objects = {"train": train, "eval": eval, "reward": reward, "agent": agent, "model": model}
+    live, train_it = _made(config, overrides, objects, tokenizer, callbacks)
+    return live.begin(train_it)
+
+
+def _made(
+    config: Source | Config,
+    overrides: tuple[str, ...],
+    keywords: Mapping[str, Any],
+    tokenizer: Any,
+    callbacks: Sequence[Callback],
+) -> tuple[LiveRun, Callable[[Config, Steering], object]]:
+    """Check a config, and return the handle of its run with a function that trains it."""
     from hotseat.openmp import wait_passively
 
     wait_passively()
-    checked = _checked(config, overrides)
-    from hotseat.loop.start import start
+    from hotseat.config import loads, to_yaml
     from hotseat.loop.state.run_dir import named_run
+    from hotseat.script.live_run import LiveRun
+    from hotseat.script.objects import ScriptObjects
 
+    objects = ScriptObjects(tokenizer)
+    checked = _checked(config, [*overrides, *_overrides(keywords, objects)], objects)
     named = named_run(checked)
-    start(named)
-    assert named.name is not None
-    return Run(Path(named.run_dir) / named.name)
+    if objects:
+        place = objects.place(Path(named.run_dir) / str(named.name))
+        placed = loads(place(to_yaml(named)))
+        model = objects.model_of(named)
+        actor = placed.actor.model_copy(update={"model": model and place(model)})
+        named = placed.model_copy(update={"actor": actor})
+
+    def train(config: Config, steering: Steering) -> None:
+        from hotseat.loop.start import start
+
+        with objects.written():
+            start(config, steering=steering)
+
+    return LiveRun(named, objects, callbacks), train
 
 
-def _checked(config: str | Path | Mapping[str, Any] | Config, overrides: tuple[str, ...]) -> Config:
+def _overrides(keywords: Mapping[str, Any], objects: ScriptObjects) -> list[str]:
+    return [objects.override(_KEYWORDS[name], value) for name, value in keywords.items() if value is not None]
+
+
+def _checked(config: Source | Config, overrides: Sequence[str], objects: ScriptObjects) -> Config:
     from hotseat.config import Config, load, loads, to_yaml
 
     if isinstance(config, str) and ("\n" in config or ": " in config):
@@ -130,4 +125,4 @@ def _checked(config: str | Path | Mapping[str, Any] | Config, overrides: tuple[s
         return loads(to_yaml(config), overrides)
     import yaml
 
-    return loads(yaml.safe_dump(dict(config), sort_keys=False), overrides)
+    return loads(yaml.safe_dump(objects.replace(config), sort_keys=False), overrides)

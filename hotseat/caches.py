@@ -12,11 +12,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 # Variable of each compiler and its folder in `~/.cache/hotseat`.
-FOLDERS = {
-    "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
-    "TRITON_CACHE_DIR": "triton",
-    "VLLM_CACHE_ROOT": "vllm",
-}
+FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:

@@ -22,7 +22,7 @@ _IDLE_S = 75.0  # between two requests
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Holder:
+class TokenConnections:
     """The connections of one holder of a token, in the order in which they became its own."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Connections:
         if max_unknown is None:  # half of the files that this process may open are for others
             max_unknown = min(_MAX_UNKNOWN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._max_unknown = max_unknown
-        self.unknown = Holder()  # of those that have shown no token
+        self.unknown = TokenConnections()  # of those that have shown no token
         self.headers_s, self.leave_s = headers_s, leave_s
 
     def runner(self, app: web.Application, shutdown_s: float, *, ends_handlers: bool = False) -> web.AppRunner:
@@ -79,13 +79,13 @@ class Connections:
         finally:
             connection.finish()
 
-    def admit(self, request: web.Request, holder: Holder) -> None:
+    def admit(self, request: web.Request, holder: TokenConnections) -> None:
         """Give the connection of a request to the holder of the token that the request has shown."""
         connection = _of(request)
         if connection is not None:
             self._give(connection, holder)
 
-    def release(self, holder: Holder) -> None:
+    def release(self, holder: TokenConnections) -> None:
         """Take a token back: its connections are nobody's again, and those with a request in progress end soon."""
         for connection in list(holder._open):
             self._give(connection, self.unknown)
@@ -96,7 +96,7 @@ class Connections:
         self.unknown._open[connection] = None
         self._make_room()
 
-    def _give(self, connection: _Connection, holder: Holder) -> None:
+    def _give(self, connection: _Connection, holder: TokenConnections) -> None:
         if connection.holder is not None:
             del connection.holder._open[connection]
             connection.holder = holder
@@ -116,7 +116,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._is_busy = False  # a request is being answered
-        self.holder: Holder | None = None  # None: it has ended
+        self.holder: TokenConnections | None = None  # None: it has ended
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

@@ -117,12 +117,9 @@ def ignoring(point: str) -> Iterator[None]:
 
 def reach(point: str) -> None:
     """Inject the faults that are armed at a point, which this process has reached."""
-    if _directory is not None and point not in _ignored:
-        _reach(_directory, point)
-
-
-def _reach(directory: Path, point: str) -> None:
-    for path in sorted(directory.glob("*.fault")):
+    if _directory is None or point in _ignored:
+        return
+    for path in sorted(_directory.glob("*.fault")):
         with contextlib.suppress(FileNotFoundError):
             fault = Fault(**json.loads(path.read_text()))
             if fault.point != point or (fault.by and fault.by != _me):
@@ -131,7 +128,7 @@ def _reach(directory: Path, point: str) -> None:
             if _seen[path.name] <= fault.skip:
                 continue
             path.rename(path.with_suffix(".happened"))
-            _happen(directory, fault)
+            _happen(_directory, fault)
 
 
 def _pid_of(directory: Path, name: str) -> int:

@@ -108,6 +108,7 @@ def installed() -> Iterator[Interrupts]:
 
     Handlers of the user's program are restored afterwards.
     """
+    global _current
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield current()
         return
@@ -116,8 +117,10 @@ def installed() -> Iterator[Interrupts]:
     try:
         yield interrupts
     finally:
-        _restore(before)
-        sys.unraisablehook = hook
+        for number, handler in before.items():
+            if handler is not None:  # None: it was not set by Python
+                signal.signal(number, handler)
+        _current, sys.unraisablehook = None, hook
 
 
 @contextmanager
@@ -148,14 +151,6 @@ def _install(interrupts: Interrupts) -> dict[signal.Signals, Any]:
         if not (number == signal.SIGINT and handler == signal.SIG_IGN):
             signal.signal(number, interrupts.handle)
     return before
-
-
-def _restore(before: dict[signal.Signals, Any]) -> None:
-    global _current
-    for number, handler in before.items():
-        if handler is not None:  # None: it was not set by Python
-            signal.signal(number, handler)
-    _current = None
 
 
 def _write(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What to load a model from. Transformers is imported where it is used: settings with a source need no torch."""
+"""Sources of models. Transformers is imported where it is used: settings with a source need no torch."""
 
 from __future__ import annotations
 

@@ -16,6 +16,9 @@ from typing import Any
 
 from hotseat.errors import UserError
 
+# Folder, beside that of a run, with the files of objects that a script gave to `hotseat.run`, while that lasts.
+SCRIPT_FOLDER = ".{name}.python"
+
 
 def is_own(name: str) -> bool:
     """Tell whether a name is `FILE.py:FUNCTION`, and not that of a built-in function."""
@@ -34,6 +37,20 @@ def absolute(name: str) -> str:
         return name
     file, function = located(name)
     return f"{file}:{function}"
+
+
+def is_of_script(path: Path) -> bool:
+    """Tell whether a path is in the folder of a script's objects, which is there only while the script trains."""
+    return any(re.fullmatch(r"\..+\.python", part) for part in path.parts)
+
+
+def shown_place(file: Path) -> str:
+    """Return where a file's function stands, for messages: the file, or the line of the script whose object it is."""
+    if is_of_script(file) and file.is_file():
+        match = re.match(r'"""from (.+)"""', file.read_text(encoding="utf-8"))
+        if match is not None:
+            return match[1]
+    return str(file)
 
 
 def load_file(file: Path, name: str) -> ModuleType:
@@ -83,10 +100,11 @@ def load_component(path: str) -> type:
     return loaded
 
 
-def described(error: Exception, file: Path) -> str:
-    """Format an error with the line of the user's file that raised it."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+def described(error: BaseException, file: Path | None = None) -> str:
+    """Format an error with the line that raised it: of the user's file, or else of the innermost frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
     if isinstance(error, SyntaxError):
         lines = [error.lineno]
-    where = f" at line {lines[-1]}" if lines else ""
-    return f"{type(error).__name__}: {error}{where}"
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{f' at line {lines[-1]}' if lines else where}"

@@ -39,6 +39,7 @@ import pickle
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -263,6 +264,36 @@ def tokens_of(image: str) -> tuple[int, ...]:
     """Read the tokens that stand for a prepared image in a prompt."""
     with safe_open(image, "pt") as file:
         return tuple(json.loads(file.metadata()[TOKENS]))
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    """A prepared image, and the tokens that stand for it."""
+
+    path: str  # or a `PackedImage`
+    token_ids: tuple[int, ...]
+
+    @classmethod
+    @functools.lru_cache(maxsize=1024)  # an episode asks in each turn; what is in a file never changes
+    def of_file(cls, path: str) -> PreparedImage:
+        """Read which tokens stand for an image that was prepared before."""
+        return cls(path, tokens_of(path))
+
+
+def expand_images(
+    token_ids: Sequence[int], image_token_id: int, images: Sequence[PreparedImage]
+) -> tuple[list[int], list[int]]:
+    """Replace the token of each image, of which there are as many, by those that stand for it.
+
+    Returns the tokens, and for each of the old ones, and their end, where it begins now.
+    """
+    expanded: list[int] = []
+    begins: list[int] = []
+    left = iter(images)
+    for token_id in token_ids:
+        begins.append(len(expanded))
+        expanded += next(left).token_ids if token_id == image_token_id else (token_id,)
+    return expanded, [*begins, len(expanded)]
 
 
 def copy_processor(model: str, folder: Path) -> None:

@@ -24,8 +24,8 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 
 # A name that is added or removed is a decision: change docs/python.md with it.
 PUBLIC = [
-    *("Advantages", "Agent", "AgentError", "Completion", "Config", "ConfigError", "Environment", "Episode"),
-    *("GroupChange", "HotseatError", "PolicyLoss", "Prompt", "PromptGroup"),
+    *("Advantages", "Agent", "AgentError", "Callback", "Completion", "Config", "ConfigError", "EarlyStopping"),
+    *("Environment", "Episode", "GroupChange", "HotseatError", "LiveRun", "PolicyLoss", "Prompt", "PromptGroup"),
     *("Run", "RunError", "SampleFunction", "SampleKey", "Sampling"),
     *(
         "Sandbox",
@@ -34,11 +34,12 @@ PUBLIC = [
         "Segment",
         "SingleTurn",
         "Step",
+        "StopAt",
         "TokenLayout",
         "Transcript",
         "UserError",
     ),
-    *("__version__", "demo", "run"),
+    *("__version__", "demo", "from_trl", "run", "start"),
 ]
 
 
@@ -95,6 +96,8 @@ def test_the_snippets_of_the_page_run(task, monkeypatch, capsys):
         exec(compile(code, str(PAGE), "exec"), names)
     told = capsys.readouterr().out
     assert "runs/rl-1 runs/rl-1/model" in told
+    assert [run.metrics()[-1]["step"] for run in map(Run, ("runs/rl-2", "runs/rl-3"))] == [3, 2]
+    assert Run("runs/rl-4").metrics()[-1]["mine/halved"] in (0.0, 1.0)
     assert "rolout: unknown key; did you mean rollout?" in told
     assert names["steps"] == [1, 2, 3, 4]  # 8 prompts, 4 in a step, 2 passes
     assert Run("runs/rl-1").samples()
@@ -104,7 +107,7 @@ def test_the_snippets_of_the_page_run(task, monkeypatch, capsys):
     [agent] = [code for code in snippets(PAGE) if "class Twice" in code]
     Path("twice.py").write_text(agent)
     run = hotseat.run("rl.yaml", "agent.path=twice.py")
-    assert run.path == Path("runs/rl-2")
+    assert run.path == Path("runs/rl-5")
     [segment] = run.samples()[0]["segments"]
     assert "".join("x" if sampled else "." for sampled in segment["sampled"]).strip(".").count("....") == 1
 

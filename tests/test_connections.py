@@ -6,7 +6,7 @@ import socket
 
 from aiohttp import web
 
-from hotseat.connections import Connections, Holder
+from hotseat.connections import Connections, TokenConnections
 
 WAIT_S = 300.0
 
@@ -15,7 +15,7 @@ class Server:
     """A server whose token is "x"; /hold is answered when `may_answer` is set."""
 
     def __init__(self, **options):
-        self.connections, self.holder = Connections(**options), Holder()
+        self.connections, self.holder = Connections(**options), TokenConnections()
         self.may_answer = asyncio.Event()
 
     async def __aenter__(self):

@@ -15,8 +15,9 @@ PACKAGE = Path(__file__).parent.parent / "hotseat"
 # From the top. Folders in one row are siblings.
 LAYERS = (
     ("__main__",),
-    ("openrlhf", "rlinf", "verl"),
+    ("openrlhf", "rlinf", "trl", "verl"),
     ("cli", "api"),
+    ("script",),
     ("demo",),
     ("loop",),
     ("checks",),
@@ -68,8 +69,9 @@ ALLOWED_SIBLINGS = {
 
 # Folders with what users of other frameworks bring along. Nothing below imports them: `extensions` has the names by
 # which the core finds what it needs. Only the commands that users type call them.
-FRAMEWORKS = ("openrlhf", "rlinf", "verl")
+FRAMEWORKS = ("openrlhf", "rlinf", "trl", "verl")
 ENTRIES = {
+    "__init__.py",  # the public name `from_trl`
     *(f"cli/{name}.py" for name in ("train_ppo_ray", "train_sft", "train_rm", "train_dpo")),
     *(f"cli/{name}.py" for name in ("batch_inference", "lora_combiner", "serve_rm", "main_ppo")),
     "cli/main.py",
@@ -80,6 +82,7 @@ HOMES = {
     "ray": ("cluster/on_ray/",),
     "vllm": ("rollout/",),
     "deepspeed": ("train/",),
+    "trl": (),
 }
 NO_CONFIG = ("algorithms", "placement")
 
@@ -94,15 +97,17 @@ ROWS_OF = {
         ("runtime",),
         ("group",),
         ("worker_process", "device_memory", "session"),
-        ("activity", "environment", "lease", "ports", "nodes_and_processes", "refs"),
+        ("activity", "environment", "lease", "ports", "refs"),
     ),
     "openrlhf": (
         ("__init__",),
-        ("batch_inference", "lora_combiner", "run_command", "serve_rm", "flags_table"),
+        ("flags_table", "inference_command", "merge_command", "run_command", "serve_command"),
         ("help", "translate"),
         ("derive",),
+        ("config_draft",),
         ("argv",),
         ("flags",),
+        ("flag",),
         ("@agents",),
         ("@shim", "helpers", "metric_names"),
     ),
@@ -110,7 +115,7 @@ ROWS_OF = {
         ("__init__",),
         ("executor", "stand_in"),
         ("episodes",),
-        ("turns",),
+        ("agent_turns",),
         ("sampling_params",),
     ),
     "verl": (
@@ -141,9 +146,16 @@ ROWS_OF = {
     ),
     "rlinf/device_items": (
         ("__init__",),
-        ("packing",),
+        ("pickling",),
         ("keeper",),
         ("cuda",),
+    ),
+    "trl": (
+        ("__init__",),
+        ("table", "translate"),
+        ("lora",),
+        ("derive",),
+        ("fields",),
     ),
     "cluster/on_ray": (
         ("__init__",),
@@ -166,6 +178,7 @@ ROOMS = (
     ("opening",),
     ("inputs",),
     ("settings",),
+    ("steering",),
     ("state",),
     ("workers",),
     ("devices",),

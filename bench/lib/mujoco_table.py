@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mujoco
 import numpy as np
 
-from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
+from hotseat.envs.simulator import ActionSpec, Observation, SimulatorStep, Task
 
 NUM_PUCKS = 20
 ACTION_S = 0.05
@@ -64,11 +64,11 @@ class Table:
         self._num_steps = 0
         return self._seen()
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: np.ndarray) -> SimulatorStep:
         self._data.ctrl[:] = DIRECTIONS[int(action[0])]
         mujoco.mj_step(self._model, self._data, nstep=self._substeps)
         self._num_steps += 1
-        return Step(self._seen(), 0.0, truncated=self._num_steps == self._max_steps)
+        return SimulatorStep(self._seen(), 0.0, truncated=self._num_steps == self._max_steps)
 
     def render(self) -> np.ndarray:
         raise NotImplementedError("this table is not drawn")

@@ -52,8 +52,8 @@ class Agent(Protocol):
     """
 
     name: str = ""  # for messages; without one, that of the class
-    samples_by_itself: bool = False  # under settings of its own: those answers are not learned from
-    makes_checked_episodes: bool = False  # of what the engine returned
+    samples_by_itself: bool = False  # may sample under its own settings; such answers are not learned
+    makes_checked_episodes: bool = False  # out of what the engine returned, so that nothing is left to check
 
     async def run(
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction

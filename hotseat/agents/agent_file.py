@@ -6,19 +6,19 @@ import contextlib
 import inspect
 import sys
 import time
-import traceback
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hotseat import extensions
 from hotseat.agents.agent import Agent, AgentError, SingleTurn
-from hotseat.agents.gateway.program_session import ProgramSettings
+from hotseat.agents.gateway.program_session import ProgramSettings, ServedPolicy
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import Environment, MultiTurn
 from hotseat.errors import UnsupportedError, UserError
-from hotseat.user_functions import located
+from hotseat.user_functions import described, located
 
 _MODULE = "hotseat_agent"
 _SLOW_S = 0.2  # of running a file, which happens for each episode of a function
@@ -43,28 +43,26 @@ def load_agent(
     A user's own `Agent` gets those of tokenizer, max_length and max_steps that its constructor has parameters for.
     """
     programs = programs or ProgramSettings()
+    policy = partial(ServedPolicy, tokenizer, programs, max_length, max_steps, preparer)
     if programs.environment is not None:
         from hotseat.agents.environments.environment_agent import EnvironmentAgent
 
-        return EnvironmentAgent(
-            tokenizer, programs, programs.environment, max_length=max_length, max_steps=max_steps, preparer=preparer
-        )
+        return EnvironmentAgent(policy(), programs.environment)
     if programs.command is not None:
         from hotseat.agents.black_box import Program
 
-        return Program(tokenizer, programs, max_length=max_length, max_steps=max_steps, preparer=preparer)
+        return Program(policy())
     if path is None:
         return SingleTurn(tokenizer)
     file, class_name = located(str(path))
     source = AgentFile(file)
     name, value, form = _choose(source.module, file, class_name)
-    limits = {"max_length": max_length, "max_steps": max_steps}
-    shared: dict[str, Any] = {**limits, "preparer": preparer}
+    limits: dict[str, Any] = {"max_length": max_length, "max_steps": max_steps}
     if name == "play":
         from hotseat.agents.black_box import PlayFunction
 
         try:
-            player = PlayFunction(value, tokenizer, programs, **shared)
+            player = PlayFunction(value, policy())
         except AgentError as error:
             raise UserError(f"{file}: {error}") from None
         player.name = str(file)
@@ -72,15 +70,15 @@ def load_agent(
     agent: Agent
     try:
         if form is not None:
-            agent = form.make(source, name, tokenizer, run_seed=programs.run_seed, **shared)
+            agent = form.make(source, name, tokenizer, run_seed=programs.run_seed, preparer=preparer, **limits)
         elif Environment in value.__mro__:
-            agent = MultiTurn(value, tokenizer, run_seed=programs.run_seed, **shared)
+            agent = MultiTurn(value, tokenizer, run_seed=programs.run_seed, preparer=preparer, **limits)
         else:
             agent = value(**accepted(value.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
     except UnsupportedError as error:
         raise UnsupportedError(f"{file}: {error}") from error
     except Exception as error:
-        raise UserError(f"{file}: {name} cannot be made: {describe(error, str(file))}") from error
+        raise UserError(f"{file}: {name} cannot be made: {described(error, file)}") from error
     with contextlib.suppress(AttributeError):
         agent.name = str(file)  # for messages
     return agent
@@ -144,10 +142,7 @@ def accepted(function: Any, offered: dict[str, Any], name: str, fill_kwargs: boo
 
 
 class AgentFile:
-    """A user's file: read and compiled once, run at once, and again whenever `load` is called.
-
-    module: of the first time.
-    """
+    """A user's file: compiled once, run at once, and again by each `load`. module: that of the first run."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -179,7 +174,7 @@ class AgentFile:
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self._file}: {error}") from error
             except BaseException as error:
-                raise UserError(f"{self._file}: {describe(error, str(self._file))}") from error
+                raise UserError(f"{self._file}: {described(error, self._file)}") from error
             finally:
                 if before is None:
                     del sys.modules[_MODULE]
@@ -208,13 +203,3 @@ class AgentFile:
             f"{self._file} is run for every episode, which takes {took_s:.1f} s: with SHARED_GLOBALS = True in it,"
             " it is run once, and all episodes of a process share its globals"
         )
-
-
-def describe(error: BaseException, file: str | None = None) -> str:
-    """Format an error with the line that raised it: of the user's file, or else of the innermost frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == file]
-    where = f" at line {own[-1].lineno}" if own else ""
-    if not own and frames:
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})"
-    return f"{type(error).__name__}: {error}{where}"

@@ -15,17 +15,16 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hotseat.agents.agent import Agent, AgentError, SampleFunction, episode_seed
 from hotseat.agents.blocking_calls import OwnThread
-from hotseat.agents.branches import Answer, in_order, learned_order, segments_of
+from hotseat.agents.branches import Answer, in_order, segments_of
+from hotseat.agents.environments.environment_worker import PolicyClient
 from hotseat.agents.gateway.gateway_server import Gateway
 from hotseat.agents.gateway.message_images import content_of
-from hotseat.agents.gateway.program_session import Policy, ProgramSettings, Session
-from hotseat.agents.image_preparer import ImagePreparer
+from hotseat.agents.gateway.program_session import ProgramSession, ServedPolicy
 from hotseat.agents.multi_turn import number
 from hotseat.agents.programs import ProgramHost, environment
 from hotseat.agents.transcript import decode
@@ -37,56 +36,28 @@ _MAX_SHOWN = 400  # characters of what a failed program wrote
 _RESULT_KEYS = ("reward", "score", "extra", "turn_rewards")
 
 
-@dataclass(frozen=True)
-class Client:
-    """How a program reaches the policy: pass `base_url` and `api_key` to an OpenAI client.
-
-    `root_url` is the address for Anthropic's client. `seed` is the episode's own; any name of a model is accepted.
-    `content` is the prompt as the content of a message: its text or, with images, parts in OpenAI's form.
-    """
-
-    base_url: str
-    api_key: str
-    root_url: str
-    seed: int
-    model: str = "policy"
-    content: str | list[dict[str, Any]] = ""
-
-
 class BlackBox(Agent):
     """An agent whose episodes are played by something that talks to the gateway. Subclasses say by what."""
 
     makes_checked_episodes = True
     samples_by_itself = True
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        settings: ProgramSettings,
-        *,
-        max_length: int,
-        max_steps: int | None = None,
-        preparer: ImagePreparer | None = None,
-    ):
-        self._preparer = preparer  # of a VLM's images
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._policy = Policy(tokenizer, settings, preparer, max_length, max_steps)
-        if settings.tool_parser is not None:
-            _ = self._policy.parser  # raises if it cannot be
-        max_image_bytes = 0 if preparer is None else preparer.max_image_bytes
-        self._gateway = Gateway(settings.bind, settings.advertise_url, max_image_bytes)
+    def __init__(self, policy: ServedPolicy):
+        self._policy, self._settings = policy, policy.settings
+        max_image_bytes = 0 if policy.preparer is None else policy.preparer.max_image_bytes
+        self._gateway = Gateway(self._settings.bind, self._settings.advertise_url, max_image_bytes)
 
     async def run(
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
-        session = Session(self._policy, sample, sampling, prompt)
+        session = ProgramSession(self._policy, sample, sampling, prompt)
         api_key = await self._gateway.open(session)
         try:
             seed = episode_seed(key, self._settings.run_seed)
-            token = "" if self._preparer is None else decode(self._tokenizer, [self._preparer.image_token_id])
+            tokenizer, preparer = self._policy.tokenizer, self._policy.preparer
+            token = "" if preparer is None else decode(tokenizer, [preparer.image_token_id])
             content = content_of(prompt.text, token, len(prompt.images))
-            client = Client(f"{self._gateway.url}/v1", api_key, self._gateway.url, seed, content=content)
+            client = PolicyClient(f"{self._gateway.url}/v1", api_key, self._gateway.url, seed, content=content)
             result = await _unless_failed(self.play(prompt, client), session)
         except Exception:
             if not session.is_out_of_time or session.failure.done():
@@ -96,7 +67,7 @@ class BlackBox(Agent):
             self._gateway.end(api_key)
         return await self._policy.work(_episode, session, key, result)
 
-    async def play(self, prompt: Prompt, client: Client) -> Any:
+    async def play(self, prompt: Prompt, client: PolicyClient) -> Any:
         """Play one episode and return its result: None, a number, or a mapping with some of `_RESULT_KEYS`."""
         raise NotImplementedError(f"{type(self).__name__}.play")
 
@@ -108,15 +79,15 @@ class BlackBox(Agent):
 class PlayFunction(BlackBox):
     """Calls the function `play(prompt, client)` of a user's file. A plain function runs in a thread of the episode."""
 
-    def __init__(self, function: Callable[..., Any], tokenizer: Any, settings: ProgramSettings, **limits: Any):
-        super().__init__(tokenizer, settings, **limits)
+    def __init__(self, function: Callable[..., Any], policy: ServedPolicy):
+        super().__init__(policy)
         self._function = function
         try:
             inspect.signature(function).bind(None, None)
         except TypeError as error:
             raise AgentError(f"play cannot be called with (prompt, client): {error}") from None
 
-    async def play(self, prompt: Prompt, client: Client) -> Any:
+    async def play(self, prompt: Prompt, client: PolicyClient) -> Any:
         thread = OwnThread("play")
         try:
             return await thread.call(self._function, prompt, client)
@@ -127,19 +98,19 @@ class PlayFunction(BlackBox):
 class Program(BlackBox):
     """Runs a command for each episode, in a fresh folder. Its result is the file that $HOTSEAT_RESULT names."""
 
-    def __init__(self, tokenizer: Any, settings: ProgramSettings, **limits: Any):
-        super().__init__(tokenizer, settings, **limits)
-        assert settings.command is not None, "a program without a command"
+    def __init__(self, policy: ServedPolicy):
+        super().__init__(policy)
+        assert self._settings.command is not None, "a program without a command"
         # Words that name files here become absolute paths: a program has a folder of its own.
-        first, *words = settings.command
+        first, *words = self._settings.command
         self._command = [
             os.path.abspath(shutil.which(first) or first),
             *(os.path.abspath(word) if os.path.isfile(word) else word for word in words),
         ]
         self._programs: asyncio.Future[ProgramHost] | None = None  # made by the first episode
-        self.name = " ".join(settings.command)
+        self.name = " ".join(self._settings.command)
 
-    async def play(self, prompt: Prompt, client: Client) -> Any:
+    async def play(self, prompt: Prompt, client: PolicyClient) -> Any:
         programs = await self._opened()
         async with programs.folder() as folder:
             result = folder / "hotseat_result.json"
@@ -183,7 +154,7 @@ class Program(BlackBox):
             await asyncio.get_running_loop().run_in_executor(None, programs.close)
 
 
-async def _unless_failed(play: Any, session: Session) -> Any:
+async def _unless_failed(play: Any, session: ProgramSession) -> Any:
     """Return what the program returns, or end it and raise as soon as the engine fails one of its requests."""
     playing = asyncio.ensure_future(play)
     try:
@@ -198,12 +169,12 @@ async def _unless_failed(play: Any, session: Session) -> Any:
                 await playing
 
 
-def _episode(session: Session, key: SampleKey, result: Any) -> Episode | ScoredEpisode:
+def _episode(session: ProgramSession, key: SampleKey, result: Any) -> Episode | ScoredEpisode:
     session.check()
     asked = session.conversation.answers
     answers = in_order(asked)
-    segments, lengths = segments_of(answers)
-    learned = learned_order(answers)
+    segments, learned = segments_of(answers)
+    lengths = tuple(len(answer.completion.token_ids) for answer in learned)
     is_cut = session.is_cut or session.is_out_of_time
     spans = [(answer.completion.span_s, answer.tool_calls) for answer in learned]
     facts = EpisodeFacts(tuple(TurnFacts(*span, calls) for span, calls in spans if span is not None))

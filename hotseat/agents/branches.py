@@ -1,4 +1,4 @@
-"""From the answers of an episode to its segments, where a program outside decides what each answer follows.
+"""Segments of an episode, made of its answers, where a program outside decides what each answer follows.
 
 An answer is recorded with the token ids that the engine was asked to continue. An answer whose context begins with the
 context and the tokens of an earlier one continues it, token by token; the longest such answer is its parent. So the
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hotseat.agents.transcript import Draft
+from hotseat.agents.transcript import GrowingSegment
 from hotseat.types import Completion, Segment
 
 
@@ -52,20 +52,15 @@ def in_order(answers: Sequence[Answer]) -> list[Answer]:
     return [*sorted(others, key=lambda answer: (len(answer.context), answer.token_ids, answer.images)), last]
 
 
-def segments_of(answers: Sequence[Answer]) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
-    """Return the segments of an episode, and the number of tokens of each learned answer in their order.
+def segments_of(answers: Sequence[Answer]) -> tuple[tuple[Segment, ...], list[Answer]]:
+    """Return the segments of an episode, and the answers that are learned, in the order in which segments have them.
 
     answers: each after those that it continues. A segment is in the place of the answer that it ends with, so the
     last one contains the last answer, unless that is not learned. Paths on which nothing is left to learn are left out.
     """
     paths = _paths(answers)
     segments = tuple(_segment(answers, path, set(new)) for path, new in paths)
-    return segments, tuple(len(answers[at].completion.token_ids) for _, new in paths for at in new)
-
-
-def learned_order(answers: Sequence[Answer]) -> list[Answer]:
-    """Return the learned answers in the order in which the segments of `segments_of` have them."""
-    return [answers[at] for _, new in _paths(answers) for at in new]
+    return segments, [answers[at] for _, new in paths for at in new]
 
 
 def _paths(answers: Sequence[Answer]) -> list[tuple[list[int], list[int]]]:
@@ -89,7 +84,7 @@ def _paths(answers: Sequence[Answer]) -> list[tuple[list[int], list[int]]]:
 
 
 def _segment(answers: Sequence[Answer], path: Sequence[int], new: set[int]) -> Segment:
-    draft = Draft([])
+    draft = GrowingSegment([])
     for at in path:
         answer = answers[at]
         for image in answer.images[len(draft.images) :]:

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hotseat.processes.control_groups import own_group
-from hotseat.processes.supervisor import end_group
+from hotseat.processes.supervisor import capabilities, end_group, own_group
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ _ENTER = 'echo 0 > "$0/cgroup.procs" && exec "$@"'
 
 @dataclass(frozen=True)
 class Confinement:
-    """One of the ways. prefix: words before the command. groups: the folder in which control groups are made."""
+    """A way to run a program. prefix: words before the command. groups: the folder for control groups."""
 
     kind: Literal["control group", "PID namespace", "process group"]
     prefix: tuple[str, ...] = ()
@@ -76,9 +75,9 @@ def best_confinement(has_containers: bool = False) -> Confinement:
     for prefix in () if has_containers or _is_switched_off() else namespaces():
         if works(Confinement("PID namespace", prefix)):
             return Confinement("PID namespace", prefix)
-    found = own_group()
-    if not isinstance(found, str) and os.access(found[0], os.W_OK):
-        confinement = Confinement("control group", groups=found[0])
+    own = own_group()
+    if not isinstance(own, str) and os.access(own[0], os.W_OK):
+        confinement = Confinement("control group", groups=own[0])
         if works(confinement):
             return confinement
     return Confinement("process group")
@@ -144,6 +143,5 @@ def namespaces() -> list[tuple[str, ...]]:
 
 def _held() -> list[str]:
     """Return the names of the rights that this process has and its programs keep."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    mine = int(next(line for line in lines if line.startswith("CapEff:")).split()[1], 16)
+    mine = capabilities()
     return [name for name, number in _KEPT.items() if mine >> number & 1]

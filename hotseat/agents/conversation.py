@@ -15,7 +15,7 @@ the recorded tokens. `history` says what happens then:
 A conversation that continues no recorded answer, or in which the place of the answer cannot be found, is rendered as a
 whole, too. Whatever is chosen here, what was sampled is learned (`branches.py`): this file says what the policy reads.
 
-Images stand in messages as parts `{"type": "image", "prepared": EpisodeImage}`. In texts an image is one
+Images stand in messages as parts `{"type": "image", "prepared": PreparedImage}`. In texts an image is one
 token of the model, which the template writes; in tokens it is all those that stand for it. So texts and tokens of
 contexts with different images may be equal: wherever they are compared, the images are compared, too.
 """
@@ -33,9 +33,10 @@ from typing import Any, Literal
 
 from hotseat.agents.agent import AgentError
 from hotseat.agents.branches import Answer
-from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
+from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.types import Completion, Prompt
+from hotseat.vision import PreparedImage
 
 History = Literal["append", "render"]
 Message = Mapping[str, Any]
@@ -131,7 +132,7 @@ class Conversation:
         self,
         recorded: Context,
         tail: str,
-        images: Sequence[EpisodeImage] | None = None,
+        images: Sequence[PreparedImage] | None = None,
         digest: bytes | None = None,
         num_messages: int = 0,
     ) -> Context:
@@ -141,7 +142,7 @@ class Conversation:
         paths = recorded.images + tuple(image.path for image in more)
         return Context(recorded.token_ids + added, recorded.text + tail, digest, num_messages, paths)
 
-    def _with_images(self, token_ids: tuple[int, ...], images: Sequence[EpisodeImage]) -> tuple[int, ...]:
+    def _with_images(self, token_ids: tuple[int, ...], images: Sequence[PreparedImage]) -> tuple[int, ...]:
         """Replace the token of each image by those that stand for it."""
         if self.preparer is None:
             return token_ids
@@ -155,7 +156,7 @@ class Conversation:
                 f" tokens must be without {tokens}, and the chat template must write one place for each image"
             ) from None
 
-    def _longest_by_text(self, text: str, images: Sequence[EpisodeImage] | None = None) -> Context | None:
+    def _longest_by_text(self, text: str, images: Sequence[PreparedImage] | None = None) -> Context | None:
         """Return the longest recorded answer with whose context and text a text begins; the latest of several.
 
         images: those in the text; None: it has those of the recorded answer.
@@ -299,10 +300,10 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "image"
 
 
-def _images_of(messages: Sequence[Message]) -> list[EpisodeImage]:
+def _images_of(messages: Sequence[Message]) -> list[PreparedImage]:
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    return [part["prepared"] for part in parts if isinstance(part.get("prepared"), EpisodeImage)]
+    return [part["prepared"] for part in parts if isinstance(part.get("prepared"), PreparedImage)]
 
 
 @lru_cache(maxsize=64)

@@ -22,7 +22,7 @@ SCORING_S = 60.0  # that an agent has to score an episode whose policy ran out o
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Limits within an episode, whose own limit is `AgentHost`'s; None: none but that.
+    """Time limits within an episode, beside that of the whole episode (`AgentHost`); None: no limit.
 
     turn_s: of the policy for one answer. tool_s: of environment, tools or program while the policy is not asked.
     scores_policy: a policy that runs out of time is cut there, and its episode is scored; else the sample fails. Tools

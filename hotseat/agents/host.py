@@ -62,20 +62,17 @@ class AgentHost(Closing):
         deadlines: Deadlines | None = None,
     ):
         self._agent = agent
-        # Our own agents' episodes need no check: they are made of what the engine returned.
-        self._is_checked = not (type(agent) in (SingleTurn, MultiTurn) or agent.makes_checked_episodes)
-        self._timeout_s = timeout_s
-        self._deadlines = deadlines or Deadlines()
         self._jobs = EpisodeJobs(agent.name or type(agent).__name__)
         self._calls = EngineCalls(
             ask,
             requests or OpenRequests(),
             self._jobs,
-            self._deadlines,
+            deadlines or Deadlines(),
             timeout_s=timeout_s,
             run_seed=run_seed,
             has_own_sampling=agent.samples_by_itself,
-            are_recorded=self._is_checked,
+            # Our own agents' episodes need no check: they are made of what the engine returned.
+            are_recorded=not (type(agent) in (SingleTurn, MultiTurn) or agent.makes_checked_episodes),
         )
         self._waiting: deque[EpisodeJob] = deque()  # for a place among the episodes that are played at a time
         self._playing: set[EpisodeJob] = set()
@@ -156,17 +153,18 @@ class AgentHost(Closing):
         job.started = job.future.started_s = time.monotonic()
         job.task = self._loop.create_task(self._episode(job))
         job.task.add_done_callback(lambda _: self._leave(job))
-        job.deadline = self._loop.call_later(self._timeout_s, self._end_overdue, job)
-        if self._deadlines.tool_s is not None:
-            reason = "environment, tools or program took longer than {:g} s between answers (agent.tool_timeout_s)"
-            job.tool_clock = ToolClock(
-                self._deadlines.tool_s, partial(self._cancel, job, reason.format(self._deadlines.tool_s))
+        job.deadline = self._loop.call_later(self._calls.timeout_s, self._end_overdue, job)
+        tool_s = self._calls.deadlines.tool_s
+        if tool_s is not None:
+            reason = (
+                f"environment, tools or program took longer than {tool_s:g} s between answers (agent.tool_timeout_s)"
             )
+            job.tool_clock = ToolClock(tool_s, partial(self._cancel, job, reason))
             job.tool_clock.start()
 
     def _end_overdue(self, job: EpisodeJob) -> None:
-        reason = f"the agent took longer than {self._timeout_s:g} s"
-        if self._deadlines.scores_policy and (job.in_flight or job.is_out_of_time):
+        reason = f"the agent took longer than {self._calls.timeout_s:g} s"
+        if self._calls.deadlines.scores_policy and (job.in_flight or job.is_out_of_time):
             job.is_out_of_time = True
             job.deadline = self._loop.call_later(SCORING_S, self._cancel, job, reason)
         else:
@@ -198,7 +196,7 @@ class AgentHost(Closing):
     async def _episode(self, job: EpisodeJob) -> None:
         try:
             made = await self._agent.run(job.prompt, job.key, job.sampling, partial(self._calls.sample, job))
-            self._jobs.finish(job, _with_times(checked(made, job) if self._is_checked else made, job))
+            self._jobs.finish(job, _with_times(checked(made, job) if self._calls.are_recorded else made, job))
         except UserError as error:
             self._jobs.finish(job, error)
         except GeneratorExit:

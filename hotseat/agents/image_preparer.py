@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from hotseat.agents.agent import AgentError
-from hotseat.vision import tokens_of
-
-
-@dataclass(frozen=True)
-class EpisodeImage:
-    """A prepared image, and the tokens that stand for it."""
-
-    path: str
-    token_ids: tuple[int, ...]
-
-    @classmethod
-    @functools.lru_cache(maxsize=1024)  # an episode asks in each turn; what is in a file never changes
-    def of_file(cls, path: str) -> EpisodeImage:
-        """Read which tokens stand for an image that was prepared before."""
-        return cls(path, tokens_of(path))
+from hotseat.vision import PreparedImage, expand_images
 
 
 @dataclass(frozen=True)
@@ -37,7 +22,7 @@ class ImagePreparer:
     max_image_bytes: of an image as it is stored.
     """
 
-    prepare: Callable[[Any], EpisodeImage]
+    prepare: Callable[[Any], PreparedImage]
     image_token_id: int
     placeholder_ids: frozenset[int]
     max_images: int
@@ -47,7 +32,7 @@ class ImagePreparer:
     # One thread, so that equal images of several episodes are written once; its own, so that no other work waits.
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "images"), repr=False)
 
-    async def prepare_all(self, images: Sequence[Any], num_before: int) -> list[EpisodeImage]:
+    async def prepare_all(self, images: Sequence[Any], num_before: int) -> list[PreparedImage]:
         """Prepare images, in a thread. num_before: how many the context has already."""
         if num_before + len(images) > self.max_images:
             raise AgentError(
@@ -59,7 +44,7 @@ class ImagePreparer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: [self.prepare(image) for image in images])
 
-    def expand(self, token_ids: Sequence[int], images: Sequence[EpisodeImage]) -> tuple[list[int], list[int]]:
+    def expand(self, token_ids: Sequence[int], images: Sequence[PreparedImage]) -> tuple[list[int], list[int]]:
         """Replace the token of each image by those that stand for it; return the tokens, and where each image begins.
 
         Raises for a text that has another number of places, or a placeholder of videos.
@@ -71,18 +56,10 @@ class ImagePreparer:
                 f"a text of the agent has {num_places} places for images, and it showed {len(images)}: write the"
                 " model's image token where each one goes, and nowhere else"
             )
-        expanded: list[int] = []
-        begins: list[int] = []
-        left = iter(images)
-        for token_id in token_ids:
-            if token_id == self.image_token_id:
-                begins.append(len(expanded))
-                expanded += next(left).token_ids
-            else:
-                expanded.append(token_id)
-        return expanded, begins
+        expanded, begins = expand_images(token_ids, self.image_token_id, images)
+        return expanded, [begins[at] for at, token_id in enumerate(token_ids) if token_id == self.image_token_id]
 
-    def collapse(self, token_ids: Sequence[int], images: Sequence[EpisodeImage]) -> list[int]:
+    def collapse(self, token_ids: Sequence[int], images: Sequence[PreparedImage]) -> list[int]:
         """Replace the tokens that stand for each image by one token. Where there is one already, it stays."""
         collapsed: list[int] = []
         at = 0

@@ -42,13 +42,13 @@ def undefined_names(code: types.CodeType, names: Iterable[str]) -> list[tuple[st
         if each.opname == "STORE_GLOBAL" or (one is code and each.opname == "STORE_NAME")
     }
     known = {*names, *vars(builtins), *assigned}
-    found = []
+    absent = []
     for one in codes:
         for line, each in _by_line(one):
             if each.opname == "LOAD_GLOBAL" and each.argval not in known:
                 known.add(each.argval)  # once
-                found.append((each.argval, line, one.co_name))
-    return found
+                absent.append((each.argval, line, one.co_name))
+    return absent
 
 
 def _by_line(code: types.CodeType) -> Iterator[tuple[int, dis.Instruction]]:
@@ -70,15 +70,15 @@ def _inside(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def absent_names(code: types.CodeType, names: Mapping[str, Any]) -> list[tuple[str, int, str]]:
     """List (name, line, function) of the names that functions of a module read from `hotseat`, and that it has not."""
-    found = []
+    absent = []
     for one in _inside(code):
         for (_, first), (line, second) in pairwise(_by_line(one)):
             module = names.get(first.argval) if first.opname == "LOAD_GLOBAL" else None
             if not isinstance(module, types.ModuleType) or module.__name__ != "hotseat":
                 continue
             if second.opname in ("LOAD_ATTR", "LOAD_METHOD") and not hasattr(module, second.argval):
-                found.append((f"hotseat.{second.argval}", line, one.co_name))
-    return found
+                absent.append((f"hotseat.{second.argval}", line, one.co_name))
+    return absent
 
 
 def _beside(file: Path, names: Iterable[str]) -> Iterator[tuple[types.CodeType, types.ModuleType]]:
@@ -117,10 +117,7 @@ def problem_of(file: str, name: str | None) -> dict[str, Any]:
     listed = [
         f"{code.co_filename}:{line}: {user} uses the name {each!r}, which nothing defines"
         for code, module in loaded
-        for each, line, user in [
-            *undefined_names(code, {*vars(module), *settable}),
-            *absent_names(code, vars(module)),
-        ]
+        for each, line, user in [*undefined_names(code, {*vars(module), *settable}), *absent_names(code, vars(module))]
     ]
     return {"problem": "; ".join(listed[:3]) or None, "absent": False, "note": note}
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from hotseat.agents.agent import Agent, AgentError, OutOfTimeError, SampleFunction, episode_seed
 from hotseat.agents.blocking_calls import OwnThread
-from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer, listed
+from hotseat.agents.image_preparer import ImagePreparer, listed
 from hotseat.agents.transcript import Transcript
 from hotseat.types import Episode, Prompt, SampleKey, Sampling, ScoredEpisode
+from hotseat.vision import PreparedImage
 
 
 @dataclass(frozen=True)
@@ -127,14 +128,14 @@ class MultiTurn(Agent):
         score = sum(each) if last.score is None else last.score
         return ScoredEpisode(episode, sum(each), score, dict(last.extra), each)
 
-    async def _look(self, images: Sequence[Any], num_before: int) -> list[EpisodeImage]:
+    async def _look(self, images: Sequence[Any], num_before: int) -> list[PreparedImage]:
         if self.preparer is None:
             if images:
                 raise AgentError("the environment showed images, and the run has none: set data.image_key")
             return []
         return await self.preparer.prepare_all(images, num_before)
 
-    def _begin(self, prompt: Prompt, observation: str | None, images: Sequence[EpisodeImage]) -> Transcript:
+    def _begin(self, prompt: Prompt, observation: str | None, images: Sequence[PreparedImage]) -> Transcript:
         """Return what the first turn is sampled from. images: those after the prompt's."""
         transcript = Transcript(self.tokenizer, prompt, self.preparer)
         if (observation is None or observation == prompt.text) and not images:
@@ -143,7 +144,7 @@ class MultiTurn(Agent):
         if observation.startswith(prompt.text):
             transcript.add_text(observation[len(prompt.text) :], images)
         else:
-            transcript.start_again(observation, [*map(EpisodeImage.of_file, prompt.images), *images])
+            transcript.start_again(observation, [*map(PreparedImage.of_file, prompt.images), *images])
         return transcript
 
 

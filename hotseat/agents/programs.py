@@ -53,7 +53,7 @@ class ProgramHost:
         self._numbers = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="hotseat-agents-"))
         groups = self._confinement.groups
-        self._task: supervisor.Task = {
+        self._task: supervisor.Remains = {
             "mark": (supervisor.EPISODE, self.name),
             "groups": None if groups is None else (str(groups), f"hotseat-{self.name}-*"),
             "folders": [str(self._folder)],

@@ -12,7 +12,8 @@ import torch
 from hotseat.types import Completion, Episode, EpisodeFacts, Prompt, SampleKey, Segment, TurnFacts
 
 if TYPE_CHECKING:
-    from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
+    from hotseat.agents.image_preparer import ImagePreparer
+from hotseat.vision import PreparedImage
 
 _TAIL = 8  # tokens before a piece that can change how it decodes: a leading space, a character of several bytes
 
@@ -23,7 +24,7 @@ class Transcript:
     def __init__(self, tokenizer: Any, prompt: Prompt, preparer: ImagePreparer | None = None):
         self._tokenizer = tokenizer
         self._preparer = preparer  # of a VLM's images
-        self._segments = [Draft(list(prompt.token_ids), prompt.images)]
+        self._segments = [GrowingSegment(list(prompt.token_ids), prompt.images)]
         self._turn_lengths: list[int] = []
         self._turns: list[TurnFacts] = []
         self.text = prompt.text
@@ -52,18 +53,18 @@ class Transcript:
         self.text += text
         return text
 
-    def add_text(self, text: str, images: Sequence[EpisodeImage] = ()) -> None:
+    def add_text(self, text: str, images: Sequence[PreparedImage] = ()) -> None:
         """Append text of the environment, with images in the places of their tokens."""
         self._add(self._segments[-1], text, images)
         self.text += text
 
-    def start_again(self, text: str, images: Sequence[EpisodeImage] = ()) -> None:
+    def start_again(self, text: str, images: Sequence[PreparedImage] = ()) -> None:
         """Start a new segment from another context, with images in the places of their tokens."""
-        self._segments.append(Draft([]))
+        self._segments.append(GrowingSegment([]))
         self._add(self._segments[-1], text, images)
         self.text = text
 
-    def _add(self, draft: Draft, text: str, images: Sequence[EpisodeImage]) -> None:
+    def _add(self, draft: GrowingSegment, text: str, images: Sequence[PreparedImage]) -> None:
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if self._preparer is None:
             draft.add(token_ids)
@@ -101,7 +102,7 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 _decode_again = functools.lru_cache(maxsize=1024)(decode)  # all samples of a prompt follow the same tokens
 
 
-class Draft:
+class GrowingSegment:
     """A segment that is still growing."""
 
     def __init__(self, token_ids: list[int], images: tuple[str, ...] = ()):

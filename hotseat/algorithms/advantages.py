@@ -36,8 +36,7 @@ def group_mean_centred(rewards: Tensor, groups: Tensor) -> Tensor:
     """r − mean(group): Dr. GRPO, and REINFORCE++-baseline before its normalisation.
 
     Here as in the next two: `rewards` is [num_episodes] or [num_episodes, columns] (each column on its own), `groups`
-    is [num_episodes] ids in any order; groups may differ in size; a group of one is refused, since it would be its own
-    baseline.
+    is [num_episodes] ids in any order, of groups of any size but one: an episode would be its own baseline.
     """
     return _Groups(groups).centred(rewards)
 
@@ -313,8 +312,7 @@ def compute_advantages(
     The order is: baseline, clipping to `reward_clip`, placing on tokens with −kl_coefficient·kl, returns or GAE,
     normalisation. `rewards` and `groups` are [num_episodes]; `values` (for gae) and `kl` are [num_tokens]; turn
     rewards are as in `place_rewards`. `divide_by_std=False` is OpenRLHF's no_advantage_std_norm: no estimator divides
-    by a standard deviation then. `over_batch`: whether advantages are normalised over the batch; None: as the table
-    says.
+    by a standard deviation then. `over_batch`: whether to normalise over the batch; None: as the table says.
 
     With several ranks, each has whole groups, and `add_up` turns this rank's moments into the sum over all.
 
@@ -347,9 +345,9 @@ def compute_advantages(
     alive = layout.sampled_per_episode > 0
     _refuse_failed("episode", torch.where(alive, rewards, 0.0))
     if turn_credit == "own" and not facts.credits_own_turns:
-        shown = estimator if isinstance(estimator, str) else "of your own"
+        name = estimator if isinstance(estimator, str) else "of your own"
         raise UserError(
-            f"estimator {shown!r} cannot credit turns with their own rewards alone: use"
+            f"estimator {name!r} cannot credit turns with their own rewards alone: use"
             f" {', '.join(names_that(ESTIMATORS, 'credits_own_turns'))}, or turn_credit to_go"
         )
     if function is not None and groups is None:
@@ -371,9 +369,10 @@ def compute_advantages(
         divides = facts.normalisation == "group" and divide_by_std
         if facts.normalisation == "group":
             function = partial(function, eps=eps, with_std=divide_by_std)
-        compare = _Comparison(function, groups.to(rewards.device), alive, rewards.dtype)
+        groups = groups.to(rewards.device)
+        compare = partial(_compared, function, groups, alive, rewards.dtype)
         if facts.compares_episodes:
-            rewards = _compared_episodes(function, layout, rewards, compare.groups, log_probs)
+            rewards = _compared_episodes(function, layout, rewards, groups, log_probs)
         elif turn_rewards is None or turns is None:
             rewards = compare(rewards.unsqueeze(1)).squeeze(1)
         else:
@@ -477,16 +476,13 @@ def _refuse_failed(whose: str, rewards: Tensor) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """Compares each column of a table, [num_episodes, columns], with its group; 0 for empty episodes."""
+def _compared(
+    function: Callable[..., Tensor], groups: Tensor, alive: Tensor, dtype: torch.dtype, table: Tensor
+) -> Tensor:
+    """Compare each column of a table, [num_episodes, columns], with its group; 0 for episodes without sampled tokens.
 
-    function: Callable[..., Tensor]
-    groups: Tensor  # [num_episodes]
-    alive: Tensor  # [num_episodes] bool: has a sampled token
-    dtype: torch.dtype  # of rewards: sums are rounded to it, so that sums in another order are equal
-
-    def __call__(self, table: Tensor) -> Tensor:
-        result = torch.zeros_like(table, dtype=self.dtype)
-        result[self.alive] = self.function(table.to(self.dtype)[self.alive], self.groups[self.alive])
-        return result
+    dtype: of rewards. Sums are rounded to it, so that sums in another order are equal.
+    """
+    result = torch.zeros_like(table, dtype=dtype)
+    result[alive] = function(table.to(dtype)[alive], groups[alive])
+    return result

@@ -1,7 +1,6 @@
 """Token weights that turn one loss per token into the loss of an optimizer step.
 
-The weight of every token is fixed once, over the whole step (all its micro-batches on all ranks). From then on the
-loss is
+The weight of every token is fixed once, over the whole step (all its micro-batches on all ranks). Then the loss is
 
     Σ_t weight_t · loss_t
 

@@ -37,7 +37,7 @@ from hotseat.algorithms.time_steps import sum_on_tokens
 from hotseat.algorithms.token_masks import mean_per_episode, sampled_only, sum_per_episode
 from hotseat.errors import UserError
 from hotseat.extensions import load
-from hotseat.registry.corrections import CORRECTIONS, correction_entry
+from hotseat.registry.correction_kinds import CORRECTIONS, correction_entry
 from hotseat.registry.lookup import names_that
 from hotseat.types import TokenLayout
 

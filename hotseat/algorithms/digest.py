@@ -20,7 +20,7 @@ import importlib.util
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -75,36 +75,17 @@ def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
     return add_digest
 
 
-class _AxisWeights:
-    """The factors of a dimension's positions, computed once: layers repeat the same few sizes, push after push."""
+@lru_cache(maxsize=256)  # layers repeat the same few sizes, push after push
+def _axis_weights(dim: int, size: int, offset: int, stride: int, device: torch.device, _thread: int) -> Tensor:
+    """Return [size] odd int64 factors of positions offset, offset + stride, ... of dimension `dim`.
 
-    MAX_KNOWN = 256
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int, int, int, torch.device], Tensor] = {}
-
-    def get(self, dim: int, size: int, offset: int, stride: int, device: torch.device) -> Tensor:
-        """Return [size] odd int64 factors of positions offset, offset + stride, ... of dimension `dim`."""
-        key = (dim, size, offset, stride, device)
-        if key not in self._known:
-            if len(self._known) >= self.MAX_KNOWN:
-                self._known.clear()
-            positions = torch.arange(size, device=device, dtype=torch.int64) * stride + offset
-            self._known[key] = mix64(golden_counter(dim << 56, positions)) | 1
-        return self._known[key]
+    Each thread has its own, since several may compute digests at once, on streams of their own.
+    """
+    positions = torch.arange(size, device=device, dtype=torch.int64) * stride + offset
+    return mix64(golden_counter(dim << 56, positions)) | 1
 
 
-_axes = threading.local()  # a table for each thread, since several may compute digests at once
-
-
-def _axis_weights() -> _AxisWeights:
-    if not hasattr(_axes, "weights"):
-        _axes.weights = _AxisWeights()
-    weights: _AxisWeights = _axes.weights
-    return weights
-
-
-def _digest(tensor: Tensor, offset: Sequence[int], stride: Sequence[int], axes: _AxisWeights) -> Tensor:
+def _digest(tensor: Tensor, offset: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Compute the digest as an int64 scalar on the tensor's device."""
     tensor = tensor.detach()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -118,7 +99,8 @@ def _digest(tensor: Tensor, offset: Sequence[int], stride: Sequence[int], axes: 
     if tensor.numel() == 0:
         return total
     bits = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor.view(_INTEGERS[tensor.element_size()])
-    weights = [axes.get(d, tensor.shape[d], offset[d], stride[d], tensor.device) for d in range(tensor.dim())]
+    axes = zip(tensor.shape, offset, stride, strict=True)
+    weights = [_axis_weights(dim, *axis, tensor.device, threading.get_ident()) for dim, axis in enumerate(axes)]
 
     # In the order of memory, so that a transposed view is read as fast as its base.
     order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
@@ -152,7 +134,7 @@ def tensor_digest(tensor: Tensor, offset: Sequence[int] = (), stride: Sequence[i
     offset, stride: per dimension, the position in the full tensor of the slice's first element, and the distance
     between neighbours (default 0 and 1 everywhere). Works on any layout; the answer does not depend on it.
     """
-    return int(_digest(tensor, offset, stride, _axis_weights())) & _MASK_64
+    return int(_digest(tensor, offset, stride)) & _MASK_64
 
 
 def named_digests(
@@ -162,9 +144,8 @@ def named_digests(
 
     offsets: positions in the full tensor, for tensors that are slices.
     """
-    axes = _axis_weights()
     offsets = offsets or {}
-    digests = {name: _digest(tensor, offsets.get(name, ()), (), axes) for name, tensor in named_tensors}
+    digests = {name: _digest(tensor, offsets.get(name, ()), ()) for name, tensor in named_tensors}
     if not digests:
         return {}
     devices = {digest.device for digest in digests.values()}

@@ -1,8 +1,7 @@
 """DAPO's dynamic sampling: the decision which groups to keep. Asking for more prompts is the loop's part.
 
 Yu et al., "DAPO", 2025, section 3.2: a prompt that every sample solves, or none, has no advantage. OpenRLHF's form: a
-group is kept iff low < mean(scores) < high, both strict. This looks at the mean, not at the variance, so it fits scores
-in [0, 1].
+group is kept iff low < mean(scores) < high, both strict. It looks at the mean, not the variance: for scores in [0, 1].
 """
 
 from __future__ import annotations

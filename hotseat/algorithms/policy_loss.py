@@ -117,8 +117,7 @@ def gspo_loss(
         s_t = sg(s) · π_t / sg(π_t)
 
     which has the value of s, but each token learns from its own advantage; the gradient of s itself would give every
-    token the mean of all. Where an episode has one advantage the two are the same under every aggregation, since its
-    tokens weigh alike.
+    token the mean of all. Where an episode has one advantage the two are the same under every aggregation.
 
     The ratio runs over all segments of an episode, so they must be in the same micro-batch. GSPO's own aggregation is
     `sequence_mean`, and its clips are much narrower than PPO's (the paper has 3e-4 and 4e-4): the ratio is a mean.

@@ -55,8 +55,7 @@ def ends_of_steps(layout: TokenLayout, turns: Tensor, starts: Tensor | None) -> 
 def within_turns(layout: TokenLayout, returns: Tensor, turns: Tensor) -> Tensor:
     """Take from the returns of a turn's tokens what comes after the turn: G_t − G_s, s the next turn's first token.
 
-    `returns` is [num_tokens], undiscounted; `turns` is as in `place_rewards`. Tokens after the last of these turns
-    keep their returns.
+    `returns` is [num_tokens], undiscounted; `turns` is as in `place_rewards`. Tokens after all turns keep theirs.
     """
     if not len(turns):
         return returns

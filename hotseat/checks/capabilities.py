@@ -6,16 +6,17 @@ from collections.abc import Iterable, Iterator
 
 from hotseat.checks.cpu import engine_dtype_problem
 from hotseat.checks.plans import is_cluster_there
-from hotseat.checks.stage import Context, DeviceContext, TrainingContext
+from hotseat.checks.stage import CheckContext, DeviceContext, TrainingContext, problem_of
 from hotseat.config.precision import dtype_of
 from hotseat.config.presence import has_critic, has_judge_engine
+from hotseat.config.resolved import fp8_options
 from hotseat.errors import Problem
 from hotseat.machine import has_gpu
 from hotseat.registry.backends import backend_entry
 from hotseat.registry.engines import engine_entry
 
 
-def optional_packages(context: Context) -> Iterator[Problem]:
+def optional_packages(context: CheckContext) -> Iterator[Problem]:
     """Find extras that the config needs and this machine lacks, and arguments that the engine does not take."""
     from hotseat.observe.tracker_sink import MLFLOW, TRACKIO, WANDB
     from hotseat.rollout.kinds import engine_kind
@@ -29,17 +30,14 @@ def optional_packages(context: Context) -> Iterator[Problem]:
         if section.enabled and not tracker.is_installed():
             yield Problem(f"log.{tracker.kind}.enabled", tracker.hint)
     if config.has_rollouts:
-        kind = engine_kind(config.rollout.engine)
-        problem = kind.problem()
-        if problem is not None:
-            yield Problem("rollout.engine", problem)
-        elif config.rollout.engine_args:
-            for name, reason in kind.refused_arguments(config.rollout.engine_args):
+        kind, arguments = engine_kind(config.rollout.engine), config.rollout.engine_args
+        yield from problem_of("rollout.engine", kind.problem())
+        if arguments and kind.problem() is None:
+            for name, reason in kind.refused_arguments(arguments):
                 yield Problem(f"rollout.engine_args.{name}", reason)
     if has_judge_engine(config):
-        problem = engine_kind(config.reward.judge.engine.kind).problem()
-        if problem is not None:
-            yield Problem("reward.judge.engine.kind", problem)
+        kind = engine_kind(config.reward.judge.engine.kind)
+        yield from problem_of("reward.judge.engine.kind", kind.problem())
 
 
 def backends(context: TrainingContext) -> Iterable[Problem]:
@@ -71,14 +69,13 @@ def critic_warmup(context: TrainingContext) -> Iterator[Problem]:
 
 def fp8(context: DeviceContext) -> Iterator[Problem]:
     """Find weights or caches of engines in FP8, where the dtype or the devices do not have them."""
-    rollout = context.config.rollout
-    for key in ("quantization", "kv_cache_dtype"):
-        if getattr(rollout, key) is not None and dtype_of(context.config) == "fp32":
-            yield Problem(
-                "",
-                f"rollout.{key} is fp8, which is for 16-bit models, and train.dtype is fp32 where there are no devices:"
-                " set train.dtype to bf16, or leave it unset",
-            )
+    rollout, is_fp32 = context.config.rollout, dtype_of(context.config) == "fp32"
+    for key in fp8_options(context.config) if is_fp32 else ():
+        yield Problem(
+            "",
+            f"{key} is fp8, which is for 16-bit models, and train.dtype is fp32 where there are no devices: set"
+            " train.dtype to bf16, or leave it unset",
+        )
     if rollout.kv_cache_dtype is not None and not context.on_gpu:
         title = engine_entry(rollout.engine).title
         yield Problem(
@@ -88,6 +85,4 @@ def fp8(context: DeviceContext) -> Iterator[Problem]:
 
 def engine_dtype(context: DeviceContext) -> Iterator[Problem]:
     """Find a dtype in which the engine cannot sample on this CPU."""
-    problem = None if context.on_gpu else engine_dtype_problem(context.config)
-    if problem is not None:
-        yield Problem("", problem)
+    return problem_of("", None if context.on_gpu else engine_dtype_problem(context.config))

@@ -1,4 +1,4 @@
-"""Tries the functions and classes of the user's own on toy batches, before a model loads.
+"""Tries custom functions and classes on toy batches, before a model loads.
 
 A policy loss is called as `gspo_loss` is, an estimator by `call_estimator`, a sampler as `Sampler` says:
 
@@ -13,8 +13,9 @@ anywhere between.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,23 @@ _TOLERANCE = 1e-4  # between a whole toy batch and its parts
 _MOVES = ("offload", "onload")
 
 
-def policy_loss_problem(name: str, *, eps_low: float, eps_high: float) -> str | None:
+def _trial(find_problem: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Have a function that tries a user's function take its name instead, and return what it raises as a problem."""
+
+    @functools.wraps(find_problem)
+    def of_name(name: str, *arguments: Any, **options: Any) -> str | None:
+        try:
+            return find_problem(own_function(name), *arguments, **options)
+        except UserError as error:
+            return str(error)
+        except Exception as error:
+            return f"raised {described(error, Path(absolute(name).rpartition(':')[0]))}"
+
+    return of_name
+
+
+@_trial
+def policy_loss_problem(function: Callable[..., Any], *, eps_low: float, eps_high: float) -> str | None:
     """Return why a user's loss cannot train a policy; None if it can, as far as a toy batch shows."""
     layout = _toy_layout()
     old = -torch.rand(layout.num_tokens, generator=torch.Generator().manual_seed(1)) - 0.5
@@ -45,34 +62,29 @@ def policy_loss_problem(name: str, *, eps_low: float, eps_high: float) -> str | 
         arguments = log_probs, old[:tokens], advantages[:tokens], part
         return log_probs, call_policy_loss(function, *arguments, eps_low=eps_low, eps_high=eps_high).loss
 
-    try:
-        function = own_function(name)
-        log_probs, losses = call(layout.num_tokens, layout)
-        problem = _tensor_problem(losses, layout.num_tokens, "token")
-        if problem is not None:
-            return problem
-        if not losses.requires_grad:
-            return "returned losses without a gradient: compute them from log_probs, without detach() or no_grad()"
-        [gradient] = torch.autograd.grad(losses[layout.mask].sum(), log_probs, allow_unused=True)
-        if gradient is None or not gradient[layout.mask].any():
-            return "has no gradient with respect to log_probs: no token would be learned"
-        if not gradient.isfinite().all():
-            return "has a gradient that is not finite"
-        part = TokenLayout(layout.mask[:9], layout.offsets[:4], layout.segment_episode[:3], 2)
-        _, of_part = call(9, part)
-        if not torch.allclose(of_part[part.mask], losses[:9][part.mask], atol=_TOLERANCE):
-            return (
-                "gives an episode another loss when the next one is not in the micro-batch: return a loss per token"
-                " that depends on its own episode alone; algorithm.aggregation takes the mean"
-            )
-    except UserError as error:
-        return str(error)
-    except Exception as error:
-        return f"raised {described(error, Path(absolute(name).rpartition(':')[0]))}"
-    return None
+    log_probs, losses = call(layout.num_tokens, layout)
+    problem = _tensor_problem(losses, layout.num_tokens, "token")
+    if problem is not None:
+        return problem
+    if not losses.requires_grad:
+        return "returned losses without a gradient: compute them from log_probs, without detach() or no_grad()"
+    [gradient] = torch.autograd.grad(losses[layout.mask].sum(), log_probs, allow_unused=True)
+    if gradient is None or not gradient[layout.mask].any():
+        return "has no gradient with respect to log_probs: no token would be learned"
+    if not gradient.isfinite().all():
+        return "has a gradient that is not finite"
+    part = TokenLayout(layout.mask[:9], layout.offsets[:4], layout.segment_episode[:3], 2)
+    _, of_part = call(9, part)
+    if torch.allclose(of_part[part.mask], losses[:9][part.mask], atol=_TOLERANCE):
+        return None
+    return (
+        "gives an episode another loss when the next one is not in the micro-batch: return a loss per token that"
+        " depends on its own episode alone; algorithm.aggregation takes the mean"
+    )
 
 
-def estimator_problem(name: str, samples_per_prompt: int) -> str | None:
+@_trial
+def estimator_problem(function: Callable[..., Any], samples_per_prompt: int) -> str | None:
     """Return why a user's estimator cannot be used; None if it can, as far as toy groups show."""
     lengths = torch.tensor([2, 3, 1, 4, 2])
 
@@ -81,39 +93,29 @@ def estimator_problem(name: str, samples_per_prompt: int) -> str | None:
         log_probs = -torch.arange(1.0, int(sizes.sum()) + 1) / 8
         return call_estimator(function, torch.tensor(rewards), torch.tensor(groups), sizes.clone(), log_probs)
 
-    try:
-        function = own_function(name)
-        advantages = call([0.0, 1.0, 1.0, 0.5, 0.25], [0, 0, 1, 1, 1])
-        problem = _tensor_problem(advantages, 5, "episode")
-        if problem is not None:
-            return problem
-        if not torch.allclose(call([0.0, 1.0], [0, 0]), advantages[:2], atol=_TOLERANCE):
-            return "gives a group other advantages when another group is not there: compare episodes of one group only"
-        if not call([1.0] * 4, [0, 0, 1, 1]).isfinite().all():
-            return "is not finite for a group whose rewards are all equal: add a small number to what it divides by"
-        if samples_per_prompt == 1 and not call([0.0, 1.0], [0, 1]).isfinite().all():
-            return "is not finite for a group of one, and rollout.samples_per_prompt is 1: set that to 2 or more"
-    except UserError as error:
-        return str(error)
-    except Exception as error:
-        return f"raised {described(error, Path(absolute(name).rpartition(':')[0]))}"
+    advantages = call([0.0, 1.0, 1.0, 0.5, 0.25], [0, 0, 1, 1, 1])
+    problem = _tensor_problem(advantages, 5, "episode")
+    if problem is not None:
+        return problem
+    if not torch.allclose(call([0.0, 1.0], [0, 0]), advantages[:2], atol=_TOLERANCE):
+        return "gives a group other advantages when another group is not there: compare episodes of one group only"
+    if not call([1.0] * 4, [0, 0, 1, 1]).isfinite().all():
+        return "is not finite for a group whose rewards are all equal: add a small number to what it divides by"
+    if samples_per_prompt == 1 and not call([0.0, 1.0], [0, 1]).isfinite().all():
+        return "is not finite for a group of one, and rollout.samples_per_prompt is 1: set that to 2 or more"
     return None
 
 
-def sampler_problem(name: str) -> str | None:
+@_trial
+def sampler_problem(function: Callable[..., Any]) -> str | None:
     """Return why a user's sampler cannot choose prompts; None if it can, as far as six toy prompts show."""
     rates, draws = np.array([np.nan, 0.0, 0.5, 1.0, np.nan, 0.25]), np.array([0, 1, 2, 1, 0, 3])
-    try:
-        chosen = []
-        for known in (rates, np.full(6, np.nan), rates):  # at the beginning no prompt has a score
-            generator = np.random.Generator(np.random.Philox(key=1))
-            chosen.append(checked_choice(own_function(name)(4, known.copy(), draws.copy(), generator), 4, 6))
-        if chosen[0] != chosen[2]:
-            return "chose differently from the same scores and generator: a resumed run would differ; use its rng only"
-    except UserError as error:
-        return str(error)
-    except Exception as error:
-        return f"raised {described(error, Path(absolute(name).rpartition(':')[0]))}"
+    chosen = []
+    for known in (rates, np.full(6, np.nan), rates):  # at the beginning no prompt has a score
+        generator = np.random.Generator(np.random.Philox(key=1))
+        chosen.append(checked_choice(function(4, known.copy(), draws.copy(), generator), 4, 6))
+    if chosen[0] != chosen[2]:
+        return "chose differently from the same scores and generator: a resumed run would differ; use its rng only"
     return None
 
 

@@ -10,11 +10,10 @@ import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hotseat.checks.named_files import hub_data_sets, models_of, near
-from hotseat.checks.stage import Context
+from hotseat.checks.stage import CheckContext
 from hotseat.errors import Problem
 
 ENDPOINT = "https://huggingface.co"
@@ -29,62 +28,40 @@ _SWITCHES = {
 _UNREACHABLE = "this machine is offline"
 
 
-def models_and_data(context: Context) -> Iterator[Problem]:
-    """Find a model or a data set that is not here and cannot be fetched."""
-    models = [(key, name) for key, name in models_of(context.config) if not Path(name).is_dir()]
-    data_sets = list(hub_data_sets(context.config))
-    problem = hub_problem([name for _, name in models], [name for _, name in data_sets])
-    if problem is not None:
-        key = next(key for key, name in [*models, *data_sets] if name == problem.name)
-        is_data = key.endswith(".path")
-        hint = "" if is_data and "/" in problem.name else near(Path(problem.name), None if is_data else "config.json")
-        yield Problem("", f"{key} {problem.name!r}: {problem.text}{hint}")
-
-
-@dataclass(frozen=True)
-class HubProblem:
-    """Model or data set that cannot be fetched, and why."""
-
-    name: str
-    text: str
-
-
-def hub_problem(
-    models: Sequence[str], data_sets: Sequence[str] = (), timeout_s: float = _CONNECT_TIMEOUT_S
-) -> HubProblem | None:
-    """Find a hub name that is neither cached on this machine nor can be fetched.
+def models_and_data(context: CheckContext) -> Iterator[Problem]:
+    """Find a model or a data set that is neither here, nor cached on this machine, nor can be fetched from the hub.
 
     If the hub cannot be reached and everything is cached, this process and those that it starts work offline.
     """
-    why_models = _why_not_fetched(_SWITCHES["models"], timeout_s) if models else None
-    why_data = _why_not_fetched(_SWITCHES["data"], timeout_s) if data_sets else None
-    for model in models if why_models else ():
-        if not is_cached(model, os.environ):
-            return HubProblem(
-                model,
-                f"there is no such folder here, and it is not in the cache of the hub ({cache_folder(os.environ)});"
-                f" {why_models}. Give the folder of a checkpoint on this machine",
-            )
-    for data_set in data_sets if why_data else ():
-        if not is_data_set_cached(data_set, os.environ):
-            caches = f"{cache_folder(os.environ)}, {data_set_cache(os.environ)}"
-            return HubProblem(
-                data_set,
-                f"there is no such file or folder here, and it is not in the caches of the hub ({caches});"
-                f" {why_data}. Give a file or a folder on this machine",
-            )
+    models = [(key, name) for key, name in models_of(context.config) if not Path(name).is_dir()]
+    data_sets = list(hub_data_sets(context.config))
+    why_models = _why_not_fetched(_SWITCHES["models"]) if models else None
+    why_data = _why_not_fetched(_SWITCHES["data"]) if data_sets else None
+    for key, name in models if why_models else ():
+        if not is_cached(name, os.environ):
+            cache = f"the cache of the hub ({cache_folder(os.environ)})"
+            hint = f"Give the folder of a checkpoint on this machine{near(Path(name), 'config.json')}"
+            text = f"there is no such folder here, and it is not in {cache}; {why_models}. {hint}"
+            yield Problem("", f"{key} {name!r}: {text}")
+            return
+    for key, name in data_sets if why_data else ():
+        if not is_data_set_cached(name, os.environ):
+            caches = f"the caches of the hub ({cache_folder(os.environ)}, {data_set_cache(os.environ)})"
+            hint = f"Give a file or a folder on this machine{'' if '/' in name else near(Path(name))}"
+            text = f"there is no such file or folder here, and it is not in {caches}; {why_data}. {hint}"
+            yield Problem("", f"{key} {name!r}: {text}")
+            return
     if any(why is not None and why.startswith(_UNREACHABLE) for why in (why_models, why_data)):
         _stay_offline()
-    return None
 
 
-def _why_not_fetched(switches: Sequence[str], timeout_s: float) -> str | None:
+def _why_not_fetched(switches: Sequence[str]) -> str | None:
     """Return why nothing is fetched from the hub: a variable is set, or the hub cannot be reached. None: it is."""
     for name in switches:
         if os.environ.get(name, "").upper() in _ON:
             return f"{name} is set, so it is not fetched"
     endpoint = os.environ.get("HF_ENDPOINT") or ENDPOINT
-    if is_reachable(endpoint, timeout_s):
+    if is_reachable(endpoint, _CONNECT_TIMEOUT_S):
         return None
     return f"{_UNREACHABLE}: {urllib.parse.urlsplit(endpoint).hostname} cannot be reached"
 

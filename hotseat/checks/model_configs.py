@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.checks.named_files import length_problem, models_of
-from hotseat.checks.stage import Context, DataContext
+from hotseat.checks.stage import CheckContext, DataContext
 from hotseat.checks.tokenizers import tokenizer_of
 from hotseat.config import Config
 from hotseat.config.presence import (
@@ -21,7 +21,7 @@ from hotseat.config.resolved import critic_model, judge_length, source_of
 from hotseat.errors import Problem, UnsupportedError, UserError
 
 
-def models(context: Context) -> Iterator[Problem]:
+def models(context: CheckContext) -> Iterator[Problem]:
     """Find models that cannot do what the run needs, as far as their configs show."""
     config = context.config
     assert config.actor.model is not None
@@ -100,10 +100,10 @@ def _check_images(config: Config, model_config: Any) -> None:
     name, takes_images = type(model_config).__name__.removesuffix("Config"), sees_images(model_config)
     key = "data.image_key" if config.data.image_key is not None else "env.images"
     if has_images(config) and not takes_images:
-        raise UserError(f"{name} sees no images here, and {key} is set: choose a model that does, or unset it")
+        raise UserError(f"{name} takes no images here, and {key} is set: choose a vision-language model, or unset it")
     if not has_images(config) and takes_images:
         key = "env.images" if has_simulator(config) else "data.image_key"
-        raise UserError(f"{name} sees images, and the run has none: set {key}, or choose a model of text alone")
+        raise UserError(f"{name} takes images, and the run has none: set {key}, or choose a model of text alone")
 
 
 def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel_size: int = 1) -> None:

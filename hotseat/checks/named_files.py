@@ -11,8 +11,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hotseat.checks.stage import Context, Unsupported
-from hotseat.checks.user_files import agent_problem, function_problem, reward_problem, spelling_problem
+from hotseat.checks.stage import CheckContext, Unsupported, problem_of
+from hotseat.checks.user_files import (
+    agent_problem,
+    function_problem,
+    is_reward_key,
+    reward_problem,
+    spelling_problem,
+)
 from hotseat.checks.weight_files import weights_problem
 from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_problem
@@ -23,13 +29,15 @@ from hotseat.config.presence import (
     has_reference,
     has_reward_model,
     has_simulator,
+    reward_files,
     task_numbers,
 )
 from hotseat.config.resolved import judge_length
 from hotseat.config.unsupported import unsupported
-from hotseat.envs.family_loading import EXAMPLES, import_problem, path_problem
+from hotseat.envs.family_loading import FAMILIES, import_problem, path_problem
 from hotseat.errors import Problem
 from hotseat.planning.config_plan import flow_problem
+from hotseat.user_functions import is_of_script
 
 # Endings of data files: a path with one of them is no name on the hub.
 _ROW_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -38,20 +46,19 @@ MODEL_FOLDER = "model"  # folder of a run with its exported model
 _BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml")
 
 
-def options(context: Context) -> Iterator[Problem]:
+def options(context: CheckContext) -> Iterator[Problem]:
     """Find options that a run must set and this config does not."""
     for key, message in missing(context.config):
         if key not in context.optional:
             yield Problem(key, message)
 
 
-def flow(context: Context) -> Iterator[Problem]:
+def flow(context: CheckContext) -> Iterator[Problem]:
     """Find a flow that no run can follow."""
-    if (problem := flow_problem(context.config)) is not None:
-        yield Problem("flow", problem)
+    return problem_of("flow", flow_problem(context.config))
 
 
-def unsupported_features(context: Context) -> Iterator[Problem]:
+def unsupported_features(context: CheckContext) -> Iterator[Problem]:
     """Find features that this version does not have."""
     return (Unsupported(key, what) for key, what in unsupported(context.config))
 
@@ -59,13 +66,13 @@ def unsupported_features(context: Context) -> Iterator[Problem]:
 # --- the user's code --------------------------------------------------------------------------------------------------
 
 
-def user_files(context: Context) -> Iterator[Problem]:
+def user_files(context: CheckContext) -> Iterator[Problem]:
     """Find the user's files that are missing, or do not define what they should."""
     config = context.config
     if not config.has_rollouts:
         return
     for key, path, find_problem in (
-        ("reward.function", config.reward.function, reward_problem),
+        *((key, path, reward_problem) for key, path in reward_files(config)),
         ("eval.reward", config.eval.reward, reward_problem),
         ("agent.path", config.agent.path, agent_problem),
         ("algorithm.policy_loss", config.algorithm.policy_loss, function_problem),
@@ -76,22 +83,17 @@ def user_files(context: Context) -> Iterator[Problem]:
         match = re.fullmatch(r"([^,]+\.py)(?::(\w+))?", path or "")
         if match is None:
             # The schema checks the names of functions, and the class of a component may be a module's.
-            is_checked = path is not None and key in ("reward.function", "eval.reward", "agent.path")
-            if is_checked and (problem := spelling_problem(key, str(path))) is not None:
-                yield Problem(key, problem)
+            if path is not None and (key == "agent.path" or is_reward_key(key)):
+                yield from problem_of(key, spelling_problem(key, path))
             continue
         file = Path(match[1]).expanduser()
-        if not file.is_file():
-            yield Problem(key, f"there is no file {match[1]}{near(file)}")
-        elif (problem := find_problem(file, match[2])) is not None:
-            yield Problem(key, problem)
+        there_is_none = None if file.is_file() else f"there is no file {match[1]}{near(file)}"
+        yield from problem_of(key, there_is_none or find_problem(file, match[2]))
     environment = config.agent.environment
     if environment.family is not None:
         from hotseat.agents.environments.families import library_problem  # which loads torch
 
-        problem = library_problem(environment.family, config.agent.python)
-        if problem is not None:
-            yield Problem("agent.environment", problem)
+        yield from problem_of("agent.environment", library_problem(environment.family, config.agent.python))
     elif config.agent.python is not None and shutil.which(config.agent.python) is None:
         hint = near(Path(config.agent.python))
         yield Problem("agent.python", f"there is no program {config.agent.python}{hint}")
@@ -100,7 +102,7 @@ def user_files(context: Context) -> Iterator[Problem]:
         yield Problem("agent.command", f"there is no program {command[0]}{near(Path(command[0]))}")
 
 
-def simulators(context: Context) -> Iterator[Problem]:
+def simulators(context: CheckContext) -> Iterator[Problem]:
     """Find a simulator that is not there, or lacks a package."""
     config = context.config
     if has_simulator(config):
@@ -109,7 +111,8 @@ def simulators(context: Context) -> Iterator[Problem]:
         if problem is not None:
             yield Problem("env.path", problem)
         elif not path.endswith(".py") and not config.env.tasks:
-            yield Problem("env.tasks", f"not set: {path} has no tasks of its own; name some, such as {EXAMPLES[path]}")
+            example = FAMILIES[path].example
+            yield Problem("env.tasks", f"not set: {path} has no tasks of its own; name some, such as {example}")
 
 
 # --- models and data --------------------------------------------------------------------------------------------------
@@ -134,15 +137,13 @@ def looks_like_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1 or is_below_folder
 
 
-def models(context: Context) -> Iterator[Problem]:
+def models(context: CheckContext) -> Iterator[Problem]:
     """Find models that are not there, or have no weights that can be loaded."""
     for key, name in models_of(context.config):
-        problem = model_problem(name)
-        if problem is not None:
-            yield Problem(key, problem)
+        yield from problem_of(key, model_problem(name))
 
 
-def export_place(context: Context) -> Iterator[Problem]:
+def export_place(context: CheckContext) -> Iterator[Problem]:
     """Find a place for the trained model that is no folder, or in which no folder can be made."""
     config = context.config
     if config.checkpoint.export_path is None or os.environ.get("RAY_ADDRESS"):  # the first rank may be on another node
@@ -186,7 +187,7 @@ def _parts(joined: str | None) -> list[str]:
     return [] if task_numbers(joined) is not None else (joined or "").split(",")
 
 
-def rows(context: Context) -> Iterator[Problem]:
+def rows(context: CheckContext) -> Iterator[Problem]:
     """Find data files that are not there."""
     for key, joined in _data_paths(context.config):
         for part in _parts(joined):
@@ -212,7 +213,7 @@ def hub_data_sets(config: Config) -> Iterator[tuple[str, str]]:
                 yield key, name
 
 
-def columns(context: Context) -> Iterator[Problem]:
+def columns(context: CheckContext) -> Iterator[Problem]:
     """Find columns that the first row of a file of JSON lines lacks."""
     config = context.config
     path = Path(config.data.path or "").expanduser()
@@ -229,11 +230,9 @@ def columns(context: Context) -> Iterator[Problem]:
             yield Problem(f"data.{name}", f"the first row of {path} has no {column!r}; {hint}it has: {columns}")
 
 
-def chat_template(context: Context) -> Iterator[Problem]:
+def chat_template(context: CheckContext) -> Iterator[Problem]:
     """Find a chat template that cannot be read."""
-    template = context.config.data.chat_template
-    if template is not None and (problem := chat_template_problem(template)):
-        yield Problem("data.chat_template", problem)
+    return problem_of("data.chat_template", chat_template_problem(context.config.data.chat_template))
 
 
 def num_rows_of(config: Config) -> int | None:
@@ -261,6 +260,11 @@ def near(path: Path, holding: str | None = None) -> str:
     holding: a file that a folder must have to be suggested.
     """
     parent = path.parent
+    if is_of_script(path):
+        return (
+            ": it was an object of a Python script, and is not kept; to resume, call hotseat.run there with the same"
+            " objects and name, and checkpoint.resume=true"
+        )
     if not parent.is_dir():
         if holding is not None:
             return ""
@@ -277,7 +281,7 @@ def near(path: Path, holding: str | None = None) -> str:
 # --- lengths ----------------------------------------------------------------------------------------------------------
 
 
-def lengths(context: Context) -> Iterator[Problem]:
+def lengths(context: CheckContext) -> Iterator[Problem]:
     """Find sequences that may be longer than a local model has positions."""
     config = context.config
     for key, name in models_of(config):

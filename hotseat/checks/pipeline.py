@@ -20,7 +20,7 @@ from hotseat.checks import (
     tokenizers,
 )
 from hotseat.checks.stage import (
-    Context,
+    CheckContext,
     DataContext,
     DeviceContext,
     PlanContext,
@@ -33,7 +33,7 @@ from hotseat.checks.stage import (
 from hotseat.config import Config
 from hotseat.errors import Problem
 
-CONFIG_AND_FILES: Stage[Context] = (
+CONFIG_AND_FILES: Stage[CheckContext] = (
     named_files.options,
     named_files.flow,
     named_files.user_files,
@@ -48,11 +48,11 @@ CONFIG_AND_FILES: Stage[Context] = (
     named_files.lengths,
     named_files.unsupported_features,
 )
-RUN_DIRECTORY: Stage[Context] = (run_directory.is_free,)
-HUB: Stage[Context] = (hub.models_and_data,)
+RUN_DIRECTORY: Stage[CheckContext] = (run_directory.is_free,)
+HUB: Stage[CheckContext] = (hub.models_and_data,)
 # The user's code runs for the first time, and servers are connected to.
-USER_CODE: Stage[Context] = (reward_sources.servers, reward_trial.reward_functions, reward_sources.sandbox)
-PACKAGES: Stage[Context] = (capabilities.optional_packages,)
+USER_CODE: Stage[CheckContext] = (reward_sources.servers, reward_trial.reward_functions, reward_sources.sandbox)
+PACKAGES: Stage[CheckContext] = (capabilities.optional_packages,)
 # Without a cluster: for the devices of this machine, or those that the config names.
 PLACEMENT: Stage[PlanContext] = (
     plans.ranks_in_one_process,
@@ -63,7 +63,7 @@ PLACEMENT: Stage[PlanContext] = (
     plans.components,
 )
 LAUNCHED_RANKS: Stage[RanksContext] = (plans.launched_ranks,)
-MODELS: Stage[Context] = (model_configs.models,)
+MODELS: Stage[CheckContext] = (model_configs.models,)
 TOKENIZERS: Stage[TokenizerContext] = (tokenizers.readers,)
 DATA: Stage[DataContext] = (reward_columns.columns, model_configs.teachers)
 TRAINING: Stage[TrainingContext] = (capabilities.backends, capabilities.critic_warmup)
@@ -73,18 +73,18 @@ DEVICES: Stage[DeviceContext] = (capabilities.fp8, capabilities.engine_dtype)
 
 def startup_problems(config: Config) -> list[Problem]:
     """List everything that would stop a run and can be seen in the config and in files."""
-    context = Context(config=config)
+    context = CheckContext(config=config)
     return [problem for check in CONFIG_AND_FILES for problem in check(context)]
 
 
 def check_config(config: Config, optional: Collection[str] = ()) -> None:
-    """Raise for what would stop a run and can be found without running or loading anything. optional: see `Context`."""
-    run_checks(Context(config=config, optional=optional), CONFIG_AND_FILES, RUN_DIRECTORY, HUB)
+    """Raise for what stops a run and shows without running or loading anything. optional: see `CheckContext`."""
+    run_checks(CheckContext(config=config, optional=optional), CONFIG_AND_FILES, RUN_DIRECTORY, HUB)
 
 
 def check_user_code(config: Config, show: Callable[[str], object]) -> list[str]:
     """Try the user's code and servers, and return notes for the user. show: called with a line on what is tried now."""
-    context = Context(config=config, show=show)
+    context = CheckContext(config=config, show=show)
     run_checks(context, USER_CODE)
     return context.notes
 
@@ -92,4 +92,4 @@ def check_user_code(config: Config, show: Callable[[str], object]) -> list[str]:
 def check_prerequisites(config: Config) -> None:
     """Raise for everything that would stop a run and can be seen without reading its data."""
     check_config(config)
-    run_checks(Context(config=config), PACKAGES)
+    run_checks(CheckContext(config=config), PACKAGES)

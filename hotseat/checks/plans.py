@@ -10,7 +10,7 @@ from hotseat.config import Config
 from hotseat.config.precision import with_dtype
 from hotseat.errors import PlacementError, Problem
 from hotseat.machine import available_bytes, has_gpu
-from hotseat.placement.memory import GIB
+from hotseat.placement.memory_terms import GIB
 from hotseat.planning.config_plan import host_needs, is_offloaded
 from hotseat.registry.roles import role_entry
 from hotseat.user_functions import is_own
@@ -97,7 +97,7 @@ def transport(context: PlanContext) -> Iterable[Problem]:
 
 
 def user_functions(context: PlanContext) -> Iterator[Problem]:
-    """Find a loss, an estimator or a sampler of the user's own that fails on a toy batch."""
+    """Find a custom loss, estimator or sampler that fails on a toy batch."""
     for key, name, problem in _tried(context.config):
         if problem is not None:
             yield Problem(key, f"{name} {problem}\n    docs/algorithms.md has what it gets and returns")

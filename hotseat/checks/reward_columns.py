@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hotseat.checks.stage import DataContext
 from hotseat.checks.user_files import parameters_of
 from hotseat.config import Config
-from hotseat.config.presence import has_reward_model, has_simulator
+from hotseat.config.presence import has_reward_model, has_simulator, reward_files
 from hotseat.errors import Problem
 from hotseat.extensions import REWARD_FORMS
 from hotseat.rewards.function import locate
@@ -30,20 +30,21 @@ def keeps_columns(config: Config) -> bool:
 def columns(context: DataContext) -> Iterator[Problem]:
     """Find functions that are called by names and require a column that the data does not have."""
     evaluation = context.config.eval
-    yield from _lacking(context.config, "reward.function", context.prompts)
+    learned = [key for key, _ in reward_files(context.config)]
+    yield from _lacking(context.config, learned, context.prompts)
     if evaluation.reward is not None:
-        yield from _lacking(context.config, "eval.reward", context.eval_prompts)
+        yield from _lacking(context.config, ["eval.reward"], context.eval_prompts)
     elif not evaluation.graders:  # which score evaluations without the function
-        yield from _lacking(context.config, "reward.function", context.eval_prompts)
+        yield from _lacking(context.config, learned, context.eval_prompts)
 
 
-def _lacking(config: Config, used: str, prompts: Sequence[Prompt]) -> Iterator[Problem]:
-    """Find that the function of the key `used` requires a column that these prompts do not have."""
+def _lacking(config: Config, used: Sequence[str], prompts: Sequence[Prompt]) -> Iterator[Problem]:
+    """Find that a function of the keys `used` requires a column that these prompts do not have."""
     if not prompts:
         return
     there = [name for name in prompts[0].columns or () if name not in ("prompt", "completion", *_PASSED)]
     for key, path, parameters, form in _functions(config):
-        if key != used or parameters is None or not is_trl_form(parameters):
+        if key not in used or parameters is None or not is_trl_form(parameters):
             continue
         missing = [name for name, is_required in parameters.items() if is_required and name not in (*_PASSED, *there)]
         if missing:
@@ -61,15 +62,15 @@ def _functions(config: Config) -> Iterator[tuple[str, str, dict[str, bool] | Non
     parameters: those of a function of another framework's form are what it is made to have; None where the text does
     not show them.
     """
-    for key, path in (("reward.function", config.reward.function), ("eval.reward", config.eval.reward)):
-        if path is not None:
-            parameters = parameters_of(*locate(path))
-            form = next((form for form in REWARD_FORMS if form.parameter in (parameters or ())), None)
-            if form is None or is_trl_form(parameters or ()):
-                yield key, path, parameters, "completions, so it is called by names, as TRL does"
-            else:
-                words = f"{form.parameter}, so it is called for each answer with columns of the data"
-                yield key, path, {"completions": True, **form.columns}, words
+    of_evaluation = [] if config.eval.reward is None else [("eval.reward", config.eval.reward)]
+    for key, path in (*reward_files(config), *of_evaluation):
+        parameters = parameters_of(*locate(path))
+        form = next((form for form in REWARD_FORMS if form.parameter in (parameters or ())), None)
+        if form is None or is_trl_form(parameters or ()):
+            yield key, path, parameters, "completions, so it is called by names, as TRL does"
+        else:
+            words = f"{form.parameter}, so it is called for each answer with columns of the data"
+            yield key, path, {"completions": True, **form.columns}, words
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------

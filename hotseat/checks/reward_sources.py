@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hotseat.checks.plans import is_cluster_there
-from hotseat.checks.stage import Context
+from hotseat.checks.stage import CheckContext, problem_of
 from hotseat.config.presence import has_judge, has_judge_engine
 from hotseat.config.urls import as_list
 from hotseat.errors import Problem
@@ -21,7 +21,7 @@ from hotseat.words import without_url_secrets
 _CONNECT_TIMEOUT_S = 10.0
 
 
-def graders(context: Context) -> Iterator[Problem]:
+def graders(context: CheckContext) -> Iterator[Problem]:
     """Find graders that cannot work: by a pattern, a schema, or a package that is missing here."""
     config = context.config
     if not config.has_rollouts:
@@ -31,14 +31,11 @@ def graders(context: Context) -> Iterator[Problem]:
         ("eval.graders", graders_of(config.eval.graders)),
     ):
         for number, grader in enumerate(made):
-            problem = grader_problem(grader)
-            if problem is None and not is_cluster_there(config):
-                problem = package_problem(grader.kind)
-            if problem is not None:
-                yield Problem(f"{key}[{number}]", problem)
+            lacking = None if is_cluster_there(config) else package_problem(grader.kind)
+            yield from problem_of(f"{key}[{number}]", grader_problem(grader) or lacking)
 
 
-def judge(context: Context) -> Iterator[Problem]:
+def judge(context: CheckContext) -> Iterator[Problem]:
     """Find a rubric or a pattern that cannot work."""
     judge = context.config.reward.judge
     if not has_judge(context.config) or judge.rubric is None:
@@ -51,11 +48,10 @@ def judge(context: Context) -> Iterator[Problem]:
     else:
         if (problem := rubric_problem(text)) is not None:
             yield Problem("reward.judge.rubric", f"{judge.rubric}: {problem}")
-    if (problem := pattern_problem(judge.pattern)) is not None:
-        yield Problem("reward.judge.pattern", problem)
+    yield from problem_of("reward.judge.pattern", pattern_problem(judge.pattern))
 
 
-def sandbox(context: Context) -> Iterable[Problem]:
+def sandbox(context: CheckContext) -> Iterable[Problem]:
     """Run a small program in the sandbox if a grader uses it, and note its limits. Raises if it does not work here.
 
     Rollout hosts, which may be on other machines, do the same when they start.
@@ -68,7 +64,7 @@ def sandbox(context: Context) -> Iterable[Problem]:
     return ()
 
 
-def servers(context: Context) -> Iterator[Problem]:
+def servers(context: CheckContext) -> Iterator[Problem]:
     """Connect to every reward server and judge. Finds that none can be reached, and notes those that cannot.
 
     Nothing is sent: OpenRLHF's servers have no route but the one that scores.
@@ -84,7 +80,7 @@ def servers(context: Context) -> Iterator[Problem]:
         yield from _unreachable("judge", "reward.judge.url", as_list(config.reward.judge.url), context)
 
 
-def _unreachable(kind: str, key: str, urls: Sequence[str], context: Context) -> Iterator[Problem]:
+def _unreachable(kind: str, key: str, urls: Sequence[str], context: CheckContext) -> Iterator[Problem]:
     context.show(f"connecting to {', '.join(map(without_url_secrets, urls))}")
     problems = connect_problems(urls, _CONNECT_TIMEOUT_S)
     lines = "\n".join(f"  {key} {without_url_secrets(url)}: {problem}" for url, problem in problems.items())

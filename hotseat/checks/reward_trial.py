@@ -16,11 +16,13 @@ from typing import Any
 
 from hotseat.checks.named_files import first_row
 from hotseat.checks.reward_columns import label_hint_of
-from hotseat.checks.stage import Context
+from hotseat.checks.stage import CheckContext
 from hotseat.checks.user_files import line_of_function
 from hotseat.config import Config
+from hotseat.config.presence import reward_files
 from hotseat.errors import Problem
 from hotseat.rewards.function import Trial, try_reward
+from hotseat.user_functions import shown_place
 from hotseat.words import label_text
 
 # Outcomes for which a run is refused, by whether the call was made for a row of the data. The function may be unable to
@@ -43,7 +45,7 @@ class TrialRow:
     columns: dict[str, Any] | None = None
 
 
-def reward_functions(context: Context) -> Iterator[Problem]:
+def reward_functions(context: CheckContext) -> Iterator[Problem]:
     """Try the reward functions of a config, to find broken ones. What may be right is noted."""
     config, notes = context.config, context.notes
     limit_s = config.reward.trial_timeout_s
@@ -52,7 +54,7 @@ def reward_functions(context: Context) -> Iterator[Problem]:
     max_gib = config.reward.max_memory_gib
     evaluation = config.eval
     for key, path, data, num_samples in (
-        ("reward.function", config.reward.function, config.data.path, config.rollout.samples_per_prompt),
+        *((key, path, config.data.path, config.rollout.samples_per_prompt) for key, path in reward_files(config)),
         ("eval.reward", evaluation.reward, evaluation.path, evaluation.samples_per_prompt),
     ):
         if path is None or not re.fullmatch(r".+\.py(:\w+)?", path):
@@ -122,7 +124,7 @@ def _described(config: Config, path: str, trial: Trial, row: TrialRow, num_sampl
     file = f"{file}.py" if name else file
     name = name or "reward_func"
     line = line_of_function(Path(file).expanduser(), name)
-    where = file if line is None else f"{file}:{line}"
+    where = shown_place(Path(file).expanduser()) if line is None else f"{file}:{line}"
     source = "a made-up row" if row.source is None else f"the first row of {row.source}"
     answer = "the label" if label_text(row.label) is not None else repr(row.answer)
     times = f", {num_samples} times" if num_samples > 1 else ""

@@ -6,7 +6,7 @@ import fcntl
 from collections.abc import Iterable
 from pathlib import Path
 
-from hotseat.checks.stage import Context
+from hotseat.checks.stage import CheckContext
 from hotseat.config import Config
 from hotseat.errors import Problem, UserError
 from hotseat.files import link_error, opened
@@ -14,9 +14,10 @@ from hotseat.observe import METRICS, read_lines
 
 CONFIG = "config.yaml"
 LOCK = ".lock"  # held by the process of the run
+INITIAL_MODEL = "initial_model"  # folder of a model that a script gave as an object, saved before the run begins
 
 
-def is_free(context: Context) -> Iterable[Problem]:
+def is_free(context: CheckContext) -> Iterable[Problem]:
     """Raise if the run's name cannot name a directory, or is taken."""
     if context.config.name is not None:
         run_directory(context.config)
@@ -36,7 +37,8 @@ def run_directory(config: Config) -> Path:
     for each in path.iterdir() if path.is_dir() else ():
         if each.is_symlink():
             raise link_error(each)
-    if path.exists() and any(path.iterdir()) and not config.checkpoint.resume and not _made_no_step(path):
+    is_empty = not path.exists() or all(each.name == INITIAL_MODEL for each in path.iterdir())
+    if not is_empty and not config.checkpoint.resume and not _made_no_step(path):
         folder = Path(config.checkpoint.path) if config.checkpoint.path is not None else path / "checkpoints"
         has_checkpoint = folder.is_dir() and any(folder.iterdir())
         resume = f"resume it (`hotseat resume {path}`), " if has_checkpoint else ""

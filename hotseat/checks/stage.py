@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from hotseat.placement.plan_types import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class CheckContext:
     """A config to check.
 
     optional: keys that a run must set, but this command need not. show: called with a line on what is tried now.
@@ -26,21 +26,21 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanContext(Context):
+class PlanContext(CheckContext):
     """A config with its plan, for the devices of this machine or those that the config names."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerContext(Context):
+class TokenizerContext(CheckContext):
     """A config with the actor's tokenizer."""
 
     tokenizer: Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataContext(Context):
+class DataContext(CheckContext):
     """A config with the prompts to learn from, and those to evaluate on."""
 
     prompts: Sequence[Any]  # of hotseat.types.Prompt, which imports torch
@@ -48,7 +48,7 @@ class DataContext(Context):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingContext(Context):
+class TrainingContext(CheckContext):
     """A config with the options of the backends that train, and the number of steps."""
 
     options: Sequence[Any]  # of hotseat.train.backend.TrainOptions, which imports torch
@@ -56,20 +56,20 @@ class TrainingContext(Context):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RanksContext(Context):
+class RanksContext(CheckContext):
     """A config with the number of ranks that a launcher started."""
 
     num_launched: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceContext(Context):
+class DeviceContext(CheckContext):
     """A config for devices that are known."""
 
     on_gpu: bool
 
 
-C = TypeVar("C", bound=Context)
+C = TypeVar("C", bound=CheckContext)
 Check = Callable[[C], Iterable[Problem]]
 Stage = Sequence[Check[C]]
 
@@ -77,6 +77,12 @@ Stage = Sequence[Check[C]]
 @dataclass(frozen=True)
 class Unsupported(Problem):
     """A feature that is asked for and that this version does not have."""
+
+
+def problem_of(key: str, text: str | None) -> Iterator[Problem]:
+    """Yield the problem of a key; none without a text."""
+    if text is not None:
+        yield Problem(key, text)
 
 
 def run_checks(context: C, *stages: Stage[C]) -> None:

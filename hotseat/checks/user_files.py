@@ -49,9 +49,14 @@ def reward_problem(file: Path, function: str | None = None) -> str | None:
     )
 
 
+def is_reward_key(key: str) -> bool:
+    """Tell whether the value of a key is a reward function."""
+    return key.startswith("reward.function") or key == "eval.reward"
+
+
 def spelling_problem(key: str, path: str) -> str | None:
     """Return why the value of a key is neither FILE.py, nor FILE.py:NAME, nor a built-in reward; None if it is one."""
-    is_reward = key in ("reward.function", "eval.reward")
+    is_reward = is_reward_key(key)
     if is_reward and path in (*FUNCTIONS, *REWARD_FUNCTIONS):
         return None
     if not is_reward and Path(path).expanduser().is_file():
@@ -101,15 +106,14 @@ def parameters_of(file: Path, function: str) -> dict[str, bool] | None:
     None if the file's text does not show them.
     """
     names = _names_in(file)
-    found = None if isinstance(names, str) or not names.is_certain else names.arguments.get(function)
-    if found is None:
+    arguments = None if isinstance(names, str) or not names.is_certain else names.arguments.get(function)
+    if arguments is None:
         return None
-    positional = [*found.posonlyargs, *found.args]
-    num_required = len(positional) - len(found.defaults)
-    parameters = {each.arg: at < num_required for at, each in enumerate(positional) if each not in found.posonlyargs}
-    return parameters | {
-        each.arg: default is None for each, default in zip(found.kwonlyargs, found.kw_defaults, strict=True)
-    }
+    positional = [*arguments.posonlyargs, *arguments.args]
+    num_required, num_unnamed = len(positional) - len(arguments.defaults), len(arguments.posonlyargs)
+    parameters = {each.arg: at < num_required for at, each in enumerate(positional) if at >= num_unnamed}
+    named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return parameters | {each.arg: default is None for each, default in named}
 
 
 def agent_problem(file: Path, name: str | None = None) -> str | None:

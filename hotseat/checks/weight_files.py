@@ -16,8 +16,8 @@ _AGAIN = "copy or download it again"
 def weights_problem(folder: Path) -> str | None:
     """Return why a folder with a config.json has no weights that can be loaded, by file; None if it has."""
     if (folder / SINGLE).is_file():  # transformers takes it before an index
-        found = _names_in(folder / SINGLE)
-        return found if isinstance(found, str) else None
+        tensors = _names_in(folder / SINGLE)
+        return tensors if isinstance(tensors, str) else None
     if (folder / INDEX).is_file():
         return _index_problem(folder)
     others = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -46,10 +46,10 @@ def _index_problem(folder: Path) -> str | None:
     if absent:
         return f"{index} lists {len(files)} files, and {', '.join(absent)} {_is(absent)} missing: {_AGAIN}"
     for file in files:
-        found = _names_in(folder / file)
-        if isinstance(found, str):
-            return found
-        lost = [name for name, place in names.items() if place == file and name not in found]
+        tensors = _names_in(folder / file)
+        if isinstance(tensors, str):
+            return tensors
+        lost = [name for name, place in names.items() if place == file and name not in tensors]
         if lost:
             return f"{folder / file} has no {lost[0]}, which {index} says is in it: {_AGAIN}"
     return None

@@ -2,7 +2,7 @@
 
 import sys
 
-from hotseat.openrlhf.batch_inference import main
+from hotseat.openrlhf.inference_command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

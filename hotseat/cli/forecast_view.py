@@ -21,7 +21,7 @@ from hotseat.loop.rl.forecast import (
     resources_of,
     without_queueing,
 )
-from hotseat.placement.memory import EngineMemory, ForwardMemory, TrainMemory
+from hotseat.placement.memory_settings import EngineMemory, ForwardMemory, TrainMemory
 from hotseat.placement.plan import shares_devices
 from hotseat.placement.plan_types import Plan
 from hotseat.placement.shapes import ModelShape

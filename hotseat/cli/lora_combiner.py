@@ -2,7 +2,7 @@
 
 import sys
 
-from hotseat.openrlhf.lora_combiner import main
+from hotseat.openrlhf.merge_command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -171,7 +171,7 @@ def _add_offline(commands: _Commands) -> None:
         add_arguments(_command(commands, name, f"cli.offline:{run}", text))
 
     demo = _command(
-        commands, "demo", "cli.demo:run_demo", "make a small model and a task; train it by SFT, then by GRPO"
+        commands, "demo", "cli.demo_command:run_demo", "make a small model and a task; train it by SFT, then by GRPO"
     )
     demo.add_argument(
         "--dir", metavar="DIR", help="where everything goes (default: runs/demo, or the next free number)"

@@ -92,25 +92,16 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
 
 def run_merge(arguments: argparse.Namespace) -> int:
-    merge_with(
-        arguments.base,
-        Path(arguments.adapter),
-        Path(arguments.output),
-        is_reward_model=arguments.reward_model,
-        bf16=arguments.bf16,
-    )
-    return 0
-
-
-def merge_with(base: str | None, adapter: Path, output: Path, *, is_reward_model: bool, bf16: bool) -> None:
     """Refuse what cannot be merged; then merge, and print what was written."""
     from hotseat.loop.offline.merge import base_of, merge
 
-    model = base_of(adapter, base, output)
+    adapter, output = Path(arguments.adapter), Path(arguments.output)
+    model = base_of(adapter, arguments.base, output)
     with _view("merge-lora") as view:
         view.stage(f"adding {adapter} to {model}")
-        num_layers = merge(model, adapter, output, is_reward_model=is_reward_model, bf16=bf16)
+        num_layers = merge(model, adapter, output, is_reward_model=arguments.reward_model, bf16=arguments.bf16)
     print(f"{output}: {model} with {quantity(num_layers, 'layer')} of {adapter} merged")
+    return 0
 
 
 def run_chat(arguments: argparse.Namespace) -> int:

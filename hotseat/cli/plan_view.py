@@ -17,7 +17,7 @@ from rich.text import Text
 
 from hotseat.config import Config
 from hotseat.placement.inventory import Inventory, format_ranges, format_ranks, ranges
-from hotseat.placement.memory import FITS_BELOW, UNSHARDED_GRADIENTS, total
+from hotseat.placement.memory_terms import FITS_BELOW, UNSHARDED_GRADIENTS, total
 from hotseat.placement.plan_types import DeviceGroup, GroupStep, Plan, PlannedRole, Route
 from hotseat.placement.residency import HandOver, Holding
 from hotseat.placement.role_names import Part

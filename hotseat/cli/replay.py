@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hotseat.checks.run_directory import CONFIG
 from hotseat.config import Config, loads_saved
-from hotseat.config.schema import CheckpointConfig, EvaluationConfig, WandbConfig
+from hotseat.config.schema.data_options import EvaluationConfig
+from hotseat.config.schema.record_options import CheckpointConfig, WandbConfig
 from hotseat.errors import UserError
 from hotseat.loop.state.saving import MODEL
 

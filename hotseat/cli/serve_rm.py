@@ -3,7 +3,7 @@
 import sys
 
 from hotseat.openmp import wait_passively
-from hotseat.openrlhf.serve_rm import main
+from hotseat.openrlhf.serve_command import main
 
 if __name__ == "__main__":
     wait_passively()

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from hotseat.errors import UserError
 from hotseat.model_source import ModelSource
 from hotseat.rewards.addresses import TOKEN, bearer_token
-
-if TYPE_CHECKING:
-    from hotseat.loop.serving.reward_server import ServerOptions
-    from hotseat.loop.serving.served_model import ModelOptions
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -51,15 +45,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
-def run_serve_rm(arguments: argparse.Namespace) -> int:
-    """Serve until the process is told to stop, and return the exit code."""
+def run_serve_rm(arguments: argparse.Namespace, hint: str = "--host 127.0.0.1") -> int:
+    """Serve until the process is told to stop, and return the exit code. hint: how to serve only this machine."""
     for name in ("max_length", "max_batch_tokens", "max_request_mib", "threads"):
         value = getattr(arguments, name)
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0")
     if not 0 <= arguments.port < 2**16:
         raise UserError(f"--port {arguments.port}: must be from 0 to 65535")
-    from hotseat.loop.serving.reward_server import ServerOptions
+    from hotseat.checks.named_files import model_problem
+    from hotseat.loop.serving.reward_server import ROUTE, ServerOptions, bound_socket, run_server
 
     options = ServerOptions(
         host=arguments.host,
@@ -68,57 +63,30 @@ def run_serve_rm(arguments: argparse.Namespace) -> int:
         max_batch_tokens=arguments.max_batch_tokens,
         max_request_bytes=int(arguments.max_request_mib * 2**20),
     )
-
-    def model_options() -> ModelOptions:
-        from hotseat.loop.serving.served_model import ModelOptions
-
-        return ModelOptions(
-            model=ModelSource(arguments.model, arguments.trust_remote_code),
-            max_length=arguments.max_length,
-            dtype=arguments.dtype,
-            device=arguments.device,
-            value_head_prefix=arguments.value_head_prefix,
-            normalize=arguments.normalize,
-        )
-
-    serve(arguments.model, model_options, options, arguments.threads)
-    return 0
-
-
-def serve(
-    name: str,
-    model_options: Callable[[], ModelOptions],
-    options: ServerOptions,
-    num_threads: int | None = None,
-    hint: str = "--host 127.0.0.1",
-) -> None:
-    """Bind the address, load the model, and serve it until SIGTERM or Ctrl-C.
-
-    model_options: makes the settings of the model, after what needs no heavy library was checked. hint: the option by
-    which only this machine is served.
-    """
-    from hotseat.checks.named_files import model_problem
-    from hotseat.loop.serving.reward_server import ROUTE, bound_socket, run_server
-
-    problem = model_problem(name)
-    if problem is not None:
+    if (problem := model_problem(arguments.model)) is not None:
         raise UserError(problem)
     with bound_socket(options, hint) as bound:
-        print(f"loading {name}", flush=True)
+        print(f"loading {arguments.model}", flush=True)
         import torch
 
-        from hotseat.loop.serving.served_model import RewardModel
+        from hotseat.loop.serving.served_model import ModelOptions, RewardModel
 
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        model = RewardModel(model_options())
+        if arguments.threads is not None:
+            torch.set_num_threads(arguments.threads)
+        model = RewardModel(
+            ModelOptions(
+                model=ModelSource(arguments.model, arguments.trust_remote_code),
+                max_length=arguments.max_length,
+                dtype=arguments.dtype,
+                device=arguments.device,
+                value_head_prefix=arguments.value_head_prefix,
+                normalize=arguments.normalize,
+            )
+        )
         host, port = bound.getsockname()[:2]
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         guarded = f", with the token of {TOKEN}" if options.token is not None else ""
-        run_server(
-            model,
-            bound,
-            options,
-            lambda: print(f"serving {name} ({model.description}) at http://{place}{ROUTE}{guarded}", flush=True),
-        )
+        ready = f"serving {arguments.model} ({model.description}) at http://{place}{ROUTE}{guarded}"
+        run_server(model, bound, options, lambda: print(ready, flush=True))
     print("stopped: all requests that had arrived are answered", flush=True)
+    return 0

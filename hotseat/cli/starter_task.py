@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,45 +29,33 @@ NUM_HELD_OUT = 16
 SEED = 0
 
 
-@dataclass(frozen=True)
-class Question:
-    text: str
-    digit: int
-
-    @property
-    def answer(self) -> str:
-        return WORDS[self.digit]
+Question = tuple[str, str]  # with its answer
 
 
 def questions() -> tuple[list[Question], list[Question]]:
     """Return questions to learn from, and others to evaluate on: always the same ones."""
-    every = [Question(text.format(digit), digit) for text in QUESTIONS for digit in range(len(WORDS))]
+    every = [(text.format(digit), word) for text in QUESTIONS for digit, word in enumerate(WORDS)]
     random.Random(SEED).shuffle(every)
     return every[NUM_HELD_OUT:], every[:NUM_HELD_OUT]
 
 
 def prompts(asked: Sequence[Question]) -> str:
     """Return rows for reinforcement learning: questions, with the answer as label for the reward function."""
-    return _lines({"input": question.text, "label": question.answer} for question in asked)
+    return _lines({"input": text, "label": answer} for text, answer in asked)
 
 
 def chats(asked: Sequence[Question]) -> str:
     """Return rows for supervised fine-tuning: conversations that end with the answer."""
-    turns = (
-        [{"role": "user", "content": question.text}, {"role": "assistant", "content": question.answer}]
-        for question in asked
-    )
-    return _lines({"messages": messages} for messages in turns)
+    turns = ((("user", text), ("assistant", answer)) for text, answer in asked)
+    return _lines({"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns)
 
 
 def pairs(asked: Sequence[Question]) -> str:
     """Return rows for reward modelling: the right answer and a wrong one."""
     rng = random.Random(SEED)
-    rows = []
-    for question in asked:
-        wrong = rng.choice([word for word in WORDS if word != question.answer])
-        rows.append({"prompt": question.text, "chosen": question.answer, "rejected": wrong})
-    return _lines(rows)
+    wrong = [rng.choice([word for word in WORDS if word != answer]) for _, answer in asked]
+    rows = zip(asked, wrong, strict=True)
+    return _lines({"prompt": text, "chosen": answer, "rejected": other} for (text, answer), other in rows)
 
 
 def _lines(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -3,9 +3,9 @@
 from hotseat.cluster.cluster import Cluster
 from hotseat.cluster.group import Calling, Pending, WorkerGroup, reports_death
 from hotseat.cluster.lease import DeviceMemory, Holder, Leases
-from hotseat.cluster.nodes_and_processes import Process
 from hotseat.cluster.on_ray.template import Template, started_template
 from hotseat.cluster.refs import Ref, as_arguments
+from hotseat.placement.locate import Process
 from hotseat.processes.supervisor import in_worker_process
 
 __all__ = [

@@ -22,11 +22,11 @@ from typing import Any, Literal, TypeVar
 from hotseat.cluster.group import CallObserver, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.local import LocalRuntime
-from hotseat.cluster.nodes_and_processes import ClusterNode, Process, ProcessLike, devices_of
 from hotseat.cluster.on_ray.template import Template
-from hotseat.cluster.runtime import Launch, NodeService, Runtime
+from hotseat.cluster.runtime import ClusterNode, Launch, NodeService, Runtime, devices_of
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
+from hotseat.placement.locate import Process
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -56,7 +56,7 @@ class Cluster:
             raise PlacementError(f"runtime is {runtime!r}; it can be 'ray' or 'local'")
         self.timeout_s = timeout_s
         self.on_call: CallObserver | None = None  # is called for each call to groups that are launched from then on
-        self._groups: dict[str, WorkerGroup[Any]] = {}
+        self.groups: dict[str, WorkerGroup[Any]] = {}
         self._node_env: dict[int, Mapping[str, str]] = {}
         self._is_reserved = False
         self._is_closed = False
@@ -104,7 +104,7 @@ class Cluster:
 
     def reserve(
         self,
-        processes: Iterable[ProcessLike],
+        processes: Iterable[Process],
         *,
         nodes: Iterable[Any] = (),
         timeout_s: float = 60.0,
@@ -134,7 +134,7 @@ class Cluster:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         per_rank: Sequence[Mapping[str, Any]] | None = None,
-        processes: Sequence[ProcessLike] | Any = 1,
+        processes: Sequence[Process] | Any = 1,
         env: Mapping[str, str] | None = None,
         num_threads: int = 1,
         max_concurrency: int | None = None,
@@ -171,7 +171,7 @@ class Cluster:
             )
         )
         group.on_call = self.on_call
-        self._groups[name] = group
+        self.groups[name] = group
         return group
 
     def prepare(
@@ -179,7 +179,7 @@ class Cluster:
         name: str,
         cls: type,
         *,
-        processes: Sequence[ProcessLike] | Any = 1,
+        processes: Sequence[Process] | Any = 1,
         num_threads: int = 1,
         timeout_s: float | None = None,
     ) -> None:
@@ -188,10 +188,6 @@ class Cluster:
         Give the same class, processes and threads to `launch`, and no `env`.
         """
         self._runtime.prepare(self._launch(name, cls, processes, num_threads, timeout_s))
-
-    @property
-    def groups(self) -> Mapping[str, WorkerGroup[Any]]:
-        return self._groups
 
     def _launch(self, name: str, cls: type[T], processes: Any, num_threads: int, timeout_s: float | None) -> Launch[T]:
         timeout_s = timeout_s or self.timeout_s
@@ -206,10 +202,10 @@ class Cluster:
             start_timeout_s=max(_LEAST_START_S, timeout_s),
         )
 
-    def _placed_anew(self, name: str, processes: Any) -> list[ProcessLike]:
+    def _placed_anew(self, name: str, processes: Any) -> list[Process]:
         """Return the places of a group to be launched. Raises if it exists."""
         self._refuse_if_closed()
-        if name in self._groups and not self._groups[name].is_closed:
+        if name in self.groups and not self.groups[name].is_closed:
             raise PlacementError(f"there is a group {name!r} already; close it first or choose another name")
         processes = getattr(processes, "processes", processes)
         if isinstance(processes, int):
@@ -223,7 +219,7 @@ class Cluster:
             self._check_place(f"{name} rank {process.rank}", process)
         return placed
 
-    def _check_place(self, who: str, process: ProcessLike) -> None:
+    def _check_place(self, who: str, process: Process) -> None:
         if not 0 <= process.node < len(self.nodes):
             raise PlacementError(
                 f"{who} is placed on node {process.node}; the cluster has nodes 0 to {len(self.nodes) - 1}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+
+from hotseat.placement.locate import Process
 
 
 @contextlib.contextmanager
@@ -26,6 +28,19 @@ def restore_environment(before: Mapping[str, str | None]) -> None:
             os.environ.pop(key, None)
         else:
             os.environ[key] = value
+
+
+def rank_env(processes: Sequence[Process], rank: int, address: str, port: int) -> dict[str, str]:
+    """Return the variables by which a rank of `processes` finds the others, which meet at the address."""
+    node = processes[rank].node
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(processes)),
+        "LOCAL_RANK": str(sum(other.node == node for other in processes[:rank])),
+        "LOCAL_WORLD_SIZE": str(sum(other.node == node for other in processes)),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
 
 
 _PASSED_ON = "HOTSEAT_PASSED_ON"

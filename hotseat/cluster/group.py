@@ -306,7 +306,6 @@ class Pending(Generic[Result_co]):
         return self.aresult().__await__()
 
     def _notify_observer(self) -> None:
-        """Have the group's observer called when each of these calls ends."""
         observer, name, method, started_s = self._group.on_call, self._group.name, self._method, time.time()
         if observer is None:
             return

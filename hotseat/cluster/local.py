@@ -18,13 +18,12 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NoReturn, TypeVar
 
-from hotseat.cluster.environment import environment, restore_environment
+from hotseat.cluster.environment import environment, rank_env, restore_environment
 from hotseat.cluster.group import Arguments, Pending, WorkerGroup, under_way_at_restart, worker_error
 from hotseat.cluster.lease import Holder
-from hotseat.cluster.nodes_and_processes import ClusterNode
 from hotseat.cluster.ports import free_port
 from hotseat.cluster.refs import Ref, resolve
-from hotseat.cluster.runtime import Launch, NodeService
+from hotseat.cluster.runtime import ClusterNode, Launch, NodeService
 from hotseat.cluster.worker_process import is_async, refuse_generator
 from hotseat.errors import DeadlineError, UserError
 from hotseat.processes.supervisor import process_state, start_time
@@ -249,19 +248,10 @@ class LocalRuntime:
 
     def launch(self, launch: Launch[T]) -> LocalGroup[T]:
         self._set_env(launch.name, launch.env_on(0))
-        port, num_ranks = str(free_port("127.0.0.1")), str(len(launch.processes))
-
-        def rank_env(rank: int) -> Mapping[str, str]:
-            return {
-                "RANK": str(rank),
-                "WORLD_SIZE": num_ranks,
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": num_ranks,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-
-        self._groups[launch.name] = group = LocalGroup(launch, rank_env)
+        port = free_port("127.0.0.1")
+        self._groups[launch.name] = group = LocalGroup(
+            launch, lambda rank: rank_env(launch.processes, rank, "127.0.0.1", port)
+        )
         return group
 
     def service(self, service: type[NodeService[Any]], node: int | None) -> None:

@@ -8,11 +8,29 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
-from hotseat.cluster.nodes_and_processes import ClusterNode, ProcessLike
+from hotseat.placement.locate import Process
 
 T = TypeVar("T")
 A = TypeVar("A")
 Address_co = TypeVar("Address_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """Machine of the cluster. Its devices are numbered after those of the node before it."""
+
+    rank: int
+    num_devices: int
+    address: str = "127.0.0.1"
+    hostname: str = ""
+    id: str = ""  # Ray's
+    device_bytes: int | None = None  # memory of each device; None where it cannot be known
+
+
+def devices_of(nodes: Sequence[ClusterNode], node: int) -> range:
+    """Return the numbers of a node's devices."""
+    first = sum(before.num_devices for before in nodes[:node])
+    return range(first, first + nodes[node].num_devices)
 
 
 @dataclass(frozen=True)
@@ -24,7 +42,7 @@ class Launch(Generic[T]):
 
     name: str
     cls: type[T]
-    processes: Sequence[ProcessLike]
+    processes: Sequence[Process]
     env_on: Callable[[int], Mapping[str, str]]
     num_threads: int
     max_concurrency: int

@@ -85,10 +85,6 @@ class ProcessIdentity:
     hostname: str
 
 
-def this_process() -> ProcessIdentity:
-    return ProcessIdentity(os.getpid(), supervisor.start_time(os.getpid()), socket.gethostname())
-
-
 def run(call: Callable[[], Any]) -> Any:
     """Return the result of the call, or the Failure it ended in."""
     try:
@@ -141,7 +137,7 @@ class ObjectHost:
         def make() -> ProcessIdentity:
             self._object = cls(*resolve(args, timeout_s), **resolve(kwargs, timeout_s))
             _spare_collector(getattr(cls, "garbage_threshold", None))
-            return this_process()
+            return ProcessIdentity(os.getpid(), supervisor.start_time(os.getpid()), socket.gethostname())
 
         with activity.activity.doing("its start"):
             return run(make)

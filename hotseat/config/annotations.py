@@ -15,7 +15,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from hotseat.registry.backends import BACKENDS
-from hotseat.registry.corrections import CORRECTIONS
+from hotseat.registry.correction_kinds import CORRECTIONS
 from hotseat.registry.engines import ENGINES
 from hotseat.registry.estimators import ESTIMATORS
 from hotseat.registry.policy_losses import POLICY_LOSSES
@@ -25,7 +25,7 @@ from hotseat.registry.tasks import TASKS, TaskEntry
 
 
 @dataclass(frozen=True)
-class Tasks:
+class InTasks:
     """The tasks in which an option, or a section without its exceptions, has an effect."""
 
     holds: Callable[[TaskEntry], bool]
@@ -35,14 +35,14 @@ class Tasks:
         return tuple(name for name, entry in TASKS.items() if self.holds(entry))
 
 
-ALL = Tasks(lambda task: True)
-RL = Tasks(lambda task: task.has_rollouts)
-SFT = Tasks(lambda task: task.rows == "examples")
-PAIRS = Tasks(lambda task: task.rows == "pairs")
-RM = Tasks(lambda task: task.has_scalar_head)
-DPO = Tasks(lambda task: task.compares_answers)
-RL_OR_SFT = Tasks(lambda task: task.rows != "pairs")
-RL_OR_DPO = Tasks(lambda task: task.has_rollouts or task.compares_answers)
+ALL = InTasks(lambda task: True)
+RL = InTasks(lambda task: task.has_rollouts)
+SFT = InTasks(lambda task: task.rows == "examples")
+PAIRS = InTasks(lambda task: task.rows == "pairs")
+RM = InTasks(lambda task: task.has_scalar_head)
+DPO = InTasks(lambda task: task.compares_answers)
+RL_OR_SFT = InTasks(lambda task: task.rows != "pairs")
+RL_OR_DPO = InTasks(lambda task: task.has_rollouts or task.compares_answers)
 
 
 class MayChange(Enum):

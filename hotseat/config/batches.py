@@ -17,7 +17,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hotseat.config.schema import Config, RolloutConfig, TrainConfig
+from hotseat.config.schema import Config
+from hotseat.config.schema.rollout_options import RolloutConfig
+from hotseat.config.schema.train_options import TrainConfig
 from hotseat.errors import BatchError
 from hotseat.words import quantity
 

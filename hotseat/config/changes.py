@@ -15,11 +15,10 @@ from hotseat.config.conflicts import no_effect
 from hotseat.config.hiding import without_secrets
 from hotseat.config.load import loads_saved, nearest_key, valid_keys
 from hotseat.config.precision import with_dtype_of
+from hotseat.config.resolved import FP8_KEYS
 from hotseat.config.schema import Config, changeable_keys
 from hotseat.errors import UserError
 
-# They decide the default of algorithm.correction, so a change of them counts even where another engine has neither.
-_FP8_KEYS = ("rollout.quantization", "rollout.kv_cache_dtype")
 # The length of a run, and so of its schedules.
 NUM_STEPS = (*changeable_keys(MayChange.STEPS), *changeable_keys(MayChange.PASSES))
 _NEVER = ("task", "seed")  # refused even if the user names them: the order of prompts follows from the seed
@@ -68,7 +67,8 @@ def changes_between(saved: str, config: Config) -> list[Change]:
         is_budget = key.endswith("chosen_tokens_per_device")
         is_left = new is None and (is_budget or key == "rollout.num_slots")
         is_taken_over = is_left or (key == "train.checkpointed_layers" and new == "auto")
-        is_idle = key in idle and key not in _FP8_KEYS
+        # FP8 decides the default of algorithm.correction, so it counts even where another engine has no such option.
+        is_idle = key in idle and key not in FP8_KEYS
         if is_taken_over or is_idle or _is_below(key, _SILENT):
             continue
         if _is_below(key, free):

@@ -20,7 +20,6 @@ from hotseat.config.presence import (
     has_env,
     has_evaluation,
     has_images,
-    has_judge,
     has_judge_engine,
     has_own_process,
     has_reference,
@@ -33,7 +32,7 @@ from hotseat.config.presence import (
 )
 from hotseat.config.resolved import correction_kind, divides_by_deviation, uses_k1_loss
 from hotseat.registry.backends import BACKENDS, backend_entry
-from hotseat.registry.corrections import CORRECTIONS, NO_CORRECTION, correction_entry
+from hotseat.registry.correction_kinds import CORRECTIONS, NO_CORRECTION, correction_entry
 from hotseat.registry.engines import ENGINES, engine_entry
 from hotseat.registry.estimators import ESTIMATORS, estimator_entry
 from hotseat.registry.lookup import names_that, names_with
@@ -68,7 +67,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Beside:
-    """A condition on the option `name` of the same section, whichever section that is.
+    """A condition on one option: `name` of the same section, whichever section that is, or a dotted key.
 
     words: what the option must be. because: contains {key} and {value} of the option; a function gets the value.
     """
@@ -78,15 +77,18 @@ class Beside:
     words: str
     because: str | Callable[[Any], str]
 
+    def key_at(self, section: str) -> str:
+        return self.name if "." in self.name else f"{section}.{self.name}"
+
     def words_at(self, section: str) -> str:
-        return f"{section}.{self.name} {self.words}"
+        return f"{self.key_at(section)} {self.words}"
 
     def problem(self, config: Config, section: str) -> str | None:
-        value = attrgetter(f"{section}.{self.name}")(config)
+        value = attrgetter(self.key_at(section))(config)
         if self.holds(value):
             return None
         because = self.because if isinstance(self.because, str) else self.because(value)
-        return because.format(key=f"{section}.{self.name}", value=_as_yaml(value))
+        return because.format(key=self.key_at(section), value=_as_yaml(value))
 
 
 def _as_yaml(value: Any) -> str:
@@ -161,16 +163,9 @@ OTHER_REFERENCE = Condition(
     lambda c: not is_base_reference(c),
     "train.lora.rank is above 0 and reference.model is not set: the model without adapters is the reference",
 )
-REFERENCE_IN_STEPS = Condition(
-    "algorithm.dpo.precompute is false",
-    lambda c: not c.algorithm.dpo.precompute,
-    "algorithm.dpo.precompute is true, so the reference is needed only before training",
-)
-DISTILLATION = Condition(
-    "algorithm.distill_coef is above 0",
-    lambda c: c.algorithm.distill_coef > 0,
-    "algorithm.distill_coef is 0, so nothing is learned from teachers",
-)
+BEFORE_TRAINING = "{key} is {value}, so the reference is needed only before training"
+REFERENCE_IN_STEPS = _is("algorithm.dpo.precompute", False, because=BEFORE_TRAINING)
+DISTILLATION = _is_above_0("algorithm.distill_coef", ", so nothing is learned from teachers")
 INFERENCE = Condition(
     "cluster.component_placement places inference",
     lambda c: is_placed(c, "inference"),
@@ -202,7 +197,9 @@ REWARD_MODEL = Condition(
     "rewards come from reward.model", has_reward_model, "rewards do not come from a model (reward.model is not set)"
 )
 REWARD_FILE = Condition(
-    "rewards come from reward.function", has_reward_file, "rewards do not come from reward.function"
+    "rewards come from reward.function or reward.functions",
+    has_reward_file,
+    "rewards do not come from reward.function or reward.functions",
 )
 REWARD_FILE_OR_URL = Condition(
     "rewards come from reward.function or reward.url",
@@ -223,7 +220,7 @@ CODE_GRADER = Condition(
     "no grader of reward.graders runs code (kind: code)",
 )
 OWN_SANDBOX = _is_unset("command", "{key} starts Python itself")
-JUDGE = Condition("reward.judge.rubric is set", has_judge, "reward.judge.rubric is not set, so no model judges")
+JUDGE = _is_set("reward.judge.rubric", ", so no model judges")
 JUDGE_ENGINE = Condition(
     "reward.judge.url is not set", has_judge_engine, "reward.judge.url is set, so the judge runs elsewhere"
 )
@@ -234,6 +231,7 @@ JUDGE_URL = Condition(
 )
 SEVERAL_VOTES = Beside("votes", lambda votes: votes > 1, "is above 1", "{key} is 1")
 OVERLONG = _is_above_0("buffer_length")
+FUNCTION = _is_set("function")
 
 # Rollout and agents
 OTHER_DEVICES = Condition(
@@ -338,12 +336,9 @@ ZERO = Beside(
     f"is {' or '.join(names_that(BACKENDS, 'has_zero_options'))}",
     "{key} is {value}",
 )
-LORA = Condition("train.lora.rank is above 0", lambda c: c.train.lora.rank > 0, "train.lora.rank is 0")
-FROZEN_WEIGHTS = Condition(
-    LORA.words,
-    LORA.holds,
-    "train.lora.rank is 0: there are no adapters, so all weights are trained, and none are in 4 bits",
-)
+LORA = _is_above_0("train.lora.rank")
+NO_ADAPTERS = ": there are no adapters, so all weights are trained, and none are in 4 bits"
+FROZEN_WEIGHTS = _is_above_0("train.lora.rank", NO_ADAPTERS)
 CHECKPOINTING = _is("gradient_checkpointing", True, because="{key} is false, so no layer recomputes")
 NO_TOKEN_BUDGET = _is_unset("max_tokens_per_device", "{key} sets the size of micro-batches")
 AUTO = _is("micro_batch_size", "auto", because="{key} sets the size of micro-batches")

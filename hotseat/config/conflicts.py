@@ -20,21 +20,22 @@ from hotseat.config.presence import (
     has_simulator,
     is_placed,
     placed_roles,
+    reward_files,
     task_numbers,
 )
 from hotseat.config.resolved import (
     STEPS,
     correction_kind,
-    max_sampled_tokens,
+    fp8_options,
     overlap_queue,
     ratio_step,
     shortest_kl_horizon,
     uses_k1_loss,
 )
-from hotseat.config.schema import Config, GraderConfig, conditions_of, tasks_of
-from hotseat.config.urls import as_list, url_problems
+from hotseat.config.reward_conflicts import REWARD_CHECKS
+from hotseat.config.schema import Config, conditions_of, tasks_of
 from hotseat.registry.backends import BACKENDS, backend_entry
-from hotseat.registry.corrections import CORRECTIONS, correction_entry
+from hotseat.registry.correction_kinds import CORRECTIONS, correction_entry
 from hotseat.registry.engines import ENGINES, engine_entry
 from hotseat.registry.estimators import ESTIMATORS, estimator_entry
 from hotseat.registry.lookup import names_that
@@ -81,8 +82,9 @@ def _missing_models_and_data(config: Config) -> Problems:
 
 def _missing_in_rl(config: Config) -> Problems:
     reward, samples = config.reward, config.rollout.samples_per_prompt
-    has_other_source = reward.graders or has_judge(config) or has_agent(config)  # a simulator is one
-    if not has_other_source and all(source is None for source in (reward.function, reward.url, reward.model)):
+    scores_alone = reward.graders or has_judge(config) or has_agent(config)  # a simulator is one
+    has_source = scores_alone or reward_files(config) or reward.url is not None or reward.model is not None
+    if not has_source:
         yield (
             "reward.function",
             "no source of rewards: set reward.function, reward.url, reward.model or agent.path; a config may also have"
@@ -130,21 +132,19 @@ def _gateway(config: Config) -> Problems:
             f"{bind!r} takes any free port, which agent.gateway.advertise_url cannot name: write it as 0.0.0.0:8000",
         )
     if config.rollout.num_hosts != 1:
-        yield (
-            "rollout.num_hosts",
-            "agent.gateway.advertise_url is one address, and each rollout host knows only the episodes of its own: set"
-            " rollout.num_hosts to 1",
-        )
+        why = "agent.gateway.advertise_url is one address, and each rollout host knows only the episodes of its own"
+        yield "rollout.num_hosts", f"{why}: set rollout.num_hosts to 1"
 
 
 def _players(config: Config) -> Problems:
     path, command, family = config.agent.path, config.agent.command, config.agent.environment.family
+    only_one = "an episode is played by one of the two"
     if path is not None and family is not None:
-        yield "agent.environment", f"agent.path is {path}: an episode is played by one of the two"
+        yield "agent.environment", f"agent.path is {path}: {only_one}"
     if command is not None and family is not None:
-        yield "agent.command", "agent.environment is set: an episode is played by one of the two"
+        yield "agent.command", f"agent.environment is set: {only_one}"
     if command is not None and path is not None:
-        yield "agent.command", f"agent.path is {path}: an episode is played by one of the two"
+        yield "agent.command", f"agent.path is {path}: {only_one}"
     for key, player in (("agent.path", path), ("agent.command", command), ("agent.environment.family", family)):
         if player is not None and has_simulator(config):
             yield key, "env.path is set too: an episode is played by an agent or in a simulator"
@@ -191,28 +191,26 @@ def _teachers(config: Config) -> Problems:
         yield "reference.teacher_weights", f"add up to {sum(weights.values()):g} instead of 1"
 
 
-def _filtering(config: Config) -> Problems:
-    low, high = config.algorithm.filtering.low, config.algorithm.filtering.high
-    if low >= high:
-        yield "algorithm.filtering.low", f"{low} is not below high, {high}"
+def _ranges(config: Config) -> Problems:
+    filtering, correction = config.algorithm.filtering, config.algorithm.correction
+    if filtering.low >= filtering.high:
+        yield "algorithm.filtering.low", f"{filtering.low} is not below high, {filtering.high}"
+    if correction.low >= correction.high:
+        why = "a ratio of probabilities is kept between them, usually 0.5 and 5"
+        yield "algorithm.correction.low", f"{correction.low} is not below high, {correction.high}: {why}"
 
 
 def _correction(config: Config) -> Problems:
-    low, high = config.algorithm.correction.low, config.algorithm.correction.high
-    if low >= high:
-        yield (
-            "algorithm.correction.low",
-            f"{low} is not below high, {high}: a ratio of probabilities is kept between them, usually 0.5 and 5",
-        )
     loss, entry = config.algorithm.policy_loss, correction_entry(correction_kind(config))
     has_episode_ratio = policy_loss_entry(loss).has_episode_ratio
     if has_episode_ratio and entry.weighs_tokens:
+        replacing = " or ".join(names_that(CORRECTIONS, "replaces_ratio"))
+        per_episode = " or ".join(names_that(CORRECTIONS, "is_per_episode"))
         yield (
             "algorithm.correction.kind",
-            f"{entry.name} weighs tokens, and algorithm.policy_loss {loss} has one ratio per sequence: set"
-            f" {' or '.join(names_that(CORRECTIONS, 'replaces_ratio'))}, which takes that ratio to the engine's"
-            " probabilities,"
-            f" {' or '.join(names_that(CORRECTIONS, 'is_per_episode'))}, or policy_loss {DEFAULT_POLICY_LOSS}",
+            f"{entry.name} weighs tokens, and algorithm.policy_loss {loss} has one ratio per sequence: set {replacing},"
+            f" which takes that ratio to the engine's probabilities, {per_episode}, or policy_loss"
+            f" {DEFAULT_POLICY_LOSS}",
         )
     elif not has_episode_ratio and entry.replaces_ratio:
         others = " and ".join(names_that(POLICY_LOSSES, "has_episode_ratio"))
@@ -245,12 +243,9 @@ def _rejection(config: Config) -> Problems:
 def _turn_credit(config: Config) -> Problems:
     algorithm = config.algorithm
     if algorithm.turn_credit == "own" and not estimator_entry(algorithm.estimator).credits_own_turns:
-        yield (
-            "algorithm.turn_credit",
-            f"own needs an estimator that compares groups and does not discount, and algorithm.estimator is"
-            f" {algorithm.estimator}: set {', '.join(names_that(ESTIMATORS, 'credits_own_turns'))}, or turn_credit to"
-            " to_go",
-        )
+        why = "own needs an estimator that compares groups and does not discount, and algorithm.estimator is"
+        others = ", ".join(names_that(ESTIMATORS, "credits_own_turns"))
+        yield "algorithm.turn_credit", f"{why} {algorithm.estimator}: set {others}, or turn_credit to to_go"
 
 
 def _kl(config: Config) -> Problems:
@@ -321,14 +316,14 @@ def _data(config: Config) -> Problems:
 
 def _images_in_training(config: Config) -> Problems:
     train = config.train
-    for key, is_set in (
-        ("train.sequence_parallel_size", train.sequence_parallel_size > 1),
-        ("train.deepspeed.tensor_parallel_size", train.tensor_parallel_size > 1),
-        ("train.deepspeed.deepcompile", backend_entry(train.backend).has_zero_options and train.deepspeed.deepcompile),
-        ("train.liger_kernel", train.liger_kernel),
-    ):
-        if is_set and has_images(config):
-            yield key, f"{_NO_IMAGES}: leave it unset"
+    is_set = {
+        "train.sequence_parallel_size": train.sequence_parallel_size > 1,
+        "train.deepspeed.tensor_parallel_size": train.tensor_parallel_size > 1,
+        "train.deepspeed.deepcompile": backend_entry(train.backend).has_zero_options and train.deepspeed.deepcompile,
+        "train.liger_kernel": train.liger_kernel,
+    }
+    if has_images(config):
+        yield from ((key, f"{_NO_IMAGES}: leave it unset") for key in is_set if is_set[key])
 
 
 def _images_in_rollouts(config: Config) -> Problems:
@@ -338,9 +333,8 @@ def _images_in_rollouts(config: Config) -> Problems:
     if not engine_entry(rollout.engine).sees_simulators and not has_column:
         engines = " or ".join(names_that(ENGINES, "sees_simulators"))
         yield "rollout.engine", f"{rollout.engine} is not built for images of simulators yet: set it to {engines}"
-    for key in ("quantization", "kv_cache_dtype"):
-        if getattr(rollout, key) is not None:
-            yield f"rollout.{key}", f"fp8 is {_NO_IMAGES}: leave it unset"
+    for key in fp8_options(config):
+        yield key, f"fp8 is {_NO_IMAGES}: leave it unset"
     if has_reward_model(config) and config.reward.retokenize:
         why = "images are prepared for the actor's tokens: choose a reward model with the actor's tokenizer"
         yield "reward.retokenize", f"true, but {why}, and set it to false"
@@ -364,10 +358,8 @@ def _value_heads(config: Config) -> Problems:
 
 
 def _fp8_engines(config: Config) -> Problems:
-    for key in ("quantization", "kv_cache_dtype"):
-        if getattr(config.rollout, key) is not None and config.train.dtype == "fp32":
-            why = "fp8 is for 16-bit models, and train.dtype is fp32: set that to bf16, or leave this unset"
-            yield f"rollout.{key}", why
+    for key in fp8_options(config) if config.train.dtype == "fp32" else ():
+        yield key, "fp8 is for 16-bit models, and train.dtype is fp32: set that to bf16, or leave this unset"
     if config.rollout.quantization is None:
         return
     if config.rollout.lora_sync == "adapter":
@@ -442,97 +434,6 @@ def _overlap(config: Config) -> Problems:
         )
 
 
-# --- reward: its sources, graders and judge ---------------------------------------------------------------------------
-
-
-def _rewards(config: Config) -> Problems:
-    reward, limit = config.reward, max_sampled_tokens(config)
-    if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
-        yield "reward.clip", f"{list(reward.clip)}: the first must be below the second"
-    if reward.overlong.buffer_length > max(limit, 0):
-        yield (
-            "reward.overlong.buffer_length",
-            f"{reward.overlong.buffer_length} is above the {limit} tokens that an episode may sample: set it to {limit}"
-            " or less, or raise rollout.max_new_tokens",
-        )
-    sources = [name for name in ("function", "url", "model") if getattr(reward, name) is not None]
-    if len(sources) > 1:
-        yield f"reward.{sources[1]}", f"reward.{sources[0]} is set too: rewards have one source"
-    for key, is_added in (("reward.graders", bool(reward.graders)), ("reward.judge", has_judge(config))):
-        if reward.model is not None and is_added:
-            yield key, "cannot be added to reward.model, which scores alone: set one of them"
-    for problem in url_problems(reward.url):
-        yield "reward.url", problem
-    if reward.sandbox.command is not None and not any("{folder}" in part for part in reward.sandbox.command):
-        yield "reward.sandbox.command", "no part of it contains {folder}, the folder with the code to run"
-
-
-def _graders(config: Config) -> Problems:
-    yield from _grader_problems("reward.graders", config.reward.graders, config.reward.function)
-    yield from _grader_problems("eval.graders", config.eval.graders, config.eval.reward)
-
-
-def _grader_problems(key: str, graders: Iterable[GraderConfig], function: str | None) -> Problems:
-    """Yield graders that lack an option of their kind, have one of another, or share a name.
-
-    function: the file that scores beside them, if any.
-    """
-    names: set[str] = set()
-    for number, grader in enumerate(graders):
-        at = f"{key}[{number}]"
-        for option, kind in {"pattern": "regex", "json_schema": "json", "partial": "code"}.items():
-            if option in grader.model_fields_set and grader.kind != kind:
-                yield f"{at}.{option}", f"has no effect on kind {grader.kind}; it is for kind {kind}"
-            elif getattr(grader, option) is None and grader.kind == kind:
-                yield f"{at}.{option}", f"not set: kind {kind} needs it"
-        if grader.kind == "code" and "timeout_s" in grader.model_fields_set:
-            yield f"{at}.timeout_s", "has no effect on kind code; set reward.sandbox.timeout_s"
-        name = grader.name or grader.kind
-        if name in names or (name == "function" and function is not None):
-            yield f"{at}.name", f"{name!r} is taken: give each grader a name of its own"
-        names.add(name)
-
-
-def _judge(config: Config) -> Problems:
-    if not has_judge(config):
-        return
-    reward, judge = config.reward, config.reward.judge
-    token = "HOTSEAT_JUDGE_TOKEN"
-    for problem in url_problems(judge.url, what="an endpoint", example="http://127.0.0.1:8000/v1", token=token):
-        yield "reward.judge.url", problem
-    if "?" in "".join(as_list(judge.url)):
-        yield "reward.judge.url", "has a query: give the address up to /v1"
-    low, high = judge.scale
-    if low >= high:
-        yield "reward.judge.scale", f"[{low:g}, {high:g}]: the first has to be below the second"
-    for word, verdict in (judge.choices or {}).items():
-        if word in ("True", "False"):
-            read = "yes, on or true" if word == "True" else "no, off or false"
-            yield "reward.judge.choices", f"YAML reads {read} as {word}: put the word in quotes, such as 'yes'"
-        if not low <= verdict <= high:
-            text = f"{word} is {verdict:g}, outside of reward.judge.scale [{low:g}, {high:g}]"
-            yield "reward.judge.choices", text
-    if judge.choices is not None and not judge.choices:
-        yield "reward.judge.choices", "no word in it: give some, or leave it unset for numbers"
-    if judge.choices and "pattern" not in judge.model_fields_set:
-        yield (
-            "reward.judge.pattern",
-            "not set, so it finds numbers, and reward.judge.choices are words: set a pattern such as"
-            " '(?i)\\b(yes|no)\\b'",
-        )
-    if judge.votes > 1 and judge.temperature == 0:
-        text = f"0: all {judge.votes} votes would be the same; raise it, or ask for one vote"
-        yield "reward.judge.temperature", text
-    own = {"model", "messages", "temperature", "max_tokens", "seed", "n", "stream"} & set(judge.request)
-    if own:
-        yield "reward.judge.request", f"{', '.join(sorted(own))}: set by the judge's other options"
-    names = {grader.name or grader.kind for grader in reward.graders}
-    if reward.function is not None or reward.url:
-        names.add("function")
-    if judge.name in names:
-        yield "reward.judge.name", f"{judge.name!r} is taken: give the judge a name of its own"
-
-
 # --- train ------------------------------------------------------------------------------------------------------------
 
 
@@ -590,8 +491,8 @@ _OF_ALL_TASKS = (
 )
 _OF_RL = (
     *(_gateway, _players, _simulators),
-    *(_teachers, _filtering, _correction, _rejection, _turn_credit, _kl, _steps),
+    *(_teachers, _ranges, _correction, _rejection, _turn_credit, _kl, _steps),
     *(_images_in_rollouts, _value_heads, _fp8_engines),
     *(_components, _overlap),
-    *(_rewards, _graders, _judge),
+    *REWARD_CHECKS,
 )

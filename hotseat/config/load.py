@@ -13,7 +13,9 @@ from pydantic import BaseModel, ValidationError
 from hotseat.config import conflicts
 from hotseat.config.annotations import words_of
 from hotseat.config.component_names import as_written, with_roles
-from hotseat.config.schema import FORMS, Config, EvaluationConfig, FunctionPath
+from hotseat.config.schema import Config
+from hotseat.config.schema.data_options import EvaluationConfig
+from hotseat.config.schema.section import FORMS, FunctionPath
 from hotseat.config.yaml_lines import Document, KeyPath, dotted, dump, parse_value, read_yaml
 from hotseat.errors import ConfigError, Problem
 

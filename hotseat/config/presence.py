@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotseat.registry.estimators import estimator_entry
@@ -11,12 +12,13 @@ from hotseat.registry.roles import role_entry
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
+    from hotseat.config.schema.reward_options import RewardFunctionConfig
 
 
 def needs_siblings(config: Config) -> bool:
     """Return whether a sample whose siblings all failed cannot be learned from.
 
-    With a user's own estimator it cannot either, unless prompts have one sample each.
+    With a custom estimator it cannot either, unless prompts have one sample each.
     """
     entry = estimator_entry(config.algorithm.estimator)
     return entry.needs_group or (entry.compares_episodes and config.rollout.samples_per_prompt > 1)
@@ -92,18 +94,27 @@ def has_reward_model(config: Config) -> bool:
         return config.has_rollouts
     reward = config.reward
     has_other_source = (
-        reward.function is not None
-        or reward.graders
-        or has_judge(config)
-        or reward.url is not None
-        or has_agent(config)
+        reward_files(config) or reward.graders or has_judge(config) or reward.url is not None or has_agent(config)
     )
     return is_placed(config, "reward") and not has_other_source
 
 
+def reward_files(config: Config) -> list[tuple[str, str]]:
+    """Return (key, path) of the functions that score what is learned from."""
+    reward = config.reward
+    one = [] if reward.function is None else [("reward.function", reward.function)]
+    return one + [(f"reward.functions[{at}]", each.function) for at, each in enumerate(reward.functions)]
+
+
+def name_of_function(function: RewardFunctionConfig) -> str:
+    """Return the name of one of several reward functions: its own, or that of the function, or else of its file."""
+    path, _, name = function.function.rpartition(":")
+    return function.name or (name if path else Path(function.function).stem)
+
+
 def has_reward_file(config: Config) -> bool:
     """Return whether a Python file scores answers, be it only those of evaluations."""
-    return config.reward.function is not None or config.eval.reward is not None
+    return bool(reward_files(config)) or config.eval.reward is not None
 
 
 def has_code_grader(config: Config) -> bool:

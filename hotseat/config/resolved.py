@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from hotseat.config.presence import has_agent, has_simulator
 from hotseat.model_source import ModelSource
-from hotseat.registry.corrections import NO_CORRECTION, OFF_POLICY_CORRECTION, OFF_POLICY_EPISODE_CORRECTION
+from hotseat.registry.correction_kinds import NO_CORRECTION, OFF_POLICY_CORRECTION, OFF_POLICY_EPISODE_CORRECTION
 from hotseat.registry.estimators import estimator_entry
 from hotseat.registry.lookup import names_that
 from hotseat.registry.policy_losses import POLICY_LOSSES, Aggregation, policy_loss_entry
@@ -21,6 +21,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 Step = Literal["token", "action", "chunk"]
 STEPS: tuple[Step, ...] = get_args(Step)  # the shortest first
 
+FP8_KEYS = ("rollout.quantization", "rollout.kv_cache_dtype")
 _RUBRIC_TOKENS = 1024  # room for the rubric in a request to a judge's engine, unless its length is set
 MAX_KL_ERROR = 0.2  # one update of an adaptive coefficient moves by at most this share of samples / horizon
 
@@ -82,16 +83,17 @@ def overlap_queue(config: Config) -> int:
     return overlap.staleness if overlap.queue is None else overlap.queue
 
 
-def samples_in_fp8(config: Config) -> bool:
-    """Tell whether engines compute in fewer bits than the trainer, and so sample from a slightly other policy."""
-    return config.rollout.quantization is not None or config.rollout.kv_cache_dtype is not None
+def fp8_options(config: Config) -> list[str]:
+    """List the options with which engines compute in fewer bits than the trainer, and sample from another policy."""
+    values = {FP8_KEYS[0]: config.rollout.quantization, FP8_KEYS[1]: config.rollout.kv_cache_dtype}
+    return [key for key, value in values.items() if value is not None]
 
 
 def correction_kind(config: Config) -> str:
     """Return the off-policy correction of a run: the one that is set, or one that fits the origin of its samples."""
     if config.algorithm.correction.kind is not None:
         return config.algorithm.correction.kind
-    if config.overlap.staleness == 0 and not samples_in_fp8(config):
+    if config.overlap.staleness == 0 and not fp8_options(config):
         return NO_CORRECTION
     has_episode_ratio = policy_loss_entry(config.algorithm.policy_loss).has_episode_ratio
     return OFF_POLICY_EPISODE_CORRECTION if has_episode_ratio else OFF_POLICY_CORRECTION
@@ -194,7 +196,7 @@ def resolved_notes(config: Config) -> list[str]:
             f"warning: overlap.staleness is {config.overlap.staleness} and algorithm.correction.kind is none: samples"
             " of older weights are learned from as if they were of the current policy; leave it unset to correct that"
         )
-    elif samples_in_fp8(config) and correction_kind(config) == NO_CORRECTION:
+    elif fp8_options(config) and correction_kind(config) == NO_CORRECTION:
         notes.append(
             "warning: engines sample in FP8 and algorithm.correction.kind is none: samples are learned from as if"
             " they were of the trainer's policy; leave it unset to correct that"

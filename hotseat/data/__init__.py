@@ -13,15 +13,14 @@ All problems of the data raise one `DataError` that names file, line and key. No
 """
 
 from hotseat.data.chat_rendering import ChatTemplate
-from hotseat.data.examples import Example, ExampleReport, make_examples
+from hotseat.data.examples import Example, make_examples
 from hotseat.data.order import PromptOrder, SampledOrder, check_saved, digest_of
-from hotseat.data.pairs import Pair, PairReport, make_pairs
-from hotseat.data.prompts import PromptReport, columns_of, make_prompts
-from hotseat.data.row_problems import check_lost
+from hotseat.data.pairs import Pair, make_pairs
+from hotseat.data.prompts import columns_of, make_prompts
+from hotseat.data.row_problems import RowReport, check_lost
 from hotseat.data.rows import Row, load_rows
 
 __all__ = [
-    "ChatTemplate", "Example", "ExampleReport", "Pair", "PairReport", "PromptOrder", "PromptReport", "Row",
-    "SampledOrder", "check_lost", "check_saved", "columns_of", "digest_of", "load_rows", "make_examples",
-    "make_pairs", "make_prompts",
+    "ChatTemplate", "Example", "Pair", "PromptOrder", "Row", "RowReport", "SampledOrder", "check_lost", "check_saved",
+    "columns_of", "digest_of", "load_rows", "make_examples", "make_pairs", "make_prompts",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
 from hotseat.data.prompts import check_input_template, fill_in
-from hotseat.data.row_problems import BadValue, Lost, LostRow, Problems, shown, text_of
+from hotseat.data.row_problems import BadValue, LostRow, RowReport, from_rows, text_of
 from hotseat.data.rows import Row
 from hotseat.data.sequences import Draft, Tokeniser, TokenSequence, chat_draft
 from hotseat.errors import DataError
@@ -27,17 +27,6 @@ class Example:
     images: tuple[str, ...] = ()  # of the placeholders among the tokens, in order
 
 
-@dataclass(frozen=True)
-class ExampleReport:
-    """Counts of rows that were kept, cut and dropped."""
-
-    num_rows: int
-    num_examples: int
-    num_dropped_no_answer: int  # dropped, because no token was left to learn
-    num_learned_tokens: int
-    lost: Lost
-
-
 def make_examples(
     rows: Sequence[Row],
     tokenizer: Any,
@@ -51,7 +40,7 @@ def make_examples(
     multiturn: bool = False,
     pretrain_mode: bool = False,
     image_key: str | None = None,
-) -> tuple[list[Example], ExampleReport]:
+) -> tuple[list[Example], RowReport]:
     """Make examples in the order of the rows. The learned tokens end with one end-of-sequence token.
 
     - `apply_chat_template`: the input is a list of messages that ends with the answer; or, with `output_key`, messages
@@ -76,31 +65,28 @@ def make_examples(
             prompt = fill_in(input_template, text_of(values, input_key))
             if output_key is None:
                 return Draft(input_key, prompt)
-            answer = text_of(values, output_key)
-            if pretrain_mode:
-                return Draft(input_key, prompt + answer)
-            return Draft(output_key, prompt + answer, prompt=prompt)
-        messages = messages_of(values, input_key, "user")
-        if output_key is not None:
-            messages = messages + messages_of(values, output_key, "assistant")
+            text = prompt + text_of(values, output_key)
+            return Draft(input_key, text) if pretrain_mode else Draft(output_key, text, prompt=prompt)
+        answers = [] if output_key is None else messages_of(values, output_key, "assistant")
+        messages = messages_of(values, input_key, "user") + answers
         if pretrain_mode:
             return Draft(input_key, template.render(messages, input_key))
         return chat_draft(template, messages, output_key or input_key, every_turn=multiturn)
 
-    examples, num_dropped, num_learned, lost = [], 0, 0, Lost()
+    examples, report = [], RowReport(len(rows))
     for row, sequence in zip(rows, sequences_of(rows, draft_of, tokeniser, image_key), strict=True):
-        num_tokens = int(sequence.mask.sum())
-        lost.longest = max(lost.longest, sequence.num_tokens)
+        has_answer = bool(sequence.mask.any())
+        report.longest = max(report.longest, sequence.num_tokens)
         if sequence.is_truncated:
-            lost.add(partial(lost_row, row, draft_of, sequence), is_dropped=num_tokens == 0)
-        if num_tokens == 0:
-            num_dropped += 1
-            continue
-        num_learned += num_tokens
-        examples.append(Example(sequence.token_ids, sequence.mask, row.where, sequence.images))
+            report.add(partial(lost_row, row, draft_of, sequence), is_dropped=not has_answer)
+        if has_answer:
+            examples.append(Example(sequence.token_ids, sequence.mask, row.where, sequence.images))
     if not examples:
-        raise DataError(f"none of the {len(rows)} rows has an answer within data.max_length {max_length}{shown(lost)}")
-    return examples, ExampleReport(len(rows), len(examples), num_dropped, num_learned, lost)
+        raise DataError(
+            f"none of the {len(rows)} rows has an answer within data.max_length {max_length}{report.example}"
+        )
+    report.num_kept, report.num_no_answer = len(examples), len(rows) - len(examples)
+    return examples, report
 
 
 def lost_row(row: Row, draft_of: Callable[[Mapping[str, Any]], Draft], sequence: TokenSequence) -> LostRow:
@@ -113,19 +99,16 @@ def lost_row(row: Row, draft_of: Callable[[Mapping[str, Any]], Draft], sequence:
 
 def sequences_of(
     rows: Sequence[Row], draft_of: Callable[[Mapping[str, Any]], Draft], tokeniser: Tokeniser, image_key: str | None
-) -> list[Any]:
+) -> list[TokenSequence]:
     """Return a sequence for each row, or raise one error with all problems of the rows."""
-    problems, drafts = Problems(), []
-    for row in rows:
-        try:
-            draft = draft_of(row.values)
-            drafts.append(draft if image_key is None else replace(draft, images=row.values[image_key]))
-        except BadValue as error:
-            problems.add(row.where, str(error))
-    problems.raise_if_any()
-    sequences = list(tokeniser.sequences(drafts))
-    for row, sequence in zip(rows, sequences, strict=True):
+
+    def draft(row: Row) -> Draft:
+        draft = draft_of(row.values)
+        return draft if image_key is None else replace(draft, images=row.values[image_key])
+
+    def unless_bad(row: Row, sequence: TokenSequence | BadValue) -> TokenSequence:
         if isinstance(sequence, BadValue):
-            problems.add(row.where, str(sequence))
-    problems.raise_if_any()
-    return sequences
+            raise sequence
+        return sequence
+
+    return from_rows(rows, unless_bad, list(tokeniser.sequences(from_rows(rows, draft))))

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.data.chat_rendering import Messages, messages_of
-from hotseat.data.row_problems import BadValue, Problems, kind_of
+from hotseat.data.row_problems import BadValue, from_rows, kind_of
 from hotseat.data.rows import Row
 from hotseat.errors import DataError, UserError
 from hotseat.model_source import ModelSource
-from hotseat.vision import TOKENS, tokens_of
+from hotseat.vision import TOKENS, PreparedImage, expand_images, tokens_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _FORMAT = 2  # of the files; raised when what is written for the same image and processor changes
@@ -49,14 +49,6 @@ class ImageLimits:
     max_images: int  # of a row
     max_bytes: int  # of an image as it is stored
     max_pixels: int  # width times height
-
-
-@dataclass(frozen=True)
-class PreparedImage:
-    """An image in the store."""
-
-    path: str  # of its file
-    token_ids: tuple[int, ...]  # that stand for it in a prompt
 
 
 def images_of(values: Mapping[str, Any], key: str, limits: ImageLimits) -> list[Any]:
@@ -103,15 +95,6 @@ def read_image(value: Any, key: str, folder: Path, limits: ImageLimits) -> Any:
         except Exception as error:
             raise BadValue(f"{key}: broken or truncated {image.format} ({type(error).__name__})") from None
     raise BadValue(f"{key}: {image.format} with {frames} frames, and a prompt takes still images: choose one")
-
-
-def stored_bytes(value: Any, key: str, folder: Path, limits: ImageLimits) -> bytes:
-    """Return the bytes of an image as it is stored; of one that is decoded already, its size and pixels."""
-    if not _is_decoded(value):
-        return _bytes_of(value, key, folder, limits)
-    _check_size(value, key, limits)
-    image = value.convert("RGB")
-    return f"{image.size}".encode() + image.tobytes()
 
 
 def _is_decoded(value: Any) -> bool:
@@ -237,10 +220,14 @@ class ImageStore:
 
     def prepare(self, value: Any, key: str, folder: Path) -> PreparedImage:
         """Return the prepared image, from the folder if it is there. Raises `BadValue`."""
-        stored = stored_bytes(value, key, folder, self.limits)
+        if _is_decoded(value):
+            _check_size(value, key, self.limits)
+            stored = f"{value.size}".encode() + value.convert("RGB").tobytes()
+        else:
+            value = stored = _bytes_of(value, key, folder, self.limits)
         digest = hashlib.blake2b(stored, key=self._how, digest_size=20).hexdigest()
         if digest not in self._known:  # those were decoded before: conversations show the same images again and again
-            image = read_image(value if _is_decoded(value) else stored, key, folder, self.limits)
+            image = read_image(value, key, folder, self.limits)
             name = f"{digest}.safetensors"
             path = self.folder / name
             if self._other_folder is not None and (self._other_folder / name).exists():
@@ -347,23 +334,14 @@ class RowImages:
         return tuple(image.path for image in self.images)
 
     def expand(self, token_ids: Sequence[int], key: str) -> tuple[list[int], list[int]]:
-        """Replace the token of each image by those that stand for it.
-
-        Returns the tokens, and for each of the old ones, and their end, where it begins now.
-        """
-        places = [at for at, token_id in enumerate(token_ids) if token_id == self.image_token_id]
-        if len(places) != len(self.images):
+        """Expand the images as `expand_images` does; a text that has another number of places is a `BadValue`."""
+        num_places = list(token_ids).count(self.image_token_id)
+        if num_places != len(self.images):
             raise BadValue(
-                f"{key}: the prompt has places for {len(places)} images, and the row has {len(self.images)}: in"
+                f"{key}: the prompt has places for {num_places} images, and the row has {len(self.images)}: in"
                 ' messages write {"type": "image"} where each one goes, in plain text the image token of the model'
             )
-        expanded: list[int] = []
-        begins: list[int] = []
-        images = iter(self.images)
-        for token_id in token_ids:
-            begins.append(len(expanded))
-            expanded += next(images).token_ids if token_id == self.image_token_id else (token_id,)
-        return expanded, [*begins, len(expanded)]
+        return expand_images(token_ids, self.image_token_id, self.images)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -380,24 +358,21 @@ def prepare_rows(rows: Sequence[Row], store: ImageStore, image_key: str, *input_
     `image_key` go where messages have parts or marks for them, or else in front of the first message of the user.
     Raises one error that names all bad rows.
     """
-    problems, prepared = Problems(), []
-    for row in rows:
-        try:
-            listed = images_of(row.values, image_key, store.limits)
-            changed, inside = _in_messages(row, input_keys, len(listed)) if is_chat else ({}, [])
-            if inside and listed:
-                both = " and ".join(input_keys)
-                raise BadValue(f"{both}: its messages contain images, and so does {image_key}: give them once")
-            listed = listed or images_of({input_keys[0]: inside}, input_keys[0], store.limits)
-            keys = [image_key if len(listed) == 1 else f"{image_key}[{at}]" for at in range(len(listed))]
-            folder = Path(row.file).parent
-            images = tuple(store.prepare(value, key, folder) for value, key in zip(listed, keys, strict=True))
-            changed[image_key] = RowImages(images, store.image_token_id)
-            prepared.append(replace(row, values={**row.values, **changed}))
-        except BadValue as error:
-            problems.add(row.where, str(error))
-    problems.raise_if_any()
-    return prepared
+
+    def prepared(row: Row) -> Row:
+        listed = images_of(row.values, image_key, store.limits)
+        changed, inside = _in_messages(row, input_keys, len(listed)) if is_chat else ({}, [])
+        if inside and listed:
+            both = " and ".join(input_keys)
+            raise BadValue(f"{both}: its messages contain images, and so does {image_key}: give them once")
+        listed = listed or images_of({input_keys[0]: inside}, input_keys[0], store.limits)
+        keys = [image_key if len(listed) == 1 else f"{image_key}[{at}]" for at in range(len(listed))]
+        folder = Path(row.file).parent
+        images = tuple(store.prepare(value, key, folder) for value, key in zip(listed, keys, strict=True))
+        changed[image_key] = RowImages(images, store.image_token_id)
+        return replace(row, values={**row.values, **changed})
+
+    return from_rows(rows, prepared)
 
 
 def _in_messages(row: Row, keys: Sequence[str], num_images: int) -> tuple[dict[str, Any], list[Any]]:

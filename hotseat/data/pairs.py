@@ -13,7 +13,7 @@ import torch
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
 from hotseat.data.examples import Example, lost_row, sequences_of
 from hotseat.data.prompts import check_input_template, fill_in
-from hotseat.data.row_problems import BadValue, Lost, kind_of, shown, text_of, value_of
+from hotseat.data.row_problems import BadValue, RowReport, kind_of, text_of, value_of
 from hotseat.data.rows import Row
 from hotseat.data.sequences import Draft, Tokeniser, TokenSequence, chat_draft, continued_draft
 from hotseat.errors import DataError
@@ -26,17 +26,6 @@ class Pair:
     chosen: Example
     rejected: Example
     margin: float = 0.0  # how much better, for reward models that use it
-
-
-@dataclass(frozen=True)
-class PairReport:
-    """Counts of rows that were kept, cut and dropped."""
-
-    num_rows: int
-    num_pairs: int
-    num_dropped_no_answer: int  # the prompt leaves no room for an answer
-    num_dropped_identical: int  # both answers are the same within `max_length`
-    lost: Lost
 
 
 def make_pairs(
@@ -53,7 +42,7 @@ def make_pairs(
     keep_end: bool = False,
     is_preference: bool = False,
     image_key: str | None = None,
-) -> tuple[list[Pair], PairReport]:
+) -> tuple[list[Pair], RowReport]:
     """Make pairs in the order of the rows.
 
     With `apply_chat_template` an answer is messages (or a string) that follow the messages (or string) under
@@ -76,28 +65,29 @@ def make_pairs(
     both = [
         sequences_of(rows, partial(form.draft, key=key), tokeniser, image_key) for key in (chosen_key, rejected_key)
     ]
-    pairs, num_no_answer, num_identical, lost = [], 0, 0, Lost()
+    pairs, report = [], RowReport(len(rows))
     for row, better, worse in zip(rows, *both, strict=True):
         if is_preference and template is None and prompt_key is None:
             better, worse = _without_common(better, worse)
         is_pair = bool(better.mask.any() and worse.mask.any()) and not torch.equal(better.token_ids, worse.token_ids)
         longer, key = (better, chosen_key) if better.num_tokens >= worse.num_tokens else (worse, rejected_key)
-        lost.longest = max(lost.longest, longer.num_tokens)
+        report.longest = max(report.longest, longer.num_tokens)
         if better.is_truncated or worse.is_truncated:
-            lost.add(partial(lost_row, row, partial(form.draft, key=key), longer), is_dropped=not is_pair)
+            report.add(partial(lost_row, row, partial(form.draft, key=key), longer), is_dropped=not is_pair)
         if not better.mask.any() or not worse.mask.any():
-            num_no_answer += 1
+            report.num_no_answer += 1
         elif torch.equal(better.token_ids, worse.token_ids):
-            num_identical += 1
+            report.num_identical += 1
         else:
             chosen, rejected = (Example(each.token_ids, each.mask, row.where, each.images) for each in (better, worse))
             pairs.append(Pair(chosen, rejected, _margin(row)))
     if not pairs:
         raise DataError(
-            f"none of the {len(rows)} rows is a pair: {num_identical} have the same answer twice and {num_no_answer}"
-            f" have none within data.max_length {max_length}{shown(lost)}"
+            f"none of the {len(rows)} rows is a pair: {report.num_identical} have the same answer twice and"
+            f" {report.num_no_answer} have none within data.max_length {max_length}{report.example}"
         )
-    return pairs, PairReport(len(rows), len(pairs), num_no_answer, num_identical, lost)
+    report.num_kept = len(pairs)
+    return pairs, report
 
 
 _PROMPT_HINT = "set data.prompt_key to the column of the prompt, or put the prompt before both answers"

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
 from hotseat.data.images import RowImages
-from hotseat.data.row_problems import BadValue, Lost, LostRow, Problems, shown, text_of, value_of
+from hotseat.data.row_problems import BadValue, LostRow, RowReport, from_rows, text_of, value_of
 from hotseat.data.rows import Row
 from hotseat.data.sequences import CHUNK, encode
 from hotseat.errors import DataError
 from hotseat.types import Prompt
 
 _SOURCE_KEYS = ("datasource", "data_source")
-
-
-@dataclass(frozen=True)
-class PromptReport:
-    """Counts of rows that were kept, and those that were dropped as too long."""
-
-    num_rows: int
-    num_prompts: int
-    max_length: int  # tokens of the longest prompt that was kept
-    lost: Lost
 
 
 def make_prompts(
@@ -42,7 +31,7 @@ def make_prompts(
     limit: tuple[str, str] = ("", "raise data.prompt_max_length"),
     image_key: str | None = None,
     columns: Sequence[str] | None = None,
-) -> tuple[list[Prompt], PromptReport]:
+) -> tuple[list[Prompt], RowReport]:
     """Make prompts in the order of the rows; `index` counts those that are kept.
 
     With `apply_chat_template` the input is a list of messages, or a string that becomes the user's message, and
@@ -54,62 +43,60 @@ def make_prompts(
     """
     template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
     check_input_template(input_template)
-    problems = Problems()
-    drafts: list[tuple[str, Any, str]] = []
-    for row in rows:
-        try:
-            if template is not None:
-                messages = messages_of(row.values, input_key, "user")
-                text = template.render(messages, input_key, for_generation=True)
-            else:
-                text = fill_in(input_template, text_of(row.values, input_key))
-            source = next((row.values[key] for key in _SOURCE_KEYS if row.values.get(key) is not None), None)
-            if columns is not None and not _is_json(row.values[input_key]):
-                raise BadValue(f"{input_key}: holds more than JSON can, and the reward function is called by names")
-            drafts.append((text, _label(row.values, label_key), "" if source is None else str(source)))
-        except BadValue as error:
-            problems.add(row.where, str(error))
-    problems.raise_if_any()
 
+    def draft_of(row: Row) -> tuple[str, Any]:
+        text = _text(row.values, input_key, template, input_template)
+        if columns is not None and not _is_json(row.values[input_key]):
+            raise BadValue(f"{input_key}: holds more than JSON can, and the reward function is called by names")
+        return text, _label(row.values, label_key)
+
+    texts, labels = zip(*from_rows(rows, draft_of), strict=True) if rows else ((), ())
+    encoded = [ids for at in range(0, len(texts), CHUNK) for ids, _ in encode(tokenizer, [*texts[at : at + CHUNK]])]
     prompts: list[Prompt] = []
-    lost = Lost()
-    texts = [text for text, _, _ in drafts]
-    encoded = [ids for at in range(0, len(texts), CHUNK) for ids, _ in encode(tokenizer, texts[at : at + CHUNK])]
-    for row, (text, label, source), ids in zip(rows, drafts, encoded, strict=True):
-        seen: RowImages | None = None if image_key is None else row.values[image_key]
-        if seen is not None:
-            try:
-                ids, _ = seen.expand(ids, input_key)
-            except BadValue as error:
-                problems.add(row.where, str(error))
-                continue
-        if not ids:
-            problems.add(row.where, f"{input_key}: the prompt {text!r} has no tokens")
-            continue
-        if seen is not None and ids[-1] == seen.image_token_id:
-            problems.add(
-                row.where,
-                f"{input_key}: the prompt ends with an image, and engines continue text: put text after it, such as a"
-                " line break",
-            )
-            continue
-        lost.longest = max(lost.longest, len(ids))
+    report = RowReport(len(rows))
+
+    def add(row: Row, text: str, label: Any, ids: list[int]) -> None:
+        images: RowImages | None = None if image_key is None else row.values[image_key]
+        ids = _with_images(ids, images, text, input_key)
+        report.longest = max(report.longest, len(ids))
         if prompt_max_length is not None and len(ids) > prompt_max_length:
-            lost.add(partial(LostRow, row.where, row.values, text, len(ids)), is_dropped=True)
-        else:
-            images = () if seen is None else seen.paths
-            kept = None
-            if columns is not None:
-                kept = {**{name: row.values.get(name) for name in columns}, "prompt": row.values[input_key]}
-            prompts.append(Prompt(len(prompts), text, tuple(ids), label, source, images, kept))
-    problems.raise_if_any()
+            report.add(partial(LostRow, row.where, row.values, text, len(ids)), is_dropped=True)
+            return
+        source = next((row.values[key] for key in _SOURCE_KEYS if row.values.get(key) is not None), None)
+        paths = () if images is None else images.paths
+        kept = None
+        if columns is not None:
+            kept = {**{name: row.values.get(name) for name in columns}, "prompt": row.values[input_key]}
+        source = "" if source is None else str(source)
+        prompts.append(Prompt(len(prompts), text, tuple(ids), label, source, paths, kept))
+
+    from_rows(rows, add, texts, labels, encoded)
     if not prompts:
         source, fix = limit
         because = f", the limit by {source}" if source else ""
-        why = f" with at most {prompt_max_length} tokens{because}: {fix}" if lost.count else ""
-        raise DataError(f"none of the {len(rows)} rows is a prompt{why}{shown(lost)}")
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    return prompts, PromptReport(len(rows), len(prompts), longest, lost)
+        why = f" with at most {prompt_max_length} tokens{because}: {fix}" if report.num_lost else ""
+        raise DataError(f"none of the {len(rows)} rows is a prompt{why}{report.example}")
+    report.num_kept = len(prompts)
+    return prompts, report
+
+
+def _text(values: Mapping[str, Any], key: str, template: ChatTemplate | None, input_template: str | None) -> str:
+    if template is None:
+        return fill_in(input_template, text_of(values, key))
+    return template.render(messages_of(values, key, "user"), key, for_generation=True)
+
+
+def _with_images(ids: list[int], images: RowImages | None, text: str, key: str) -> list[int]:
+    """Return the tokens of a prompt with those that stand for its images."""
+    if images is not None:
+        ids, _ = images.expand(ids, key)
+    if not ids:
+        raise BadValue(f"{key}: the prompt {text!r} has no tokens")
+    if images is not None and ids[-1] == images.image_token_id:
+        raise BadValue(
+            f"{key}: the prompt ends with an image, and engines continue text: put text after it, such as a line break"
+        )
+    return ids
 
 
 def columns_of(rows: Sequence[Row], image_key: str | None = None) -> list[str]:

@@ -1,14 +1,16 @@
-"""What is wrong with rows: values that cannot be used, collected into one error, and rows that limits drop or cut."""
+"""Problems of rows: values that cannot be used, collected into one error, and rows that limits drop or cut."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from hotseat.errors import DataError
+
+T = TypeVar("T")
 
 _SHOWN = 5  # problems in the message
 _ROWS_SHOWN = 3  # rows named for each problem
@@ -40,6 +42,18 @@ class Problems:
 
 class BadValue(Exception):
     """A value of a row that cannot be used; the message starts with its key."""
+
+
+def from_rows(rows: Sequence[Any], make: Callable[..., T], *values: Sequence[Any]) -> list[T]:
+    """Make something of each row and the values that belong to it. Raises one error with all problems of the rows."""
+    problems, made = Problems(), []
+    for row, *others in zip(rows, *values, strict=True):
+        try:
+            made.append(make(row, *others))
+        except BadValue as error:
+            problems.add(row.where, str(error))
+    problems.raise_if_any()
+    return made
 
 
 def value_of(values: Mapping[str, Any], key: str) -> Any:
@@ -92,17 +106,26 @@ class LostRow:
 
 
 @dataclass
-class Lost:
-    """Rows that a limit drops or cuts, the first of them, and the number of tokens of the longest row."""
+class RowReport:
+    """Counts of rows that were kept, dropped and cut, with the first of those that a limit drops or cuts."""
 
-    num_dropped: int = 0
+    num_rows: int
+    num_kept: int = 0
+    num_no_answer: int = 0  # dropped: no token of an answer is left to learn
+    num_identical: int = 0  # dropped: both answers of a pair are the same within the limit
+    num_dropped: int = 0  # by the limit
     num_cut: int = 0
-    longest: int = 0
+    longest: int = 0  # tokens
     first: LostRow | None = None
 
     @property
-    def count(self) -> int:
+    def num_lost(self) -> int:
         return self.num_dropped + self.num_cut
+
+    @property
+    def example(self) -> str:
+        """The first lost row on lines of its own, for a message; empty if there is none."""
+        return "" if self.first is None else f"\n{self.first}"
 
     def add(self, make_row: Callable[[], LostRow], *, is_dropped: bool) -> None:
         """Count a lost row. make_row: describes it; called only for the first one, which messages show."""
@@ -112,30 +135,25 @@ class Lost:
             self.first = make_row()
 
 
-def shown(lost: Lost) -> str:
-    """Format the first lost row on separate lines; empty if there is none."""
-    return f"\n{lost.first}" if lost.first is not None else ""
-
-
 def check_lost(
-    lost: Lost, num_rows: int, *, source: str, limit: str, fix: str, max_fraction: float, warn_above: float
+    report: RowReport, *, source: str, limit: str, fix: str, max_fraction: float, warn_above: float
 ) -> list[str]:
     """Refuse data if a limit drops or cuts more than `max_fraction` of it; return a warning above `warn_above`.
 
     source: the key that names the data. limit: the key of the limit, with its value. fix: what to set instead.
     """
-    share = lost.count / num_rows if num_rows else 0.0
+    share = report.num_lost / report.num_rows if report.num_rows else 0.0
     if share <= min(max_fraction, warn_above):
         return []
-    parts = [f"{lost.num_dropped:,} dropped"] if lost.num_dropped else []
-    parts += [f"{lost.num_cut:,} cut"] if lost.num_cut else []
-    what = f"{lost.count:,} of {num_rows:,} rows ({share:.0%}) do not fit {limit}: {', '.join(parts)}"
-    cure = f"{fix} (the longest row has {lost.longest:,} tokens)"
+    parts = [f"{report.num_dropped:,} dropped"] if report.num_dropped else []
+    parts += [f"{report.num_cut:,} cut"] if report.num_cut else []
+    what = f"{report.num_lost:,} of {report.num_rows:,} rows ({share:.0%}) do not fit {limit}: {', '.join(parts)}"
+    cure = f"{fix} (the longest row has {report.longest:,} tokens)"
     if share <= max_fraction:
-        return [f"warning: {source}: {what}; {cure}. The first of them:{shown(lost)}"]
+        return [f"warning: {source}: {what}; {cure}. The first of them:{report.example}"]
     raise DataError(
-        f"{source}: {what}; data.max_lost_fraction allows {max_fraction:.0%}. The first of them:{shown(lost)}\n{cure},"
-        " shorten the rows, or set data.max_lost_fraction to 1 if that is as it should be"
+        f"{source}: {what}; data.max_lost_fraction allows {max_fraction:.0%}. The first of them:{report.example}\n"
+        f"{cure}, shorten the rows, or set data.max_lost_fraction to 1 if that is as it should be"
     )
 
 

@@ -39,17 +39,6 @@ class Row:
         return f"{self.file}:{self.number}" if self.has_line else f"{self.file}[{self.number}]"
 
 
-@dataclass(frozen=True, slots=True)
-class _Bad:
-    """A row that cannot be read, with the reason."""
-
-    where: str
-    message: str
-
-
-_Entry = Row | _Bad
-
-
 def load_rows(
     path: str,
     *,
@@ -75,20 +64,17 @@ def load_rows(
         raise DataError(f"data.path {path!r} has an empty part: give names joined by single commas")
     shares = _shares(probs, len(parts))
     hub = load_from_hub or _load_from_hub
-    # Each part is cut, too: the first n rows of a mixture come from the first n rows of each part.
-    loaded = [list(islice(_read_part(part, split, hub), max_samples)) for part in parts]
     problems = Problems()
-    for bad in (entry for entries in loaded for entry in entries if isinstance(entry, _Bad)):
-        problems.add(bad.where, bad.message)
+    # Each part is cut, too: the first n rows of a mixture come from the first n rows of each part.
+    loaded = [list(islice(_read_part(part, split, hub, problems), max_samples)) for part in parts]
     problems.raise_if_any()
-    for part, entries in zip(parts, loaded, strict=True):
-        if not entries:
+    for part, rows in zip(parts, loaded, strict=True):
+        if not rows:
             raise DataError(f"{part}: no rows in split {split!r}")
-    good = [[row for row in entries if not isinstance(row, _Bad)] for entries in loaded]  # all of them, by now
     if shares is None:
-        return [row for rows in good for row in rows][:max_samples]
-    draws = _interleave([len(rows) for rows in good], shares, seed, max_samples)
-    return [good[part][number] for part, number in draws]
+        return [row for rows in loaded for row in rows][:max_samples]
+    draws = _interleave([len(rows) for rows in loaded], shares, seed, max_samples)
+    return [loaded[part][number] for part, number in draws]
 
 
 def _shares(probs: str | Sequence[float] | None, num_parts: int) -> list[float] | None:
@@ -127,15 +113,15 @@ def _interleave(
 # --- one part ---------------------------------------------------------------------------------------------------------
 
 
-def _read_part(part: str, split: str, hub: Callable[..., Sequence[Mapping[str, Any]]]) -> Iterator[_Entry]:
+def _read_part(
+    part: str, split: str, hub: Callable[..., Sequence[Mapping[str, Any]]], problems: Problems
+) -> Iterator[Row]:
     name, _ = _split_name(split)
     path = Path(part).expanduser()
     folder = None
     if not path.exists() and "@" in part:
-        base, _, folder = part.rpartition("@")
-        base, folder = base.strip(), folder.strip()
-        path = Path(base).expanduser()
-        part = base
+        part, folder = (each.strip() for each in part.rsplit("@", 1))
+        path = Path(part).expanduser()
     if folder is not None and path.is_dir():
         if not (path / folder).is_dir():
             raise DataError(f"{path} has no folder {folder!r}")
@@ -143,10 +129,10 @@ def _read_part(part: str, split: str, hub: Callable[..., Sequence[Mapping[str, A
     if path.is_file():
         if folder is not None:
             raise DataError(f"{path} is a file: it has no folder {folder!r}")
-        return _sliced(_read_file(path), split)
+        return _sliced(_read_file(path, problems), split)
     if path.is_dir():
         saved = (path / "dataset_dict.json").exists() or (path / "state.json").exists()
-        rows = _saved_rows(path, name) if saved else _folder_rows(path, name)
+        rows = _saved_rows(path, name) if saved else _folder_rows(path, name, problems)
         return _sliced(rows, split)
     if part.startswith((".", "/", "~")) or path.suffix in _READERS or part.count("/") > 1:
         raise DataError(f"no such file or folder: {path}")
@@ -161,7 +147,7 @@ def _split_name(split: str) -> tuple[str, str]:
     return match[1], match[2] or ""
 
 
-def _sliced(rows: Iterator[_Entry], split: str) -> Iterator[_Entry]:
+def _sliced(rows: Iterator[Row], split: str) -> Iterator[Row]:
     name, slicing = _split_name(split)
     if not slicing:
         return rows
@@ -175,11 +161,11 @@ def _sliced(rows: Iterator[_Entry], split: str) -> Iterator[_Entry]:
     return iter(everything[bounds.from_ or 0 : bounds.to])
 
 
-def _rows_of(values: Sequence[Mapping[str, Any]], name: str) -> Iterator[_Entry]:
+def _rows_of(values: Sequence[Mapping[str, Any]], name: str) -> Iterator[Row]:
     return (Row(row, name, number, has_line=False) for number, row in enumerate(values))
 
 
-def _saved_rows(path: Path, split: str) -> Iterator[_Entry]:
+def _saved_rows(path: Path, split: str) -> Iterator[Row]:
     from datasets import DatasetDict, load_from_disk
 
     try:
@@ -215,7 +201,7 @@ _SPLIT_WORDS = {
 }
 
 
-def _folder_rows(path: Path, split: str) -> Iterator[_Entry]:
+def _folder_rows(path: Path, split: str, problems: Problems) -> Iterator[Row]:
     """Read the files of a split, recognised by words in their names as on the hub; without any, all are train."""
     files = sorted(file for file in path.rglob("*") if file.suffix in _READERS and file.is_file())
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
@@ -233,7 +219,7 @@ def _folder_rows(path: Path, split: str) -> Iterator[_Entry]:
     suffixes = {file.suffix for file in chosen}
     if len(suffixes) > 1:
         raise DataError(f"{path} mixes {', '.join(sorted(suffixes))} files: name the ones to use, joined by commas")
-    return (row for file in chosen for row in _read_file(file))
+    return (row for file in chosen for row in _read_file(file, problems))
 
 
 def _split_of(file: Path) -> str:
@@ -248,41 +234,41 @@ def _split_of(file: Path) -> str:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _read_file(path: Path) -> Iterator[_Entry]:
+def _read_file(path: Path, problems: Problems) -> Iterator[Row]:
     reader = _READERS.get(path.suffix)
     if reader is None:
         raise DataError(f"{path}: files that end in {path.suffix!r} cannot be read; {', '.join(_READERS)} can")
     try:
         if os.path.getsize(path) == 0:
             raise DataError(f"{path} is empty")
-        yield from reader(path)
+        yield from reader(path, problems)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
 
 
-def _read_json_lines(path: Path) -> Iterator[_Entry]:
+def _read_json_lines(path: Path, problems: Problems) -> Iterator[Row]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if text.strip():
-                    yield _row(json.loads(text), path, number)
+                    yield from _row(json.loads(text), path, number, problems)
             except UnicodeDecodeError as error:
-                yield _Bad(where, f"not UTF-8 at byte {error.start} of the line")
+                problems.add(where, f"not UTF-8 at byte {error.start} of the line")
             except json.JSONDecodeError as error:
-                yield _Bad(where, f"not JSON: {error.msg} at column {error.colno}")
+                problems.add(where, f"not JSON: {error.msg} at column {error.colno}")
 
 
-def _read_json(path: Path) -> Iterator[_Entry]:
+def _read_json(path: Path, problems: Problems) -> Iterator[Row]:
     """Read a list of objects element by element, to know their lines; a file without a list is read as JSON lines."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        yield _Bad(str(path), f"not UTF-8 at byte {error.start}")
+        problems.add(str(path), f"not UTF-8 at byte {error.start}")
         return
     if not text.lstrip().startswith("["):
-        yield from _read_json_lines(path)
+        yield from _read_json_lines(path, problems)
         return
     decoder, line, seen = json.JSONDecoder(), 1, 0
     at = _skip_space(text, text.index("[") + 1)
@@ -296,11 +282,11 @@ def _read_json(path: Path) -> Iterator[_Entry]:
             elif text[at : at + 1] != "]":
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
         except json.JSONDecodeError as error:
-            yield _Bad(f"{path}:{error.lineno}", f"not JSON: {error.msg} at column {error.colno}")
+            problems.add(f"{path}:{error.lineno}", f"not JSON: {error.msg} at column {error.colno}")
             return
-        yield _row(values, path, line)
+        yield from _row(values, path, line, problems)
     if text[at + 1 :].strip():
-        yield _Bad(f"{path}:{text.count(chr(10), 0, at) + 1}", "not JSON: text after the end of the list")
+        problems.add(f"{path}:{text.count(chr(10), 0, at) + 1}", "not JSON: text after the end of the list")
 
 
 def _skip_space(text: str, at: int) -> int:
@@ -309,13 +295,14 @@ def _skip_space(text: str, at: int) -> int:
     return at
 
 
-def _row(values: Any, path: Path, line: int) -> _Entry:
+def _row(values: Any, path: Path, line: int, problems: Problems) -> Iterator[Row]:
     if isinstance(values, dict):
-        return Row(values, str(path), line, has_line=True)
-    return _Bad(f"{path}:{line}", f"{kind_of(values)}, not an object with keys")
+        yield Row(values, str(path), line, has_line=True)
+    else:
+        problems.add(f"{path}:{line}", f"{kind_of(values)}, not an object with keys")
 
 
-def _read_csv(path: Path, delimiter: str = ",") -> Iterator[_Entry]:
+def _read_csv(path: Path, problems: Problems, delimiter: str = ",") -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # a text may be longer than the 128 KiB that the module allows by default
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
@@ -328,20 +315,20 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[_Entry]:
                 if header is None:
                     header = fields
                     if len(set(header)) < len(header):
-                        yield _Bad(f"{path}:{line}", f"the header names a column twice: {', '.join(header)}")
+                        problems.add(f"{path}:{line}", f"the header names a column twice: {', '.join(header)}")
                         return
                 elif len(fields) != len(header):
                     expected = f"the header has {len(header)}: {', '.join(header)}"
-                    yield _Bad(f"{path}:{line}", f"{len(fields)} fields, but {expected}")
+                    problems.add(f"{path}:{line}", f"{len(fields)} fields, but {expected}")
                 else:
                     yield Row(dict(zip(header, fields, strict=True)), str(path), line, has_line=True)
         except csv.Error as error:
-            yield _Bad(f"{path}:{begin}", f"not CSV: {error}")
+            problems.add(f"{path}:{begin}", f"not CSV: {error}")
         except UnicodeDecodeError as error:
-            yield _Bad(f"{path}:{begin}", f"not UTF-8 here or soon after: {error.reason}")
+            problems.add(f"{path}:{begin}", f"not UTF-8 here or soon after: {error.reason}")
 
 
-def _read_parquet(path: Path) -> Iterator[_Entry]:
+def _read_parquet(path: Path, problems: Problems) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -352,7 +339,7 @@ def _read_parquet(path: Path) -> Iterator[_Entry]:
         raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
 
 
-def _read_arrow(path: Path) -> Iterator[_Entry]:
+def _read_arrow(path: Path, problems: Problems) -> Iterator[Row]:
     import pyarrow as pa
 
     try:
@@ -372,7 +359,7 @@ def _elements(batches: Any) -> Any:
     return (values for batch in batches for values in batch.to_pylist())
 
 
-_READERS: dict[str, Callable[[Path], Iterator[_Entry]]] = {
+_READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,

@@ -178,11 +178,7 @@ def encode(tokenizer: Any, texts: list[str], *, with_offsets: bool = False) -> l
     if not texts:
         return []
     encoded = tokenizer(
-        texts,
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_offsets_mapping=with_offsets,
-        verbose=False,
+        texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=with_offsets, verbose=False
     )
     offsets = encoded["offset_mapping"] if with_offsets else [None] * len(texts)
     return list(zip(encoded["input_ids"], offsets, strict=True))

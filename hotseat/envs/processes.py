@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import os
 import pickle
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -294,20 +293,18 @@ class ProcessEnv:
     def _replace(self, index: int, name: str, waiting: Sequence[int]) -> None:
         """Start another process, and play its episodes up to the call that `waiting` slots still wait for."""
         self.num_replaced += 1
-        for _ in range(MAX_ATTEMPTS - 1):
-            try:
-                self._restart(index, name, waiting)
-                return
-            except SimulatorError as error:
-                self._say(str(error))
-        self._restart(index, name, waiting)
-
-    def _restart(self, index: int, name: str, waiting: Sequence[int]) -> None:
-        self._children[index].end(0.0)
-        self._children[index] = self._spawn()
         unfinished = set(waiting) if name != "render" else set()
         begun = [slot for slot in self._mine(index, self._episodes) if self._episodes[slot].digests]
-        self._replay(index, begun, unfinished)
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            self._children[index].end(0.0)
+            self._children[index] = self._spawn()
+            try:
+                self._replay(index, begun, unfinished)
+                return
+            except SimulatorError as error:
+                if attempt == MAX_ATTEMPTS:
+                    raise
+                self._say(str(error))
 
     def _replay(self, index: int, slots: Sequence[int], unfinished: Set[int] = frozenset()) -> None:
         """Play episodes again in a child that has none of them. unfinished: slots whose last action comes later."""
@@ -354,8 +351,7 @@ class _Child(ChildProcess):
                 _PROGRAM,
                 {"memory": memory},
                 command=(sys.executable, "-P"),
-                codec=self._frames,
-                output=(subprocess.DEVNULL, None),
+                stderr=None,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
                 pass_fds=() if memory is None else (memory,),
                 ending_s=5.0,
@@ -363,6 +359,7 @@ class _Child(ChildProcess):
         except BaseException:
             self._frames.close()
             raise
+        self.channel.codec = self._frames
         with contextlib.suppress(WorkerDied):  # `receive` reports a process that died at once
             self.send((settings, num_worlds))
         if not is_standby:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["ActionSpec", "Observation", "Simulator", "Step", "Task", "WorldStep", "Worlds"]
+__all__ = ["ActionSpec", "Observation", "Simulator", "SimulatorStep", "Task", "WorldStep", "Worlds"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatorStep:
     """Result of one action. terminated: the task ended. truncated: time ran out, and more reward was possible.
 
     success: whether the task is accomplished; None: the simulator does not know.
@@ -83,7 +83,7 @@ class Simulator(Protocol):
     def reset(self, task: int, seed: int) -> Observation:
         """Begin an episode."""
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: np.ndarray) -> SimulatorStep:
         """Carry out one action: [D] float64."""
 
     def render(self) -> np.ndarray:

@@ -12,17 +12,17 @@ import contextlib
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hotseat.envs.array_frames import ChildFrames
-from hotseat.envs.family_loading import has_worlds, load_family, make_one
+from hotseat.envs.family_loading import has_worlds, load_family
 from hotseat.envs.simulator import Observation, Simulator, Worlds, WorldStep
 from hotseat.errors import UserError
 from hotseat.processes.child import Channel
+from hotseat.user_functions import described
 
 
 def main(channel: Channel, task: dict[str, Any]) -> None:
@@ -39,19 +39,18 @@ def _serve(channel: Channel) -> None:
         try:
             module = load_family(settings)
             channel.receive()  # the parent lets it take memory of its device
-            is_batch = has_worlds(module)
+            is_batch, options = has_worlds(module), (list(settings.tasks), settings.max_steps)
             if is_batch:
-                options = list(settings.tasks), settings.max_steps, num_worlds
-                worlds: Worlds = module.make_worlds(*options, **settings.kwargs)
+                worlds: Worlds = module.make_worlds(*options, num_worlds, **settings.kwargs)
             else:
-                worlds = _Separate(lambda: make_one(module, settings))
+                worlds = _Separate(lambda: module.make(*options, **settings.kwargs))
         except UserError as error:
             channel.send(("refused", str(error)))
             return
         except EOFError:
             return
         except Exception as error:
-            channel.send(("refused", f"env.path {settings.path}: {_describe(error)}"))
+            channel.send(("refused", f"env.path {settings.path}: {described(error)}"))
             return
         made.callback(worlds.close)
         facts = list(worlds.tasks), worlds.action, worlds.state_bounds, worlds.is_on_device
@@ -110,7 +109,7 @@ def _answers(worlds: Worlds, name: str, where: list[int], args: list[Any]) -> It
         results = [error] * len(where)
     for result in results:
         if isinstance(result, Exception):
-            yield "failed", _describe(result)
+            yield "failed", described(result)
         elif isinstance(result, WorldStep):
             is_late = result.truncated and not result.terminated  # the last step allowed may have ended the task
             yield "done", (result.seen, result.rewards, result.terminated, is_late, result.success)
@@ -127,11 +126,3 @@ def _step(simulator: Simulator, actions: np.ndarray) -> WorldStep:
         if step.terminated or step.truncated:
             break
     return WorldStep(step.seen, rewards, step.terminated, step.truncated, step.success)
-
-
-def _describe(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:  # returned, not raised
-        return f"{type(error).__name__}: {error}"
-    frame = frames[-1]
-    return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"

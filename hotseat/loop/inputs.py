@@ -18,8 +18,8 @@ from hotseat.config.image_paths import filler_image, image_folder, largest_image
 from hotseat.config.precision import with_dtype
 from hotseat.config.presence import has_agent, has_critic, has_simulator, task_numbers
 from hotseat.config.resolved import prompt_limit, prompt_max_length, source_of
-from hotseat.config.schema import DataConfig
-from hotseat.data import PairReport, Row, check_lost, columns_of, load_rows, make_examples, make_pairs, make_prompts
+from hotseat.config.schema.data_options import DataConfig
+from hotseat.data import Row, RowReport, check_lost, columns_of, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
 from hotseat.errors import TooFewDevicesError, UserError
 from hotseat.extensions import load
@@ -216,8 +216,8 @@ def sft_data(config: Config, tokenizer: Any) -> SupervisedData:
     """Read examples, and make the objective of their tokens. The other tasks have functions of this form, too."""
     (examples, report), evaluation = _read(config, lambda rows: _examples(config, tokenizer, rows))
     notes = [
-        f"{report.num_examples:,} examples, {report.num_learned_tokens:,} tokens to learn"
-        f" ({report.lost.num_cut:,} truncated, {report.num_dropped_no_answer:,} dropped without an answer)",
+        f"{report.num_kept:,} examples, {sum(int(example.mask.sum()) for example in examples):,} tokens to learn"
+        f" ({report.num_cut:,} truncated, {report.num_no_answer:,} dropped without an answer)",
         *_lost(config, report, evaluation),
     ]
     return SupervisedData(SftObjective(), examples, [] if evaluation is None else evaluation[0], notes)
@@ -329,8 +329,7 @@ def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
     for source, each in (("data.path", report), ("eval.path", None if evaluation is None else evaluation[1])):
         if each is not None:
             notes += check_lost(
-                each.lost,
-                each.num_rows,
+                each,
                 source=source,
                 limit=limit,
                 fix=fix,
@@ -429,13 +428,13 @@ def _pairs(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
     )
 
 
-def _described_pairs(what: str, report: PairReport) -> str:
+def _described_pairs(what: str, report: RowReport) -> str:
     return (
-        f"{report.num_pairs:,} {what} ({report.lost.num_cut:,} truncated, {report.num_dropped_no_answer:,} dropped"
-        f" without an answer, {report.num_dropped_identical:,} dropped with the same answer twice)"
+        f"{report.num_kept:,} {what} ({report.num_cut:,} truncated, {report.num_no_answer:,} dropped without an answer,"
+        f" {report.num_identical:,} dropped with the same answer twice)"
     )
 
 
-def _described(what: str, report: Any) -> str:
-    dropped = f", {report.lost.count:,} dropped as too long" if report.lost.count else ""
-    return f"{report.num_prompts:,} {what}{dropped}"
+def _described(what: str, report: RowReport) -> str:
+    dropped = f", {report.num_lost:,} dropped as too long" if report.num_lost else ""
+    return f"{report.num_kept:,} {what}{dropped}"

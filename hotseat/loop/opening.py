@@ -50,6 +50,7 @@ from hotseat.planning.slots import is_chosen_by_run
 if TYPE_CHECKING:
     from hotseat.cluster import Cluster, Template
     from hotseat.loop.inputs import Inputs
+    from hotseat.loop.steering import Steering
     from hotseat.observe import Journal
 
 RESUME = "hotseat resume {run_dir}"  # the command that continues a run
@@ -80,11 +81,17 @@ class ClusterContext:
 
 @contextmanager
 def open_run(
-    config: Config, inputs: Inputs, columns: Mapping[str, str], view: LiveView, command: str = RESUME
+    config: Config,
+    inputs: Inputs,
+    columns: Mapping[str, str],
+    view: LiveView,
+    command: str = RESUME,
+    steering: Steering | None = None,
 ) -> Iterator[OpenRun]:
     """Open the run's directory for this process alone, find the checkpoint it resumes from, and begin its journal.
 
-    columns: formats of the metrics to print at each step. command: how messages tell the user to resume.
+    columns: formats of the metrics to print at each step. command: how messages tell the user to resume. steering: of
+    a script, if one started the run.
     """
     with ExitStack() as stack:
         savers = stack.enter_context(stoppable())
@@ -114,6 +121,9 @@ def open_run(
             return
         journal = stack.enter_context(_journal(config, run_dir, inputs, columns, view, checkpoint))
         stack.callback(_report, run_dir, journal)
+        if steering is not None:
+            journal.stepped = steering.stepped
+            steering.begin(run_dir, saver, journal.say)
         yield OpenRun(config, run_dir, saver, checkpoint, journal, None)
 
 

@@ -33,6 +33,7 @@ from hotseat.registry.roles import ROLES
 
 if TYPE_CHECKING:
     from hotseat.loop.rl.stream import Recording
+    from hotseat.loop.steering import Steering
 
 
 def start(
@@ -42,12 +43,13 @@ def start(
     notes: Sequence[str] = (),
     template: Template | None = None,
     recording: Recording | None = None,
+    steering: Steering | None = None,
 ) -> dict[str, float]:
     """Run a config to its end, and return the last evaluation.
 
     launched: this process is one rank of several that a launcher started. view: the live view, if it is open already.
     notes: earlier findings, to record in the run. template: process that has loaded libraries, from which workers are
-    forked. recording: groups of the run that is replayed; None: groups are sampled.
+    forked. recording: groups of the run that is replayed; None: groups are sampled. steering: of a script.
     """
     with clock.of_one_run(), view or make_view(config, launched) as view:
         check_prerequisites(config)
@@ -55,16 +57,21 @@ def start(
         view.stage("reading tokenizer and data")
         faults.reach("inputs")
         if config.has_rollouts:
-            return _start_rl(config, view, notes, template, recording)
+            return _start_rl(config, view, notes, template, recording, steering)
         if launched:
             from hotseat.loop.supervised.launched import run_launched
 
             return run_launched(config, view)
-        return _start_supervised(config, view, template)
+        return _start_supervised(config, view, template, steering)
 
 
 def _start_rl(
-    config: Config, view: LiveView, notes: Sequence[str], template: Template | None, recording: Recording | None
+    config: Config,
+    view: LiveView,
+    notes: Sequence[str],
+    template: Template | None,
+    recording: Recording | None,
+    steering: Steering | None,
 ) -> dict[str, float]:
     with without_collector():
         inputs = rl_inputs(config)
@@ -75,7 +82,7 @@ def _start_rl(
         from hotseat.loop.rl.loop import train_rl
         from hotseat.loop.state.watchdog import doing_in
 
-    with open_run(config, inputs, columns(config), view) as run:
+    with open_run(config, inputs, columns(config), view, steering=steering) as run:
         if run.evaluation is not None:
             _remove_images(run)
             return run.evaluation
@@ -94,12 +101,15 @@ def _start_rl(
                         rl_run.micro_batches.try_out(saver.keep)
                     saver.keep(rl_run.micro_batches.config)
                     evaluation = train_rl(rl_run, journal, saver, run.checkpoint)
-                if recording is None:
+                if recording is None and not saver.is_ending:
                     rl_run.samples.record_left_over(
-                        rl_run.num_steps, config.train.num_episodes, config.rollout.samples_per_prompt
+                        saver.last_made or rl_run.num_steps,
+                        config.train.num_episodes,
+                        config.rollout.samples_per_prompt,
                     )
                 with saver.exporting():
-                    export_models(run, rl_run.checkpoints.exporting, inputs.tokenizer, rl_run.num_steps)
+                    made = saver.last_made or rl_run.num_steps
+                    export_models(run, rl_run.checkpoints.exporting, inputs.tokenizer, made)
         _remove_images(run)
     return evaluation
 
@@ -112,14 +122,16 @@ def _remove_images(run: OpenRun) -> None:
         run.journal.say(f"images of episodes that nothing needs any more are left: {error}", kind="warning")
 
 
-def _start_supervised(config: Config, view: LiveView, template: Template | None) -> dict[str, float]:
+def _start_supervised(
+    config: Config, view: LiveView, template: Template | None, steering: Steering | None
+) -> dict[str, float]:
     inputs = supervised_inputs(config)
     assert inputs.plan is not None
     from hotseat.loop.state.watchdog import doing_in
     from hotseat.loop.supervised.supervised_loop import columns, launch_ranks, train_and_export
     from hotseat.loop.supervised.supervised_worker import SupervisedWorker
 
-    with open_run(config, inputs, columns(inputs.data), view) as run:
+    with open_run(config, inputs, columns(inputs.data), view, steering=steering) as run:
         if run.evaluation is not None:
             return run.evaluation
         journal = run.journal

@@ -20,26 +20,28 @@ from hotseat.checks.agent_trial import agent_trial
 from hotseat.checks.pipeline import check_config, check_user_code
 from hotseat.cluster import started_template
 from hotseat.config import Config
+from hotseat.loop.steering import Steering
 from hotseat.observe import LiveView
 from hotseat.observe.noise import without_deepspeeds_greeting
 from hotseat.openmp import thread_env
 from hotseat.registry.backends import backend_entry
 
 
-def start(config: Config, launched: bool = False) -> dict[str, float]:
+def start(config: Config, launched: bool = False, steering: Steering | None = None) -> dict[str, float]:
     """Run a config to its end: check it, load heavy libraries, and call `hotseat.loop.run.start`.
 
-    launched: this process is one rank of several that a launcher such as torchrun started.
+    launched: this process is one rank of several that a launcher such as torchrun started. steering: of a script.
     Returns the last evaluation.
     """
     with interrupts.handled() as handler, handler.in_run():
-        return _check_and_run(config, launched)
+        return _check_and_run(config, launched, steering)
 
 
-def _check_and_run(config: Config, launched: bool) -> dict[str, float]:
+def _check_and_run(config: Config, launched: bool, steering: Steering | None) -> dict[str, float]:
     check_config(config)
     keep_compiled()
-    with make_view(config, launched) as view, agent_trial(config) as trial:
+    shown = None if steering is None else steering.view(config.task)
+    with shown or make_view(config, launched) as view, agent_trial(config) as trial:
         notes = [*check_job_directory(config, Path.cwd()), *check_user_code(config, view.stage)]
         view.stage("loading torch and transformers")
         has_workers = not launched and config.cluster.runtime == "ray"
@@ -53,7 +55,7 @@ def _check_and_run(config: Config, launched: bool) -> dict[str, float]:
             if trial is not None:
                 view.stage(f"loading {config.agent.path} once, to see that it works")
                 notes += trial.notes()
-            return run.start(config, launched, view, notes, template)
+            return run.start(config, launched, view, notes, template, steering=steering)
 
 
 @contextmanager

@@ -72,6 +72,8 @@ class Journal(Closing):
 
         started_s: when the command began. for_trackers: returns the metrics of a step as trackers get them.
         """
+        # Returns further metrics of a step, from a script that watches the run.
+        self.stepped: Callable[[int, Mapping[str, Any]], Mapping[str, Any]] = lambda step, metrics: {}
         self._for_trackers = for_trackers
         self._view = view
         self._num_steps = num_steps
@@ -139,7 +141,8 @@ class Journal(Closing):
         self._step = step
         self._has_stepped = self._has_stepped or step > 0
         self._view.processes = None
-        self._files[METRICS].write({"step": step} | dict(metrics))
+        metrics = {**metrics, **self.stepped(step, metrics)}
+        self._files[METRICS].write({"step": step} | metrics)
         tracked = self._for_trackers(step, metrics)
         for sink in self._sinks:
             sink.write(step, tracked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 from rich.console import Console, Group
@@ -35,14 +36,12 @@ class LiveView:
         every_s: seconds between two lines about processes that are waited for, where there is no terminal.
         """
         self._title = title
-        self._num_steps = num_steps
-        self._step = 0
-        self.begin()
+        self.pace = Pace(num_steps)
         self._columns = columns or {}
         self._console = console or Console()
         self._live: Live | None = None
         self._phase = "starting"
-        self._phase_started_s = self._started_s
+        self._phase_started_s = time.monotonic()
         self._processes: Callable[[], list[str]] | None = None
         self._every_s = every_s
         self._advanced_s = self._phase_started_s  # time of the last line about progress
@@ -75,18 +74,11 @@ class LiveView:
 
     def expect(self, num_steps: int, columns: Mapping[str, str]) -> None:
         """Set the number of steps and the columns, which are known only after config and data have been read."""
-        self._num_steps, self._columns = num_steps, columns
+        self.pace.num_steps, self._columns = num_steps, columns
 
     def begin(self) -> None:
         """Start the clock for the remaining time, at the begin of the first step."""
-        self._started_s, self._first_step = time.monotonic(), self._step
-
-    def eta_s(self) -> float | None:
-        """Estimate the remaining seconds from the pace so far."""
-        num_done = self._step - self._first_step
-        if num_done <= 0:
-            return None
-        return (time.monotonic() - self._started_s) / num_done * (self._num_steps - self._step)
+        self.pace.begin()
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and self._live is None:
@@ -116,9 +108,9 @@ class LiveView:
         self._console.file.flush()
 
     def step(self, step: int, values: Mapping[str, float | None]) -> None:
-        self._step = step
-        width = len(str(self._num_steps))
-        cells = [f"{self._title} {step:>{width}}/{self._num_steps}"]
+        self.pace.step = step
+        width = len(str(self.pace.num_steps))
+        cells = [f"{self._title} {step:>{width}}/{self.pace.num_steps}"]
         for name, shown in self._columns.items():
             value = values.get(name)
             if value is not None and not (value == 0 and name in _SHOWN_IF_ANY):
@@ -127,13 +119,12 @@ class LiveView:
 
     def advance(self, step: int, phase: str) -> None:
         """Show how many steps are done, without a line for each; where there is no terminal, a line now and then."""
-        self._step, self._phase = step, phase
+        self.pace.step, self._phase = step, phase
         now_s = time.monotonic()
         if not self._console.is_terminal and now_s - self._advanced_s >= self._every_s:
             self._advanced_s = now_s
-            eta = self.eta_s()
-            left = f", {_duration(eta)} to go" if eta is not None else ""
-            self.progress(f"{self._title} {step:,}/{self._num_steps:,}: {phase}{left}")
+            left = self.pace.left()
+            self.progress(f"{self._title} {step:,}/{self.pace.num_steps:,}: {phase}{f', {left}' if left else ''}")
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -142,19 +133,36 @@ class LiveView:
         grid = Table.grid(padding=(0, 2))
         for _ in range(4):
             grid.add_column(no_wrap=True)
-        eta = self.eta_s()
-        done = round(24 * self._step / self._num_steps) if self._num_steps else 0
+        step, num_steps = self.pace.step, self.pace.num_steps
+        done = round(24 * step / num_steps) if num_steps else 0
         grid.add_row(
             Text("━" * done, style="green") + Text("━" * (24 - done), style="dim"),
-            f"{self._step}/{self._num_steps}" if self._num_steps else "starting",
+            f"{step}/{num_steps}" if num_steps else "starting",
             Text(f"{self._phase} {time.monotonic() - self._phase_started_s:.1f} s", style="cyan"),
-            Text(f"{_duration(eta)} to go" if eta is not None else "", style="dim"),
+            Text(self.pace.left(), style="dim"),
         )
         processes = self.processes
         return Group(grid, *(Text(f"  {line}", style="dim") for line in (processes() if processes else ())))
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+@dataclass
+class Pace:
+    """Steps that are done, and how long the others take at the pace so far."""
+
+    num_steps: int
+    step: int = 0
+    _first_step: int = 0
+    _started_s: float = field(default_factory=time.monotonic)
+
+    def begin(self) -> None:
+        self._started_s, self._first_step = time.monotonic(), self.step
+
+    def left(self) -> str:
+        """Return the remaining time, such as `1:02:03 to go`; empty if it is not known yet."""
+        num_done = self.step - self._first_step
+        if num_done <= 0:
+            return ""
+        seconds = (time.monotonic() - self._started_s) / num_done * (self.num_steps - self.step)
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{rest:02} to go" if hours else f"{minutes}:{rest:02} to go"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import mmap
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,6 @@ from hotseat.files import opened
 Value = float | int | str | None
 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
-_CHUNK = 1 << 16
 
 
 class JsonLines(Closing):
@@ -66,18 +65,12 @@ class TensorBoard:
 
 def drop_cut_line(path: Path) -> None:
     """Remove a last line that a crash cut short, so that appended text begins on a new line."""
-    if not path.exists():
+    if not path.exists() or path.stat().st_size == 0:
         return
     with opened(path, "rb+") as file:
-        end = start = file.seek(0, os.SEEK_END)
-        while start > 0:
-            start = max(0, start - _CHUNK)
-            file.seek(start)
-            newline = file.read(min(_CHUNK, end - start)).rfind(b"\n")
-            if newline >= 0:
-                file.truncate(start + newline + 1)
-                return
-        file.truncate(0)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+        file.truncate(end)
 
 
 def _drop_later(path: Path, last_step: int) -> None:

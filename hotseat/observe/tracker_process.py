@@ -14,12 +14,11 @@ import secrets
 import select
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hotseat.processes.child import Channel
 from hotseat.processes.supervisor import TRACKER, end_marked
-
-if TYPE_CHECKING:
-    from hotseat.processes.child import Channel
+from hotseat.words import leaves
 
 KEY = "WANDB_API_KEY"
 SECRETS = (KEY, "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
@@ -57,7 +56,6 @@ class _Wandb:
     def __init__(self, task: dict[str, Any]):
         import wandb
 
-        known = getattr(wandb.Settings, "model_fields", SETTINGS)
         settings = {**SETTINGS, "init_timeout": task["start_s"]}
         self.run_id = task["id"] or secrets.token_hex(4)
         self._run = wandb.init(
@@ -69,7 +67,9 @@ class _Wandb:
             name=task["name"],
             dir=task["dir"],
             config=task["config"],
-            settings=wandb.Settings(**{name: value for name, value in settings.items() if name in known}),
+            settings=wandb.Settings(
+                **{name: value for name, value in settings.items() if name in wandb.Settings.model_fields}
+            ),
         )
         # W&B's own step counter cannot go back, but a resumed run repeats some steps.
         self._run.define_metric("*", step_metric="step")
@@ -82,8 +82,7 @@ class _Wandb:
         import wandb
 
         self._run.finish()
-        if hasattr(wandb, "teardown"):
-            wandb.teardown()  # its service may still hold what it has not written to the disk
+        wandb.teardown()  # its service may still hold what it has not written to the disk
 
 
 class _Mlflow:
@@ -104,7 +103,8 @@ class _Mlflow:
             number = experiment.experiment_id if experiment else self._client.create_experiment(project)
             tags = {"group": task["group"]} if task["group"] else {}
             self.run_id = self._client.create_run(number, run_name=task["name"], tags=tags).info.run_id
-            config = [Param(_mlflow_name(name), text[:500]) for name, text in _flat(task["config"])]
+            settings = {name: value for name, value in leaves(task["config"]) if value is not None and value != {}}
+            config = [Param(_mlflow_name(name), str(value)[:500]) for name, value in settings.items()]
             for start in range(0, len(config), 100):  # MLflow's limit of a request
                 self._client.log_batch(self.run_id, params=config[start : start + 100])
         self.where = f"{_without_password(uri)}, experiment {project}, run {self.run_id}"
@@ -155,17 +155,6 @@ TRACKERS: dict[str, Any] = {"wandb": _Wandb, "mlflow": _Mlflow, "trackio": _Trac
 
 def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-.:/ ]", "_", name.replace("@", "_at_"))
-
-
-def _flat(config: dict[str, Any], at: str = "") -> list[tuple[str, str]]:
-    """List the leaves of a config by their dotted keys; those that are not set are left out."""
-    leaves: list[tuple[str, str]] = []
-    for name, value in config.items():
-        if isinstance(value, dict):
-            leaves += _flat(value, f"{at}{name}.")
-        elif value is not None:
-            leaves.append((f"{at}{name}", str(value)))
-    return leaves
 
 
 def _without_password(uri: str) -> str:

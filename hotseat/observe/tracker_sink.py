@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class TrackerSink:
         where: Mapping[str, str | None] | None = None,  # its own names for the place of the run, such as `project`
     ):
         self._tracker = tracker
-        self._id_path = run_dir / f"{tracker.kind}.json"
+        id_path = run_dir / f"{tracker.kind}.json"
         self._say = say
         self._waiting: deque[dict[str, Any]] = deque()
         self._changed = threading.Condition()
@@ -92,7 +93,7 @@ class TrackerSink:
         saved_id = None  # None: a new run, or the tracker was off before
         if is_resumed:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                saved_id = str(json.loads(self._id_path.read_text())["id"])
+                saved_id = str(json.loads(id_path.read_text())["id"])
         task = {
             **dict.fromkeys(("entity", "project", "group", "name", "uri", "space")),
             **(where or {}),
@@ -118,7 +119,7 @@ class TrackerSink:
         except OSError as error:
             self._fail(f"could not be started: {error}")
             return
-        for target in (self._feed, self._hear):
+        for target in (self._feed, partial(self._hear, id_path)):
             self._threads.append(threading.Thread(target=target, args=(self._process,), daemon=True))
             self._threads[-1].start()
 
@@ -169,15 +170,15 @@ class TrackerSink:
         with contextlib.suppress(OSError):
             process.socket.shutdown(socket.SHUT_WR)  # it may still send why it failed
 
-    def _hear(self, process: ChildProcess) -> None:
+    def _hear(self, id_path: Path, process: ChildProcess) -> None:
         with contextlib.suppress(Closed, WorkerDied):
             while True:
                 message = process.receive()
                 if "started" in message:
                     try:
-                        write_whole(self._id_path, json.dumps({"id": message["id"]}) + "\n")
+                        write_whole(id_path, json.dumps({"id": message["id"]}) + "\n")
                     except OSError as error:
-                        self._warn(f"would begin a new run at a resume: {self._id_path.name}: {error}")
+                        self._warn(f"would begin a new run at a resume: {id_path.name}: {error}")
                     self._has_started.set()
                     self._say(f"{self._tracker.label}: {message['started']}")
                 else:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotseat.errors import ConfigError, Problem
-from hotseat.openrlhf.flags import COMMANDS, Flag, spellings
+from hotseat.openrlhf.flag import Flag
+from hotseat.openrlhf.flags import COMMANDS, spellings
 
 HIDDEN = "***"
 SWITCHES_OF_OURS = ("--print_config",)

@@ -6,11 +6,18 @@ Each function takes the draft, sets fields and notes flags without effect. `DERI
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
-from hotseat.errors import Problem
 from hotseat.openrlhf.argv import CommandLine
+from hotseat.openrlhf.config_draft import (
+    ConfigDraft,
+    engine_of,
+    has_critic,
+    has_reference,
+    has_reward_model,
+    no_critic,
+    reward_source,
+    shares_with_rollout,
+)
 from hotseat.openrlhf.flags import SCHEDULES
 
 QUEUE_VARIABLE = "OPENRLHF_ASYNC_QUEUE_SIZE"
@@ -23,90 +30,6 @@ TASKS_VARIABLE = "OPENRLHF_ASYNC_NUM_TASKS"
 WANDB_VARIABLE = "WANDB_API_KEY"
 
 
-@dataclass
-class ConfigDraft:
-    """A config under construction, with everything that is noted about the command line."""
-
-    line: CommandLine
-    task: str
-    env: Mapping[str, str]
-    fields: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
-    ignored: dict[str, str] = field(default_factory=dict)  # flag or variable -> why it has no effect
-    problems: list[Problem] = field(default_factory=list)
-    missing: list[tuple[str, str]] = field(default_factory=list)  # required flag, message
-    secrets: dict[str, str] = field(default_factory=dict, repr=False)  # environment variables
-
-    def ignore(self, name: str, because: str) -> None:
-        """Note that a flag has no effect, if it is on the command line."""
-        if self.line.has(name):
-            self.ignored.setdefault(self.line.spelling(name), because)
-
-    def refuse(self, name: str, message: str) -> None:
-        problem = Problem(self.line.spelling(name), message)
-        if problem not in self.problems:
-            self.problems.append(problem)
-
-    def named(self, name: str) -> str:
-        return self.line.spelling(name)
-
-    def at_least(self, name: str, least: int) -> int:
-        """Return a flag's number; note a problem if it is below `least`."""
-        value = int(self.line[name])
-        if value < least:
-            self.refuse(name, f"given {value}, must be at least {least}")
-        return max(value, least)
-
-    def number_from(self, variable: str) -> int | None:
-        """Read a count from an environment variable; note a problem if it is none. (OpenRLHF fails on it later.)"""
-        text = self.env.get(variable, "").strip()
-        if not text:
-            return None
-        if not text.isascii() or not text.isdecimal() or int(text) < 1:
-            self.problems.append(Problem(variable, f"given {text!r}, must be a whole number of at least 1"))
-            return None
-        return int(text)
-
-
-# --- roles ------------------------------------------------------------------------------------------------------------
-
-
-def _has_critic(line: CommandLine) -> bool:
-    return bool(line["--advantage_estimator"] == "gae")
-
-
-def _no_critic(draft: ConfigDraft) -> str:
-    return f"{draft.named('--advantage_estimator')} is {draft.line['--advantage_estimator']}, which has no critic"
-
-
-def _has_reference(line: CommandLine) -> bool:
-    return bool(line["--init_kl_coef"] > 0)
-
-
-def _reward_source(line: CommandLine) -> str | None:
-    """Return the flag that decides where rewards come from: an agent, else a remote source, else a model."""
-    names = ("--agent_func_path", "--remote_rm_url", "--reward_pretrain")
-    return next((name for name in names if line[name]), None)
-
-
-def _has_reward_model(line: CommandLine) -> bool:
-    """Return whether there is a reward model. One whose size is set but not its name is planned too."""
-    is_sized = line.has("--reward_num_nodes") or line.has("--reward_num_gpus_per_node")
-    source = _reward_source(line)
-    return source == "--reward_pretrain" or (source is None and is_sized)
-
-
-def _engine(line: CommandLine) -> str:
-    """Return the engine. `--vllm_num_engines 0` is OpenRLHF's way to sample without vLLM."""
-    if not line.has("--engine") and line["--vllm_num_engines"] == 0:
-        return "transformers"
-    return str(line["--engine"])
-
-
-def _shares_with_rollout(line: CommandLine) -> bool:
-    """Return whether engines are on the actor's devices: by a flag, or because no engines are requested."""
-    return not line["--vllm_num_engines"] or bool(line["--colocate_all_models"] and not line["--async_train"])
-
-
 # --- placement --------------------------------------------------------------------------------------------------------
 
 _ROLES = {"critic": "critic", "ref": "reference", "reward": "reward"}  # flag prefix -> role
@@ -116,14 +39,14 @@ def _placement(draft: ConfigDraft) -> None:
     line = draft.line
     if draft.task != "rl":
         # With adapters and no model of its own, the reference is the actor without them.
-        has_reference = draft.task == "dpo" and (not line["--lora_rank"] or line.has("--ref_pretrain"))
-        placed = {"actor": "all"} | ({"reference": "@actor"} if has_reference else {})
+        is_compared = draft.task == "dpo" and (not line["--lora_rank"] or line.has("--ref_pretrain"))
+        placed = {"actor": "all"} | ({"reference": "@actor"} if is_compared else {})
         draft.fields["cluster.component_placement"] = placed
         return
     shares_all = line["--colocate_all_models"]
-    present = {"critic": _has_critic(line), "ref": _has_reference(line), "reward": _has_reward_model(line)}
+    present = {"critic": has_critic(line), "ref": has_reference(line), "reward": has_reward_model(line)}
     absent = {
-        "critic": _no_critic(draft),
+        "critic": no_critic(draft),
         "ref": f"{draft.named('--init_kl_coef')} is 0, so there is no reference model",
         "reward": "rewards do not come from a model",
     }
@@ -137,11 +60,10 @@ def _placement(draft: ConfigDraft) -> None:
     placed = {"actor": _block(draft, "actor")}
     for prefix, role in _ROLES.items():
         sizes = (f"--{prefix}_num_nodes", f"--{prefix}_num_gpus_per_node")
-        for name in sizes:
-            if not present[prefix]:
-                draft.ignore(name, absent[prefix])
-            elif host[prefix]:
-                draft.ignore(name, f"the {role} uses the {host[prefix]}'s devices")
+        if not present[prefix]:
+            draft.ignore(absent[prefix], *sizes)
+        elif host[prefix]:
+            draft.ignore(f"the {role} uses the {host[prefix]}'s devices", *sizes)
         if present[prefix]:
             placed[role] = f"@{host[prefix]}" if host[prefix] else _block(draft, prefix)
     placed["rollout"] = _rollout(draft)
@@ -152,10 +74,10 @@ def _note_pairs(draft: ConfigDraft, present: Mapping[str, bool], absent: Mapping
     pairs = {"--colocate_actor_ref": ("ref",), "--colocate_critic_reward": ("critic", "reward")}
     for name, prefixes in pairs.items():
         if draft.line["--colocate_all_models"]:
-            draft.ignore(name, f"{draft.named('--colocate_all_models')} says so already")
+            draft.ignore(f"{draft.named('--colocate_all_models')} says so already", name)
         for prefix in prefixes:
             if not present[prefix]:
-                draft.ignore(name, absent[prefix])
+                draft.ignore(absent[prefix], name)
 
 
 def _block(draft: ConfigDraft, prefix: str) -> str:
@@ -169,14 +91,14 @@ def _rollout(draft: ConfigDraft) -> str:
     line, fields = draft.line, draft.fields
     engines = draft.at_least("--vllm_num_engines", 0) if line["--vllm_num_engines"] is not None else 0
     size = draft.at_least("--vllm_tensor_parallel_size", 1)
-    shares = _shares_with_rollout(line)
-    if _engine(line) == "vllm" or size == 1:
+    shares = shares_with_rollout(line)
+    if engine_of(line) == "vllm" or size == 1:
         fields["rollout.num_engines"] = engines or None
         fields["rollout.tensor_parallel_size"] = size
     elif shares:
         # The engines share the actor's devices, and each device has one.
-        for name in ("--vllm_num_engines", "--vllm_tensor_parallel_size"):
-            draft.ignore(name, "the transformers engine runs once on each of the actor's devices")
+        because = "the transformers engine runs once on each of the actor's devices"
+        draft.ignore(because, "--vllm_num_engines", "--vllm_tensor_parallel_size")
     if line["--async_train"] and not engines:
         needs = f"not set, and {draft.named('--async_train')} needs engines on devices of their own"
         draft.missing.append((draft.named("--vllm_num_engines"), needs))
@@ -199,14 +121,14 @@ def _offload(draft: ConfigDraft) -> None:
     if is_on("--ref_reward_offload") or is_on("--reward.offload"):
         fields["reward.enable_offload"] = True
     if is_on("--vllm_enable_sleep"):
-        if _shares_with_rollout(line):
+        if shares_with_rollout(line):
             fields["rollout.enable_offload"] = True
         else:
-            draft.ignore("--vllm_enable_sleep", "the engines have devices of their own")
+            draft.ignore("the engines have devices of their own", "--vllm_enable_sleep")
 
 
 def _engine_choice(draft: ConfigDraft) -> None:
-    draft.fields["rollout.engine"] = _engine(draft.line) if draft.task == "rl" else draft.line["--engine"]
+    draft.fields["rollout.engine"] = engine_of(draft.line) if draft.task == "rl" else draft.line["--engine"]
     for variable, because in VARIABLES_WITHOUT_EFFECT.items():
         if draft.task == "rl" and draft.env.get(variable):
             draft.ignored.setdefault(variable, because)
@@ -230,11 +152,11 @@ def _overlap(draft: ConfigDraft) -> None:
     batches = _batches_generated(draft)
     if not line["--async_train"]:
         because = f"{draft.named('--async_train')} is not given"
-        draft.ignore("--async_queue_size", because)
-        if line["--partial_rollout"] and _shares_with_rollout(line):
+        draft.ignore(because, "--async_queue_size")
+        if line["--partial_rollout"] and shares_with_rollout(line):
             draft.fields |= {"overlap.staleness": 1, "overlap.order": "arrival", "overlap.in_flight": "recompute"}
         else:
-            draft.ignore("--partial_rollout", because)
+            draft.ignore(because, "--partial_rollout")
         if draft.env.get(QUEUE_VARIABLE):
             draft.ignored.setdefault(QUEUE_VARIABLE, because)
         return
@@ -247,7 +169,7 @@ def _overlap(draft: ConfigDraft) -> None:
     draft.fields["overlap.staleness"] = (queue + 1) * batches - 1
     if line["--partial_rollout"]:
         draft.fields["overlap.order"] = "arrival"
-        draft.fields["overlap.in_flight"] = "recompute" if _engine(line) == "vllm" else "keep"
+        draft.fields["overlap.in_flight"] = "recompute" if engine_of(line) == "vllm" else "keep"
 
 
 def _batches_generated(draft: ConfigDraft) -> int:
@@ -273,7 +195,7 @@ def _batches_generated(draft: ConfigDraft) -> int:
 
 def _critic(draft: ConfigDraft) -> None:
     model = draft.line["--critic_pretrain"]
-    if model == "None" and _has_critic(draft.line):
+    if model == "None" and has_critic(draft.line):
         estimator = draft.named("--advantage_estimator")
         draft.refuse("--critic_pretrain", f"None is no critic, and {estimator} gae needs one: choose another estimator")
     draft.fields["critic.model"] = model
@@ -281,10 +203,10 @@ def _critic(draft: ConfigDraft) -> None:
 
 def _reward(draft: ConfigDraft) -> None:
     line, fields = draft.line, draft.fields
-    source = _reward_source(line)
+    source = reward_source(line)
     for name in ("--remote_rm_url", "--reward_pretrain"):
         if source is not None and source != name:
-            draft.ignore(name, f"rewards come from {draft.named(source)}")
+            draft.ignore(f"rewards come from {draft.named(source)}", name)
     if source == "--reward_pretrain":
         fields["reward.model"] = line[source]
     if source != "--remote_rm_url":
@@ -309,7 +231,7 @@ def _chosen_dtype(line: CommandLine) -> str:
 
 def _dtype(draft: ConfigDraft) -> None:
     if draft.line.has("--param_dtype"):
-        draft.ignore("--bf16", f"{draft.named('--param_dtype')} is given")
+        draft.ignore(f"{draft.named('--param_dtype')} is given", "--bf16")
     draft.fields["train.dtype"] = _chosen_dtype(draft.line)
 
 
@@ -327,7 +249,7 @@ def _attention(draft: ConfigDraft) -> None:
     chosen = line["--attn_implementation"]
     if chosen is not None and not chosen.startswith("flash_attention"):
         draft.fields["train.attention"] = chosen
-        draft.ignore("--flash_attn", f"{draft.named('--attn_implementation')} is {chosen}")
+        draft.ignore(f"{draft.named('--attn_implementation')} is {chosen}", "--flash_attn")
         return
     if _chosen_dtype(line) == "fp32":
         happens = "training is in fp32, for which torch has no flash attention: it uses another kernel; --bf16 has one"
@@ -338,14 +260,13 @@ def _attention(draft: ConfigDraft) -> None:
             f"{draft.named('--packing_samples')} is not given: rows are padded, and torch chooses the kernel of its"
             " scaled_dot_product_attention, on GPUs a flash kernel"
         )
-    for name in ("--attn_implementation", "--flash_attn"):
-        draft.ignore(name, happens)
+    draft.ignore(happens, "--attn_implementation", "--flash_attn")
 
 
 def _template(draft: ConfigDraft) -> None:
     template = draft.line["--input_template"]
     if template is not None and "{}" not in template:
-        draft.ignore("--input_template", "it has no {} for the prompt, which goes without a template")
+        draft.ignore("it has no {} for the prompt, which goes without a template", "--input_template")
         template = None
     draft.fields["data.input_template"] = template
 
@@ -357,8 +278,7 @@ def _images(draft: ConfigDraft) -> None:
         draft.fields["data.max_images_per_prompt"] = count
         draft.fields["train.freeze_visual_encoder"] = draft.line["--freeze_visual_encoder"]
     else:
-        for name in ("--image_key", "--freeze_visual_encoder"):
-            draft.ignore(name, f"{draft.named('--max_images_per_prompt')} is 0")
+        draft.ignore(f"{draft.named('--max_images_per_prompt')} is 0", "--image_key", "--freeze_visual_encoder")
 
 
 # --- batches and lengths ----------------------------------------------------------------------------------------------
@@ -382,8 +302,8 @@ def _micro_batches(draft: ConfigDraft) -> None:
         fields["train.max_tokens_per_device"] = budget
         fields["rollout.max_tokens_per_device"] = line["--rollout_max_tokens_per_gpu"] or budget
         return
-    for name in ("--train_max_tokens_per_gpu", "--rollout_max_tokens_per_gpu"):
-        draft.ignore(name, f"{draft.named('--use_dynamic_batch')} is not given")
+    because = f"{draft.named('--use_dynamic_batch')} is not given"
+    draft.ignore(because, "--train_max_tokens_per_gpu", "--rollout_max_tokens_per_gpu")
 
 
 def _lengths(draft: ConfigDraft) -> None:
@@ -404,10 +324,9 @@ def _clip(draft: ConfigDraft) -> None:
     low = high = line["--eps_clip"]
     if line["--eps_clip_low_high"] is not None:
         low, high = line["--eps_clip_low_high"]
-        draft.ignore("--eps_clip", f"{draft.named('--eps_clip_low_high')} is given")
+        draft.ignore(f"{draft.named('--eps_clip_low_high')} is given", "--eps_clip")
     if line.has("--clip_eps_low") and line.has("--clip_eps_high"):
-        for name in ("--eps_clip", "--eps_clip_low_high"):
-            draft.ignore(name, "--clip_eps_low and --clip_eps_high are given")
+        draft.ignore("--clip_eps_low and --clip_eps_high are given", "--eps_clip", "--eps_clip_low_high")
     draft.fields["algorithm.clip_low"] = line["--clip_eps_low"] if line.has("--clip_eps_low") else low
     draft.fields["algorithm.clip_high"] = line["--clip_eps_high"] if line.has("--clip_eps_high") else high
 
@@ -422,11 +341,8 @@ def _estimator(draft: ConfigDraft) -> None:
     if estimator == "dr_grpo" and draft.line["--policy_loss_type"] == "ppo":
         fields["algorithm.aggregation"] = "token_mean"
     if estimator == "group_norm":
-        draft.ignore(
-            "--no_advantage_std_norm",
-            f"{draft.named('--advantage_estimator')} group_norm divides by the group's deviation in any case, as in"
-            " OpenRLHF; dr_grpo does not divide",
-        )
+        always = f"{draft.named('--advantage_estimator')} group_norm divides by the group's deviation in any case"
+        draft.ignore(f"{always}, as in OpenRLHF; dr_grpo does not divide", "--no_advantage_std_norm")
     elif draft.line["--no_advantage_std_norm"]:
         fields["algorithm.std_norm"] = False
 
@@ -447,15 +363,14 @@ def _correction(draft: ConfigDraft) -> None:
     GSPO uses its ratio to the engine's probabilities instead, whatever the type and the thresholds.
     """
     line, fields = draft.line, draft.fields
-    threshold = line["--vllm_is_truncated_threshold"]
+    details = ("--vllm_is_correction_type", "--vllm_is_truncated_threshold")
+    threshold = line[details[1]]
     if not line["--enable_vllm_is_correction"]:
-        for name in ("--vllm_is_correction_type", "--vllm_is_truncated_threshold"):
-            draft.ignore(name, f"{draft.named('--enable_vllm_is_correction')} is not given")
+        draft.ignore(f"{draft.named('--enable_vllm_is_correction')} is not given", *details)
         return
     if line["--policy_loss_type"] == "gspo":
         fields["algorithm.correction.kind"] = "rollout-ratio"
-        for name in ("--vllm_is_correction_type", "--vllm_is_truncated_threshold"):
-            draft.ignore(name, "gspo takes its ratio to the engine's probabilities, as OpenRLHF does")
+        draft.ignore("gspo takes its ratio to the engine's probabilities, as OpenRLHF does", *details)
         return
     if threshold is None:
         threshold = [0.5, 5.0] if line.is_newer or line.has("--vllm_is_correction_type") else [2.0]
@@ -478,7 +393,7 @@ def _schedule(draft: ConfigDraft) -> None:
 
     unused: dict[str, str] = {}
     used: set[str] = set()
-    for role in ("actor", "critic") if draft.task == "rl" and _has_critic(line) else ("actor",):
+    for role in ("actor", "critic") if draft.task == "rl" and has_critic(line) else ("actor",):
         scheduler = chosen(role, "lr_scheduler")
         if line[scheduler] not in SCHEDULES:
             draft.refuse(scheduler, f"given {line[scheduler]!r}, must be one of {', '.join(SCHEDULES)}")
@@ -494,10 +409,9 @@ def _schedule(draft: ConfigDraft) -> None:
                 used.add(name)
             unused[name] = f"{draft.named(scheduler)} is {line[scheduler]}"
     for name in unused.keys() - used:
-        draft.ignore(name, unused[name])
-    if draft.task == "rl" and not _has_critic(line):
-        for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"):
-            draft.ignore(f"--critic.{name}", _no_critic(draft))
+        draft.ignore(unused[name], name)
+    if draft.task == "rl" and not has_critic(line):
+        draft.ignore(no_critic(draft), "--critic.lr_scheduler", "--critic.lr_warmup_ratio", "--critic.min_lr_ratio")
 
 
 def _wandb(draft: ConfigDraft) -> None:

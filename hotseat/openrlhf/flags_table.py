@@ -8,7 +8,8 @@ from pathlib import Path
 
 from hotseat.cli.options_view import options
 from hotseat.config.unsupported import UNSUPPORTED
-from hotseat.openrlhf.flags import COMMANDS, TASKS, Flag
+from hotseat.openrlhf.flag import Flag
+from hotseat.openrlhf.flags import COMMANDS, TASKS
 from hotseat.openrlhf.help import MEANINGS
 from hotseat.words import with_table
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hotseat.config.unsupported import UNSUPPORTED
-from hotseat.openrlhf.flags import COMMANDS, MANY, SAME, UNBOUNDED, Flag
+from hotseat.openrlhf.flag import MANY, SAME, UNBOUNDED, Flag
+from hotseat.openrlhf.flags import COMMANDS
 
 WIDTH = 100
 EXAMPLES: Mapping[str, str] = {

@@ -49,12 +49,12 @@ def grade_answer(given_answer: Any, ground_truth: Any) -> bool:
         ) from error
     if given_answer is None or ground_truth is None:
         return False
-    given, truth = str(given_answer).strip(), str(ground_truth).strip()
-    if _as_plain(given) == _as_plain(truth):
+    answer, truth = str(given_answer).strip(), str(ground_truth).strip()
+    if _as_plain(answer) == _as_plain(truth):
         return True
     # Whoever calls this has a deadline; the library's own, by signals, works in a main thread only.
-    expected, found = (parse(_as_latex(text), parsing_timeout=None) for text in (truth, given))
-    return bool(expected) and bool(found) and bool(verify(expected, found, timeout_seconds=None))
+    expected, parsed = (parse(_as_latex(text), parsing_timeout=None) for text in (truth, answer))
+    return bool(expected) and bool(parsed) and bool(verify(expected, parsed, timeout_seconds=None))
 
 
 def _as_plain(text: str) -> str:

@@ -13,8 +13,10 @@ from hotseat.config.unsupported import unsupported
 from hotseat.config.yaml_lines import Document, nested
 from hotseat.errors import ConfigError, Problem
 from hotseat.openrlhf.argv import CommandLine, FlagArgument, parse
-from hotseat.openrlhf.derive import DERIVED, ConfigDraft
-from hotseat.openrlhf.flags import TASKS, Flag
+from hotseat.openrlhf.config_draft import ConfigDraft
+from hotseat.openrlhf.derive import DERIVED
+from hotseat.openrlhf.flag import Flag
+from hotseat.openrlhf.flags import TASKS
 
 
 @dataclass(frozen=True)

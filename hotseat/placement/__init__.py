@@ -9,7 +9,7 @@ Names that runs use, too, can be imported from here.
 
 from hotseat.placement.flow import PhaseStep
 from hotseat.placement.inventory import DeviceKind, Inventory, Node
-from hotseat.placement.memory import GIB
+from hotseat.placement.memory_terms import GIB
 from hotseat.placement.plan import shares_devices
 from hotseat.placement.plan_types import Plan
 from hotseat.placement.residency import Holding

@@ -9,13 +9,13 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal
 
 from hotseat.errors import PlacementError
 from hotseat.extensions import load
 from hotseat.placement.role_names import Part, check_role, did_you_mean
 from hotseat.registry.roles import ROLES, role_entry
-from hotseat.registry.tasks import TASKS
+from hotseat.registry.tasks import task_entry
 
 Order = Literal["together", "in_turn"]
 Kind = Literal["rollout", "prepare", "update", "sync"]
@@ -37,7 +37,7 @@ class RoleWork:
 
 
 class _AtWork:
-    """What phases and steps have in common."""
+    """Common part of phases and steps."""
 
     __slots__ = ()
     works: tuple[RoleWork, ...]
@@ -72,17 +72,12 @@ class Overlap:
     """Limits within which the rollout of later batches may overlap training on earlier ones.
 
     `queue` batches may wait for training; a batch may be `staleness` weight versions old. Both 0: no overlap.
-    With `carries_over`, rollout may share devices with training: it stands still meanwhile and goes on afterwards.
+    With `carries_over`, rollout may share devices with training: it pauses meanwhile and continues afterwards.
     """
 
     queue: int = 0
     staleness: int = 0
     carries_over: bool = False
-
-    def __post_init__(self) -> None:
-        for name, value in (("queue", self.queue), ("staleness", self.staleness)):
-            if value < 0:
-                raise PlacementError(f"overlap.{name} is {value}: it must be 0 (no overlap) or more")
 
     @property
     def is_on(self) -> bool:
@@ -133,42 +128,24 @@ def default_flow(
 ) -> Flow:
     """Return the usual flow of a task for the roles that are placed.
 
-    components: those of the roles that are the user's own. They work one after another, in this order, between reward
-    models and the other scores.
+    components: custom ones among the roles. They work one after another, in this order, between reward models and the
+    other scores.
     """
-    for role in roles:
-        check_role(role, components)
-    if task not in TASKS:
-        hint = did_you_mean(task, tuple(TASKS))
-        raise PlacementError(f"unknown task {task!r}: {hint}the tasks are {', '.join(TASKS)}")
-    needed, phases = load(TASKS[task].flow)(frozenset(roles), components)
-    for role in needed:
-        if role not in roles:
-            raise PlacementError(f"task {task} needs the role {role}, which is not placed: give it a selection")
-    flow = Flow(tuple(phase for phase in phases if phase.works), overlap or Overlap())
-    idle = [role for role in roles if role not in flow.roles]
-    if idle:
-        raise PlacementError(
-            f"task {task} has no work for {', '.join(idle)}: leave {'it' if len(idle) == 1 else 'them'} out of the"
-            f" placement, or write a flow that uses {'it' if len(idle) == 1 else 'them'}"
-        )
-    return flow
-
-
-_Made = tuple[tuple[str, ...], tuple[Phase, ...]]
+    phases = load(task_entry(task).flow)(frozenset(roles), components)
+    return Flow(tuple(phase for phase in phases if phase.works), overlap or Overlap())
 
 
 def _works(roles: frozenset[str], *names: str, parts: tuple[Part, ...] = (Part.WEIGHTS,)) -> tuple[RoleWork, ...]:
     return tuple(RoleWork(name, parts) for name in names if name in roles)
 
 
-def rl_phases(roles: frozenset[str], components: Sequence[str]) -> _Made:
-    """Return the roles that RL needs, and its phases. The other tasks have functions of this form, too."""
+def rl_phases(roles: frozenset[str], components: Sequence[str]) -> tuple[Phase, ...]:
+    """Return the phases of RL. The other tasks have functions of this form, too."""
     scorer = "inference" if "inference" in roles else "actor"
     scores = _works(roles, "judge", parts=_SAMPLES)  # it writes its verdicts as an engine writes answers
     scores += _works(roles, "reward", *components, "reference", "critic", scorer)
     targets = tuple(role.name for role in ROLES.values() if role.gets_weights and role.name in roles)
-    return ("actor", "rollout"), (
+    return (
         Phase("rollout", _works(roles, "env", parts=(Part.SIMULATOR,)) + _works(roles, "rollout", parts=_SAMPLES)),
         Phase("prepare", scores, "in_turn"),
         Phase("update", _works(roles, "critic", "actor", parts=_TRAINS), "in_turn"),
@@ -176,97 +153,61 @@ def rl_phases(roles: frozenset[str], components: Sequence[str]) -> _Made:
     )
 
 
-def sft_phases(roles: frozenset[str], _: Sequence[str]) -> _Made:
-    return ("actor",), (Phase("update", _works(roles, "actor", parts=_TRAINS)),)
+def sft_phases(roles: frozenset[str], _: Sequence[str]) -> tuple[Phase, ...]:
+    return (Phase("update", _works(roles, "actor", parts=_TRAINS)),)
 
 
-def rm_phases(roles: frozenset[str], _: Sequence[str]) -> _Made:
-    trained = "actor" if "actor" in roles and "reward" not in roles else "reward"
-    return (trained,), (Phase("update", _works(roles, trained, parts=_TRAINS)),)
+def rm_phases(roles: frozenset[str], _: Sequence[str]) -> tuple[Phase, ...]:
+    return (Phase("update", _works(roles, "reward" if "reward" in roles else "actor", parts=_TRAINS)),)
 
 
-def dpo_phases(roles: frozenset[str], _: Sequence[str]) -> _Made:
+def dpo_phases(roles: frozenset[str], _: Sequence[str]) -> tuple[Phase, ...]:
     training = Phase("update", _works(roles, "actor", parts=_TRAINS))
-    return ("actor",), (Phase("prepare", _works(roles, "reference")), training)
-
-
-_PHASE_KEYS = ("name", "run", "train", "push", "order")
+    return Phase("prepare", _works(roles, "reference")), training
 
 
 def parse_flow(
-    phases: Sequence[Mapping[str, object]],
+    phases: Sequence[Mapping[str, Any]],
     roles: Collection[str],
     overlap: Overlap | None = None,
     components: Sequence[str] = (),
 ) -> Flow:
-    """Parse a flow as a config writes it, for these placed roles. components: those that are the user's own.
+    """Parse a flow as a config writes it, with the types checked, for these placed roles. components: custom roles.
 
     Each phase has a `name`, an `order` (together or in_turn), and its works: `run` (a list of roles, or a mapping from
     role to parts), `train` (roles whose weights are updated), `push` (roles that get the actor's weights).
     """
     if not phases:
         raise PlacementError("the flow has no phases: write at least one, for instance {name: update, train: [actor]}")
-    parsed = tuple(_parse_phase(written, index, components) for index, written in enumerate(phases))
+    parsed = tuple(_parse_phase(written, components) for written in phases)
     flow = Flow(parsed, overlap or Overlap())
     check_flow(flow, roles)
     return flow
 
 
-def _parse_phase(written: Mapping[str, object], index: int, components: Sequence[str]) -> Phase:
-    if not isinstance(written, Mapping):
-        raise PlacementError(
-            f"flow: phase {index} is {written!r}: write a mapping such as {{name: update, train: [actor]}}"
-        )
-    name = written.get("name")
-    if not isinstance(name, str) or not name:
-        raise PlacementError(f"flow: phase {index} has no name: write name: rollout or the like")
-    where = f"flow: phase {name!r}"
-    for key in written:
-        if key not in _PHASE_KEYS:
-            hint = did_you_mean(str(key), _PHASE_KEYS)
-            raise PlacementError(f"{where}: unknown key {key!r}: {hint}the keys are {', '.join(_PHASE_KEYS)}")
-    order = written.get("order", "together")
-    if order not in get_args(Order):
-        raise PlacementError(f"{where}: order is {order!r}: write together or in_turn")
-    works = _run_works(written.get("run", ()), where, components)
-    works += [RoleWork(role, _TRAINS) for role in _names(written.get("train", ()), "train", where, components)]
-    pushes = _names(written.get("push", ()), "push", where, components)
+def _parse_phase(written: Mapping[str, Any], components: Sequence[str]) -> Phase:
+    run, train, pushes = written.get("run", []), written.get("train", []), tuple(written.get("push", []))
+    for role in (*run, *train, *pushes):
+        check_role(role, components)
+    works = [RoleWork(role, _run_parts(run, role, f"flow: phase {written['name']!r}")) for role in run]
+    works += [RoleWork(role, _TRAINS) for role in train]
     if pushes:
         works += [RoleWork(role, (Part.WEIGHTS,)) for role in ("actor", *pushes) if role not in {w.role for w in works}]
-    return Phase(name, tuple(works), "in_turn" if order == "in_turn" else "together", tuple(pushes))
+    return Phase(written["name"], tuple(works), written.get("order", "together"), pushes)
 
 
-def _run_works(run: object, where: str, components: Sequence[str]) -> list[RoleWork]:
+def _run_parts(run: Sequence[str] | Mapping[str, Sequence[str]], role: str, where: str) -> tuple[Part, ...]:
+    """Return the parts that a phase has for a role under `run`: those that are written, or all but what trains."""
     if not isinstance(run, Mapping):
-        without = (Part.GRADIENTS, Part.OPTIMIZER)
-        return [
-            RoleWork(role, tuple(p for p in Part if p in role_entry(role).parts and p not in without))
-            for role in _names(run, "run", where, components)
-        ]
-    works = []
-    for role, parts in run.items():
-        names = [parts] if isinstance(parts, str) else parts
-        if not isinstance(names, Sequence) or not names:
-            raise PlacementError(f"{where}: parts of {role} are {parts!r}: write a list such as [weights, kv_cache]")
-        needed = tuple(sorted({_part(n, where) for n in names}, key=list(Part).index))
-        works.append(RoleWork(check_role(str(role), components), needed))
-    return works
-
-
-def _part(name: object, where: str) -> Part:
-    try:
-        return Part(str(name))
-    except ValueError:
-        choices = tuple(part.value for part in Part)
-        hint = did_you_mean(str(name), choices)
-        raise PlacementError(f"{where}: unknown part {name!r}: {hint}the parts are {', '.join(choices)}") from None
-
-
-def _names(written: object, key: str, where: str, components: Sequence[str]) -> list[str]:
-    names = [written] if isinstance(written, str) else written
-    if not isinstance(names, Sequence):
-        raise PlacementError(f"{where}: {key} is {written!r}: write a list of roles")
-    return [check_role(str(name), components) for name in names]
+        return tuple(p for p in Part if p in role_entry(role).parts and p not in (Part.GRADIENTS, Part.OPTIMIZER))
+    if not run[role]:
+        raise PlacementError(f"{where}: parts of {role} are []: write a list such as [weights, kv_cache]")
+    choices = tuple(part.value for part in Part)
+    for name in run[role]:
+        if name not in choices:
+            hint = did_you_mean(name, choices)
+            raise PlacementError(f"{where}: unknown part {name!r}: {hint}the parts are {', '.join(choices)}")
+    return tuple(part for part in Part if part in run[role])
 
 
 def check_flow(flow: Flow, roles: Collection[str]) -> None:
@@ -296,7 +237,7 @@ _COMPONENT, _OTHER = 1, 2  # the numbers of custom components, and of all other 
 
 
 def check_runs(flow: Flow, task: str, roles: Collection[str], components: Sequence[str] = ()) -> None:
-    """Refuse a flow that a run of this task with these roles cannot follow. components: those that are the user's own.
+    """Refuse a flow that a run of this task with these roles cannot follow. components: custom roles.
 
     A flow names, divides and arranges the work of the task's usual flow: it has no other work, and leaves none out.
     """

@@ -26,13 +26,16 @@ Where = Literal["devices", "cpu", "elsewhere"]
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedProcess:
-    """One process of a role: its rank in the role, its node, its devices (global ids, in order)."""
+class Process:
+    """One process of a group: its rank, the node that it runs on, and the devices that it sees.
+
+    Devices are numbered through the whole cluster, and in order.
+    """
 
     rank: int
-    node: int
+    node: int = 0
     devices: tuple[int, ...] = ()
-    fraction: float = 1.0  # share of each of its devices; below 1 if processes of this role share a device
+    fraction: float = 1.0  # share of each of its devices; below 1 if processes of a role share a device
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -51,7 +54,7 @@ class Located:
 
     role: str
     where: Where
-    processes: tuple[PlannedProcess, ...]
+    processes: tuple[Process, ...]
     devices: tuple[int, ...]  # each once, in process order
 
 
@@ -308,7 +311,7 @@ def _enough_nodes(requests: Sequence[RoleRequest], size: int, num_claimed: int) 
     raise AssertionError("a node per block is always enough")
 
 
-def _processes(inventory: Inventory, request: RoleRequest, spots: _Spots, target: str) -> tuple[PlannedProcess, ...]:
+def _processes(inventory: Inventory, request: RoleRequest, spots: _Spots, target: str) -> tuple[Process, ...]:
     if spots.where == "elsewhere":
         return ()
     if spots.where == "cpu":
@@ -325,7 +328,7 @@ def _processes(inventory: Inventory, request: RoleRequest, spots: _Spots, target
         num_procs = request.num_procs or len(spots.items)
         check_divides(len(spots.items), num_procs, f"{request.role}: {request.selection}")
         layout = [(spots.items, num_procs)]
-    processes: list[PlannedProcess] = []
+    processes: list[Process] = []
     for piece, count in layout:
         per_device = max(1, count // len(piece))
         width = max(1, len(piece) // count)
@@ -333,13 +336,13 @@ def _processes(inventory: Inventory, request: RoleRequest, spots: _Spots, target
             start = index // per_device * width
             devices = piece[start : start + width]
             node = _one_node(inventory, request, len(processes), devices)
-            processes.append(PlannedProcess(len(processes), node, devices, 1 / per_device))
+            processes.append(Process(len(processes), node, devices, 1 / per_device))
     return tuple(processes)
 
 
-def _cpu_processes(request: RoleRequest, spots: _Spots) -> tuple[PlannedProcess, ...]:
+def _cpu_processes(request: RoleRequest, spots: _Spots) -> tuple[Process, ...]:
     is_shared = isinstance(request.selection, SameAs)
-    processes: list[PlannedProcess] = []
+    processes: list[Process] = []
     for piece, demanded in zip(spots.pieces, spots.procs, strict=True):
         count = demanded or (request.num_procs if len(spots.pieces) == 1 else None) or len(piece)
         if count < len(piece) and not is_shared:
@@ -347,24 +350,22 @@ def _cpu_processes(request: RoleRequest, spots: _Spots) -> tuple[PlannedProcess,
                 f"{request.role}: {request.selection} gives {count} processes {len(piece)} nodes: a process is on one"
                 f" node, so ask for at least {len(piece)} processes"
             )
-        processes += [
-            PlannedProcess(len(processes) + index, piece[index * len(piece) // count]) for index in range(count)
-        ]
-    if request.num_procs not in (None, len(processes)):
-        raise PlacementError(
-            f"{request.role}: {request.selection} makes {len(processes)} processes and {request.num_procs} are asked"
-            f" for: drop one of the two"
-        )
+        processes += [Process(len(processes) + index, piece[index * len(piece) // count]) for index in range(count)]
+    _check_number(request, len(processes))
     return tuple(processes)
+
+
+def _check_number(request: RoleRequest, num_processes: int) -> None:
+    if request.num_procs not in (None, num_processes):
+        raise PlacementError(
+            f"{request.role}: {request.selection} makes {num_processes} processes and {request.num_procs} are asked"
+            " for: drop one of the two"
+        )
 
 
 def _check_processes(request: RoleRequest, spots: _Spots, counts: Sequence[int]) -> None:
     """Check that PROCS in the selection agree with the number of processes and the engine size of the role."""
-    if request.num_procs not in (None, sum(counts)):
-        raise PlacementError(
-            f"{request.role}: {request.selection} makes {sum(counts)} processes and {request.num_procs} are asked"
-            f" for: drop one of the two"
-        )
+    _check_number(request, sum(counts))
     if request.engine_size is None:
         return
     for piece, count in zip(spots.pieces, counts, strict=True):

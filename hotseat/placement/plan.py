@@ -16,16 +16,8 @@ from hotseat.errors import PlacementError
 from hotseat.placement.flow import Flow, PhaseStep, check_flow, make_steps, shared_devices
 from hotseat.placement.inventory import Inventory, format_ranges, format_ranks, ranges
 from hotseat.placement.locate import Located, RoleRequest, locate
-from hotseat.placement.memory import (
-    FITS_BELOW,
-    ForwardMemory,
-    Layout,
-    RoleMemory,
-    Term,
-    TrainMemory,
-    process_on_host,
-    total,
-)
+from hotseat.placement.memory_settings import ForwardMemory, Layout, TrainMemory
+from hotseat.placement.memory_terms import FITS_BELOW, RoleMemory, Term, process_on_host, total
 from hotseat.placement.plan_types import (
     DeviceGroup,
     GroupStep,
@@ -49,7 +41,7 @@ from hotseat.placement.residency import (
     working_terms,
     works_here,
 )
-from hotseat.placement.role_names import Part, check_role
+from hotseat.placement.role_names import Part
 from hotseat.placement.selection import Elsewhere, Selection, parse_selection
 from hotseat.registry.roles import role_entry
 
@@ -76,7 +68,7 @@ def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
     A plan whose memory does not fit is returned with that verdict; a part that must leave a device but may not is an
     error.
     """
-    specs = _checked(roles)
+    specs = {spec.name: spec for spec in roles}
     selections = {
         spec.name: spec.on if isinstance(spec.on, Selection) else parse_selection(spec.on, spec.name) for spec in roles
     }
@@ -117,29 +109,6 @@ def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
         verdict=_overall(groups, hosts),
         warnings=tuple(plan_warnings(inventory, specs, selections, located, groups)),
     )
-
-
-def _checked(roles: Sequence[RoleSpec]) -> dict[str, RoleSpec]:
-    specs: dict[str, RoleSpec] = {}
-    if not roles:
-        raise PlacementError("no role is placed: place at least the actor, for instance actor: all")
-    for spec in roles:
-        name = check_role(spec.name, [spec.name] if spec.is_component else ())
-        if name in specs:
-            raise PlacementError(f"{name} is placed twice: keep one of the two")
-        specs[name] = spec
-        if spec.tensor_parallel < 1:
-            raise PlacementError(f"{name}: tensor_parallel_size is {spec.tensor_parallel}: it must be 1 or more")
-        if spec.num_procs is not None and spec.num_procs < 1:
-            what = "num_engines" if spec.is_engine else "num_procs"
-            raise PlacementError(f"{name}: {what} is {spec.num_procs}: it must be 1 or more")
-        if spec.share is not None and not 0 < spec.share <= 1:
-            raise PlacementError(f"{name}: its memory share is {spec.share:g}: it must be above 0 and at most 1")
-        if spec.offload == "always" and not spec.can_offload & role_entry(name).parts:
-            raise PlacementError(
-                f"{name}: enable_offload is true, but its backend can offload nothing: leave enable_offload unset"
-            )
-    return specs
 
 
 def _check_working(specs: Mapping[str, RoleSpec], selections: Mapping[str, Selection], flow: Flow) -> None:

@@ -10,8 +10,10 @@ from typing import Any, Literal
 from hotseat.errors import PlacementError
 from hotseat.placement.flow import Flow, PhaseStep
 from hotseat.placement.inventory import Inventory
-from hotseat.placement.locate import PlannedProcess, Where
-from hotseat.placement.memory import EngineMemory, Layout, Memory, RoleMemory, Term, estimate
+from hotseat.placement.locate import Process, Where
+from hotseat.placement.memory import estimate
+from hotseat.placement.memory_settings import EngineMemory, Layout, Memory
+from hotseat.placement.memory_terms import RoleMemory, Term
 from hotseat.placement.residency import HandOver, Holding
 from hotseat.placement.role_names import Part
 from hotseat.placement.selection import Selection
@@ -43,7 +45,6 @@ class RoleSpec:
     memory: Memory | None = None
     model: ModelShape | None = None
     model_assumed: str | None = None  # the public model whose shape was taken from the name alone
-    is_component: bool = False  # a class of the user's own, under any name
 
     @property
     def is_engine(self) -> bool:
@@ -62,7 +63,7 @@ class PlannedRole:
     name: str
     on: str
     where: Where
-    processes: tuple[PlannedProcess, ...]
+    processes: tuple[Process, ...]
     tensor_parallel: int = 1
     share: float | None = None
     is_engine: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hotseat.placement.inventory import Inventory, format_ranges, format_ranks
 from hotseat.placement.locate import Located
-from hotseat.placement.memory import EngineMemory, ForwardMemory, TrainMemory
+from hotseat.placement.memory_settings import EngineMemory, ForwardMemory, TrainMemory
 from hotseat.placement.plan_types import DeviceGroup, RoleSpec
 from hotseat.placement.selection import InPools, RankSelection, Selection
 from hotseat.registry.roles import role_entry
@@ -21,7 +21,7 @@ def plan_warnings(
 ) -> list[str]:
     warnings = _assumed_shapes(specs)
     holdings = (holding for group in groups for step in group.steps for holding in step.holdings)
-    away = {holding.role for holding in holdings if not holding.is_resident}
+    absent = {holding.role for holding in holdings if not holding.is_resident}
     for name, spec in specs.items():
         place = located[name]
         written = selections[name]
@@ -50,7 +50,7 @@ def plan_warnings(
         alone = place.devices and all(
             set(located[other].devices).isdisjoint(place.devices) for other in specs if other != name
         )
-        if spec.offload == "always" and name not in away:
+        if spec.offload == "always" and name not in absent:
             warnings.append(f"{name}: enable_offload: true has no effect: no part of it is ever idle on a device")
         elif spec.offload == "always" and alone:
             warnings.append(

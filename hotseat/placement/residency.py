@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hotseat.placement.flow import PhaseStep, RoleWork
-from hotseat.placement.memory import FITS_BELOW, Activity, RoleMemory, Term, total
+from hotseat.placement.memory_terms import FITS_BELOW, Activity, RoleMemory, Term, total
 from hotseat.placement.role_names import Part
 
 State = Literal["needed", "kept", "offloaded", "dropped"]
@@ -77,7 +77,7 @@ class _Item:
     mode: Mode
     gib: float  # 0 where unknown
     needs: tuple[bool, ...]
-    dropped: tuple[bool, ...]  # when away in this step, no copy is kept, because the values are not read again
+    dropped: tuple[bool, ...]  # when absent in this step, no copy is kept, because the values are not read again
 
     def distance(self, step: int) -> int:
         return (_next_use(self.needs, step) - step) % len(self.needs) or len(self.needs)
@@ -129,14 +129,14 @@ def settle(
 ) -> tuple[tuple[tuple[Holding, ...], ...], Stuck | None]:
     """Decide every part's state in every step. Returns also the first part that would have to leave but cannot."""
     items = _items(tenants, steps)
-    away = [[item.mode == "always" and not need for need in item.needs] for item in items]
+    absent = [[item.mode == "always" and not need for need in item.needs] for item in items]
     known = capacity_gib is not None and all(tenant.memory is not None for tenant in tenants)
     stuck = None
     if known and capacity_gib is not None:
-        rooms = [_room(tenants, items, away, step, index, capacity_gib) for index, step in enumerate(steps)]
+        rooms = [_room(tenants, items, absent, step, index, capacity_gib) for index, step in enumerate(steps)]
         bases, limits, all_stuck = zip(*rooms, strict=True)
         stuck = next((each for each in all_stuck if each is not None), None)
-        _evict(items, away, bases, limits)
+        _evict(items, absent, bases, limits)
 
     def holding(item: _Item, step: int, is_away: bool) -> Holding:
         state: State = "needed" if item.needs[step] else "kept"
@@ -145,7 +145,7 @@ def settle(
         return Holding(item.role, item.part, state, item.gib if known else None)
 
     holdings = tuple(
-        tuple(holding(item, index, away[row][index]) for row, item in enumerate(items)) for index in range(len(steps))
+        tuple(holding(item, index, absent[row][index]) for row, item in enumerate(items)) for index in range(len(steps))
     )
     return holdings, stuck
 
@@ -169,29 +169,29 @@ def _next_use(needs: Sequence[bool], step: int) -> int:
     return next((step + d) % count for d in range(1, count + 1) if needs[(step + d) % count])
 
 
-def _evict(items: Sequence[_Item], away: list[list[bool]], base: Sequence[float], limits: Sequence[float]) -> None:
-    """Mark in `away` the parts that must leave so that every step has room."""
+def _evict(items: Sequence[_Item], absent: list[list[bool]], base: Sequence[float], limits: Sequence[float]) -> None:
+    """Mark in `absent` the parts that must leave so that every step has room."""
     count = len(base)
-    used = [base[s] + sum(i.gib for i, a in zip(items, away, strict=True) if not a[s]) for s in range(count)]
-    evicted: list[tuple[int, list[int]]] = []  # (item, the steps it is away for)
+    used = [base[s] + sum(i.gib for i, a in zip(items, absent, strict=True) if not a[s]) for s in range(count)]
+    evicted: list[tuple[int, list[int]]] = []  # (item, the steps it is absent for)
     for s in range(count):
         while used[s] > limits[s]:
-            rows = [r for r, item in enumerate(items) if _may_leave(item, s) and not away[r][s]]
+            rows = [r for r, item in enumerate(items) if _may_leave(item, s) and not absent[r][s]]
             if not rows:
                 break
             row = max(rows, key=lambda r: (items[r].dropped[s], items[r].distance(s), items[r].gib, -r))
             gone = [(s + d) % count for d in range(items[row].distance(s))]
-            gone = [t for t in gone if not away[row][t]]
+            gone = [t for t in gone if not absent[row][t]]
             for t in gone:
-                away[row][t] = True
+                absent[row][t] = True
                 used[t] -= items[row].gib
             evicted.append((row, gone))
-    _give_back(items, away, used, limits, evicted)
+    _give_back(items, absent, used, limits, evicted)
 
 
 def _give_back(
     items: Sequence[_Item],
-    away: list[list[bool]],
+    absent: list[list[bool]],
     used: list[float],
     limits: Sequence[float],
     evicted: list[tuple[int, list[int]]],
@@ -204,10 +204,10 @@ def _give_back(
     waiting = sorted(evicted, key=lambda e: (items[e[0]].dropped[e[1][0]], -items[e[0]].gib, e[0], e[1]))
 
     def stays(row: int, step: int) -> bool:
-        is_here_before = not away[row][(step - 1) % count]
+        is_here_before = not absent[row][(step - 1) % count]
         if not is_here_before or used[step] + items[row].gib > limits[step]:
             return False
-        away[row][step] = False
+        absent[row][step] = False
         used[step] += items[row].gib
         return True
 
@@ -235,7 +235,7 @@ def _may_leave(item: _Item, step: int) -> bool:
 def _room(
     tenants: Sequence[Tenant],
     items: Sequence[_Item],
-    away: Sequence[Sequence[bool]],
+    absent: Sequence[Sequence[bool]],
     step: PhaseStep,
     index: int,
     capacity: float,
@@ -248,7 +248,7 @@ def _room(
     kinds = {activity(step, work) for work in works_here(step, (tenant.role for tenant in tenants))}
     if not kinds or (len(tenants) == 1 and kinds <= {"generate", "receive", "simulate"}):
         return base, capacity, None  # idle parts do not grow, nor does an engine within its memory share
-    resident = [item for item, a in zip(items, away, strict=True) if not a[index]]
+    resident = [item for item, a in zip(items, absent, strict=True) if not a[index]]
     fixed = [item for item in resident if not item.needs[index] and not _may_leave(item, index)]
     needed = base + sum(item.gib for item in resident if item.needs[index])
     least = needed + sum(item.gib for item in fixed)
@@ -287,12 +287,12 @@ def _moves(
     first, last = between[0], between[-1]
     how: How
     for row, start in enumerate(holdings[first]):
-        away = [s for s in between if not holdings[s][row].is_resident]
+        absent = [s for s in between if not holdings[s][row].is_resident]
         end = holdings[last][row]
-        if start.is_resident and away:
-            how = "copied" if holdings[away[0]][row].state == "offloaded" else "dropped"
+        if start.is_resident and absent:
+            how = "copied" if holdings[absent[0]][row].state == "offloaded" else "dropped"
             leaves.append(Move(start.role, start.part, how, start.gib))
-        if end.is_resident and away:
+        if end.is_resident and absent:
             is_pushed = end.part is Part.WEIGHTS and end.role in steps[last].pushes
             how = "allocated" if end.part in _WORTHLESS_WHEN_IDLE else "pushed" if is_pushed else "restored"
             comes.append(Move(end.role, end.part, how, end.gib))

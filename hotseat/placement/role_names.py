@@ -28,7 +28,7 @@ def did_you_mean(word: str, choices: tuple[str, ...]) -> str:
 
 
 def check_role(name: str, components: Collection[str] = ()) -> str:
-    """Return `name` if it is a role, or one of the user's own components; otherwise raise an error with the nearest."""
+    """Return `name` if it is a role, or a custom component; otherwise raise an error with the nearest."""
     if name in ROLES or name in components:
         return name
     hint = did_you_mean(name.lower(), (*ROLES, *components))

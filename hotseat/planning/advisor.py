@@ -17,7 +17,7 @@ from hotseat.config import Config, loads, roles_of, to_yaml
 from hotseat.config.batches import batch_algebra
 from hotseat.config.yaml_lines import dump, nested
 from hotseat.errors import BatchError, UserError
-from hotseat.placement.memory import Layout
+from hotseat.placement.memory_settings import Layout
 from hotseat.placement.plan_types import GroupStep, Plan
 from hotseat.planning.budgets import with_least_budgets, with_whole_steps
 from hotseat.planning.config_plan import make_plan, num_data_parallel, on_all_devices, plan_as_is
@@ -262,9 +262,9 @@ def _together(
         def complete(settings: Settings, base: Settings = base) -> Settings:
             return engines.with_least_shares({**base, **settings})
 
-        found = cheapest(choices, lambda settings: trials.missed(complete(settings), is_roomy))
-        if found is not None:
-            return _simplest(trials, engines, complete(found), relieved, is_roomy)
+        settings = cheapest(choices, lambda settings: trials.missed(complete(settings), is_roomy))
+        if settings is not None:
+            return _simplest(trials, engines, complete(settings), relieved, is_roomy)
     return None
 
 

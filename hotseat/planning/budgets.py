@@ -19,9 +19,10 @@ from typing import Literal
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, num_checkpointed, token_budget
 from hotseat.config.presence import has_simulator
-from hotseat.config.schema import RolloutConfig, TrainConfig
+from hotseat.config.schema.rollout_options import RolloutConfig
+from hotseat.config.schema.train_options import TrainConfig
 from hotseat.errors import BudgetError, PlacementError, RunError
-from hotseat.placement.memory import GIB
+from hotseat.placement.memory_terms import GIB
 from hotseat.placement.plan_types import Plan
 from hotseat.placement.shapes import ModelShape
 

@@ -12,19 +12,14 @@ from hotseat.config import Config, roles_of
 from hotseat.config.precision import with_dtype
 from hotseat.config.presence import has_simulator
 from hotseat.config.resolved import overlap_queue
-from hotseat.config.schema import NodePoolConfig
+from hotseat.config.schema.cluster_options import NodePoolConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.machine import has_gpu
 from hotseat.placement.flow import Flow, Overlap, check_runs, default_flow, parse_flow
 from hotseat.placement.inventory import UNKNOWN_KIND, DeviceKind, Inventory, Node, NodePool, parse_node_ranks
-from hotseat.placement.memory import (
-    GIB,
-    EngineMemory,
-    Layout,
-    TrainMemory,
-    token_activation_bytes,
-    useful_cache_gib,
-)
+from hotseat.placement.memory import token_activation_bytes, useful_cache_gib
+from hotseat.placement.memory_settings import EngineMemory, Layout, TrainMemory
+from hotseat.placement.memory_terms import GIB
 from hotseat.placement.plan import plan
 from hotseat.placement.plan_types import Plan, RoleSpec
 from hotseat.placement.role_names import Part
@@ -34,11 +29,11 @@ from hotseat.planning.role_specs import (
     engine_of,
     engine_slots,
     not_described,
-    own_names,
     role_specs,
     section_of_role,
     shape_of_role,
     simulator_memory,
+    with_custom_names,
 )
 from hotseat.planning.slots import with_slots
 from hotseat.registry.engines import DEFAULT_ENGINE
@@ -139,7 +134,7 @@ def plan_as_is(config: Config, inventory: str | Inventory | None = None, *, are_
         stay = _engines_that_stay(config)
         roles = [replace(spec, can_offload=frozenset(), offload=None) if spec.name in stay else spec for spec in roles]
     machines = machines_of(config, inventory)
-    with own_names(config):
+    with with_custom_names(config):
         flow = make_flow(config, tuple(spec.name for spec in roles))
         if machines is not None:
             made = plan(_with_pools(machines, config), roles, flow)
@@ -313,8 +308,8 @@ def is_offloaded(made: Plan, role: str) -> bool:
 def offloaded_parts(made: Plan, role: str) -> list[Part]:
     """Return the parts of a role that are off its devices in some step of the plan."""
     steps = [step for group in made.groups for step in group.steps]
-    away = {hold.part for step in steps for hold in step.holdings if hold.role == role and not hold.is_resident}
-    return sorted(away)
+    absent = {hold.part for step in steps for hold in step.holdings if hold.role == role and not hold.is_resident}
+    return sorted(absent)
 
 
 def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
@@ -332,7 +327,7 @@ def flow_problem(config: Config) -> str | None:
         return None
     roles = roles_of(config)
     try:
-        with own_names(config):
+        with with_custom_names(config):
             check_runs(make_flow(config, roles), config.task, roles, tuple(config.components))
     except PlacementError as error:
         return str(error).removeprefix("flow: ")

@@ -16,9 +16,10 @@ from hotseat.config.batches import num_checkpointed, token_budget, tokens_per_mi
 from hotseat.config.precision import dtype_of, with_dtype
 from hotseat.config.presence import has_agent, has_images, has_judge_engine
 from hotseat.config.resolved import judge_length, prompt_max_length
-from hotseat.config.schema import RolloutConfig, TrainConfig
+from hotseat.config.schema.rollout_options import RolloutConfig
+from hotseat.config.schema.train_options import TrainConfig
 from hotseat.errors import PlacementError
-from hotseat.placement.memory import ComponentMemory, EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
+from hotseat.placement.memory_settings import ComponentMemory, EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
 from hotseat.placement.plan_types import RoleSpec
 from hotseat.placement.selection import parse_placement
 from hotseat.placement.shapes import ModelShape, VisionShape, from_hf_config, known_shape
@@ -33,7 +34,7 @@ _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @contextmanager
-def own_names(config: Config) -> Iterator[None]:
+def with_custom_names(config: Config) -> Iterator[None]:
     """Add the names that the config has for roles to a `PlacementError` that mentions these roles."""
     try:
         yield
@@ -95,7 +96,7 @@ def role_specs(config: Config) -> list[RoleSpec]:
         for names, value in config.cluster.component_placement.items()
     }
     present = roles_of(config)
-    with own_names(config):
+    with with_custom_names(config):
         selections: dict[str, Any] = dict(parse_placement(placed, tuple(config.components)))
         for role in selections:
             if role not in present:
@@ -124,7 +125,6 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         can_offload=entry.parts,
         model=shape,
         model_assumed=assumed,
-        is_component=entry.kind == "component",
     )
     if entry.kind == "component":
         return replace(spec, memory=ComponentMemory(section.memory_gib))

@@ -14,7 +14,8 @@ from hotseat.config import Config
 from hotseat.config.presence import has_simulator
 from hotseat.errors import PlacementError
 from hotseat.placement import GIB, Plan
-from hotseat.placement.memory import EngineMemory, kv_bytes_per_token
+from hotseat.placement.memory import kv_bytes_per_token
+from hotseat.placement.memory_settings import EngineMemory
 from hotseat.planning.role_specs import engine_of, role_specs
 
 MAX_SLOTS = 1024
@@ -39,8 +40,8 @@ def with_slots(
     engines = made.role("rollout").processes
     memory, model = next((s.memory, s.model) for s in role_specs(config) if s.name == "rollout")
     device = made.inventory.nodes[engines[0].node].device_kind.memory_gib if engines else None
-    wanted = -(-config.rollout.batch_size * config.rollout.samples_per_prompt // max(1, len(engines)))
-    most = min(MAX_SLOTS, max(_UNIT, -(-wanted // _UNIT) * _UNIT))
+    num_samples = -(-config.rollout.batch_size * config.rollout.samples_per_prompt // max(1, len(engines)))
+    most = min(MAX_SLOTS, max(_UNIT, -(-num_samples // _UNIT) * _UNIT))
     if model is None or device is None or not isinstance(memory, EngineMemory):
         return config.with_options({"rollout.num_slots": min(most, UNPRICED_SLOTS)})
     slot_gib = memory.max_tokens * kv_bytes_per_token(model, memory.kv_bytes) / GIB

@@ -11,14 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from hotseat.processes.child import HEAD, MAX_BYTES, Channel
-
-if TYPE_CHECKING:
-    from hotseat.processes.child import Codec
 
 _CHILD = Path(__file__).with_name("child.py")
 _LOOK_EVERY_S = 0.1  # interval of checks for the process's death and `is_closed` while the connection is silent
@@ -67,11 +64,10 @@ def exit_words(code: int) -> str:
 class ChildProcess:
     """A process that runs `main(channel, task)` of a file, in its own session. After an error it can only be ended.
 
-    task: in JSON's types. command: of the interpreter. codec: of all messages; the program sets its own end's. output:
-    standard output and error; with PIPE, the end of both is kept for `written`. imports_from: folders that it looks for
-    modules in after all others. dies_with_thread: the system kills the process with the thread that starts it.
-    is_closed: waits raise `Closed` once it returns True. ending_s: how long a process that has closed its end may take
-    to end.
+    task: in JSON's types. command: of the interpreter. imports_from: folders that it looks for modules in after all
+    others. dies_with_thread: the system kills the process with the thread that starts it. is_closed: waits raise
+    `Closed` once it returns True. ending_s: how long a process that has closed its end may take to end. options: of
+    `Popen`; with PIPE as stdout, the end of the output is kept for `written`.
     """
 
     def __init__(
@@ -80,16 +76,12 @@ class ChildProcess:
         task: Any,
         *,
         command: Sequence[str] = (sys.executable, "-u", "-P"),
-        codec: Codec | None = None,
-        output: tuple[int | IO[bytes] | None, int | IO[bytes] | None] = (subprocess.DEVNULL, subprocess.DEVNULL),
-        env: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
-        pass_fds: Sequence[int] = (),
         imports_from: Sequence[str] = (),
         dies_with_thread: bool = False,
         max_memory_bytes: int | None = None,
         is_closed: Callable[[], bool] = lambda: False,
         ending_s: float = 1.0,
+        **options: Any,
     ):
         self._is_closed = is_closed
         self._ending_s = ending_s
@@ -99,17 +91,12 @@ class ChildProcess:
         self._keeper: threading.Thread | None = None
         self.socket, theirs = socket.socketpair()
         self.channel = Channel(self.socket)
+        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        options = {**silent, **options, "pass_fds": (theirs.fileno(), *options.get("pass_fds", ()))}
+        words = [*command, str(_CHILD), str(theirs.fileno()), str(program)]
         try:
-            self.process = subprocess.Popen(
-                [*command, str(_CHILD), str(theirs.fileno()), str(program)],
-                stdin=subprocess.DEVNULL,
-                stdout=output[0],
-                stderr=output[1],
-                env=env,
-                cwd=cwd,
-                pass_fds=(theirs.fileno(), *pass_fds),
-                start_new_session=True,  # Ctrl-C is for the driver, and the group of all that it starts can be ended
-            )
+            # A session of its own: Ctrl-C is for the driver, and the group of all that it starts can be ended.
+            self.process = subprocess.Popen(words, start_new_session=True, **options)
         except BaseException:
             self.socket.close()
             raise
@@ -127,8 +114,6 @@ class ChildProcess:
         except BaseException:
             self.end()
             raise
-        if codec is not None:
-            self.channel.codec = codec
 
     @property
     def pid(self) -> int:

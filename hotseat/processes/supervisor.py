@@ -8,7 +8,7 @@ and workers have a second mark, a number in the soft limit of realtime CPU time 
 everybody can read it, and at seventy thousand years it limits nobody.
 
 Run as a program, this file is the supervisor: it waits for one process to end, by whatever cause, then carries out its
-`Task`: it ends what is left of the marked processes, removes what they made, and ends itself. It needs only the
+`Remains`: it ends what is left of the marked processes, removes what they made, and ends itself. It needs only the
 standard library and Linux; elsewhere `start_supervisor` returns None, and Ray's own reaper has to do.
 """
 
@@ -39,6 +39,8 @@ SHM_PREFIX = "HOTSEAT_SHM_PREFIX"
 # Where an engine of containers keeps them, beside HOME: a program's must be the one by which they are removed.
 CONTAINER_ENV = ("XDG_DATA_HOME", "XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF", "CONTAINER_HOST", "DOCKER_HOST")
 
+# Files with this process's control group, and with where control groups are.
+OWN_GROUP, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 # They remove the segments of those who used them once these are gone, so they go last.
 _HELPERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 _HELPERS_GRACE_S = 3.0
@@ -48,6 +50,12 @@ _CONTAINERS_S = 60.0
 def in_worker_process() -> bool:
     """Tell whether this process carries the object of one rank of a group, and nothing else."""
     return bool(os.environ.get(WORKER))
+
+
+def capabilities() -> int:
+    """Return the effective capabilities of this process, a bit for each."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("CapEff:")).split()[1], 16)
 
 
 def start_time(pid: int) -> int | None:
@@ -220,6 +228,22 @@ def remove_segments(prefix: str, pids: Iterable[int] = ()) -> None:
                 os.unlink(path)
 
 
+def own_group(own: Path = OWN_GROUP, mounts: Path = MOUNTS) -> tuple[Path, Path] | str:
+    """Return the folder of this process's control group (version 2), and its mount point; a text if there is none."""
+    try:
+        groups = [line[3:] for line in own.read_text().splitlines() if line.startswith("0::")]
+        lines = [line.partition(" - ") for line in mounts.read_text().splitlines()]
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    mounted = [Path(before.split()[4]) for before, _, after in lines if after.split()[:1] == ["cgroup2"]]
+    if not groups or not mounted:
+        return "this machine has no control groups of version 2"
+    group = mounted[0] / groups[0].strip("/")
+    if ".." in group.parts or not group.is_dir():
+        return "the control group of this process is not visible here"
+    return group, mounted[0]
+
+
 def end_group(group: Path, timeout_s: float = 5.0) -> OSError | None:
     """Kill everything in a control group (version 2) and remove it; return why it could not be removed."""
     deadline = time.monotonic() + timeout_s
@@ -276,7 +300,7 @@ def remove_folder(folder: str | Path) -> None:
 # --- the supervisor ---------------------------------------------------------------------------------------------------
 
 
-class Task(TypedDict, total=False):
+class Remains(TypedDict, total=False):
     """Remains of a process, to clean up after it.
 
     mark: variable and value of its processes. groups: folder and pattern of control groups. containers: engine, label.
@@ -289,7 +313,7 @@ class Task(TypedDict, total=False):
     containers: tuple[str, str] | None
 
 
-def clean_up(task: Task) -> None:
+def clean_up(task: Remains) -> None:
     """End all marked processes, and remove what they left."""
     variable, value = task["mark"]
     killed = end_marked(variable, [value])
@@ -304,7 +328,7 @@ def clean_up(task: Task) -> None:
             remove_containers(*containers)
 
 
-def start_supervisor(task: Task, *, is_awaited: bool = True) -> subprocess.Popen[bytes] | None:
+def start_supervisor(task: Remains, *, is_awaited: bool = True) -> subprocess.Popen[bytes] | None:
     """Start a supervisor of the calling process. `dismiss_supervisor` ends it without a clean-up.
 
     is_awaited: wait until it runs, and raise if it does not. It does its work also if nobody has waited.
@@ -347,7 +371,7 @@ def dismiss_supervisor(supervisor: subprocess.Popen[bytes] | None) -> None:
         supervisor.wait(3.0)
 
 
-def _supervise(pid: int, task: Task) -> None:
+def _supervise(pid: int, task: Remains) -> None:
     remark_this_process(-1)  # a supervisor that was started by a marked process is not one of those it ends
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotseat.registry.lookup import entry_of, table
+from hotseat.registry.lookup import Table
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class BackendEntry:
 
 DEFAULT_BACKEND = "fsdp"
 
-BACKENDS: dict[str, BackendEntry] = table(
+BACKENDS = Table[BackendEntry](
+    "training backend",
     BackendEntry(
         "fsdp",
         "FSDP2",
@@ -52,6 +53,4 @@ BACKENDS: dict[str, BackendEntry] = table(
     ),
 )
 
-
-def backend_entry(name: str) -> BackendEntry:
-    return entry_of(BACKENDS, name, "training backend")
+backend_entry = BACKENDS.entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hotseat.registry.lookup import entry_of, names_with, table
+from hotseat.registry.lookup import Table, names_with
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class EngineEntry:
 
 DEFAULT_ENGINE = "transformers"
 
-ENGINES: dict[str, EngineEntry] = table(
+ENGINES = Table[EngineEntry](
+    "engine",
     EngineEntry(
         "transformers",
         "transformers",
@@ -77,6 +78,4 @@ ENGINES: dict[str, EngineEntry] = table(
     ),
 )
 
-
-def engine_entry(name: str) -> EngineEntry:
-    return entry_of(ENGINES, name, "engine")
+engine_entry = ENGINES.entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hotseat.registry.lookup import entry_of, table
+from hotseat.registry.lookup import Table
 from hotseat.registry.policy_losses import Aggregation
 from hotseat.user_functions import is_own
 
@@ -48,7 +48,8 @@ class EstimatorEntry:
 
 DEFAULT_ESTIMATOR = "group_norm"
 
-ESTIMATORS: dict[str, EstimatorEntry] = table(
+ESTIMATORS = Table[EstimatorEntry](
+    "advantage estimator",
     EstimatorEntry(
         "gae",
         "PPO with a critic.",
@@ -101,9 +102,9 @@ ESTIMATORS: dict[str, EstimatorEntry] = table(
 )
 
 # What is known of `FILE.py:FUNCTION`.
-USER_ESTIMATOR = EstimatorEntry("FILE.py:FUNCTION", "Your own.", "", "", compares_episodes=True)
+USER_ESTIMATOR = EstimatorEntry("FILE.py:FUNCTION", "Custom.", "", "", compares_episodes=True)
 
 
 def estimator_entry(name: str) -> EstimatorEntry:
     """Return the entry of an estimator, built-in or a user's."""
-    return USER_ESTIMATOR if is_own(name) else entry_of(ESTIMATORS, name, "advantage estimator")
+    return USER_ESTIMATOR if is_own(name) else ESTIMATORS.entry(name)

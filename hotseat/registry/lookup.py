@@ -1,4 +1,4 @@
-"""Look-ups in the tables."""
+"""Tables of entries, and look-ups in them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
 from hotseat.errors import UserError
-
-T = TypeVar("T")
 
 
 class _Named(Protocol):
@@ -19,18 +17,20 @@ class _Named(Protocol):
 N = TypeVar("N", bound=_Named)
 
 
-def table(*entries: N) -> dict[str, N]:
-    """Return entries by their names, in this order."""
-    return {entry.name: entry for entry in entries}
+class Table(dict[str, N]):
+    """Entries by their names, in their order. what: an entry is called in messages."""
 
+    def __init__(self, what: str, *entries: N):
+        super().__init__((entry.name, entry) for entry in entries)
+        self._what = what
 
-def entry_of(table: Mapping[str, T], name: str, what: str) -> T:
-    """Return the entry of a name. Raises with the nearest valid one. what: an entry is called in the message."""
-    if name in table:
-        return table[name]
-    close = difflib.get_close_matches(name, table, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise UserError(f"no {what} {name!r}: choose one of {', '.join(table)}{hint}")
+    def entry(self, name: str) -> N:
+        """Return the entry of a name. Raises with the nearest valid one."""
+        if name in self:
+            return self[name]
+        close = difflib.get_close_matches(name, self, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(f"no {self._what} {name!r}: choose one of {', '.join(self)}{hint}")
 
 
 def names_that(table: Mapping[str, Any], fact: str) -> list[str]:

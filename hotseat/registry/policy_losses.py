@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hotseat.registry.lookup import entry_of, table
+from hotseat.registry.lookup import Table
 from hotseat.user_functions import is_own
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -35,7 +35,8 @@ class PolicyLossEntry:
 
 DEFAULT_POLICY_LOSS = "ppo"
 
-POLICY_LOSSES: dict[str, PolicyLossEntry] = table(
+POLICY_LOSSES = Table[PolicyLossEntry](
+    "policy loss",
     PolicyLossEntry(
         "ppo",
         "Clipped ratio of each token, or of the tokens of a step; with the dual clip if it is set.",
@@ -70,10 +71,10 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = table(
 
 # What is known of `FILE.py:FUNCTION`.
 USER_POLICY_LOSS = PolicyLossEntry(
-    "FILE.py:FUNCTION", "Your own.", "", "", "", aggregation="token_mean", learns_without_advantage=True
+    "FILE.py:FUNCTION", "Custom.", "", "", "", aggregation="token_mean", learns_without_advantage=True
 )
 
 
 def policy_loss_entry(name: str) -> PolicyLossEntry:
     """Return the entry of a policy loss, built-in or a user's."""
-    return USER_POLICY_LOSS if is_own(name) else entry_of(POLICY_LOSSES, name, "policy loss")
+    return USER_POLICY_LOSS if is_own(name) else POLICY_LOSSES.entry(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotseat.registry.lookup import entry_of, table
+from hotseat.registry.lookup import Table
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class PreferenceLossEntry:
 
 DEFAULT_PREFERENCE_LOSS = "dpo"
 
-PREFERENCE_LOSSES: dict[str, PreferenceLossEntry] = table(
+PREFERENCE_LOSSES = Table[PreferenceLossEntry](
+    "loss of preferences",
     PreferenceLossEntry(
         "dpo",
         "Logistic loss of the margin between implicit rewards.",
@@ -55,6 +56,4 @@ PREFERENCE_LOSSES: dict[str, PreferenceLossEntry] = table(
     ),
 )
 
-
-def preference_loss_entry(name: str) -> PreferenceLossEntry:
-    return entry_of(PREFERENCE_LOSSES, name, "loss of preferences")
+preference_loss_entry = PREFERENCE_LOSSES.entry

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-from hotseat.registry.lookup import table
+from hotseat.registry.lookup import Table
 
 
 class Part(StrEnum):
@@ -67,7 +67,8 @@ def _role(
 
 
 _SERVES = {"is_independent": True, "answers_pings": True}
-ROLES: dict[str, RoleEntry] = table(  # in the order in which messages list them
+ROLES = Table[RoleEntry](  # in the order in which messages list them
+    "role",
     _role(
         "actor", "model", 8, "always", "computes old log-probs and advantages; learns; sends its weights", trained=True
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hotseat.registry.lookup import entry_of, table
+from hotseat.registry.lookup import Table
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ DEFAULT_TASK = "rl"
 
 _PAIRS = ("prompt_key", "chosen_key", "rejected_key")
 
-TASKS: dict[str, TaskEntry] = table(
+TASKS = Table[TaskEntry](
+    "task",
     TaskEntry(
         "rl",
         "A policy, by reinforcement learning.",
@@ -76,6 +77,4 @@ TASKS: dict[str, TaskEntry] = table(
     ),
 )
 
-
-def task_entry(name: str) -> TaskEntry:
-    return entry_of(TASKS, name, "task")
+task_entry = TASKS.entry

@@ -29,8 +29,8 @@ def number_match(queries: Sequence[str], prompts: Sequence[str], labels: Sequenc
     """Score 1 if the last number of the answer is that of the label, else 0; no reward if the label has no number."""
     rewards: list[float | None] = []
     for query, prompt, label in zip(queries, prompts, labels, strict=True):
-        expected = None if label is None else last_number(label)
-        answered = last_number(answer_of(query, prompt))
+        expected = None if label is None else number_in(label)
+        answered = number_in(answer_of(query, prompt))
         if expected is None:
             rewards.append(None)
         else:
@@ -49,25 +49,16 @@ def answer_of(query: str, prompt: str) -> str:
         answer = answer[:start]
 
 
-def last_number(text: str) -> float | None:
-    """Return the last number in a text, as a float; None if there is none."""
-    return _number(text, -1)
-
-
-def first_number(text: str) -> float | None:
-    """Return the first number in a text, as a float; None if there is none."""
-    return _number(text, 0)
+def number_in(text: str, position: int = -1) -> float | None:
+    """Return a number in a text, the last one or that at a position, as a float; None if there is none."""
+    numbers = [part for part in _NUMBER.findall(text) if part]
+    try:
+        return float(numbers[position].replace(",", "")) if numbers else None
+    except ValueError:
+        return None
 
 
 def last_block(text: str) -> str:
     """Return the content of the last fenced block of a text; the whole text if there is none."""
     blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else text
-
-
-def _number(text: str, position: int) -> float | None:
-    numbers = [part for part in _NUMBER.findall(text) if part]
-    try:
-        return float(numbers[position].replace(",", "")) if numbers else None
-    except ValueError:
-        return None

@@ -16,7 +16,7 @@ from typing import Any
 from hotseat.errors import SandboxError
 from hotseat.failed import Failed
 from hotseat.rewards.builtin import last_block
-from hotseat.rewards.sandbox import Run, Sandbox
+from hotseat.rewards.sandbox import Sandbox, SandboxRun
 
 _FORM = '[{"input": "2 3", "output": "5"}] or [{"call": "add(2, 3)", "result": 5}]'
 
@@ -29,7 +29,7 @@ class CodeTest:
     stdin: str = ""
     call: str | None = None
 
-    def is_passed(self, run: Run) -> bool:
+    def is_passed(self, run: SandboxRun) -> bool:
         if not run.is_success:
             return False
         text = run.output.decode(errors="replace")

@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +17,16 @@ from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
-from hotseat.rewards.function_process import LoadedTooLate, NotLoaded, OwnerThread, Task, Tracebacks, Worker
+from hotseat.rewards.function_process import (
+    FunctionProcess,
+    LoadedTooLate,
+    NotLoaded,
+    OwnerThread,
+    Tracebacks,
+)
 from hotseat.rewards.scorer import NamedArguments, SampleGroup, Scorer, named_samples, to_stderr
-from hotseat.user_functions import located
-from hotseat.words import label_text
+from hotseat.user_functions import located, shown_place
+from hotseat.words import label_text, quantity
 
 _MAX_KILLS = 3
 _MISTAKE = "NameError: name "  # an undefined name is a mistake whatever the function was called with
@@ -65,15 +71,23 @@ class RewardFunction(Scorer):
         say: Callable[[str], object] | None = None,
     ):
         file, function = locate(str(path))
-        self.name = f"{file}: {function}"
+        self.name = f"{shown_place(file)}: {function}"
         self._is_builtin = str(path) in builtin.FUNCTIONS
         self.timeout_s = timeout_s
         self.retries = retries
         self._seed = seed
         self._has_been_late = False
         self._say = say or to_stderr
-        task = Task(str(file), function, max_memory_bytes, kwargs=kwargs or {})
-        self._worker = Worker(task, start_timeout_s, lambda: self._owner.is_closed, Tracebacks(self._show))
+        tracebacks = Tracebacks(self._show)
+        self._worker = FunctionProcess(
+            str(file),
+            function,
+            start_timeout_s,
+            lambda: self._owner.is_closed,
+            tracebacks,
+            max_memory_bytes,
+            kwargs=kwargs or {},
+        )
         self._owner = OwnerThread(self.name, [self._worker], self._score, self._unfinished)
         atexit.register(self.close)
         try:
@@ -84,7 +98,7 @@ class RewardFunction(Scorer):
                 raise UserError(f"{self.name}: cannot be used as a reward function: {error}") from None
             raise
 
-    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+    def score(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         labels = [label_text(label) for label in group.labels] if self._is_builtin else group.labels
         message: dict[str, Any] = {"queries": group.queries, "prompts": group.prompts, "labels": labels}
         if group.named is not None:
@@ -141,24 +155,23 @@ class RewardFunction(Scorer):
                 if _num_failed(best) == 0:
                     break
             num_attempts += 1
-        attempts = "1 attempt" if num_attempts == 1 else f"{num_attempts} attempts"
+        attempts = quantity(num_attempts, "attempt")
         if best is None:
             return [Failed(f"{self.name}: {reason} ({attempts}; {named_samples(ids)})")] * len(ids)
-        # Failures are named with file, function, sample and number of attempts.
-        return [
-            sample
-            if isinstance(sample, Score)
-            else NotApplicable(f"{self.name}: {sample.reason} (sample {name})")
-            if isinstance(sample, NotApplicable)
-            else Failed(f"{self.name}: {sample.reason} ({attempts}; sample {name})")
-            for sample, name in zip(best, ids, strict=True)
-        ]
+        return [self._named(sample, name, attempts) for sample, name in zip(best, ids, strict=True)]
+
+    def _named(self, sample: Score | Failed, name: str, attempts: str) -> Score | Failed:
+        """Name a failure with file, function, sample and number of attempts."""
+        if isinstance(sample, Score):
+            return sample
+        made = "" if isinstance(sample, NotApplicable) else f"{attempts}; "
+        return replace(sample, reason=f"{self.name}: {sample.reason} ({made}sample {name})")
 
     def _ask(self, message: dict[str, Any]) -> list[Score | Failed]:
         worker = self._worker
         answer = worker.call(message, self.timeout_s)
         if "error" in answer:
-            limit = worker.task.max_memory_bytes
+            limit = worker.max_memory_bytes
             is_full = limit is not None and answer["error"].startswith(("MemoryError", "_ArrayMemoryError"))
             hint = f" (it may take {limit / 2**30:g} GiB: reward.max_memory_gib)" if is_full and limit else ""
             raise BadAnswer(f"raised {answer['error']}{hint}")
@@ -237,10 +250,9 @@ def try_reward(
         ids = [list(answer.encode()) for answer in answers]  # no tokenizer is loaded yet
         message["named"] = vars(NamedArguments(columns, answers, ids))
     deadline_s = time.monotonic() + timeout_s
-    task = Task(
-        str(file), function, max_memory_bytes, is_silent=True, extra_path=tuple(extra_path), kwargs=kwargs or {}
-    )
-    worker = Worker(task, timeout_s, lambda: False, Tracebacks(lambda text: None))
+    options: dict[str, Any] = {"max_memory_bytes": max_memory_bytes, "is_silent": True, "extra_path": tuple(extra_path)}
+    options["kwargs"] = kwargs or {}
+    worker = FunctionProcess(str(file), function, timeout_s, lambda: False, Tracebacks(lambda text: None), **options)
     try:
         try:
             worker.start()

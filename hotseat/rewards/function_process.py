@@ -1,4 +1,4 @@
-"""Worker processes that have loaded a file of functions, and the thread that owns them.
+"""Processes that have loaded a file of functions, and the thread that owns them.
 
 The thread that starts the process has to outlive it: the kernel ends the process with the thread, not with the program.
 """
@@ -35,18 +35,6 @@ class LoadedTooLate(NotLoaded):
     """The user's file was still being loaded at the deadline."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """Settings of a worker process: the function to load, and its limits."""
-
-    file: str
-    function: str
-    max_memory_bytes: int | None = None
-    is_silent: bool = False  # its output is dropped
-    extra_path: tuple[str, ...] = ()  # folders to import from, besides those of this process
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the function
-
-
 @dataclass(eq=False)
 class Tracebacks:
     """Shows the traceback of each cause once, whichever process raised it, and a count at the 10th, 100th, ... time."""
@@ -69,34 +57,40 @@ class Tracebacks:
 
 
 @dataclass(eq=False)
-class Worker:
+class FunctionProcess:
     """The process of an owner thread that has loaded the user's file, if any. After a failed call it is ended, and the
     next call starts another. It also ends with its owner thread, or with this program.
 
     is_closed: waits raise `Closed` once it returns True.
     """
 
-    task: Task
+    file: str
+    function: str
     start_timeout_s: float
     is_closed: Callable[[], bool]
     tracebacks: Tracebacks
+    max_memory_bytes: int | None = None
+    is_silent: bool = False  # its output is dropped
+    extra_path: tuple[str, ...] = ()  # folders to import from, besides those of this process
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the function
     process: ChildProcess | None = None
     takes_names: bool = False  # the function is called by names
 
     def start(self) -> None:
-        task, output = self.task, subprocess.DEVNULL if self.task.is_silent else 2
+        output = subprocess.DEVNULL if self.is_silent else 2
         self.process = ChildProcess(
             _WORKER,
             {
-                "file": task.file,
-                "function": task.function,
-                "kwargs": dict(task.kwargs),
-                "path": [*sys.path, *task.extra_path],
+                "file": self.file,
+                "function": self.function,
+                "kwargs": dict(self.kwargs),
+                "path": [*sys.path, *self.extra_path],
             },
-            output=(output, output),
+            stdout=output,
+            stderr=output,
             env={**os.environ, **wait_policy()},
             dies_with_thread=True,
-            max_memory_bytes=task.max_memory_bytes,
+            max_memory_bytes=self.max_memory_bytes,
             is_closed=self.is_closed,
         )
         try:
@@ -144,7 +138,7 @@ class OwnerThread:
     def __init__(
         self,
         name: str,
-        workers: Sequence[Worker],
+        workers: Sequence[FunctionProcess],
         work: Callable[[Any], Any],
         unfinished: Callable[[Any], RunError],
     ):

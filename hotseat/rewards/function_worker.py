@@ -8,6 +8,7 @@ was started with.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import faulthandler
 import functools
@@ -38,6 +39,8 @@ def main(channel: Channel, task: dict[str, Any]) -> None:
     forms = [(form.parameter, os.path.join(package, form.file)) for form in extensions["REWARD_FORMS"]]
     try:
         function = load(task["file"], task["function"], task.get("kwargs") or {}, forms)
+        code = getattr(_written(function), "__code__", None)  # which may be of a module, or of a script
+        written_in = task["file"] if code is None else code.co_filename
     except BaseException as error:
         channel.send(description(error, task["file"]))
         return
@@ -58,7 +61,7 @@ def main(channel: Channel, task: dict[str, Any]) -> None:
                 result = asyncio.run(_wait(result))
             answer = {"result": plain(result)}
         except BaseException as error:  # whatever the user's code raises, even SystemExit, is reported as its answer
-            answer = {**description(error, task["file"]), "is_mistake": isinstance(error, ArgumentMissing)}
+            answer = {**description(error, written_in), "is_mistake": isinstance(error, ArgumentMissing)}
         channel.send(answer)
 
 
@@ -150,23 +153,28 @@ def load(file: str, name: str, kwargs: Mapping[str, Any] | None = None, forms: S
     if callable(function) and kwargs:
         inspect.signature(function).bind_partial(**kwargs)
         function = functools.partial(function, **kwargs)
-    if callable(function) and takes_names(function):
-        return function
-    for parameter, adapter in forms:
-        if callable(function) and parameter in parameters_of(function):
-            return runpy.run_path(adapter)["adapted"](function)
+    if callable(function) and not takes_names(function):
+        adapters = [adapter for parameter, adapter in forms if parameter in parameters_of(function)]
+        function = runpy.run_path(adapters[0])["adapted"](function) if adapters else function
     if not callable(function):
         has = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise AttributeError(f"no function {name} in it; it has: {', '.join(has) or 'none'}")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return function
-    try:
-        signature.bind([], [], [])
-    except TypeError:
-        raise TypeError(f"{name}{signature} cannot be called with queries, prompts, labels") from None
+    if not takes_names(function):
+        with contextlib.suppress(ValueError):  # it has no signature
+            signature = inspect.signature(function)
+            try:
+                signature.bind([], [], [])
+            except TypeError:
+                raise TypeError(f"{name}{signature} cannot be called with queries, prompts, labels") from None
     return function
+
+
+def _written(function: Any) -> Any:
+    """Return the function that the user wrote, without what was made around it."""
+    function = getattr(function, "adapts", function)
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.unwrap(function)
 
 
 def description(error: BaseException, file: str) -> dict[str, str]:

@@ -7,24 +7,25 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
-from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
+from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
-from hotseat.rewards.function_process import NotLoaded, OwnerThread, Task, Tracebacks, Worker
-from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
+from hotseat.rewards.function_process import FunctionProcess, NotLoaded, OwnerThread, Tracebacks
+from hotseat.rewards.sandbox import Sandbox, SandboxSettings
 from hotseat.rewards.scorer import SampleGroup, Scorer, to_stderr, when_all_are_done
 from hotseat.words import label_text
 
 if TYPE_CHECKING:
-    from hotseat.config.schema import GraderConfig
+    from hotseat.config.schema.reward_options import GraderConfig
 
 _FILE = Path(__file__).with_name("text_graders.py")
 # Function in text_graders.py for each kind that compares text.
@@ -87,12 +88,12 @@ def package_problem(kind: str) -> str | None:
 class Graders(Scorer):
     """Scores groups by several graders; the reward is the weighted sum of their verdicts, each of which is logged.
 
-    A `function`, or servers, score beside them, with weight 1; and a model as `judge`, whose verdicts count as those of
-    a grader with the name and weight that come with it. The constructor starts everything once: a missing
-    package, or a sandbox that does not work on this machine, raises `UserError`. Graders that compare text have a
-    process each, which is ended and replaced if it does not answer in time. Generated code runs in the sandbox,
-    `max_concurrent` programs at a time. A sample that a grader cannot judge is `Failed`, with the grader's name and the
-    reason.
+    A `function`, or servers, score with them, with weight 1. `beside`: scorers whose rewards count as the verdicts of
+    graders with the names and weights that come with them: several functions, and a model as judge. The constructor
+    starts everything once: a missing package, or a sandbox that does not work on this machine, raises `UserError`.
+    Graders that compare text have a process each, which is ended and replaced if it does not answer in time. Generated
+    code runs in the sandbox, `max_concurrent` programs at a time. A sample that a grader cannot judge is `Failed`, with
+    the grader's name and the reason.
 
     One thread takes groups in the order of `submit` and has their texts judged; threads of a pool wait for the sandbox.
     `close` wakes all of them.
@@ -104,15 +105,17 @@ class Graders(Scorer):
         *,
         sandbox: SandboxSettings | None = None,
         function: Scorer | None = None,
-        judge: tuple[Grader, Scorer] | None = None,
+        beside: Sequence[tuple[Grader, Scorer]] = (),
         max_memory_bytes: int | None = None,
     ):
         self._texts = [grader for grader in graders if grader.kind in _FUNCTIONS]
         self._codes = [grader for grader in graders if grader.kind == "code"]
         self._function = function
-        self._judge = judge
-        self._sandbox: Sandbox | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._beside = tuple(beside)
+        self._stack = ExitStack()
+        for scorer in (*(each for _, each in self._beside), function):
+            if scorer is not None:
+                self._stack.callback(scorer.close)
         for grader in graders:
             problem = package_problem(grader.kind) or grader_problem(grader)
             if problem is not None:
@@ -122,6 +125,8 @@ class Graders(Scorer):
             self._sandbox = Sandbox(settings)
             self._sandbox.probe()
             self._pool = ThreadPoolExecutor(settings.max_concurrent or os.cpu_count() or 1, "sandbox")
+            self._stack.callback(self._pool.shutdown, cancel_futures=True)
+            self._stack.callback(self._sandbox.close)
         self._judges = [_Judge(each, max_memory_bytes, lambda: self._owner.is_closed) for each in self._texts]
         self._owner = OwnerThread("graders", self._judges, self._judge_texts, lambda job: _closed())
         atexit.register(self.close)
@@ -131,70 +136,49 @@ class Graders(Scorer):
             self.close()
             raise
 
-    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+    def score(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         answers = [answer_of(query, prompt) for query, prompt in zip(group.queries, group.prompts, strict=True)]
         labels = [label_text(label) for label in group.labels]
-        total: Future[list[Score | Failed]] = Future()
         with self._owner.lock:
             texts = self._owner.submit(list(zip(answers, labels, strict=True)))
+            samples = list(zip(answers, group.labels, strict=True))
             codes = [
-                (grader, self._pool.submit(self._run_code, grader, answer, label))
+                (grader, [self._pool.submit(self._run_code, grader, *sample) for sample in samples])
                 for grader in self._codes
-                for answer, label in zip(answers, group.labels, strict=True)
-                if self._pool is not None
             ]
-        samples = (group.queries, group.prompts, group.labels, group.ids)
-        own = None if self._function is None else self._function.submit(*samples, group.named)
-        judged = None if self._judge is None else self._judge[1].submit(*samples)
-        beside = [future for future in (own, judged) if future is not None]
-        waits_for: list[Future[Any]] = [texts, *(future for _, future in codes), *beside]
+        own = None if self._function is None else self._function.score(group)
+        beside = [(grader, scorer.score(group)) for grader, scorer in self._beside]
+        waits_for: list[Future[Any]] = [texts, *(future for _, futures in codes for future in futures)]
+        waits_for += [*(future for _, future in beside), *([] if own is None else [own])]
+        nothing: Score | Failed = Score(0.0, 0.0)
+        if beside and not (self._texts or self._codes):
+            nothing = NotApplicable("no reward function applies to it")  # until one does
 
-        def finish() -> None:
+        def sums() -> list[Score | Failed]:
             try:
                 parts = list(zip(self._texts, texts.result(), strict=True))
-                size = len(answers)
-                for index, grader in enumerate(self._codes):
-                    mine = codes[index * size : (index + 1) * size]
-                    parts.append((grader, [future.result() for _, future in mine]))
-                if self._judge is not None and judged is not None:
-                    parts.append((self._judge[0], judged.result()))
-                rewards = [None] * size if own is None else own.result()
-                sums: list[Score | Failed] = []
-                for number, name in enumerate(group.ids):
-                    reward = rewards[number]
-                    sums.append(Score(0.0, 0.0, {}) if reward is None else reward)
-                    if isinstance(reward, Score):
-                        sums[-1] = Score(reward.reward, reward.score, {**reward.extra, "function": reward.reward})
-                    for grader, verdicts in parts:
-                        sums[-1] = add_verdict(sums[-1], grader, verdicts[number], name)
-                total.set_result(sums)
+                parts += [(grader, [future.result() for future in futures]) for grader, futures in codes]
+                parts += [(grader, future.result()) for grader, future in beside]
+                rewards: Part = [*map(_of_function, own.result())] if own else [nothing] * len(answers)
+                for grader, verdicts in parts:
+                    each = zip(rewards, verdicts, group.ids, strict=True)
+                    rewards = [add_verdict(reward, grader, verdict, name) for reward, verdict, name in each]
+                return rewards
             except CancelledError:
-                total.set_exception(_closed())
-            except BaseException as error:
-                total.set_exception(error)
+                raise _closed() from None
 
-        when_all_are_done(waits_for, finish)
-        return total
+        return when_all_are_done(waits_for, sums)
 
     def close(self) -> None:
         """End all processes of graders. Unfinished futures raise an error. A second call does nothing."""
         atexit.unregister(self.close)
-        if not self._owner.close():
-            return
-        if self._sandbox is not None:
-            self._sandbox.close()
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        if self._function is not None:
-            self._function.close()
-        if self._judge is not None:
-            self._judge[1].close()
+        if self._owner.close():
+            self._stack.close()
 
     def _run_code(self, grader: Grader, answer: str, label: Any) -> Score | Failed:
-        assert self._sandbox is not None
         try:
             verdict = grade_code(self._sandbox, answer, label, partial=grader.partial)
-        except SandboxClosed:
+        except Closed:
             raise _closed() from None
         return verdict if isinstance(verdict, Failed) else Score(verdict, verdict)
 
@@ -208,13 +192,19 @@ def _closed() -> RunError:
     return RunError("graders: closed before they scored all samples")
 
 
-class _Judge(Worker):
+def _of_function(reward: Score | Failed) -> Score | Failed:
+    """Return a reward of the function with its value among the numbers to log."""
+    if isinstance(reward, Failed):
+        return reward
+    return replace(reward, extra={**reward.extra, "function": reward.reward})
+
+
+class _Judge(FunctionProcess):
     """One grader that compares text, and its process. Used by the thread that owns it."""
 
     def __init__(self, grader: Grader, max_memory_bytes: int | None, is_closed: Callable[[], bool]):
-        task = Task(str(_FILE), _FUNCTIONS[grader.kind], max_memory_bytes)
-        tracebacks = Tracebacks(to_stderr)
-        super().__init__(task, _START_TIMEOUT_S, is_closed, tracebacks)
+        function, tracebacks = _FUNCTIONS[grader.kind], Tracebacks(to_stderr)
+        super().__init__(str(_FILE), function, _START_TIMEOUT_S, is_closed, tracebacks, max_memory_bytes)
         self._grader = grader
         self._options = {"pattern": grader.pattern, "json_schema": grader.json_schema}
 
@@ -257,7 +247,12 @@ class _Judge(Worker):
 
 
 def add_verdict(total: Score | Failed, grader: Grader, verdict: Score | Failed, sample: str) -> Score | Failed:
-    """Add the verdict of one more grader to the reward of a sample. A failure stays one."""
+    """Add the verdict of one more grader to the reward of a sample. A failure stays one.
+
+    What does not apply to the sample adds nothing; nor do its other numbers, if some grader has their name.
+    """
+    if isinstance(verdict, NotApplicable):
+        return total
     if isinstance(total, NotApplicable):
         total = Score(0.0, 0.0, {})
     if isinstance(total, Failed):
@@ -269,4 +264,4 @@ def add_verdict(total: Score | Failed, grader: Grader, verdict: Score | Failed, 
         return Failed(f"extra_logs of the reward function has {grader.name!r}, the name of a grader: rename one")
     reward = total.reward + grader.weight * verdict.reward
     score = total.score + grader.weight * verdict.score
-    return Score(reward, score, {**total.extra, grader.name: verdict.reward})
+    return Score(reward, score, {**verdict.extra, **total.extra, grader.name: verdict.reward})

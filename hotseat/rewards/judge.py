@@ -87,21 +87,13 @@ class Judge(Scorer):
         self._lock = threading.Lock()
         self._asked: dict[str, Future[float | Failed]] = {}  # requests without an answer yet, by key
 
-    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+    def score(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         samples = [
             self._votes(prompt, answer_of(query, prompt), label, name)
             for query, prompt, label, name in zip(group.queries, group.prompts, group.labels, group.ids, strict=True)
         ]
-        total: Future[list[Score | Failed]] = Future()
-
-        def finish() -> None:
-            try:
-                total.set_result([self._score(sample) for sample in samples])
-            except BaseException as error:
-                total.set_exception(error)
-
-        when_all_are_done([vote for sample in samples if isinstance(sample, list) for vote in sample], finish)
-        return total
+        votes = [vote for sample in samples if isinstance(sample, list) for vote in sample]
+        return when_all_are_done(votes, lambda: [self._score(sample) for sample in samples])
 
     def close(self) -> None:
         """End all requests. Unfinished futures raise an error. A second call does nothing."""

@@ -29,6 +29,7 @@ _MAX_ANSWER_BYTES = 64 << 20
 _MAX_SHOWN = 200  # characters of an answer that cannot be used
 _LONGEST_PAUSE_S = 30.0
 _FIRST_REST_S, _LONGEST_REST_S = 0.5, 5.0
+_RANDOM = random.Random()  # not the global one, which agents draw from
 _NOT_THERE = (502, 503)  # a proxy in front of a server that is down, or a server that starts or stops
 
 
@@ -94,20 +95,15 @@ class Poster(Closing):
         self.timeout_s = timeout_s
         self.retries = retries
         self._servers = Servers(urls)
-        self._max_open = max_open
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         self._token = token
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
         self._back_off_s = back_off_s
         self._report = report or to_stderr
-        self._random = random.Random()  # not the global one, which agents draw from
         self._lock = threading.Lock()
         self._is_closed = False
         self._num_jobs = 0  # that have no result yet
         started: Future[asyncio.AbstractEventLoop] = Future()
         name = self.kind.replace(" ", "-")
-        self._thread = threading.Thread(target=self._serve, args=(started,), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(started, max_open), name=name, daemon=True)
         self._thread.start()
         self._loop = started.result(60.0)
         atexit.register(self.close)
@@ -144,15 +140,19 @@ class Poster(Closing):
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
-    def _serve(self, started: Future[asyncio.AbstractEventLoop]) -> None:
+    def _serve(self, started: Future[asyncio.AbstractEventLoop], max_open: int) -> None:
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+
         async def serve() -> None:
             self._stop = asyncio.Event()
-            self._places = asyncio.Semaphore(self._max_open)
+            self._places = asyncio.Semaphore(max_open)
             connect_s = min(_CONNECT_TIMEOUT_S, self.timeout_s)
             async with aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S),
                 timeout=aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=connect_s),
-                headers=self._headers,
+                headers=headers,
             ) as self._session:
                 started.set_result(asyncio.get_running_loop())
                 await self._stop.wait()
@@ -240,7 +240,7 @@ class Poster(Closing):
 
     def _pause_s(self, num_attempts: int) -> float:
         longest_s = min(_LONGEST_PAUSE_S, self._back_off_s * 2.0 ** (num_attempts - 1))
-        return longest_s * self._random.uniform(0.5, 1.0)
+        return longest_s * _RANDOM.uniform(0.5, 1.0)
 
     def _failed(self, job: _Job, reason: str) -> Any:
         return job.failed(Failed(f"{self.kind} {without_url_secrets(reason)}; {named_samples(job.ids)}"))
@@ -316,7 +316,7 @@ class RewardService(Poster, Scorer):
 
     kind, url_key, token_name = "reward server", "reward.url", TOKEN
 
-    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+    def score(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         body = json.dumps({"query": group.queries, "prompts": group.prompts, "labels": group.labels}).encode()
         names = group.ids
         return self.post(body, names, lambda content, url: _read(content, url, names), lambda why: [why] * len(names))

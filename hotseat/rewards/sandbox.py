@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hotseat.errors import SandboxError, UserError
+from hotseat.processes import Closed
 from hotseat.rewards.sandbox_command import Interpreter, Runner, bubblewrap, find_interpreter, system_call_filter
 from hotseat.rewards.sandbox_limits import LOOK_EVERY_S, MemoryGroup, MemoryGroups, ProcessWatch, below, find_parent
 
 if TYPE_CHECKING:
-    from hotseat.config.schema import SandboxConfig
+    from hotseat.config.schema.reward_options import SandboxConfig
 
 _INSIDE = Path(__file__).with_name("sandbox_inside.py")
 _MAX_OPEN_FILES = 64
@@ -53,10 +54,6 @@ _FORBIDDEN = (
 _HELD = """read -r _ || exit 1; exec "$@" <"/proc/self/fd/$0\""""
 
 Limit = Literal["time", "cpu", "memory", "processes", "output"]
-
-
-class SandboxClosed(Exception):
-    """The owner does not want the result any more."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class SandboxSettings:
 
 
 @dataclass(frozen=True)
-class Run:
+class SandboxRun:
     """How a run of generated code ended, and what it wrote to its standard output.
 
     end: `exited`, with `exit_code` (minus the signal that ended it); or the limit that ended it.
@@ -140,10 +137,10 @@ class Sandbox:
             f"sandbox: the kernel bounds memory over all processes of a program, by control groups in {groups.parent}"
         )
 
-    def run(self, program: str, stdin: str = "", call: str | None = None) -> Run:
+    def run(self, program: str, stdin: str = "", call: str | None = None) -> SandboxRun:
         """Run a program, or evaluate an expression after it, whose value is then the output as JSON.
 
-        Raises `SandboxError` if the program could not be run, and `SandboxClosed` after `close`.
+        Raises `SandboxError` if the program could not be run, and `Closed` after `close`.
         """
         groups = self._memory_groups()
         if isinstance(groups, str):
@@ -171,7 +168,7 @@ class Sandbox:
             return str(error)
         return groups if is_bounded else "a program that exceeded the limit of its control group was not ended"
 
-    def _run(self, program: str, stdin: str, call: str | None, group: MemoryGroup | None) -> Run:
+    def _run(self, program: str, stdin: str, call: str | None, group: MemoryGroup | None) -> SandboxRun:
         with tempfile.TemporaryDirectory(prefix="hotseat-sandbox-") as name:
             folder = Path(name)
             runner = self._runner(folder)
@@ -238,7 +235,7 @@ class Running:
     _errors: bytearray = field(default_factory=bytearray)
     _info: bytearray = field(default_factory=bytearray)
 
-    def result(self) -> Run:
+    def result(self) -> SandboxRun:
         deadline_s = time.monotonic() + self._settings.timeout_s
         with contextlib.ExitStack() as stack:
             process, info = self._start(stack)
@@ -255,7 +252,7 @@ class Running:
             end = "memory"
         if not self._output.startswith(_STARTED):
             raise SandboxError(self._problem(process.returncode, end))
-        return Run(end, process.returncode if end == "exited" else None, bytes(self._output[len(_STARTED) :]))
+        return SandboxRun(end, process.returncode if end == "exited" else None, bytes(self._output[len(_STARTED) :]))
 
     def _start(self, stack: contextlib.ExitStack) -> tuple[subprocess.Popen[bytes], int | None]:
         command = list(self._runner.command)
@@ -328,7 +325,7 @@ class Running:
             while selector.get_map() or process.poll() is None:
                 now_s = time.monotonic()
                 if self._is_closed.is_set():
-                    raise SandboxClosed
+                    raise Closed
                 if now_s >= deadline_s:
                     return "time"
                 if now_s >= next_look_s:

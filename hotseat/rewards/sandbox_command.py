@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotseat.errors import SandboxError
+from hotseat.processes.supervisor import capabilities
 
 _CAP_SYS_ADMIN = 21
 _USERS = (0x70000000, 60000)  # first of the user ids for code that root starts; the second where ids end at 65535
@@ -88,7 +89,7 @@ def bubblewrap(bwrap: str, python: Interpreter, folder: Path, max_file_bytes: in
     user = _free_user() if is_root else None
     # Root sets the sandbox up itself and leaves the user to `main.py`: bwrap can map only its own user into a new
     # namespace, and outside that would still be root.
-    is_privileged = is_root and _has_capability(_CAP_SYS_ADMIN)
+    is_privileged = is_root and bool(capabilities() >> _CAP_SYS_ADMIN & 1)
     options = [
         *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         *("--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"),
@@ -137,13 +138,6 @@ def _free_user() -> int:
     mapped = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first = _USERS[0] if any(start <= _USERS[0] < start + length for start, _, length in mapped) else _USERS[1]
     return first + threading.get_native_id() % (2**22 if first == _USERS[0] else 5000)
-
-
-def _has_capability(number: int) -> bool:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> number & 1)
-    return False
 
 
 # --- the filter of system calls, as the program that the kernel reads -------------------------------------------------

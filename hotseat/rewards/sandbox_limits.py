@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from hotseat.errors import SandboxError
-from hotseat.processes.control_groups import MOUNTS, OWN_GROUP, own_group
-from hotseat.processes.supervisor import end_group
+from hotseat.processes.supervisor import MOUNTS, OWN_GROUP, end_group, own_group
 
 LOOK_EVERY_S = 0.02  # longest interval of looks at the processes; shorter as their memory nears its limit
 _GROWTH = 8 * 2**30  # bytes a second by which one thread can fill memory
@@ -256,10 +255,10 @@ def _own_prefix() -> str:
 
 def find_parent(own: Path = OWN_GROUP, mounts: Path = MOUNTS) -> Path | str:
     """Return the folder below which groups with limits can be made, as far as files show; a text that says why not."""
-    found = own_group(own, mounts)
-    if isinstance(found, str):
-        return found
-    group, mount = found
+    group_and_mount = own_group(own, mounts)
+    if isinstance(group_and_mount, str):
+        return group_and_mount
+    group, mount = group_and_mount
     for folder in (group, *group.parents):
         if not folder.is_relative_to(mount):
             break

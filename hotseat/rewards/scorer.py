@@ -8,11 +8,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hotseat.closing import Closing
 from hotseat.failed import Failed
 from hotseat.rewards.answers import Score
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,10 @@ class Scorer(Closing):
         """Score one group; `ids` name the samples in messages. named: for functions that are called by names."""
         sizes = {len(queries), len(prompts), len(labels), len(ids)}
         assert len(sizes) == 1, f"{len(queries)} queries, {len(prompts)} prompts, {len(labels)} labels, {len(ids)} ids"
-        return self._submit(SampleGroup(list(queries), list(prompts), list(labels), [str(each) for each in ids], named))
+        return self.score(SampleGroup(list(queries), list(prompts), list(labels), [str(each) for each in ids], named))
 
     @abstractmethod
-    def _submit(self, group: SampleGroup) -> Future[list[Score | Failed]]:
+    def score(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         """Score one group."""
 
 
@@ -70,21 +72,24 @@ def named_samples(ids: Sequence[str], max_shown: int = 8) -> str:
     return f"{'sample' if len(ids) == 1 else 'samples'} {shown}{more}"
 
 
-def when_all_are_done(futures: Sequence[Future[Any]], finish: Callable[[], None]) -> None:
-    """Call `finish` once, by the thread that completes the last of the futures; at once if there are none."""
-    if not futures:
-        finish()
-        return
-    left = len(futures)
+def when_all_are_done(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]:
+    """Return a future of what `make` returns or raises. The thread that completes the last of the futures calls it."""
+    made: Future[T] = Future()
+    left = len(futures) + 1
     lock = threading.Lock()
 
-    def count(_: Future[Any]) -> None:
+    def count(_: object = None) -> None:
         nonlocal left
         with lock:
             left -= 1
             is_last = left == 0
         if is_last:
-            finish()
+            try:
+                made.set_result(make())
+            except BaseException as error:
+                made.set_exception(error)
 
     for future in futures:
         future.add_done_callback(count)
+    count()
+    return made

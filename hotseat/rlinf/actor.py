@@ -165,10 +165,11 @@ class FSDPActor(Worker):
             self.compute_advantages_and_returns()
         batch = self._weighted(self._normalised(self._batch(self._trajectories)))
         self._trajectories = []
+        cut = BatchSettings(int(self._actor.get("micro_batch_size", 1)), None).cut
         with self.device_lock:
             self._backend.onload(PARTS)
             for _ in range(self._num_epochs):
-                report = self._backend.update(self._cut().cut(batch), self._objective(), self._temperature)
+                report = self._backend.update(cut(batch), self._objective(), self._temperature)
             self._offload()
         return {
             "actor/loss": report.loss,
@@ -263,9 +264,6 @@ class FSDPActor(Worker):
             kl_coefficient=0.0,
             entropy_coefficient=None,
         )
-
-    def _cut(self) -> BatchSettings:
-        return BatchSettings(int(self._actor.get("micro_batch_size", 1)), None)
 
     def _batch(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
         tokens: list[Tensor] = []

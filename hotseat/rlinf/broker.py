@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 import weakref
@@ -58,7 +57,7 @@ class Broker:
             {"path": self.address.path, "host": host, "key": self.address.key.hex()},
             command=[sys.executable, "-I", "-S"],
             imports_from=[_ROOT],
-            output=(subprocess.DEVNULL, None),
+            stderr=None,
             env={**os.environ, **(env or {})},
             cwd=Path("/"),
         )
@@ -85,12 +84,11 @@ class BrokerClient:
     """The client of a broker. Each thread that waits has a connection to itself; idle ones are kept for the next.
 
     There is one for each channel in a process, however often the channel is sent there. Once it is used, it lasts as
-    long as the process or the broker, or until `leave`: a worker that returns from one call and continues in the next
-    has not left.
+    long as the process or the broker, or until `leave`, also between the calls of a worker.
     """
 
     def __init__(self, address: BrokerAddress, channel: str, capacity: int):
-        self._address = address
+        self.address = address
         self.channel = channel
         self._capacity = capacity
         self._forget()
@@ -100,13 +98,8 @@ class BrokerClient:
         self._idle: list[socket.socket] = []
         self._lock = threading.Lock()
 
-    @property
-    def path(self) -> str:
-        """The broker's socket file."""
-        return self._address.path
-
     def __reduce__(self) -> Any:
-        return client_of, (self._address, self.channel, self._capacity)
+        return client_of, (self.address, self.channel, self._capacity)
 
     def put(self, item: Any, weight: float, timeout_s: float) -> tuple[int, Any]:
         is_passed = hasattr(os, "memfd_create") and self._is_near()  # descriptors are, where the broker is here
@@ -191,10 +184,10 @@ class BrokerClient:
         return connection
 
     def _is_near(self) -> bool:
-        return self._address.host is None or os.path.exists(self._address.path)
+        return self.address.host is None or os.path.exists(self.address.path)
 
     def _connect(self, opened: contextlib.ExitStack) -> socket.socket:
-        address = self._address
+        address = self.address
         if address.host is not None and not self._is_near():
             there = address.host, address.port
             return opened.enter_context(socket.create_connection(there, timeout=_BROKER_GRACE_S))
@@ -206,10 +199,8 @@ class BrokerClient:
     def _greet(self, connection: socket.socket) -> None:
         wire.prepare(connection)
         mine = secrets.token_bytes(wire.NONCE)
-        connection.sendall(wire.proof(self._address.key, bytes(_read(connection, wire.NONCE)), b"client") + mine)
-        if not hmac.compare_digest(
-            bytes(_read(connection, wire.NONCE)), wire.proof(self._address.key, mine, b"broker")
-        ):
+        connection.sendall(wire.proof(self.address.key, bytes(_read(connection, wire.NONCE)), b"client") + mine)
+        if not hmac.compare_digest(bytes(_read(connection, wire.NONCE)), wire.proof(self.address.key, mine, b"broker")):
             raise ConnectionError("what answers is not the broker")
         hello = {"who": _who(), "channel": self.channel, "capacity": self._capacity}
         _send(connection, wire.HELLO, [json.dumps(hello).encode()])
@@ -232,7 +223,7 @@ def client_of(address: BrokerAddress, channel: str, capacity: int) -> BrokerClie
 def forget_clients(path: str) -> None:
     """Close this process's connections to the broker with this socket file, which has ended."""
     with _clients_lock:
-        clients = {channel: client for channel, client in _clients.items() if client.path == path}
+        clients = {channel: client for channel, client in _clients.items() if client.address.path == path}
         for channel in clients:
             del _clients[channel]
             _used_clients.pop(channel, None)
@@ -247,7 +238,6 @@ def _who() -> str:
 
 
 def _say_bye(connection: socket.socket) -> None:
-    """Close a connection in good order."""
     with contextlib.suppress(OSError):
         connection.settimeout(1.0)
         _send(connection, wire.BYE, [])

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hotseat.config.schema import ClusterConfig
+from hotseat.config.schema.cluster_options import ClusterConfig
 from hotseat.errors import ConfigError, Problem
 from hotseat.rlinf.config_keys import TABLE
 

@@ -138,9 +138,9 @@ class QueueDirectory:
             del self._local[left.name]
 
     def record(self, name: str, value: Any, *, replaces: bool = True) -> Any:
-        """Have all processes find a value by this name, and return it.
+        """Publish a value under a name, for all processes, and return it.
 
-        replaces: in place of one that is there. Otherwise that one stays and is returned.
+        replaces: an earlier value. Otherwise the earlier one stays and is returned.
         """
         return self._link("records", 1).record(name, value, replaces)
 

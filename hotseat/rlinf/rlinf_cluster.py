@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -71,7 +71,7 @@ class Cluster:
             return
         self._directories: dict[int, QueueDirectory] = {}
         self._lockable: set[int] = set()
-        self._groups: dict[str, Any] = {}
+        self.groups: dict[str, Any] = {}  # that this program has launched
         self.failures = Failures()
         self._is_owner = False
         place = _current_place  # None in the driver
@@ -110,10 +110,6 @@ class Cluster:
     def num_accelerators_in_node(self, node_rank: int) -> int:
         return self.inventory.nodes[node_rank].num_devices
 
-    @property
-    def groups(self) -> Mapping[str, Any]:
-        return self._groups
-
     # --- for groups and channels ----------------------------------------------------------------------------------
 
     def directory(self, node_rank: int = 0) -> QueueDirectory:
@@ -131,14 +127,11 @@ class Cluster:
         self._make_lockable(device for process in processes for device in process.devices)
         return cluster.launch(name, cls, processes=processes, timeout_s=self.default_timeout_s(), **options)
 
-    def remember(self, name: str, group: Any) -> None:
-        self._groups[name] = group
-
     def close(self) -> None:
         """End all groups, and Ray if it was started here. Also happens when the program ends."""
         if Cluster._current is self:
             Cluster._current = None
-        for group in self._groups.values():
+        for group in self.groups.values():
             group.close()
         self._close_own()
 

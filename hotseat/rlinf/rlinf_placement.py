@@ -57,7 +57,7 @@ class FlexiblePlacementStrategy(PlacementStrategy):
         return Process(rank, nodes.pop(), chosen)
 
 
-class PackedPlacementStrategy(PlacementStrategy):
+class PackedPlacementStrategy(FlexiblePlacementStrategy):
     """Processes side by side on devices `start_hardware_rank` to `end_hardware_rank`.
 
     With a stride s and n devices per process, each s·n devices hold s processes, each on every s-th of them.
@@ -78,15 +78,12 @@ class PackedPlacementStrategy(PlacementStrategy):
                 f" num_hardware_per_process {num_hardware_per_process} and stride {stride}: their number has to be a"
                 " multiple of both together"
             )
-        self._ranks = [
-            list(range(first + lane, first + block, stride))
+        ranks = [
+            range(first + lane, first + block, stride)
             for first in range(start_hardware_rank, end_hardware_rank + 1, block)
             for lane in range(stride)
         ]
-        self._node_group = node_group
-
-    def get_placement(self, cluster: HasInventory) -> list[Process]:
-        return FlexiblePlacementStrategy(self._ranks, self._node_group).get_placement(cluster)
+        super().__init__(ranks, node_group)
 
 
 class NodePlacementStrategy(PlacementStrategy):
@@ -110,7 +107,7 @@ class LocatedStrategy(PlacementStrategy):
         self.located = located
 
     def get_placement(self, cluster: HasInventory) -> list[Process]:
-        return [Process(each.rank, each.node, each.devices) for each in self.located.processes]
+        return list(self.located.processes)
 
 
 def default_strategy(inventory: Inventory) -> PlacementStrategy:

@@ -87,7 +87,8 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
         return [batch]
     parts, begin = [], 0
     for size in sizes:
-        parts.append(_own_memory(batch[begin : begin + size]))
+        part = batch[begin : begin + size]
+        parts.append(part.clone() if _is_tensor(part) else part)  # with its batch's memory all of that would travel
         begin += size
     return parts
 
@@ -123,16 +124,11 @@ def _is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _own_memory(part: Any) -> Any:
-    """Return a tensor that does not share memory with the rest of its batch, all of which would travel with it."""
-    return part.clone() if _is_tensor(part) else part
-
-
 # --- sizes of groups --------------------------------------------------------------------------------------------------
 
 
 def record_size(directory: QueueDirectory, group: str, size: int) -> None:
-    """Have workers of other groups find how many workers a group has."""
+    """Publish how many workers a group has, for other groups."""
     directory.record(_entry_of(group), size)  # in place of a group of this name that was closed before
 
 

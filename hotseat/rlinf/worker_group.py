@@ -65,7 +65,7 @@ class GroupSpec(Generic[T]):
         )
         record_size(cluster.directory(), name, len(processes))
         group = WorkerGroup(self.cls, launched, cluster)
-        cluster.remember(name, group)
+        cluster.groups[name] = group
         return group
 
 

@@ -12,19 +12,20 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from hotseat.algorithms.head import HALVES, project
 from hotseat.errors import UnsupportedError
-from hotseat.placement.memory import SHARED_FORWARD_TOKENS
+from hotseat.placement.memory_terms import SHARED_FORWARD_TOKENS
 from hotseat.rollout.slot_cache import (
     ROWS,
     ImageBatch,
     Prefix,
     RowsOfImages,
     SlotCache,
+    SlotModel,
     causal_bias,
     cut_prefixes,
     padded,
     without_last,
 )
-from hotseat.vision import Vision, set_attention
+from hotseat.vision import set_attention
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -57,7 +58,7 @@ class _SlotLayer(CacheLayerMixin):
 
 
 def check_config(model_config: Any, max_length: int) -> None:
-    """Raise if a model of this config keeps more than keys and values per token, or its angles depend on lengths."""
+    """Raise if a model of this config has more state than a KV cache, or its angles depend on lengths."""
     config, name = model_config.get_text_config(), type(model_config).__name__.removesuffix("Config")
     layer_types = set(getattr(config, "layer_types", None) or ())
     if not layer_types <= {"full_attention", "sliding_attention"}:
@@ -73,15 +74,14 @@ def check_config(model_config: Any, max_length: int) -> None:
         )
 
 
-class AnySlots:
-    """Any causal model with keys and values per token, through its own forward with masks and positions of ours."""
+class AnySlots(SlotModel):
+    """Any causal model with a KV cache, through its own forward with masks and positions of ours."""
 
     max_forward_tokens = SHARED_FORWARD_TOKENS  # few, because scoring holds the logits of all of them
 
     def __init__(self, model: Any, num_slots: int, max_length: int, device: torch.device, fp32_head: bool):
+        super().__init__(model)
         self._model = model
-        self._vision = Vision.of(model)
-        self.sees_images = self._vision is not None
         self.has_shifts = self._vision is not None and self._vision.has_axes
         if fp32_head:
             _widen_head(model)
@@ -97,7 +97,6 @@ class AnySlots:
             set_attention(model, "eager")  # transformers' other kernels leave out the cap of the scores
         self._window = getattr(config, "sliding_window", None)
         self._layer_types = set(getattr(config, "layer_types", None) or ())
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
 
         probe: Any = DynamicCache()
         try:
@@ -129,7 +128,7 @@ class AnySlots:
 
     def _check_against_forward(self, device: torch.device) -> None:
         """Raise unless decoding one token equals the whole forward: some models read masks in ways of their own."""
-        tokens = torch.arange(2 * ROWS, device=device)[None] % self.vocab_size
+        tokens = torch.arange(2 * ROWS, device=device)[None] % self._model.get_input_embeddings().weight.shape[0]
         name = type(self._model).__name__
         try:
             expected = self._eager_logits(tokens)[0, ROWS].float()
@@ -145,8 +144,8 @@ class AnySlots:
         allowed = (1e-3 if self.cache.keys.dtype == torch.float32 else 5e-2) * float(expected.abs().max())
         if not difference <= allowed:
             raise UnsupportedError(
-                f"{name} gives other logits slot by slot than in one forward (by {difference:.2g}, at most"
-                f" {allowed:.2g} is rounding): use the vLLM engine"
+                f"{name}: cached decoding disagrees with a full forward (by {difference:.2g}, at most {allowed:.2g} is"
+                " rounding): use the vLLM engine"
             )
 
     def _eager_logits(self, tokens: Tensor) -> Tensor:
@@ -169,12 +168,6 @@ class AnySlots:
             return sliding
         return {"full_attention": full, "sliding_attention": sliding}
 
-    def step_shape(self, num_rows: int, num_keys: int) -> tuple[int, int]:
-        return padded(num_rows), padded(num_keys)
-
-    def release(self) -> None:
-        pass
-
     def decode(self, tokens: Tensor, positions: Tensor, num_keys: int, shifts: Tensor | None = None) -> Tensor:
         at = self.cache.rows_at(positions)
         for layer in self._slot_layers:
@@ -191,7 +184,7 @@ class AnySlots:
 
     def image_batch(self, length: int, images: Sequence[str], index: int) -> ImageBatch:
         """Small contexts whose images are of the same shapes go together, by `ROWS`; all others are alone."""
-        assert self._vision is not None, "images for a model that sees none"
+        assert self._vision is not None, "images, and the model is no VLM"
         shape = self._vision.common_shape(images)
         if shape is None or length * ROWS > self.max_forward_tokens:
             return 1, (index,)
@@ -211,7 +204,6 @@ class AnySlots:
         return logits[:num_rows]
 
     def shift(self, token_ids: Sequence[int], images: Sequence[str]) -> int:
-        """Return how far the positions of tokens after these are from their number: an image's may be fewer."""
         if self._vision is None or not self.has_shifts or not images:
             return 0
         return int(self._vision.positions(torch.tensor(token_ids), images).max()) + 1 - len(token_ids)
@@ -224,7 +216,7 @@ class AnySlots:
         """
         if not any(images):
             return tokens, {}
-        assert self._vision is not None, "images for a model that sees none"
+        assert self._vision is not None, "images, and the model is no VLM"
         if self.image_batch(tokens.shape[1], images[0], 0)[0] == ROWS:
             images = [*images, *[images[0]] * (ROWS - len(images))]
             tokens = torch.cat([tokens, tokens[:1].expand(ROWS - len(tokens), -1)])

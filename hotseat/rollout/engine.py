@@ -1,8 +1,8 @@
 """Rollout engines: the contract of all, on top of one background thread that owns the model.
 
 Callers leave requests (`open_requests`) and commands (`engine_thread`); `serving_state` knows what is paused, offloaded
-or half loaded, so that every engine refuses the same things with the same words. An engine fills in the hooks of
-`engine_hooks`, and passes `tests/rollout/conformance.py`.
+or half loaded, so that every engine refuses the same things with the same words. An engine fills in the hooks at the
+end of `Engine`, and passes `tests/rollout/conformance.py`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import math
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from typing import Required, TypedDict
 
 import torch
 from torch import Tensor
 
 from hotseat.errors import DeadlineError, HotseatError, UserError
 from hotseat.placement.role_names import Part
-from hotseat.rollout.engine_hooks import EngineHooks
 from hotseat.rollout.engine_thread import EngineThread, Work
 from hotseat.rollout.open_requests import EngineSequence, RequestTable
 from hotseat.rollout.serving_state import ServingState, StepCounter
@@ -47,33 +48,48 @@ class Health:
     seconds_since_step: float  # since the last decode step ended, or since the start
 
 
-class Engine(EngineHooks):
+class ServingOptions(TypedDict, total=False):
+    """Options that every engine is made with."""
+
+    max_length: Required[int]  # of prompt and completion together
+    num_slots: int  # sequences that run at once
+    eos_token_ids: Iterable[int]  # end a completion unless the request says `ignore_eos`
+    num_threads: int | None  # of the thread that computes; None leaves it to torch
+    version: int  # of the weights
+    call_timeout_s: float  # how long a call that waits for the background thread may take
+
+
+class Engine(ABC):
     """Generates from token ids and scores token ids, with weights that are replaced while it runs.
 
     Calls come from any thread. What waits, waits for a bounded time and raises `DeadlineError`. If the engine dies, its
     pending futures and every later call raise `WorkerError` with the cause.
 
     A subclass sets itself up, then calls `_start`.
-
-    num_slots: sequences that run at once. vocab_size: of the model. num_threads: of the thread that computes; None
-    leaves it to torch.
     """
 
+    parts: frozenset[Part]  # that it keeps on the device
+    can_offload: frozenset[Part]  # that it can take off the device
+    scores_with: frozenset[Part]  # that must be on the device for `score`
+    undigested: frozenset[str]  # weights that it has put into a form of its own, so that no digest reaches them
+    keeps_cache: bool  # requests in flight keep their KV cache when weights change; False recomputes it
     sees_images = False
     placeholder_ids: frozenset[int] = frozenset()  # end every answer (see `hotseat.vision`)
 
     def __init__(
         self,
         *,
-        max_length: int,
-        num_slots: int,
         vocab_size: int,
-        eos_token_ids: Iterable[int],
         device: torch.device,
-        num_threads: int | None,
-        version: int,
-        call_timeout_s: float,
+        max_length: int,
+        num_slots: int = 64,
+        eos_token_ids: Iterable[int] = (),
+        num_threads: int | None = None,
+        version: int = 0,
+        call_timeout_s: float = 600.0,
     ):
+        if num_slots < 1 or max_length < 2:
+            raise UserError(f"num_slots {num_slots} must be at least 1 and max_length {max_length} at least 2")
         self._max_length, self._num_slots, self._vocab_size = max_length, num_slots, vocab_size
         self._eos_ids = frozenset(eos_token_ids)
         self._device = device
@@ -243,7 +259,6 @@ class Engine(EngineHooks):
         self._thread.close(timeout_s)
 
     def _checked(self, request: Request) -> EngineSequence:
-        """Check a request and make its sequence."""
         check_request(request, self._max_length, self._vocab_size)
         sampling = request.sampling
         if request.images and not self.sees_images:
@@ -332,6 +347,62 @@ class Engine(EngineHooks):
     def _digest_if_there(self, names: Collection[str] | None) -> dict[str, int]:
         self._serving.raise_unless_weights("asking for their digest")
         return self._digest(names)
+
+    # --- what an engine fills in: called on the background thread, `_resident_bytes` from any -------------------------
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Take in waiting requests, sample for those that run, and complete those that end."""
+
+    @abstractmethod
+    def _score(
+        self, sequences: Sequence[Sequence[int]], temperature: float, images: Sequence[Sequence[str]]
+    ) -> list[list[float]]:
+        """Score sequences as `Engine.score` promises."""
+
+    @abstractmethod
+    def _drop(self, sequences: list[EngineSequence]) -> None:
+        """Forget these requests, which may be waiting or running."""
+
+    @abstractmethod
+    def _offload_parts(self, parts: frozenset[Part], keep_weights: bool) -> tuple[int, int]:
+        """Take parts off the device; return the bytes that left it and the bytes copied.
+
+        What can fail comes first: a failure leaves everything in place.
+        """
+
+    @abstractmethod
+    def _onload_parts(self, parts: frozenset[Part]) -> tuple[int, int]:
+        """Take parts to the device again; return the bytes that came and the bytes copied."""
+
+    @abstractmethod
+    def _resident_bytes(self) -> dict[Part, int]:
+        """Return the bytes of each part that are on the device now. Called from any thread."""
+
+    @abstractmethod
+    def _prepare_load(self) -> None:
+        """Forget what was computed with the old weights: new ones are about to come."""
+
+    @abstractmethod
+    def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace these weights. When it returns, the sender may reuse their memory."""
+
+    def _finish_loading(self) -> None:  # noqa: B027
+        """Prepare requests in flight to continue, now that all weights are loaded."""
+
+    @abstractmethod
+    def _missing(self) -> list[str]:
+        """List the weights that were not loaded since `_prepare_load`."""
+
+    @abstractmethod
+    def _digest(self, names: Collection[str] | None) -> dict[str, int]:
+        """Hash live weights as `Engine.digest` promises."""
+
+    def _pause(self) -> None:  # noqa: B027
+        """Finish steps that are still under way: after this nothing is sampled until the next step."""
+
+    def _end(self) -> None:  # noqa: B027
+        """Free what the thread held, at its end."""
 
 
 def _closer(engine: Engine) -> Callable[[], None]:

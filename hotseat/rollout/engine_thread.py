@@ -22,9 +22,8 @@ T = TypeVar("T")
 class Work:
     """The work of the thread besides commands.
 
-    can_step: whether there is something to step now; called with and without the lock. step: one step. end: gives back
-    what the thread held. abandon: returns all futures that wait for steps, since there will be no more; called under
-    the lock.
+    can_step: whether there is something to step now; called with and without the lock. step: one step. end: frees what
+    the thread held. abandon: returns the futures of all unfinished requests, at the end; called under the lock.
     """
 
     can_step: Callable[[], bool]

@@ -111,7 +111,6 @@ def _of_parameter(
     parent, _, last = prefix.rpartition(".")
     is_cut = isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.tp_size > 1
     part = module.tp_rank if is_cut else 0
-
     full = f"{prefix}.{name}" if prefix else name
 
     def piece(full: str, view: Tensor, start: int, total: int, dim: int = 0, is_counted: bool = True) -> Piece:
@@ -123,29 +122,24 @@ def _of_parameter(
         names = packed.get(last, ())
         if live.shape[0] != sum(sizes):
             return  # fused in another way: no digest reaches it
+        places = list(zip(live.split(list(sizes)), sizes, parts, totals, counted, strict=True))
         # Some checkpoints have one fused weight too (Phi-3, GLM-4), under that name, which others do not have.
-        starts = [sum(totals[:index]) for index in range(len(totals))]
-        for view, size, at, first, counts in zip(live.split(list(sizes)), sizes, parts, starts, counted, strict=True):
+        first = 0
+        for view, size, at, total, counts in places:
             yield piece(full, view, first + at * size, sum(totals), is_counted=counts)
-        if len(names) != len(sizes):
-            return
-        for each, view, size, at, total, counts in zip(
-            names, live.split(list(sizes)), sizes, parts, totals, counted, strict=True
-        ):
-            yield piece(f"{parent}.{each}.{name}", view, at * size, total, is_counted=counts)
+            first += total
+        if len(names) == len(sizes):
+            for each, (view, size, at, total, counts) in zip(names, places, strict=True):
+                yield piece(f"{parent}.{each}.{name}", view, at * size, total, is_counted=counts)
 
     if isinstance(module, QKVParallelLinear):
-        heads = [module.num_heads, module.num_kv_heads, module.num_kv_heads]
-        all_heads = [module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads]
-        widths = [module.head_size, module.head_size, module.v_head_size]
+        kv, all_kv = module.num_kv_heads, module.total_num_kv_heads
+        width, v_width = module.head_size, module.v_head_size
         # If there are fewer heads of keys than ranks, neighbouring ranks hold the same one.
-        copies = module.num_kv_head_replicas
-        yield from fused(
-            [count * width for count, width in zip(heads, widths, strict=True)],
-            [part, part // copies, part // copies],
-            [count * width for count, width in zip(all_heads, widths, strict=True)],
-            [True, part % copies == 0, part % copies == 0],
-        )
+        kv_part, copy = divmod(part, module.num_kv_head_replicas)
+        sizes = [module.num_heads * width, kv * width, kv * v_width]
+        totals = [module.total_num_heads * width, all_kv * width, all_kv * v_width]
+        yield from fused(sizes, [part, kv_part, kv_part], totals, [True, copy == 0, copy == 0])
     elif isinstance(module, MergedColumnParallelLinear):
         totals = list(module.output_sizes)
         sizes = [total // module.tp_size for total in totals]
@@ -167,8 +161,7 @@ def _of_parameter(
 def adapter_pieces(model: nn.Module, rank: int, names: WeightNames) -> Iterator[Piece]:
     """Yield the pieces of the adapters' factors: in the memory from which vLLM applies the first of its adapters.
 
-    Each rank holds the columns of A that belong to its columns of the weight, and the rows of B that belong to its
-    rows.
+    Each rank holds the columns of A for its columns of the weight, and the rows of B for its rows.
     """
     if not names.factors:
         return
@@ -181,7 +174,7 @@ def adapter_pieces(model: nn.Module, rank: int, names: WeightNames) -> Iterator[
         adapter: Any = model.get_submodule(prefix)
         parts = _of_parameter(module, prefix, "weight", module.weight.detach(), rank, packed)
         named = [replace(piece, name=hf_names.get(piece.name, piece.name)) for piece in parts]
-        weights = [piece for piece in named if names.shape(piece.name) == piece.shape]
+        weights = [piece for piece in named if names.shapes.get(piece.name) == piece.shape]
         if len(weights) != len(adapter.lora_a_stacked):
             continue  # arranged in another way
         for weight, all_a, all_b in zip(weights, adapter.lora_a_stacked, adapter.lora_b_stacked, strict=True):

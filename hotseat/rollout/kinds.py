@@ -38,7 +38,7 @@ class EngineOptions:
     adapter_targets: tuple[str, ...] | str = ()  # layers that have adapters, as in `train.lora`
     images: ImageOptions | None = None  # None: requests have none
     fp8_weights: bool = False  # of linear layers
-    fp8_cache: bool = False  # keys and values
+    fp8_cache: bool = False  # the KV cache
     role: str = "rollout"  # names its log
 
 

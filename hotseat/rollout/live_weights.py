@@ -26,9 +26,9 @@ class WeightNames:
         first_names: Mapping[str, str],
         factors: Mapping[str, tuple[int, ...]] | None = None,
     ):
-        self._factors = factors or {}  # shapes of the adapters' factors, by name
-        self._shapes = {**shapes, **self._factors}
-        self._first = {**first_names, **{name: name for name in self._factors}}  # the first name of the same weight
+        self.factors = factors or {}  # shapes of the adapters' factors, by name
+        self.shapes = {**shapes, **self.factors}
+        self.first_names = {**first_names, **{name: name for name in self.factors}}  # the first name of the same weight
         self._loaded: set[str] = set()
         self._is_base_kept = False
 
@@ -46,31 +46,19 @@ class WeightNames:
         """Return the same weights with factors of this rank beside the weights of these layers."""
         factors: dict[str, tuple[int, ...]] = {}
         for layer in layers:
-            out_size, in_size = self._shapes[f"{layer}.weight"]
+            out_size, in_size = self.shapes[f"{layer}.weight"]
             name_of_a, name_of_b = factor_names(f"{layer}.weight")
             factors |= {name_of_a: (rank, in_size), name_of_b: (out_size, rank)}
-        return WeightNames(self._shapes, self._first, factors)
-
-    @property
-    def factors(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the adapters' factors, by name."""
-        return self._factors
-
-    @property
-    def first_names(self) -> Mapping[str, str]:
-        return self._first
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self._shapes.get(name)
+        return WeightNames(self.shapes, self.first_names, factors)
 
     def begin(self) -> None:
         self._loaded = set()
 
     def take(self, name: str, shape: Sequence[int]) -> None:
         """Record that a weight has arrived. Raises if it is unknown, of another shape, or came before."""
-        expected = self._shapes.get(name)
+        expected = self.shapes.get(name)
         if expected is None:
-            near = difflib.get_close_matches(name, self._shapes, n=1)
+            near = difflib.get_close_matches(name, self.shapes, n=1)
             hint = f": did you mean {near[0]!r}?" if near else ""
             raise WeightError(f"the engine's model has no weight {name!r}{hint}")
         if expected != tuple(shape):
@@ -78,18 +66,18 @@ class WeightNames:
         if name in self._loaded:
             raise WeightError(f"{name} came twice in one load")
         self._loaded.add(name)
-        if name not in self._factors:
+        if name not in self.factors:
             self._is_base_kept = False  # until all of them have arrived
 
     def missing(self) -> list[str]:
         """List weights that are needed and have arrived under none of their names, each by its first."""
-        loaded = {self._first[name] for name in self._loaded}
-        needed = self._factors if self._is_base_kept else dict.fromkeys(self._first.values())
+        loaded = {self.first_names[name] for name in self._loaded}
+        needed = self.factors if self._is_base_kept else dict.fromkeys(self.first_names.values())
         return [name for name in needed if name not in loaded]
 
     def keep(self) -> None:
         """Record that a load is complete: weights without factors stay as they are."""
-        self._is_base_kept = bool(self._factors)
+        self._is_base_kept = bool(self.factors)
 
     def lose(self) -> None:
         """Record that no weight is there any more."""
@@ -113,27 +101,21 @@ class LiveWeights:
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._is_cuda = any(tensor.is_cuda for tensor in self._tensors.values())
         self._saved: Tensor | None = None  # [bytes] uint8 on the host
-        self._names = WeightNames.of(module)
+        self.names = WeightNames.of(module)
 
     @property
     def num_bytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages)
 
-    def begin(self) -> None:
-        self._names.begin()
-
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         with torch.no_grad():
             for name, new in named_tensors:
-                self._names.take(name, new.shape)
+                self.names.take(name, new.shape)
                 self._tensors[name].copy_(new)
-
-    def missing(self) -> list[str]:
-        return self._names.missing()
 
     def digest(self, names: Collection[str] | None = None) -> dict[str, int]:
         """Hash these weights, or all."""
-        first_names = {n: first for n, first in self._names.first_names.items() if names is None or n in names}
+        first_names = {n: first for n, first in self.names.first_names.items() if names is None or n in names}
         digests = named_digests((name, self._tensors[name]) for name in dict.fromkeys(first_names.values()))
         return {name: digests[first] for name, first in first_names.items()}
 

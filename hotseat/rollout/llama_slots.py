@@ -28,7 +28,7 @@ from transformers.activations import SiLUActivation
 
 from hotseat.algorithms.head import HALVES, project
 from hotseat.errors import RunError
-from hotseat.placement.memory import SEEN_FORWARD_TOKENS
+from hotseat.placement.memory_terms import SEEN_FORWARD_TOKENS
 from hotseat.rollout.any_slots import AnySlots
 from hotseat.rollout.slot_cache import (
     ROWS,
@@ -43,7 +43,6 @@ from hotseat.rollout.slot_cache import (
     without_last,
 )
 from hotseat.rollout.triton_kernels import triton_kernels
-from hotseat.vision import Vision
 
 _LLAMA_LIKE = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _BODIES = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
@@ -191,7 +190,7 @@ class _DecodeGraphs:
         self._graphs[shape] = (graph, own_tokens, own_positions, logits)
 
 
-class LlamaSlots:
+class LlamaSlots(SlotModel):
     """Llama-like models over slots, without the Python overhead of their modules.
 
     Query, key and value projections are one matrix, gate and up another; the module's parameters become views of them,
@@ -199,17 +198,14 @@ class LlamaSlots:
     """
 
     max_forward_tokens = 4096
-    has_shifts = False
 
     def __init__(self, model: Any, num_slots: int, max_length: int, device: torch.device, fp32_head: bool):
+        super().__init__(model)
         body = _body(model)
         config = body.config
-        self._vision = Vision.of(model)
-        self.sees_images = self._vision is not None
         self._num_heads = config.num_attention_heads
         self._num_kv_heads = config.num_key_value_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._groups = self._num_heads // self._num_kv_heads
         self._norm = _Norm(body.norm)
         self._embedding = body.embed_tokens.weight
         in_major = device.type == "cpu"
@@ -217,14 +213,13 @@ class LlamaSlots:
         # With tied embeddings this moves the embedding too: it is the same parameter.
         self._head, _ = _fuse([model.lm_head], in_major)
         self._has_fp32_head = fp32_head and self._head.dtype in HALVES
-        self.vocab_size = int(self._embedding.shape[0])
 
         max_keys = padded(max_length)
         positions = torch.arange(max_keys, device=device)[None]
         cos, sin = body.rotary_emb(self._embedding[:1], positions)  # [1, max_keys, head_dim]
         # rotate_half(x) = [-x2, x1] is a roll by half with the first half of the sine negated.
         sin = torch.cat([-sin[..., : self._head_dim // 2], sin[..., self._head_dim // 2 :]], dim=-1)
-        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
+        self._table = cos[0].contiguous(), sin[0].contiguous()  # [max_keys, head_dim] each
         self.cache = SlotCache(
             len(self._layers),
             padded(num_slots),
@@ -234,11 +229,10 @@ class LlamaSlots:
             self._embedding.dtype,
             device,
         )
+        # On a CUDA device also operations that read and write less. Their last bits may depend on the rows beside.
         self._graphs = _DecodeGraphs(self._decode) if device.type == "cuda" else None
-        # Kernels that read and write less. Their last bits may depend on the rows beside, which matters on a CPU alone.
-        self._is_lean = device.type == "cuda"
         # Triton's, where it works: one or two kernels between two matrix products, instead of up to six.
-        kernels = triton_kernels(device) if device.type == "cuda" else None
+        kernels = triton_kernels(device) if self._graphs is not None else None
         self._kernels: Any = None if kernels is None else kernels.layers
 
     def _rms_norm(self, x: Tensor, norm: _Norm) -> Tensor:
@@ -250,8 +244,9 @@ class LlamaSlots:
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for `_heads`: [rows, 1, head_dim] each, or [max_keys, head_dim] for kernels."""
         if self._kernels is not None:
-            return self._cos, self._sin
-        return self._cos[positions][:, None], self._sin[positions][:, None]
+            return self._table
+        cos, sin = self._table
+        return cos[positions][:, None], sin[positions][:, None]
 
     def _project(self, layer: _Layer, x: Tensor) -> Tensor:
         """Project to queries, keys and values: [rows, hidden] -> [rows, heads + 2 * kv_heads, dim]."""
@@ -275,7 +270,7 @@ class LlamaSlots:
 
     def _rotate(self, qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = self._head_dim // 2
-        if not self._is_lean:
+        if self._graphs is None:
             return torch.addcmul(qk * cos, qk.roll(half, -1), sin)
         rotated = qk * cos
         rotated[..., :half].addcmul_(qk[..., half:], sin[..., :half])
@@ -289,7 +284,7 @@ class LlamaSlots:
         if self._kernels is not None and layer.act is F.silu:
             inner = self._kernels.silu_product(_linear(inner, layer.gate_up, layer.gate_up_bias))
             return self._add(x, inner, layer.down, layer.down_bias)
-        if self._is_lean and len(x) > _MANY_ROWS and layer.gate_up_bias is None:
+        if self._graphs is not None and len(x) > _MANY_ROWS and layer.gate_up_bias is None:
             # Two products: what follows takes a third of the time on tensors of their own than on halves of one.
             gate, up = (torch.mm(inner, half) for half in layer.gate_up.chunk(2, dim=1))
         else:
@@ -298,13 +293,13 @@ class LlamaSlots:
 
     def _add(self, x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Add a product to `x`, which nobody uses afterwards."""
-        if self._is_lean and bias is None:
+        if self._graphs is not None and bias is None:
             return x.addmm_(inner, weight)
         return x + _linear(inner, weight, bias)
 
     def step_shape(self, num_rows: int, num_keys: int) -> tuple[int, int]:
         if self._graphs is None:
-            return padded(num_rows), padded(num_keys)
+            return super().step_shape(num_rows, num_keys)
         # Few shapes, since each is recorded: powers of two, for many rows one between, for keys three.
         rows, keys = ROWS, 128
         while rows < num_rows:
@@ -347,7 +342,7 @@ class LlamaSlots:
             self.cache.append(index, at, key, value)
             # The query heads of a group share their keys, so they can be computed as several queries of one head.
             attended = F.scaled_dot_product_attention(
-                query.reshape(rows, self._num_kv_heads, self._groups, self._head_dim),
+                query.reshape(rows, self._num_kv_heads, -1, self._head_dim),
                 keys[:rows, :, :num_keys],
                 values[:rows, :, :num_keys],
                 attn_mask=bias,
@@ -371,16 +366,14 @@ class LlamaSlots:
                 values.append(value)
                 if layer is self._layers[-1]:  # nobody needs what comes after the last keys
                     break
-            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self._groups > 1)
+            is_grouped = self._num_heads > self._num_kv_heads
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
             x = self._rest(layer, x, attended.transpose(1, 2).reshape(batch * length, -1))
         return x, keys, values
 
-    def shift(self, token_ids: Sequence[int], images: Sequence[str]) -> int:
-        return 0
-
     def image_batch(self, length: int, images: Sequence[str], index: int) -> ImageBatch:
         """Contexts whose images have one shape go together, `ROWS` of them on a CPU; all others are alone."""
-        assert self._vision is not None, "images for a model that sees none"
+        assert self._vision is not None, "images, and the model is no VLM"
         shape = self._vision.common_shape(images)
         size = ROWS if self._graphs is None else max(1, SEEN_FORWARD_TOKENS // length)
         if shape is None or (self._graphs is None and length * size > self.max_forward_tokens):
@@ -388,7 +381,7 @@ class LlamaSlots:
         return size, (len(images), *shape)
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], images: RowsOfImages = ()) -> list[Prefix]:
-        if self._is_lean:
+        if self._graphs is not None:
             tokens = tokens[:, : -(-max(lengths) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE]
         _, keys, values = self._forward(tokens, True, images)
         return cut_prefixes(keys, values, lengths)
@@ -406,7 +399,7 @@ class LlamaSlots:
         x = F.embedding(tokens.flatten(), self._embedding)
         if not any(images):
             return x
-        assert self._vision is not None, "images for a model that sees none"
+        assert self._vision is not None, "images, and the model is no VLM"
         is_image = (tokens.flatten() == self._vision.image_token_id)[:, None]
         num_placeholders = int(is_image.sum())  # before the encoder starts: a CUDA device is waited for here
         seen = [image for row in images for image in row]

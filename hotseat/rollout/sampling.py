@@ -44,13 +44,9 @@ def sample(logits: Tensor, temperatures: Tensor, uniform: Tensor, is_greedy: Ten
     if kernels is not None:
         return kernels.sample(logits, temperatures, uniform, is_greedy)
     probs = torch.softmax(logits / temperatures[:, None], dim=-1)
-    tokens = _inverse(probs, uniform).clamp_(max=logits.shape[1] - 1)
+    mass = probs.cumsum(-1, dtype=torch.float64)
+    # The first token whose cumulated probability is above uniform * total.
+    tokens = torch.searchsorted(mass, (uniform * mass[:, -1])[:, None], right=True).clamp_(max=logits.shape[1] - 1)
     if is_greedy is not None:
         tokens = torch.where(is_greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
     return tokens[:, 0], probs.gather(1, tokens)[:, 0].log()
-
-
-def _inverse(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Find the first token whose cumulated probability is above uniform * total: [rows, n], [rows] -> [rows, 1]."""
-    mass = probs.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(mass, (uniform * mass[:, -1])[:, None], right=True)

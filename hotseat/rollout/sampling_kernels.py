@@ -72,9 +72,9 @@ def _choose_kernel(
     if HAS_GREEDY:
         sampled = tl.where(greedy, tl.min(tl.where(logit == peak, place, BLOCK), axis=0), sampled)
     offset = tl.minimum(sampled, tl.minimum(BLOCK, vocab_size - chosen * BLOCK) - 1)
-    found = tl.sum(tl.where(place == offset, logit, 0.0), axis=0)
+    scaled = tl.sum(tl.where(place == offset, logit, 0.0), axis=0)
     tl.store(tokens + row, (chosen * BLOCK + offset).to(tl.int64))
-    tl.store(log_probs + row, found - peak - tl.log(whole).to(tl.float32))
+    tl.store(log_probs + row, scaled - peak - tl.log(whole).to(tl.float32))
 
 
 def sample(

@@ -27,7 +27,7 @@ class ServingState:
         self._broken: str | None = None  # why the weights are not those of any version
 
     def is_held(self) -> bool:
-        """Tell whether sampling stands still, whatever requests there are."""
+        """Tell whether sampling is stopped, whatever requests there are."""
         return self.is_paused or self.loading is not None or self._broken is not None or bool(self.offloaded)
 
     # --- checks -----------------------------------------------------------------------------------------------------

@@ -11,13 +11,16 @@ functions treat the last few numbers of a tensor in another way than the rest. S
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from hotseat.vision import Vision
 
 ROWS = 16
 
@@ -51,7 +54,7 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Keys and values of a token sequence, to be copied into slots."""
+    """KV cache of a token sequence, to be copied into slots."""
 
     keys: Tensor  # [layers, kv_heads, num_tokens, key_dim]
     values: Tensor  # [layers, kv_heads, num_tokens, value_dim]
@@ -108,7 +111,7 @@ class PrefixCache:
 
 
 class SlotCache:
-    """Keys and values of every slot. Zeros where nothing was written, since a NaN that is masked stays NaN."""
+    """KV cache of every slot. Zeros where nothing was written, since a NaN that is masked stays NaN."""
 
     def __init__(
         self,
@@ -177,7 +180,7 @@ class SlotCache:
         self.values[:, slot] = 0
 
     def read(self, num_slots: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Copy the keys and values of the first slots to another device."""
+        """Copy the KV cache of the first slots to another device."""
         keys, values = (cache[:, :num_slots, :, :num_keys] for cache in (self.keys, self.values))
         return keys.to(device, copy=True), values.to(device, copy=True)
 
@@ -193,30 +196,36 @@ ImageBatch = tuple[int, tuple[int, ...]]
 NO_IMAGES: ImageBatch = (0, ())
 
 
-class SlotModel(Protocol):
-    """The interface of a model over slots. Tokens and positions are int64 on the model's device."""
+class SlotModel(ABC):
+    """A model over slots. Tokens and positions are int64 on the model's device."""
 
     cache: SlotCache
-    vocab_size: int
     max_forward_tokens: int  # of one prefill or scoring forward, unless a single sequence is longer
-    sees_images: bool
-    has_shifts: bool  # positions of tokens after images may differ from their number
+    has_shifts = False  # positions of tokens after images may differ from their number
+
+    def __init__(self, model: Any):
+        self._vision = Vision.of(model)
+        self.sees_images = self._vision is not None
 
     def step_shape(self, num_rows: int, num_keys: int) -> tuple[int, int]:
         """Return the numbers of rows and keys to call `decode` with, at least these."""
+        return padded(num_rows), padded(num_keys)
 
+    @abstractmethod
     def prefill(self, tokens: Tensor, lengths: Sequence[int], images: RowsOfImages = ()) -> list[Prefix]:
         """Compute the prefix of each row of [batch, padded length] tokens, cut to its length.
 
         images: those of each row, as `image_batch` allows them together.
         """
 
+    @abstractmethod
     def image_batch(self, length: int, images: Sequence[str], index: int) -> ImageBatch:
         """Return the kind of batch for a context with images: those of one kind and length may share a forward.
 
         index: of the context, which is part of the kind where it has a forward of its own.
         """
 
+    @abstractmethod
     def decode(self, tokens: Tensor, positions: Tensor, num_keys: int, shifts: Tensor | None = None) -> Tensor:
         """Append one token to each of the first slots. [rows], [rows] -> [rows, vocab] float32 logits.
 
@@ -225,17 +234,20 @@ class SlotModel(Protocol):
         """
 
     def shift(self, token_ids: Sequence[int], images: Sequence[str]) -> int:
-        """Return the shift of tokens after these."""
+        """Return how far the positions of tokens after these are from their number: an image's may be fewer."""
+        return 0
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027
         """Forget what refers to the memory of weights and cache: it is about to move."""
 
+    @abstractmethod
     def hidden(self, tokens: Tensor, lengths: Sequence[int] = (), images: RowsOfImages = ()) -> Tensor:
         """Compute what `logits` takes, for scoring: [batch, padded length] -> [batch, padded length, ...].
 
         images: those of each row, whose lengths are given then.
         """
 
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits from rows of `hidden`: [rows, ...] -> [rows, vocab] float32."""
 

@@ -10,24 +10,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hotseat import faults
-from hotseat.algorithms.digest import signed
 from hotseat.errors import HotseatError, UserError
 from hotseat.placement.role_names import Part
 from hotseat.rollout.any_slots import check_config
-from hotseat.rollout.engine import PARTS, Engine
+from hotseat.rollout.engine import PARTS, Engine, ServingOptions
 from hotseat.rollout.kinds import EngineKind, EngineProcess, EngineSettings
 from hotseat.rollout.live_weights import LiveWeights
 from hotseat.rollout.llama_slots import slot_model
 from hotseat.rollout.open_requests import EngineSequence
-from hotseat.rollout.sampling import filtered, sample, uniforms
 from hotseat.rollout.slot_cache import NO_IMAGES, Context, ImageBatch, Prefix, PrefixCache, padded
+from hotseat.rollout.slot_rows import Filters, SlotRows
 from hotseat.types import Completion, Request
 from hotseat.vision import placeholder_ids, policy_class
 
@@ -39,8 +38,8 @@ class SlotOptions:
     dtype: of the model; None leaves it as it is. own_layers: False runs the model's own forward even where a faster
     one is known. fp32_head: logits of a 16-bit model are float32, as the trainer's are; False rounds them to the
     model's type. prefix_cache_tokens: how many prompt tokens to keep for other samples of the same prompt; by default
-    8 * max_length. keeps_cache: requests in flight keep their keys and values when weights change; False recomputes
-    them. tokens_at_once: how many tokens of each sequence are sampled at most before the host looks at them; by default
+    8 * max_length. keeps_cache: requests in flight keep their KV cache when weights change; False recomputes
+    it. tokens_at_once: how many tokens of each sequence are sampled at most before the host looks at them; by default
     16 on a CUDA device and 1 on a CPU.
     """
 
@@ -61,14 +60,11 @@ class TransformersEngine(Engine):
 
     On a CPU completions are bit for bit independent of other requests.
 
-    model: any causal language model of transformers with keys and values per token; the engine owns it from here on
+    model: any causal language model of transformers with a KV cache; the engine owns it from here on
         (it may rearrange the memory of its parameters; they stay the module's).
-    eos_token_ids: end a completion unless the request says `ignore_eos`.
-    num_slots: sequences decoded together. max_length: of prompt and completion together.
     num_threads: of the thread that computes. Sums may depend on it, so it is a setting and not inherited; it also
         becomes the default of threads started later in the process. None leaves it to torch. More than one pays on idle
         cores only (see `bench/engine_throughput.py`); where others work too, take more engines of one thread.
-    call_timeout_s: how long a call that waits for the background thread may take.
 
     On a CPU the host is the device: offloaded weights are kept elsewhere in the same memory, and only dropping them
     (`keep_weights=False`) or the cache leaves room for others.
@@ -83,52 +79,27 @@ class TransformersEngine(Engine):
         self,
         model: Any,
         *,
-        max_length: int,
-        num_slots: int = 64,
-        eos_token_ids: Iterable[int] = (),
-        num_threads: int | None = None,
-        version: int = 0,
-        call_timeout_s: float = 600.0,
         options: SlotOptions = _DEFAULT_OPTIONS,
+        **serving: Unpack[ServingOptions],
     ):
-        if num_slots < 1 or max_length < 2:
-            raise UserError(f"num_slots {num_slots} must be at least 1 and max_length {max_length} at least 2")
-        max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if max_positions is not None and max_length > max_positions:
-            raise UserError(f"max_length {max_length} is over the model's max_position_embeddings {max_positions}")
         where = torch.device(options.device)
         if where.type == "cuda" and where.index is None:
             where = torch.device("cuda", torch.cuda.current_device())
+        vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        super().__init__(vocab_size=vocab_size, device=where, **serving)
+        max_length, num_slots = self._max_length, self._num_slots
+        max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if max_positions is not None and max_length > max_positions:
+            raise UserError(f"max_length {max_length} is over the model's max_position_embeddings {max_positions}")
         model = model.to(device=where, dtype=options.dtype).eval()
         self._slots = slot_model(model, num_slots, max_length, where, options.own_layers, options.fp32_head)
-        super().__init__(
-            max_length=max_length,
-            num_slots=num_slots,
-            vocab_size=self._slots.vocab_size,
-            eos_token_ids=eos_token_ids,
-            device=where,
-            num_threads=num_threads,
-            version=version,
-            call_timeout_s=call_timeout_s,
-        )
         self.sees_images = self._slots.sees_images
         if self.sees_images:
             self.placeholder_ids = frozenset(placeholder_ids(model.config))
         self._weights = LiveWeights(model)
         kept = options.prefix_cache_tokens
         self._prefixes = PrefixCache(8 * max_length if kept is None else kept)
-
-        # Per slot, on the device. Slots without a sequence decode token 0 at position 0, and the result is ignored.
-        rows = padded(num_slots)
-        self._tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # to be appended next
-        self._positions = torch.zeros_like(self._tokens)  # of that token
-        self._first = torch.zeros_like(self._tokens)  # position of the last prompt token
-        self._last = torch.zeros_like(self._tokens)  # position of the last token that may be decoded
-        self._shifts = torch.zeros_like(self._tokens) if self._slots.has_shifts else None  # see `SlotModel.decode`
-        self._temperatures = torch.ones(rows, device=self._device)
-        self._is_greedy = torch.zeros(rows, dtype=torch.bool, device=self._device)
-        self._uniforms = torch.zeros(rows, max_length, dtype=torch.float64, device=self._device)
-
+        self._rows = SlotRows(num_slots, max_length, self._slots.has_shifts, where)
         # The sequence in each slot, None where one has just ended; touched by the background thread alone.
         self._running: list[EngineSequence | None] = []
         self._saved_cache: tuple[Tensor, Tensor] | None = None
@@ -155,11 +126,10 @@ class TransformersEngine(Engine):
         if not active:
             return
         sequences = [sequence for _, sequence in active]
-        filters = _Filters.of(active, self._device)
-        is_greedy = self._is_greedy if any(s.is_greedy for s in sequences) else None
+        filters = Filters.of(active, self._device)
         # [tokens, 2, rows]: all tokens and log-probs come in one transfer.
         sampled = torch.stack(
-            [self._sample(sequences, ahead, filters, is_greedy) for ahead in range(self._num_at_once(sequences))]
+            [self._sample(sequences, ahead, filters) for ahead in range(self._num_at_once(sequences))]
         )
         self._take(active, sampled.cpu().numpy())
 
@@ -194,7 +164,7 @@ class TransformersEngine(Engine):
                 ended.append(slot)
         for slot in ended:
             self._running[slot] = None
-        self._clear(ended)
+        self._rows.clear(ended)
         self._steps.record(num_sampled)
         self._requests.complete(done)
 
@@ -212,30 +182,19 @@ class TransformersEngine(Engine):
         # The host takes about as long for every sequence; with few of them, answers should not wait for long.
         return min(self._max_at_once, max(left), max(4, len(sequences) // 16))
 
-    def _sample(
-        self, sequences: Sequence[EngineSequence], ahead: int, filters: _Filters | None, is_greedy: Tensor | None
-    ) -> Tensor:
+    def _sample(self, sequences: Sequence[EngineSequence], ahead: int, filters: Filters | None) -> Tensor:
         """Decode and sample one token of every slot, `ahead` tokens after those that sequences know of.
 
-        Returns tokens and log-probs, [2, rows] float64, in which both are exact. Nothing waits for the device.
+        Returns tokens and log-probs as `SlotRows.sample` does. Nothing waits for the device.
         """
         faults.reach("generation.during")
         num_running = len(self._running)
         num_keys = max(min(s.num_keys + ahead, s.max_keys) for s in sequences)
         rows, num_keys = self._slots.step_shape(num_running, num_keys)
-        positions = self._positions[:rows]
-        shifts = None if self._shifts is None else self._shifts[:rows]
-        logits = self._slots.decode(self._tokens[:rows], positions, num_keys, shifts)
-        temperatures = self._temperatures[:rows]
-        if filters is not None:
-            logits = filters.apply(logits / temperatures[:, None])
-            temperatures = torch.ones_like(temperatures)
-        uniform = self._uniforms[:rows].gather(1, (positions - self._first[:rows])[:, None])[:, 0]
-        tokens, log_probs = sample(logits, temperatures, uniform, None if is_greedy is None else is_greedy[:rows])
-        self._tokens[:num_running] = tokens[:num_running]
-        # Sequences that end stay at their last position until the host has looked.
-        torch.minimum(positions[:num_running] + 1, self._last[:num_running], out=positions[:num_running])
-        return torch.stack([tokens.double(), log_probs.double()])
+        state, shifts = self._rows, self._rows.shifts
+        shifts = None if shifts is None else shifts[:rows]
+        logits = self._slots.decode(state.tokens[:rows], state.positions[:rows], num_keys, shifts)
+        return state.sample(logits, num_running, filters, any(s.is_greedy for s in sequences))
 
     def _admit(self) -> None:
         """Give free slots to waiting sequences; close the gaps that remain where fewer rows can be decoded then."""
@@ -267,21 +226,8 @@ class TransformersEngine(Engine):
             if chosen:
                 self._slots.cache.write(chosen, prefixes[context])
 
-        column = self._column
-        at = column(slots, torch.int64)
-        self._tokens[at] = column([s.prompt[-1] for s in sequences], torch.int64)
-        self._positions[at] = self._first[at] = column([len(s.prompt) - 1 for s in sequences], torch.int64)
-        self._last[at] = column([s.max_keys - 1 for s in sequences], torch.int64)
-        if self._shifts is not None:
-            self._shifts[at] = column([self._slots.shift(s.prompt, s.request.images) for s in sequences], torch.int64)
-        self._temperatures[at] = column([s.request.sampling.temperature or 1.0 for s in sequences], torch.float32)
-        self._is_greedy[at] = column([s.is_greedy for s in sequences], torch.bool)
-        num_steps = max(s.max_new_tokens for s in sequences)
-        seeds = column([signed(s.request.seed) for s in sequences], torch.int64)
-        self._uniforms[at, :num_steps] = uniforms(seeds, num_steps)
-
-    def _column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+        shifts = [self._slots.shift(s.prompt, s.request.images) for s in sequences]
+        self._rows.fill(slots, sequences, shifts)
 
     def _prefill(self, contexts: list[Context]) -> dict[Context, Prefix]:
         prefixes_of = {context: prefix for context in contexts if (prefix := self._prefixes.get(context)) is not None}
@@ -335,32 +281,15 @@ class TransformersEngine(Engine):
                 rows = [[*contexts[i][0], *[0] * (length - len(contexts[i][0]))] for i in batch]
                 yield batch, torch.tensor(rows, dtype=torch.int64, device=self._device)
 
-    @property
-    def _slot_state(self) -> list[Tensor]:
-        state = [self._tokens, self._positions, self._first, self._last, self._temperatures, self._is_greedy]
-        return [*state, self._uniforms, *(() if self._shifts is None else (self._shifts,))]
-
     def _move(self, sources: list[int], targets: list[int]) -> None:
-        """Move the sequences of some slots to free ones."""
         running = self._running
         num_keys = max(sequence.num_keys for slot in sources if (sequence := running[slot]) is not None)
-        at, to = self._column(sources, torch.int64), self._column(targets, torch.int64)
+        at, to = self._rows.column(sources), self._rows.column(targets)
         self._slots.cache.move(at, to, num_keys)
-        for state in self._slot_state:
-            state[to] = state[at]
+        self._rows.move(at, to)
         for source, target in zip(sources, targets, strict=True):
             running[target], running[source] = running[source], None
-        self._clear(sources)
-
-    def _clear(self, slots: list[int]) -> None:
-        """Have slots decode token 0 at position 0 from here on, which nobody looks at."""
-        if not slots:
-            return
-        at = self._column(slots, torch.int64)
-        for state in (self._tokens, self._positions, self._first, self._last):
-            state[at] = 0
-        if self._shifts is not None:
-            self._shifts[at] = 0
+        self._rows.clear(sources)
 
     # --- what is asked between steps --------------------------------------------------------------------------------
 
@@ -383,18 +312,12 @@ class TransformersEngine(Engine):
                 scores[i] = [0.0, *row[: len(sequences[i]) - 1]]
         return scores
 
-    def _pause(self) -> None:
-        pass  # a step is over when it returns
-
-    def _end(self) -> None:
-        pass
-
     def _drop(self, sequences: list[EngineSequence]) -> None:
         dropped = {id(sequence) for sequence in sequences}
         slots = [slot for slot, s in enumerate(self._running) if s is not None and id(s) in dropped]
         for slot in slots:
             self._running[slot] = None
-        self._clear(slots)
+        self._rows.clear(slots)
 
     def _offload_parts(self, parts: frozenset[Part], keep_weights: bool) -> tuple[int, int]:
         resident = self._resident_bytes()
@@ -438,7 +361,7 @@ class TransformersEngine(Engine):
 
     def _prepare_load(self) -> None:
         self._prefixes.clear()
-        self._weights.begin()
+        self._weights.names.begin()
 
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._weights.load(named_tensors)
@@ -455,7 +378,7 @@ class TransformersEngine(Engine):
 
     @torch.inference_mode()
     def _recompute(self) -> None:
-        """Compute the keys and values of running sequences anew, with the weights that are loaded now."""
+        """Compute the KV cache of running sequences anew, with the weights that are loaded now."""
         self._is_cache_old = False
         # The newest token of a sequence is decoded in the next step; its keys come then.
         filled = {
@@ -468,37 +391,10 @@ class TransformersEngine(Engine):
             self._slots.cache.write([slot], prefixes[context])
 
     def _missing(self) -> list[str]:
-        return self._weights.missing()
+        return self._weights.names.missing()
 
     def _digest(self, names: Collection[str] | None) -> dict[str, int]:
         return self._weights.digest(names)
-
-
-@dataclass(frozen=True)
-class _Filters:
-    """Rows that sample from their most probable tokens alone: [filters] each."""
-
-    rows: Tensor  # int64
-    top_k: Tensor  # int64, 0: all
-    top_p: Tensor  # float64
-
-    @staticmethod
-    def of(active: Sequence[tuple[int, EngineSequence]], device: torch.device) -> _Filters | None:
-        chosen = [(slot, s.request.sampling) for slot, s in active if s.is_filtered]
-        if not chosen:
-            return None
-        return _Filters(
-            torch.tensor([slot for slot, _ in chosen], device=device),
-            torch.tensor([sampling.top_k for _, sampling in chosen], device=device),
-            torch.tensor([sampling.top_p for _, sampling in chosen], dtype=torch.float64, device=device),
-        )
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Set logits that are left out to -inf, in place: [rows, vocab]."""
-        vocab_size = logits.shape[1]
-        top_k = torch.where(self.top_k == 0, vocab_size, self.top_k).clamp_(max=vocab_size)
-        logits[self.rows] = filtered(logits[self.rows], top_k, self.top_p)
-        return logits
 
 
 def _context(sequence: EngineSequence) -> Context:

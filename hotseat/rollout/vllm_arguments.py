@@ -15,113 +15,72 @@ from typing import Any
 
 from hotseat.rollout.vllm_versions import installed_version, is_cpu_build
 
-# The key that sets an argument.
-_SET_BY: Mapping[str, str] = {
-    "model": "actor.model",
-    "model_weights": "actor.model",
-    "hf_config_path": "actor.model",
-    "revision": "actor.model",
-    "code_revision": "actor.model",
-    "dtype": "train.dtype",
-    "seed": "seed",
-    "max_model_len": "data.max_length",
-    "trust_remote_code": "trust_remote_code",
-    "tensor_parallel_size": "rollout.tensor_parallel_size",
-    "device_ids": "cluster.component_placement",
-    "gpu_memory_utilization": "rollout.memory_share",
-    "kv_cache_memory_bytes": "rollout.memory_share",
-    "enable_prefix_caching": "rollout.prefix_caching",
-    "enforce_eager": "rollout.enforce_eager",
-    "enable_sleep_mode": "rollout.enable_offload",
-    "enable_cumem_allocator": "rollout.enable_offload",
-    "sleep_mode_offload_cudagraph": "rollout.enable_offload",
-    "sleep_preserve_parameter_names": "rollout.enable_offload",
-    "hf_overrides": "rollout.fp32_head",
-    "quantization": "rollout.quantization",
-    "kv_cache_dtype": "rollout.kv_cache_dtype",
-    "weight_transfer_config": "rollout.weight_transport",
-    "limit_mm_per_prompt": "data.max_images_per_prompt",
-}
-
-_TOKENS = "the engine takes and returns token ids, and needs no tokenizer"
-_PLACES = "weights are pushed to the places where vLLM's layers keep them on the device"
-_ONCE = "vLLM quantises weights when it loads them, and pushed ones would be put, unquantised, in their places"
-_POLICY = "tokens must be sampled from the distribution that the trainer computes"
-_DRAFTS = "speculative_config sets it, and takes n-gram drafts alone"
 _DRAFT_METHODS = ("ngram", "ngram_gpu")  # a draft is what followed the same tokens earlier in the request
 _DRAFT_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 _RANKS = "an engine is one process per device of rollout.tensor_parallel_size, on one node"
-_DRIVEN = "the engine drives vLLM's scheduler and workers itself"
-_PIXELS = "images are prepared once, by the run, and their pixels are what the trainer learns from"
-_LORA = "train.lora and rollout.lora_sync decide it"
 
-# Why an argument cannot be set, where no key sets it.
+# Keys of the config, and the arguments that each sets.
+_SET_BY: Mapping[str, str] = {
+    "actor.model": "model model_weights hf_config_path revision code_revision",
+    "train.dtype": "dtype",
+    "seed": "seed",
+    "data.max_length": "max_model_len",
+    "trust_remote_code": "trust_remote_code",
+    "rollout.tensor_parallel_size": "tensor_parallel_size",
+    "cluster.component_placement": "device_ids",
+    "rollout.memory_share": "gpu_memory_utilization kv_cache_memory_bytes",
+    "rollout.prefix_caching": "enable_prefix_caching",
+    "rollout.enforce_eager": "enforce_eager",
+    "rollout.enable_offload": (
+        "enable_sleep_mode enable_cumem_allocator sleep_mode_offload_cudagraph sleep_preserve_parameter_names"
+    ),
+    "rollout.fp32_head": "hf_overrides",
+    "rollout.quantization": "quantization",
+    "rollout.kv_cache_dtype": "kv_cache_dtype",
+    "rollout.weight_transport": "weight_transfer_config",
+    "data.max_images_per_prompt": "limit_mm_per_prompt",
+}
+# Reasons why arguments that no key sets cannot be set, and those arguments.
 _RELIED_ON: Mapping[str, str] = {
-    "tokenizer": _TOKENS,
-    "tokenizer_mode": _TOKENS,
-    "tokenizer_revision": _TOKENS,
-    "skip_tokenizer_init": _TOKENS,
-    "runner": _DRIVEN,
-    "convert": _DRIVEN,
-    "scheduler_cls": _DRIVEN,
-    "worker_cls": _DRIVEN,
-    "worker_extension_cls": _DRIVEN,
-    "disable_log_stats": _DRIVEN,
-    "use_tqdm_on_load": _DRIVEN,
-    "max_num_seqs": "the engine has a fixed number of slots; agent.max_concurrent bounds what is sent to it",
-    "enable_chunked_prefill": "on a CPU prompts must not be cut, and elsewhere vLLM's default is relied on",
-    "logprobs_mode": "log-probs must be those of the distribution that was sampled from",
-    "logits_processors": _POLICY,
-    "generation_config": _POLICY,
-    "override_generation_config": _POLICY,
-    "disable_sliding_window": _POLICY,
-    "spec_method": _DRAFTS,
-    "spec_model": _DRAFTS,
-    "spec_tokens": _DRAFTS,
-    "diffusion_config": _POLICY,
-    "distributed_executor_backend": _RANKS,
-    "pipeline_parallel_size": _RANKS,
-    "prefill_context_parallel_size": _RANKS,
-    "decode_context_parallel_size": _RANKS,
-    "nnodes": _RANKS,
-    "node_rank": _RANKS,
-    "master_addr": _RANKS,
-    "master_port": _RANKS,
-    "moe_backend": _PLACES,
-    "enable_expert_parallel": _PLACES,
-    "enable_ep_weight_filter": _PLACES,
-    "enable_elastic_ep": _PLACES,
-    "enable_eplb": _PLACES,
-    "eplb_config": _PLACES,
-    "expert_placement_strategy": _PLACES,
-    "offload_backend": _PLACES,
-    "cpu_offload_gb": _PLACES,
-    "cpu_offload_params": _PLACES,
-    "offload_group_size": _PLACES,
-    "offload_num_in_group": _PLACES,
-    "offload_prefetch_step": _PLACES,
-    "offload_params": _PLACES,
-    "quantization_config": _ONCE,
-    "mm_processor_kwargs": _PIXELS,
-    "mm_processor_cache_gb": _PIXELS,
-    "mm_processor_cache_type": _PIXELS,
-    "mm_processor_device": _PIXELS,
-    "mm_device_do_normalize": _PIXELS,
-    "media_io_kwargs": _PIXELS,
-    "enable_mm_embeds": _PIXELS,
-    "language_model_only": _PIXELS,
-    "enable_lora": _LORA,
-    "max_loras": _LORA,
-    "max_lora_rank": _LORA,
-    "max_cpu_loras": _LORA,
-    "lora_dtype": _LORA,
-    "lora_target_modules": _LORA,
-    "fully_sharded_loras": _LORA,
-    "default_mm_loras": _LORA,
-    "specialize_active_lora": _LORA,
-    "enable_tower_connector_lora": _LORA,
-    "enable_mixed_moe_lora_format": _LORA,
-    "enable_moe_shared_loras": _LORA,
+    "the engine takes and returns token ids, and needs no tokenizer": (
+        "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init"
+    ),
+    "the engine drives vLLM's scheduler and workers itself": (
+        "runner convert scheduler_cls worker_cls worker_extension_cls disable_log_stats use_tqdm_on_load"
+    ),
+    "the engine has a fixed number of slots; agent.max_concurrent bounds what is sent to it": "max_num_seqs",
+    "on a CPU prompts must not be cut, and elsewhere vLLM's default is relied on": "enable_chunked_prefill",
+    "log-probs must be those of the distribution that was sampled from": "logprobs_mode",
+    "tokens must be sampled from the distribution that the trainer computes": (
+        "logits_processors generation_config override_generation_config disable_sliding_window diffusion_config"
+    ),
+    "speculative_config sets it, and takes n-gram drafts alone": "spec_method spec_model spec_tokens",
+    _RANKS: (
+        "distributed_executor_backend pipeline_parallel_size prefill_context_parallel_size"
+        " decode_context_parallel_size nnodes node_rank master_addr master_port"
+    ),
+    "weights are pushed to the places where vLLM's layers keep them on the device": (
+        "moe_backend enable_expert_parallel enable_ep_weight_filter enable_elastic_ep enable_eplb eplb_config"
+        " expert_placement_strategy offload_backend cpu_offload_gb cpu_offload_params offload_group_size"
+        " offload_num_in_group offload_prefetch_step offload_params"
+    ),
+    "vLLM quantises weights when it loads them, and pushed ones would be put, unquantised, in their places": (
+        "quantization_config"
+    ),
+    "images are prepared once, by the run, and their pixels are what the trainer learns from": (
+        "mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type mm_processor_device mm_device_do_normalize"
+        " media_io_kwargs enable_mm_embeds language_model_only"
+    ),
+    "train.lora and rollout.lora_sync decide it": (
+        "enable_lora max_loras max_lora_rank max_cpu_loras lora_dtype lora_target_modules fully_sharded_loras"
+        " default_mm_loras specialize_active_lora enable_tower_connector_lora enable_mixed_moe_lora_format"
+        " enable_moe_shared_loras"
+    ),
+}
+# Why each argument is refused.
+_REASONS: Mapping[str, str] = {
+    **{name: f"{key} sets it" for key, names in _SET_BY.items() for name in names.split()},
+    **{name: f"cannot be set: {why}" for why, names in _RELIED_ON.items() for name in names.split()},
 }
 
 
@@ -137,11 +96,8 @@ def refusals(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _refusal(name: str, known: frozenset[str]) -> str | None:
-    key = _SET_BY.get(name)
-    if key is not None:
-        return f"{key} sets it"
-    if name in _RELIED_ON:
-        return f"cannot be set: {_RELIED_ON[name]}"
+    if name in _REASONS:
+        return _REASONS[name]
     if name.startswith("data_parallel_"):
         return f"cannot be set: {_RANKS}; rollout.num_engines sets how many there are"
     if name not in known:

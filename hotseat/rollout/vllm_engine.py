@@ -1,8 +1,7 @@
 """vLLM as a rollout engine: its scheduler and model runner, stepped by the engine's own thread.
 
-vLLM schedules, caches prefixes and samples. This module keeps requests, the weight version of each sampled token, and
-what may be asked when. `_vllm_worker` runs in vLLM's workers; what differs between versions is in `vllm_versions` and
-`_vllm_inside`.
+vLLM schedules, caches prefixes and samples. This module keeps requests and the weight version of each sampled token.
+`vllm_worker` runs in vLLM's workers; what differs between versions is in `vllm_versions` and `vllm_internals`.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -23,21 +23,12 @@ from hotseat.algorithms.digest import combine_digests
 from hotseat.errors import DeadlineError, HotseatError, RunError, UserError, WeightError
 from hotseat.model_source import ModelSource
 from hotseat.placement.role_names import Part
-from hotseat.rollout.engine import PARTS, Engine
+from hotseat.rollout.engine import PARTS, Engine, ServingOptions
 from hotseat.rollout.live_weights import WeightNames
 from hotseat.rollout.open_requests import EngineSequence
 from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, AdapterOptions, Core, Sampled
 from hotseat.types import Completion, Request
 from hotseat.vision import policy_class
-
-__all__ = [
-    "AdapterOptions",
-    "Core",
-    "VllmEngine",
-    "log_to",
-    "start_error",
-    "weight_names",
-]
 
 _MAX_REASON = 400  # characters of vLLM's error message
 
@@ -48,7 +39,7 @@ class VllmEngine(Engine):
     The same request gives the same tokens only up to rounding, which differs from batch to batch: not bit for bit.
 
     core: vLLM, started; the engine closes it. names: the weights of the model. max_length: at most the core's.
-    keeps_cache: requests in flight keep their keys and values when weights change; False recomputes them.
+    keeps_cache: requests in flight keep their KV cache when weights change; False recomputes it.
     """
 
     parts: frozenset[Part] = frozenset(PARTS)
@@ -59,36 +50,21 @@ class VllmEngine(Engine):
         core: Core,
         names: WeightNames,
         *,
-        max_length: int,
-        num_slots: int,
-        eos_token_ids: Iterable[int] = (),
-        num_threads: int | None = None,
-        version: int = 0,
         keeps_cache: bool = False,
-        call_timeout_s: float = 600.0,
+        **serving: Unpack[ServingOptions],
     ):
-        if num_slots < 1 or max_length < 2:
-            raise UserError(f"num_slots {num_slots} must be at least 1 and max_length {max_length} at least 2")
         self.can_offload: frozenset[Part] = frozenset() if core.is_cpu else frozenset(PARTS)
-        super().__init__(
-            max_length=max_length,
-            num_slots=num_slots,
-            vocab_size=core.vocab_size,
-            eos_token_ids=eos_token_ids,
-            device=torch.device("cpu") if core.is_cpu else torch.device("cuda", torch.cuda.current_device()),
-            num_threads=num_threads,
-            version=version,
-            call_timeout_s=call_timeout_s,
-        )
+        device = torch.device("cpu") if core.is_cpu else torch.device("cuda", torch.cuda.current_device())
+        super().__init__(vocab_size=core.vocab_size, device=device, **serving)
         self.keeps_cache = keeps_cache
         self.sees_images = core.sees_images
         self.placeholder_ids = core.placeholder_ids
         self._core = core
-        started = core.call("hotseat_start", names, timeout_s=call_timeout_s)
+        started = core.call("hotseat_start", names, timeout_s=self._call_timeout_s)
         problem = next((rank["problem"] for rank in started if "problem" in rank), None)
         if problem is not None:
             raise RunError(problem)
-        self._part_bytes = _add_up(rank["bytes"] for rank in started)
+        self._part_bytes = sum((Counter(rank["bytes"]) for rank in started), Counter())
         self.undigested: frozenset[str] = frozenset(started[0]["undigested"])
         # Sequences that vLLM runs, by the name that it knows; touched by the background thread alone.
         self._running: dict[str, EngineSequence] = {}
@@ -230,12 +206,10 @@ class VllmEngine(Engine):
 
     def _prepare_load(self) -> None:
         self._pause()
+        # What vLLM forgets here, it computes again after the load.
         if not self.keeps_cache and Part.KV_CACHE not in self._serving.offloaded & self.can_offload:
             self._core.forget_cache()
         self._core.call("hotseat_begin_load", timeout_s=self._call_timeout_s)
-
-    def _finish_loading(self) -> None:
-        pass  # vLLM computes again what `_prepare_load` made it forget
 
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._core.tensor_parallel_size > 1 and isinstance(named_tensors, Iterator):
@@ -300,11 +274,3 @@ def start_error(error: Exception, model: str, log: Path) -> RunError:
     if len(reason) > _MAX_REASON:
         reason = f"{reason[:_MAX_REASON]} ..."
     return RunError(f"vLLM did not start with the model {model}: {type(error).__name__}: {reason}\nits log: {log}")
-
-
-def _add_up(ranks: Iterable[dict[Part, int]]) -> dict[Part, int]:
-    total: dict[Part, int] = dict.fromkeys(PARTS, 0)
-    for rank in ranks:
-        for part, num_bytes in rank.items():
-            total[part] += num_bytes
-    return total

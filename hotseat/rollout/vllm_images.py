@@ -1,9 +1,8 @@
 """Prepared images for vLLM, in the form that its scheduler and its model runner take.
 
 vLLM is given the token ids that the trainer learns from, with the placeholders of every image, and the pixels that the
-run prepared (`hotseat.vision`): nothing is expanded, resized or normalised a second time, and no processor of
-transformers is made, which would need torchvision. Of vLLM's own processor of a model only the description of its
-fields is used.
+run prepared (`hotseat.vision`): nothing is expanded, resized or normalised a second time. No processor of transformers
+is made, which would need torchvision; vLLM's own processor of a model only describes its fields.
 
 An image is known to vLLM by the name of its file, a digest of the image and of how it was prepared. Cached prefixes and
 cached outputs of the visual encoder carry that name, so two images never share an entry.

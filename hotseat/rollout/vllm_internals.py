@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ _ACTIVATIONS = {
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
 }
-_TAG_OF_PART = {"weights": "weights", "kv_cache": "kv_cache"}
+PARTS = ("weights", "kv_cache")  # which are also the tags of memory in vLLM
 
 
 def leave_weights_in_place() -> None:
@@ -204,27 +205,22 @@ def clear_adapter(model_runner: Any) -> None:
 
 def part_bytes(worker: Any) -> dict[str, int]:
     """Return the bytes of each part on the worker's device."""
-    allocations = _allocations()
-    if allocations is not None:
-        return {
-            part: sum(data.handle[1] for data in allocations if data.tag == tag) for part, tag in _TAG_OF_PART.items()
-        }
-    weights = {
-        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in worker.model_runner.model.parameters()
-    }
-    caches = {
-        c.untyped_storage().data_ptr(): c.untyped_storage().nbytes() for c in _tensors(worker.model_runner.kv_caches)
-    }
-    return {"weights": sum(weights.values()), "kv_cache": sum(caches.values())}
+    if torch.cuda.is_available():
+        sizes = Counter[str]()
+        for _, data in _pointers():
+            sizes[data.tag] += data.handle[1]
+        return {part: sizes[part] for part in PARTS}
+    tensors = {"weights": worker.model_runner.model.parameters(), "kv_cache": _tensors(worker.model_runner.kv_caches)}
+    storages = {part: [tensor.untyped_storage() for tensor in tensors[part]] for part in PARTS}
+    return {part: sum({each.data_ptr(): each.nbytes() for each in storages[part]}.values()) for part in PARTS}
 
 
 def offload(parts: Sequence[str], keep_weights: bool) -> tuple[int, int]:
     """Free the memory of these parts, with or without a copy of the weights in host memory: (bytes, bytes copied)."""
     from vllm.device_allocator.cumem import libcudart, unmap_and_release
 
-    tags = {_TAG_OF_PART[part] for part in parts}
     # vLLM's own `sleep` takes all parts at once, and the oldest versions do not see that one is asleep already.
-    chosen = [(pointer, data) for pointer, data in _pointers() if data.tag in tags and not data.is_asleep]
+    chosen = [(pointer, data) for pointer, data in _pointers() if data.tag in parts and not data.is_asleep]
     copies: dict[int, torch.Tensor] = {}
     for pointer, data in chosen:  # first what can fail: host memory may run out
         if data.tag == "weights" and keep_weights:
@@ -242,10 +238,9 @@ def onload(model_runner: Any, parts: Sequence[str]) -> tuple[int, int]:
     """Give these parts memory again, with the values that were kept, if any: (bytes, bytes copied)."""
     from vllm.device_allocator.cumem import create_and_map, libcudart
 
-    tags = {_TAG_OF_PART[part] for part in parts}
     num_bytes = num_copied = 0
     for pointer, data in _pointers():
-        if data.tag not in tags or not data.is_asleep:
+        if data.tag not in parts or not data.is_asleep:
             continue
         create_and_map(data.handle)
         data.is_asleep = False
@@ -263,12 +258,6 @@ def _pointers() -> list[tuple[int, Any]]:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     return list(CuMemAllocator.get_instance().pointer_to_data.items())
-
-
-def _allocations() -> list[Any] | None:
-    if not torch.cuda.is_available():
-        return None
-    return [data for _, data in _pointers()]
 
 
 def _tensors(caches: Any) -> Iterator[torch.Tensor]:

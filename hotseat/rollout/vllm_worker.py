@@ -50,7 +50,7 @@ class WorkerExtension:
         self.hotseat_names = names
         weights = quantising(renamed(pieces(model, self.rank), model, names.first_names), model)
         every = [*weights, *adapter_pieces(model, self.rank, names)]
-        self.hotseat_pieces: list[Piece] = [piece for piece in every if names.shape(piece.name) == piece.shape]
+        self.hotseat_pieces: list[Piece] = [piece for piece in every if names.shapes.get(piece.name) == piece.shape]
         self.hotseat_quantised = QuantisedDigests()
         is_quantised = any(isinstance(piece, QuantisedPiece) for piece in self.hotseat_pieces)
         if names.factors or is_quantised:

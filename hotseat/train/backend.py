@@ -30,6 +30,8 @@ PARTS: tuple[Part, ...] = (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 
 Precision = Literal["fp32", "bf16_master", "bf16", "fp16"]
 GradDtype = Literal["fp32", "bf16", "fp16"]
+Facts = Mapping[str, Any]  # further entries of config.json
+NO_FACTS: Facts = MappingProxyType({})
 Head = Literal["policy", "value"]  # log-probs over the vocabulary, or one number per token (critic, reward model)
 
 
@@ -124,8 +126,8 @@ class TrainOptions:
     checkpointed_layers: int | None = None  # how many layers recompute their activations; None: all
     compile: bool | None = False  # torch.compile of the layers; None: on a CUDA device, if kernels can be built there
     liger_kernel: bool = False  # Liger's kernels in the layers instead; see `liger`
-    freeze_visual_encoder: bool = False  # of a model that sees images
-    filler_image: str | None = None  # prepared, for ranks without images; None: the model sees none
+    freeze_visual_encoder: bool = False  # of a VLM
+    filler_image: str | None = None  # prepared, for ranks without images; None: the model is no VLM
     layout: LayoutKind = "auto"  # see `packing`
     attention: str | None = None  # an implementation of transformers, for padded rows; None: see `attention`
     is_deterministic: bool = False  # deterministic kernels only
@@ -136,12 +138,9 @@ class TrainOptions:
     zero: ZeroOptions | None = None  # None: a backend without them, or with their defaults
 
     def __post_init__(self) -> None:
-        if self.precision not in get_args(Precision):
-            raise UserError(f"precision {self.precision!r}: choose one of {', '.join(get_args(Precision))}")
-        if self.head not in get_args(Head):
-            raise UserError(f"head {self.head!r}: choose one of {', '.join(get_args(Head))}")
-        if self.layout not in get_args(LayoutKind):
-            raise UserError(f"layout {self.layout!r}: choose one of {', '.join(get_args(LayoutKind))}")
+        for name, kind in (("precision", Precision), ("head", Head), ("layout", LayoutKind)):
+            if vars(self)[name] not in get_args(kind):
+                raise UserError(f"{name} {vars(self)[name]!r}: choose one of {', '.join(get_args(kind))}")
         if self.attention is not None and self.layout != "padded":
             raise UserError(
                 f"train.attention is {self.attention}, which does not keep packed sequences apart: set train.packing to"
@@ -222,8 +221,7 @@ class Outputs:
     aux_loss: Tensor | None = None  # one number: the balancing loss of a mixture of experts; only if it is learned from
 
     def tensors(self) -> list[Tensor]:
-        outputs = (self.log_probs, self.entropy, self.values, self.aux_loss)
-        return [value for value in outputs if value is not None]
+        return [value for value in vars(self).values() if value is not None]
 
 
 class Loss(Protocol):
@@ -342,8 +340,7 @@ class Backend(Protocol):
         """Write weights, optimizer, version and random state, each rank its share, into a folder that all ranks see.
 
         All ranks together. With adapters only trained weights are written: `load` makes sure that the others are the
-        same. The caller makes a checkpoint of the folder (manifest, rename): files are neither hashed nor made current
-        here.
+        same. Files are neither hashed nor made current: the caller makes a checkpoint of the folder.
         """
 
     def snapshot(self, directory: str | Path) -> None:
@@ -371,17 +368,10 @@ class Backend(Protocol):
     def without_adapters(self) -> AbstractContextManager[None]:
         """Switch adapters off inside the context, in which the model scores as the one that they are trained on."""
 
-    def export(
-        self,
-        directory: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        facts: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
+    def export(self, directory: str | Path, *, dtype: torch.dtype | None = None, facts: Facts = NO_FACTS) -> None:
         """Write a Hugging Face model in safetensors, by the first rank. All ranks together.
 
-        The caller writes the tokenizer. Adapters are merged into the model, and also written to `adapter/` in PEFT's
-        format. facts: further entries of config.json.
+        The caller writes the tokenizer. Adapters are merged, and also written to `adapter/` in PEFT's format.
         """
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ class ForwardPass:
     device: torch.device
     sequence: SequenceGroup
     dropouts: Sequence[nn.Module] = ()  # in front of adapters; all others are off for good
-    vision: Vision | None = None  # of a model that sees images
+    vision: Vision | None = None  # of a VLM
     filler: MicroBatch | None = None  # for micro-batches without images, where other ranks may have some
 
     def set_dropout(self, is_on: bool) -> None:
@@ -38,9 +38,8 @@ class ForwardPass:
         model_batch: MicroBatch,
         num_tokens: int,
         temperature: float,
-        *,
-        with_entropy: bool = False,
-        with_routing: bool = False,
+        with_entropy: bool,
+        with_routing: bool,
     ) -> Outputs:
         """Run `module` on `model_batch` and return the outputs of its first `num_tokens` tokens."""
         has_filler = self.filler is not None and not model_batch.images

@@ -10,14 +10,16 @@ With tensor parallelism the stretch is of a part of the tensor, itself a rectang
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
 
 
 class Box(NamedTuple):
@@ -79,15 +81,6 @@ class Fragment(Tensor):
         fragment.shift = tuple([0] * len(shape) if shift is None else shift)
         return fragment
 
-    def __init__(
-        self,
-        flat: Tensor,
-        shape: Sequence[int],
-        start: int,
-        part: Sequence[int] | None = None,
-        shift: Sequence[int] | None = None,
-    ): ...
-
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(f"{function} of a fragment: use what it holds")
@@ -132,3 +125,17 @@ def local(tensor: Tensor) -> Tensor:
     if isinstance(tensor, Fragment):
         return tensor.flat
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def in_buckets(items: Iterable[T], size_of: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
+    """Group items, in their order, into buckets of at most `max_size`, of which one larger item may be all."""
+    bucket: list[T] = []
+    size = 0
+    for item in items:
+        if bucket and size + size_of(item) > max_size:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
+        size += size_of(item)
+    if bucket:
+        yield bucket

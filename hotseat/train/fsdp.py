@@ -29,6 +29,7 @@ from hotseat.train.attention import has_flash
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import AdamW, Muon, TrainOptions, check_parts
 from hotseat.train.fragments import local
+from hotseat.train.hooks import Gradients
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
 from hotseat.train.masters import COPIED_BYTES, Masters
@@ -78,7 +79,6 @@ class FSDPBackend(Trainer):
         for weight in loaded.parameters():
             if weight.requires_grad and options.precision == "bf16_master":
                 weight.data = weight.data.float()
-        self._saved_names = set(loaded.state_dict())
         has_masters = options.precision == "bf16_master"
         exact = [weight for weight in loaded.parameters() if weight.dtype == torch.float32] if has_masters else []
         is_large = 2 * sum(weight.numel() for weight in exact) > copied_bytes
@@ -150,20 +150,15 @@ class FSDPBackend(Trainer):
         if self._masters is not None:
             self._masters.add_up()
 
-    def _gradients(self) -> list[Tensor]:
-        return [local(weight.grad) for weight in self._trained.values() if weight.grad is not None]
-
-    def _gradient_unit(self) -> float:
-        return 1.0
-
-    def _are_gradients_sharded(self) -> bool:
-        return isinstance(self._wrapped, FSDPModule)
+    def _gradients(self) -> Gradients:
+        gradients = [local(weight.grad) for weight in self._trained.values() if weight.grad is not None]
+        return Gradients(gradients, is_sharded=isinstance(self._wrapped, FSDPModule))
 
     def _step(self, grad_norm: float, learning_rate: float) -> None:
         assert self._optimizer is not None
         factor = self._clip_factor(grad_norm)
         if factor < 1:
-            torch._foreach_mul_(self._gradients(), factor)
+            torch._foreach_mul_(self._gradients().tensors, factor)
         set_learning_rate(self._optimizer, learning_rate, self._muon_rate())
         self._optimizer.step()
         self._update_copies()
@@ -278,7 +273,7 @@ class FSDPBackend(Trainer):
     def _state(self) -> dict[str, Tensor]:
         """Return weights without adapters, then buffers that are saved, each once under its first name."""
         state = {plain: self._weights[name].detach() for name, plain in base_names(list(self._weights)).items()}
-        return state | {name: buffer for name, buffer in self._model.named_buffers() if name in self._saved_names}
+        return state | self._outgoing.buffers()
 
     def _gather(
         self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None, merge: Merge

@@ -1,15 +1,15 @@
 """The hooks of a training backend: everything that a new backend must fill in, in one place.
 
 `Trainer` calls them in this order. Scoring: `_module`, then `_after_scoring` once. An update: for each micro-batch
-`_before_forward`, `_module`, `_backward`; then `_gradients` and the hooks on their scale and norm; then `_step` or
-`_lower_loss_scale`; and at the end always `_forget_gradients`. "All ranks together" marks a hook that contains a
-collective: every rank calls it.
+`_before_forward`, `_module`, `_backward`; then `_gradients` for their norm, then `_step` or `_lower_loss_scale`; and at
+the end always `_forget_gradients`. "All ranks together" marks a hook that contains a collective: every rank calls it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -19,6 +19,17 @@ from hotseat.algorithms.adapters import WeightForm
 from hotseat.placement.role_names import Part
 from hotseat.train.backend import TrainOptions
 from hotseat.types import MicroBatch
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """One rank's summed gradients: its shard of each where gradients are sharded, otherwise all of them."""
+
+    tensors: list[Tensor]
+    is_sharded: bool  # squares of all ranks must be added up for the norm
+    unit: float = 1.0  # what turns them into gradients of the loss: 1, or 1 / loss scale for example
+    # The share of each one's square in the norm: 1/n where n ranks hold the same gradient; None: all count in full.
+    shares: list[float] | None = None
 
 
 class TrainerHooks(ABC):
@@ -65,23 +76,8 @@ class TrainerHooks(ABC):
     # --- gradients and the optimizer step -----------------------------------------------------------------------------
 
     @abstractmethod
-    def _gradients(self) -> list[Tensor]:
-        """Return this rank's summed gradients: its shard of each where gradients are sharded, otherwise all of them."""
-
-    @abstractmethod
-    def _are_gradients_sharded(self) -> bool:
-        """Tell whether the gradients of all ranks must be added up for the norm."""
-
-    def _gradient_shares(self) -> list[float] | None:
-        """Return, for each of `_gradients`, which share of its square counts in the norm; None: all of every one.
-
-        A gradient that n ranks hold alike has the share 1/n.
-        """
-        return None
-
-    @abstractmethod
-    def _gradient_unit(self) -> float:
-        """Return the factor that turns `_gradients` into gradients of the loss: 1, or 1 / loss scale for example."""
+    def _gradients(self) -> Gradients:
+        """Return this rank's summed gradients."""
 
     @abstractmethod
     def _step(self, grad_norm: float, learning_rate: float) -> None:
@@ -111,7 +107,7 @@ class TrainerHooks(ABC):
 
     @abstractmethod
     def _drop(self) -> None:
-        """Let go of everything that holds memory: the backend is being closed."""
+        """Release everything that holds memory: the backend is being closed."""
 
     # --- weights in and out -------------------------------------------------------------------------------------------
 
@@ -142,4 +138,4 @@ class TrainerHooks(ABC):
 
     @abstractmethod
     def _after_loading(self) -> None:
-        """Make everything else follow from stored tensors that were just changed."""
+        """Update what derives from the stored tensors, which were just changed."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from hotseat.algorithms.head import project
 
 # Elements of one chunk of logits, 4 bytes each. On a CPU a chunk should stay in the cache, on a GPU it should be large
 # enough to fill it. At the peak of a backward there are 14 bytes for each: logits, log-probs and gradient, the last
-# also in 16 bits. The planner counts on it (LOGITS_CHUNK_ELEMENTS in `hotseat.placement.memory`).
+# also in 16 bits. The planner counts on it (LOGITS_CHUNK_ELEMENTS in `hotseat.placement.memory_terms`).
 _CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}
 # Without copies there are 6 bytes: twice as many take less memory, and the gradient of the weight is added up half as
 # often.
@@ -44,8 +44,13 @@ _COMPILED_CHUNK_ELEMENTS = 2**28
 Compiler = str | Callable[..., Any]
 
 
-def default_chunk_rows(vocab_size: int, device_type: str) -> int:
-    return max(1, _CHUNK_ELEMENTS.get(device_type, 2**27) // vocab_size)
+class _Chunking(NamedTuple):
+    """How log-probs are computed, chunk by chunk."""
+
+    temperature: float
+    with_entropy: bool
+    rows: int  # of a chunk
+    compiler: Compiler | None
 
 
 def token_log_probs(
@@ -68,40 +73,30 @@ def token_log_probs(
     hidden [num_rows, hidden_size], weight [vocab_size, hidden_size], targets [num_rows] int64 -> [num_rows] each, in
     float32 (float64 for float64 input), with gradients for hidden, weight and bias.
     """
-    is_large = compiler is not None and hidden.device.type != "cpu"
-    rows = chunk_rows or (
-        max(1, _COMPILED_CHUNK_ELEMENTS // weight.shape[0])
-        if is_large
-        else default_chunk_rows(weight.shape[0], hidden.device.type)
-    )
+    device = hidden.device.type
+    is_large = compiler is not None and device != "cpu"
+    num_elements = _COMPILED_CHUNK_ELEMENTS if is_large else _CHUNK_ELEMENTS.get(device, 2**27)
+    chunking = _Chunking(temperature, with_entropy, chunk_rows or max(1, num_elements // weight.shape[0]), compiler)
     if cap is not None:
-        log_probs, entropy = _capped(hidden, weight, bias, targets, temperature, with_entropy, rows, cap)
+        log_probs, entropy = _capped(hidden, weight, bias, targets, chunking, cap)
     elif torch.compiler.is_compiling():
         # Part of a whole model that is being compiled: to the compiler one operation, however many chunks it takes.
         _, log_probs, entropy = torch.ops.hotseat.log_probs(
-            hidden, weight, bias, targets, temperature, with_entropy, rows, compiler is not None
+            hidden, weight, bias, targets, *chunking[:3], compiler is not None
         )
     else:
-        log_probs, entropy = _ChunkedLogProbs.apply(
-            hidden, weight, bias, targets, temperature, with_entropy, rows, compiler
-        )
+        log_probs, entropy = _ChunkedLogProbs.apply(hidden, weight, bias, targets, chunking)
     return log_probs, entropy if with_entropy else None
 
 
 def _capped(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    with_entropy: bool,
-    rows: int,
-    cap: float,
-) -> tuple[Tensor, Tensor | None]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunking: _Chunking, cap: float
+) -> tuple[Tensor, Tensor]:
     """Compute what `token_log_probs` does, with capped logits.
 
     Each chunk of logits is computed again by the backward, unless it is the only one.
     """
+    temperature, with_entropy, rows, _ = chunking
 
     def score(hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         logits = torch.nn.functional.linear(hidden, weight, bias)
@@ -116,63 +111,36 @@ def _capped(
         for chunk in zip(hidden.split(rows), targets.split(rows), strict=True)
     ]
     log_probs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
-    return log_probs, entropy if with_entropy else None
+    return log_probs, entropy
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        rows: int,
-        compiler: Compiler | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunking: _Chunking
     ) -> tuple[Tensor, Tensor]:
-        log_normalizer, log_probs, entropy, logits = _score_chunks(
-            hidden, weight, bias, targets, temperature, with_entropy, rows, compiler
-        )
+        log_normalizer, log_probs, entropy, logits = _score_chunks(hidden, weight, bias, targets, chunking)
         needs_gradient = any(ctx.needs_input_grad[:3])
-        kept = logits if needs_gradient and hidden.shape[0] <= rows else None
+        kept = logits if needs_gradient and hidden.shape[0] <= chunking.rows else None
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy, kept)
-        ctx.temperature, ctx.rows, ctx.compiler = temperature, rows, compiler
-        if not with_entropy:
+        ctx.chunking = chunking
+        if not chunking.with_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_normalizer, entropy, kept = ctx.saved_tensors
-        gradients = _differentiate_chunks(
-            (grad_log_probs, grad_entropy),
-            (hidden, weight, bias),
-            targets,
-            log_normalizer,
-            entropy,
-            kept,
-            ctx.needs_input_grad[:3],
-            ctx.temperature,
-            ctx.rows,
-            ctx.compiler,
-        )
-        return (*gradients, *[None] * 5)
+        gradients = (grad_log_probs, grad_entropy)
+        needs = ctx.needs_input_grad[:3]
+        return *_differentiate_chunks(gradients, ctx.saved_tensors, needs, ctx.chunking), None, None
 
 
 def _score_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    with_entropy: bool,
-    rows: int,
-    compiler: Compiler | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunking: _Chunking
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute log-normalizer, log-prob and entropy (empty unless asked), [num_rows] each; and the last logits."""
+    temperature, with_entropy, rows, compiler = chunking
     num_rows = hidden.shape[0]
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     log_normalizer = hidden.new_empty(num_rows, dtype=dtype)
@@ -199,20 +167,18 @@ def _score_chunks(
 
 def _differentiate_chunks(
     gradients: tuple[Tensor, Tensor | None],
-    inputs: tuple[Tensor, Tensor, Tensor | None],
-    targets: Tensor,
-    log_normalizer: Tensor,
-    entropy: Tensor,
-    kept: Tensor | None,
+    saved: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None],
     needs: Sequence[bool],
-    temperature: float,
-    rows: int,
-    compiler: Compiler | None,
+    chunking: _Chunking,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute gradients of the inputs (hidden, weight, bias) that need one, from those of log-probs and entropy."""
+    """Compute gradients of hidden, weight and bias, as far as they need one, from those of log-probs and entropy.
+
+    saved: these three, targets, log-normalizer, entropy, and the logits that were kept, if any.
+    """
     grad_log_probs, grad_entropy = gradients
-    hidden, weight, bias = inputs
+    hidden, weight, bias, targets, log_normalizer, entropy, kept = saved
     needs_hidden, needs_weight, needs_bias = needs
+    temperature, _, rows, compiler = chunking
     num_rows = hidden.shape[0]
     grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
     # Sums over chunks are kept in float32: a bfloat16 sum would lose what later chunks add.
@@ -336,19 +302,13 @@ def _operation(
     rows: int,
     is_compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    compiler = _inner_compiler(is_compiled)
-    return _score_chunks(hidden, weight, bias, targets, temperature, with_entropy, rows, compiler)[:3]
+    chunking = _Chunking(temperature, with_entropy, rows, _inner_compiler(is_compiled))
+    return _score_chunks(hidden, weight, bias, targets, chunking)[:3]
 
 
 @_operation.register_fake
 def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    with_entropy: bool,
-    *how: Any,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, _: float, with_entropy: bool, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     each = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
     return each, torch.empty_like(each), torch.empty_like(each) if with_entropy else each.new_empty(0)
@@ -368,19 +328,12 @@ def _operation_gradient(
     rows: int,
     is_compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = _differentiate_chunks(
+    grad_hidden, grad_weight, grad_bias = _differentiate_chunks(
         (grad_log_probs.contiguous(), None if grad_entropy is None else grad_entropy.contiguous()),
-        (hidden, weight, bias),
-        targets,
-        log_normalizer,
-        entropy,
-        None,
+        (hidden, weight, bias, targets, log_normalizer, entropy, None),
         (True, True, bias is not None),
-        temperature,
-        rows,
-        _inner_compiler(is_compiled),
+        _Chunking(temperature, grad_entropy is not None, rows, _inner_compiler(is_compiled)),
     )
-    grad_hidden, grad_weight, grad_bias = gradients
     assert grad_hidden is not None
     assert grad_weight is not None
     return grad_hidden, grad_weight, hidden.new_empty(0) if grad_bias is None else grad_bias
@@ -395,7 +348,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    hidden, weight, bias, targets, ctx.temperature, ctx.with_entropy, ctx.rows, ctx.is_compiled = inputs
+    hidden, weight, bias, targets, ctx.temperature, ctx.with_entropy, *ctx.rest = inputs
     log_normalizer, _, entropy = output
     ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
 
@@ -403,21 +356,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _differentiate(
     ctx: Any, grad_log_normalizer: Tensor | None, grad_log_probs: Tensor, grad_entropy: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    hidden, weight, bias, targets, log_normalizer, entropy = ctx.saved_tensors
     grad_hidden, grad_weight, grad_bias = torch.ops.hotseat.log_probs_gradient(
-        grad_log_probs,
-        grad_entropy if ctx.with_entropy else None,
-        hidden,
-        weight,
-        bias,
-        targets,
-        log_normalizer,
-        entropy,
-        ctx.temperature,
-        ctx.rows,
-        ctx.is_compiled,
+        grad_log_probs, grad_entropy if ctx.with_entropy else None, *ctx.saved_tensors, ctx.temperature, *ctx.rest
     )
-    return grad_hidden, grad_weight, None if bias is None else grad_bias, *[None] * 5
+    has_bias = ctx.saved_tensors[2] is not None
+    return grad_hidden, grad_weight, grad_bias if has_bias else None, *[None] * 5
 
 
 _operation.register_autograd(_differentiate, setup_context=_keep)

@@ -127,7 +127,7 @@ def check_targets(source: ModelSource, targets: Sequence[str] | str, head: Head)
 
 
 def check_language_targets(source: ModelSource, targets: Sequence[str] | str) -> None:
-    """Raise if vLLM cannot apply adapters of these layers to a model that sees images.
+    """Raise if vLLM cannot apply adapters of these layers to a VLM.
 
     It can if all of them are in the language model, and if it holds every weight below them.
     """

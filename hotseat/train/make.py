@@ -49,7 +49,6 @@ def check_options(options: TrainOptions) -> None:
 
 
 def _kind(options: TrainOptions) -> Any:
-    """Return `FSDPBackend` or `ZeroBackend`, by its name in `registry/backends.py`."""
     entry = backend_entry(options.backend)
     assert entry.has_zero_options or options.zero is None, f"{entry.name} has no ZeRO"
     return load(entry.backend)

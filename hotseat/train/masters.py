@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hotseat.placement.memory import COPIED_PARAMETERS
+from hotseat.placement.memory_terms import COPIED_PARAMETERS
 from hotseat.train.offload import reserve
 
 COPIED_BYTES = COPIED_PARAMETERS * 2

@@ -18,7 +18,7 @@ gradients are summed, so their norm, by which a step is clipped or left out, cou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hotseat.train.backend import AdamW, Muon
-from hotseat.train.fragments import local
+from hotseat.train.fragments import in_buckets, local
 
 _BUCKET = 2**26  # entries that are orthogonalised between two messages: 128 MiB in bf16
 
@@ -110,7 +110,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         finally:
             self.param_groups = groups
         steps = (step for group in groups if group["is_muon"] for step in self._steps(group))
-        for bucket in _buckets(steps):
+        for bucket in in_buckets(steps, len, _BUCKET):
             self._step_matrices(bucket)
 
     def _steps(self, group: dict[str, Any]) -> Iterator[_Step]:
@@ -155,14 +155,3 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     result.grad = -wide.to(torch.bfloat16)
     torch.optim.Muon([result], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
     return result.detach().T if matrix.shape[0] > matrix.shape[1] else result.detach()
-
-
-def _buckets(steps: Iterable[_Step]) -> Iterator[list[_Step]]:
-    bucket: list[_Step] = []
-    for step in steps:
-        if bucket and sum(map(len, bucket)) + len(step) > _BUCKET:
-            yield bucket
-            bucket = []
-        bucket.append(step)
-    if bucket:
-        yield bucket

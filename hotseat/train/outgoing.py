@@ -24,6 +24,11 @@ class OutgoingWeights:
     model: PreTrainedModel
     adapters: Mapping[str, Adapter]  # by the name of their weight; empty: all weights are trained
     precision: Precision
+    saved: frozenset[str] = frozenset()  # names in the model's `state_dict`
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are saved, by name."""
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in self.saved}
 
     def dtype(self, dtype: torch.dtype | None) -> torch.dtype | None:
         """Return the type in which weights leave; None: each in its own.

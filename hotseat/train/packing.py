@@ -253,7 +253,7 @@ class ModelInput:
     targets: Tensor  # [num_scored]: that token
     tokens: Tensor  # [num_scored]: where it stands in the micro-batch
     counts: Tensor | None = None  # [rows of the flattened output] float: tokens of each, 0: padding; if asked for
-    pixels: Mapping[str, Tensor] = field(default_factory=dict)  # arguments of a model that sees images
+    pixels: Mapping[str, Tensor] = field(default_factory=dict)  # further arguments of a VLM
 
 
 def model_input(
@@ -268,9 +268,8 @@ def model_input(
 ) -> ModelInput:
     """Lay a micro-batch out for the model.
 
-    Scored are the tokens under the mask that something precedes in their segment; only they are projected. With a
-    `group` of several ranks the layout is packed, and cut to this rank's slice. `vision` prepares the arguments for
-    segments with images.
+    Log-probs or values are computed for tokens under the mask, except for the first of a segment. With a `group` of
+    several ranks the layout is packed, and cut to this rank's slice. `vision` prepares images.
     """
     token_ids, offsets, mask = (tensor.cpu() for tensor in (batch.token_ids, batch.offsets, batch.mask))
     all_lengths = offsets[1:] - offsets[:-1]
@@ -284,10 +283,7 @@ def model_input(
     scored = (mask & (torch.arange(batch.num_tokens) > offsets[each])).nonzero().squeeze(-1)
     before = starts[each[scored]] + scored - 1 - offsets[each[scored]]  # the input token that predicts it
     longest = int(lengths.max())
-    axes = None  # [3, num_inputs]: positions in three dimensions
-    if batch.images:
-        assert vision is not None, "images for a model that sees none"
-        axes = _axes(vision, batch, [token_ids[inputs[a:b]] for a, b in itertools.pairwise(starts.tolist())])
+    axes = _axes(vision, batch, token_ids[inputs], starts) if batch.images else None
 
     owners = _owners(batch, token_ids, offsets, mask, lengths, starts, vision) if kind in ("auto", "shared") else None
     if kind == "auto":
@@ -325,14 +321,9 @@ def model_input(
             counts = part.of(counts[None])[0]
             is_mine = (rows >= part.first) & (rows < part.first + part.length)
             rows, scored = rows[is_mine] - part.first, scored[is_mine]
-    pixels: dict[str, Tensor] = {}
+    pixels: Mapping[str, Tensor] = {}
     if batch.images and vision is not None:
-        # A shared context, and the images in it, stands where its first segment begins.
-        owned = list(range(batch.num_segments))
-        if kind == "shared" and owners is not None:
-            begins = starts[: batch.num_segments].tolist()  # without those of fillers, which have no images
-            owned = [index for index, start in enumerate(begins) if int(owners[start]) == start]
-        pixels = vision.arguments([image for index in owned for image in batch.images[index]], device)
+        pixels = _pixels(batch, starts, owners if kind == "shared" else None, vision, device)
     targets = token_ids[scored]
     if device is not None and device.type != "cpu":
         input_ids, rows, targets, scored = (to_device(tensor, device) for tensor in (input_ids, rows, targets, scored))
@@ -341,12 +332,24 @@ def model_input(
     return ModelInput(input_ids, position_ids, blocks, rows, targets, scored, counted, pixels)
 
 
-def _axes(vision: Vision, batch: MicroBatch, segments: Sequence[Tensor]) -> Tensor | None:
+def _axes(vision: Vision | None, batch: MicroBatch, token_ids: Tensor, starts: Tensor) -> Tensor | None:
     """Return positions in three dimensions, segment after segment: [3, num_inputs]; None: the model has one."""
+    assert vision is not None, "images, and the model is no VLM"
     if not vision.has_axes:
         return None
-    each = zip(segments, batch.images, strict=True)
-    return torch.cat([vision.positions(token_ids, images) for token_ids, images in each], dim=1)
+    each = zip(itertools.pairwise(starts.tolist()), batch.images, strict=True)
+    return torch.cat([vision.positions(token_ids[begin:end], images) for (begin, end), images in each], dim=1)
+
+
+def _pixels(
+    batch: MicroBatch, starts: Tensor, owners: Tensor | None, vision: Vision, device: torch.device | None
+) -> Mapping[str, Tensor]:
+    """Prepare images: one that is in a shared context only for the first segment with it."""
+    owned = list(range(batch.num_segments))
+    if owners is not None:
+        begins = starts[: batch.num_segments].tolist()  # without those of fillers, which have no images
+        owned = [index for index, start in enumerate(begins) if int(owners[start]) == start]
+    return vision.arguments([image for index in owned for image in batch.images[index]], device)
 
 
 def _num_missing(num_rows: int) -> int:
@@ -375,8 +378,7 @@ def _owners(
 ) -> Tensor | None:
     """Find the input token that stands for each, in the first segment with the same context: [num_inputs].
 
-    A context is what precedes the first token under the mask, with all images of the segment. None if all are
-    different.
+    A context is what precedes the first token under the mask, with all images of the segment. None: all differ.
     """
     owners = np.arange(int(starts[-1]))  # slices of an array take a tenth of the time of a tensor's
     seen: dict[tuple[bytes, tuple[str, ...]], int] = {}

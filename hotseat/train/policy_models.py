@@ -1,8 +1,4 @@
-"""Models as training sees them.
-
-Tokens go in, and for each scored token comes out its log-prob (a policy) or a number (a value model, such as a critic
-or a reward model).
-"""
+"""Models under training: policies compute log-probs of tokens, value models (critics, rewards) a number for each."""
 
 from __future__ import annotations
 
@@ -391,7 +387,7 @@ def _check_head(policy: Policy) -> None:
 
 
 def _has_state(model: PreTrainedModel) -> bool:
-    """Tell whether layers carry state from token to token besides keys and values, across the ends of segments."""
+    """Tell whether layers carry state from token to token besides the KV cache, across the ends of segments."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     is_other = not kinds <= {"full_attention", "sliding_attention"}
     # Linear attention and state spaces have one, also where a config does not name the kinds of its layers.

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +26,9 @@ from hotseat.errors import BatchError, DeviceMemoryError, RunError, UnsupportedE
 from hotseat.placement.role_names import Part
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import (
+    NO_FACTS,
     PARTS,
+    Facts,
     Head,
     Loss,
     Outputs,
@@ -58,7 +59,7 @@ from hotseat.train.packing import LayoutKind, filler_batch, image_filler
 from hotseat.train.policy_models import exported_name
 from hotseat.train.ranks import Ranks
 from hotseat.train.sequence import SequenceGroup
-from hotseat.train.update_facts import NonFiniteGuard, UpdateFacts
+from hotseat.train.update_facts import UpdateFacts, UpdateHistory
 from hotseat.types import MicroBatch, Moved
 from hotseat.vision import Vision
 
@@ -102,20 +103,20 @@ class Trainer(TrainerHooks):
         )
         if options.filler_image is not None and ranks.size > 1:
             self._forward_pass.filler = image_filler(options.filler_image)
-        self._outgoing = OutgoingWeights(model, find_adapters(model) if has_adapters else {}, options.precision)
+        adapters = find_adapters(model) if has_adapters else {}
+        self._outgoing = OutgoingWeights(model, adapters, options.precision, frozenset(model.state_dict()))
         self._residency = PartResidency(device)
-        self._guard = NonFiniteGuard(options.max_non_finite)
+        self._history = UpdateHistory(options.max_non_finite)
         self._checkpoint_files = CheckpointFiles(self.name, ranks)
         self._base: FrozenBase | None = None  # of adapters, once it is known
         self._average: MovingAverage | None = None
-        self._version = 0
         self._progress = _Progress()
         if options.lora is not None and options.lora.dropout > 0:
             torch.manual_seed(options.lora.seed + ranks.rank)  # so that dropout repeats in the same run
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._history.version
 
     @property
     def movable(self) -> frozenset[Part]:
@@ -133,16 +134,15 @@ class Trainer(TrainerHooks):
 
     def log_probs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         check_temperature(temperature)
-        self._need("log_probs", Part.WEIGHTS)
-        self._need_head("policy", "log_probs")
-        return self._score(micro_batches, "log_probs", temperature)
+        return self._score(micro_batches, "log_probs", "policy", temperature)
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        self._need("values", Part.WEIGHTS)
-        self._need_head("value", "values")
-        return self._score(micro_batches, "values", 1.0)
+        return self._score(micro_batches, "values", "value", 1.0)
 
-    def _score(self, micro_batches: Sequence[MicroBatch], what: str, temperature: float) -> list[Tensor]:
+    def _score(self, micro_batches: Sequence[MicroBatch], what: str, head: Head, temperature: float) -> list[Tensor]:
+        self._need(what, Part.WEIGHTS)
+        if self._options.head != head:
+            raise RunError(f"{what} of a {self._options.head} model, which has a head of another kind")
         scored: list[tuple[Tensor, MicroBatch]] = []
         self._forward_pass.set_dropout(False)
         work = self._as_many_as_other_ranks(micro_batches)
@@ -176,30 +176,27 @@ class Trainer(TrainerHooks):
         grad_norm = self._grad_norm()
         mine = UpdateFacts.of(micro_batches, losses, metrics, grad_norm)
         facts = UpdateFacts.total(self.gather_facts(mine, "add up the losses of an update"))
-        learning_rate = self._options.schedule.learning_rate(self._version)
+        learning_rate = self._options.schedule.learning_rate(self.version)
         faults.reach("update.middle")
         is_finite = math.isfinite(facts.loss) and math.isfinite(grad_norm)
         is_overflow = not is_finite and math.isfinite(facts.loss) and self._lower_loss_scale()
         if is_finite:
             self._step(grad_norm, learning_rate)  # the backend's: clips, then steps the optimizer
-            self._version += 1
+            self._history.record_step()
             if self._average is not None:
                 self._average.update(self._shards())
         self._forget_gradients()
-        if is_finite:
-            self._guard.record_step()
-        elif is_overflow:
-            self._guard.record_overflow()
-        else:
-            blamed = facts.suspects or facts.samples
-            self._guard.record_skip(blamed, loss=facts.loss, grad_norm=grad_norm, version=self._version)
+        if is_overflow:
+            self._history.record_overflow()
+        elif not is_finite:
+            self._history.record_skip(facts.suspects or facts.samples, loss=facts.loss, grad_norm=grad_norm)
         return UpdateReport(
-            version=self._version,
+            version=self.version,
             loss=facts.loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             is_skipped=not is_finite,
-            num_skipped=self._guard.num_skipped,
+            num_skipped=self._history.num_skipped,
             num_tokens=facts.num_tokens,
             num_sampled=facts.num_sampled,
             metrics=facts.metrics,
@@ -334,13 +331,13 @@ class Trainer(TrainerHooks):
         self._progress.is_halfway = False
 
     def _grad_norm(self) -> float:
-        """Compute the norm of all gradients of all ranks together."""
-        each = torch._foreach_norm(self._gradients(), 2, dtype=torch.float32)
-        squares, shares = torch.stack([norm.to(self._device) for norm in each]).square_(), self._gradient_shares()
-        total = squares.sum() if shares is None else squares @ squares.new_tensor(shares)
-        if self._ranks.size > 1 and self._are_gradients_sharded():
+        gradients = self._gradients()
+        each = torch._foreach_norm(gradients.tensors, 2, dtype=torch.float32)
+        squares = torch.stack([norm.to(self._device) for norm in each]).square_()
+        total = squares.sum() if gradients.shares is None else squares @ squares.new_tensor(gradients.shares)
+        if self._ranks.size > 1 and gradients.is_sharded:
             dist.all_reduce(total)
-        return float(total.sqrt_()) * self._gradient_unit()
+        return float(total.sqrt_()) * gradients.unit
 
     def _clip_factor(self, grad_norm: float) -> float:
         """Return the factor that clips gradients of this norm.
@@ -354,7 +351,7 @@ class Trainer(TrainerHooks):
         """Return the learning rate of the matrices that Muon steps, in the update to come."""
         options = self._options
         peak = 0.0 if options.muon is None else options.muon.learning_rate
-        return replace(options.schedule, peak=peak).learning_rate(self._version)
+        return replace(options.schedule, peak=peak).learning_rate(self.version)
 
     def _as_many_as_other_ranks(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch | None]:
         """Extend this rank's micro-batches by None until it has as many as any other: forwards are collective."""
@@ -365,14 +362,8 @@ class Trainer(TrainerHooks):
     def _forward(
         self, batch: MicroBatch, temperature: float, with_entropy: bool = False, with_routing: bool = False
     ) -> Outputs:
-        return self._forward_pass.run(
-            self._module(),
-            self._model_batch(batch),
-            batch.num_tokens,
-            temperature,
-            with_entropy=with_entropy,
-            with_routing=with_routing,
-        )
+        module, model_batch = self._module(), self._model_batch(batch)
+        return self._forward_pass.run(module, model_batch, batch.num_tokens, temperature, with_entropy, with_routing)
 
     # --- residency ----------------------------------------------------------------------------------------------------
 
@@ -397,11 +388,6 @@ class Trainer(TrainerHooks):
         missing = [part for part in parts if part in self._residency.offloaded]
         if missing:
             raise RunError(f"{what} needs {' and '.join(missing)} on the device: onload them first")
-
-    def _need_head(self, head: Head, what: str) -> None:
-        """Raise unless the model has the head that the call `what` needs."""
-        if self._options.head != head:
-            raise RunError(f"{what} of a {self._options.head} model, which has a head of another kind")
 
     # --- weights out, and on disk -------------------------------------------------------------------------------------
 
@@ -432,10 +418,11 @@ class Trainer(TrainerHooks):
         self._checkpoint_files.check_idle(what)
         if self._outgoing.adapters:
             self._find_base()
-        counters = {"version": self._version, "num_skipped": self._guard.num_skipped}
-        state = self._stored() | {f"counter.{name}": torch.tensor(value) for name, value in counters.items()}
-        random = random_states(self._device)
-        return state | {f"random.{kind}.{self._ranks.rank}": value for kind, value in random.items()}
+        return self._stored() | self._history.counters() | self._named(random_states(self._device))
+
+    def _named(self, random: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Name random states after this rank, which they belong to."""
+        return {f"random.{kind}.{self._ranks.rank}": state for kind, state in random.items()}
 
     def _find_base(self) -> FrozenBase:
         """Return the model that adapters are trained on; its digests are computed once. All ranks together."""
@@ -453,17 +440,13 @@ class Trainer(TrainerHooks):
         check_adapters(directory, header.base, has_adapters=bool(self._outgoing.adapters))
         if header.base is not None:
             check_base(directory, header.base, self._find_base())
-        counters = {name: torch.tensor(0) for name in ("version", "num_skipped")}
-        state = self._stored() | {f"counter.{name}": value for name, value in counters.items()}
-        random: dict[str, Tensor] = {}
-        # Random states belong to ranks: with another number of ranks each one keeps its own.
-        if header.num_ranks == self._ranks.size:
-            random = random_states(self._device)
-            state |= {f"random.{kind}.{self._ranks.rank}": value for kind, value in random.items()}
+        counters = self._history.counters()
+        # With another number of ranks each one keeps its own random states.
+        random = random_states(self._device) if header.num_ranks == self._ranks.size else {}
+        state = self._stored() | counters | self._named(random)
         self._restore(self._checkpoint_files.read(directory, state, self.optional_state))
         self._after_loading()
-        self._version = int(counters["version"])
-        self._guard.restore(int(counters["num_skipped"]))
+        self._history.restore(counters)
         set_random_states(random, self._device)
 
     @contextmanager
@@ -487,13 +470,7 @@ class Trainer(TrainerHooks):
         with adapters_off(self._model):
             yield
 
-    def export(
-        self,
-        directory: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        facts: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
+    def export(self, directory: str | Path, *, dtype: torch.dtype | None = None, facts: Facts = NO_FACTS) -> None:
         self._need("export", Part.WEIGHTS)
         directory, whole = Path(directory), {}
         for name, tensor in self.weights(dtype=self._outgoing.dtype(dtype)):

@@ -90,31 +90,37 @@ def add_up(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 _MAX_NAMED = 16  # samples in an error message
 
 
-class NonFiniteGuard:
-    """Counts skipped updates, remembers their samples, and ends the run after too many in a row."""
+class UpdateHistory:
+    """Counts updates, remembers the samples of skipped ones, and ends the run after too many of those in a row."""
 
     def __init__(self, max_in_a_row: int):
         self._max_in_a_row = max_in_a_row
         self._samples: list[tuple[str, ...]] = []  # of the last updates in a row that were not finite
+        self.version = 0  # of the weights: how many updates they have had, those before a `load` included
         self.num_skipped = 0  # in the whole run, those before a `load` included
 
-    def restore(self, num_skipped: int) -> None:
+    def counters(self) -> dict[str, Tensor]:
+        """Return what a checkpoint has of this, by name."""
+        return {"counter.version": torch.tensor(self.version), "counter.num_skipped": torch.tensor(self.num_skipped)}
+
+    def restore(self, counters: Mapping[str, Tensor]) -> None:
         """Continue from a checkpoint, which ends a row of skipped updates."""
-        self.num_skipped = num_skipped
+        self.version, self.num_skipped = int(counters["counter.version"]), int(counters["counter.num_skipped"])
         self._samples = []
 
     def record_step(self) -> None:
         """Record an update that was finite: a row of skipped ones is over."""
+        self.version += 1
         self._samples = []
 
     def record_overflow(self) -> None:
         """Record an update that was skipped because the loss scale was too high: no sample is to blame."""
         self.num_skipped += 1
 
-    def record_skip(self, samples: Sequence[str], *, loss: float, grad_norm: float, version: int) -> None:
+    def record_skip(self, samples: Sequence[str], *, loss: float, grad_norm: float) -> None:
         """Record an update that was skipped; raise `NonFiniteError` if it is one too many in a row.
 
-        samples: those that may be to blame. version: of the weights, which the update has left as they were.
+        samples: those that may be to blame.
         """
         self.num_skipped += 1
         self._samples.append(tuple(samples))
@@ -124,7 +130,7 @@ class NonFiniteGuard:
         more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
         raise NonFiniteError(
             f"{len(self._samples)} updates in a row were not finite (last: loss {loss}, gradient norm"
-            f" {grad_norm}), after version {version}; samples: {', '.join(named[:_MAX_NAMED])}{more}. Look at"
+            f" {grad_norm}), after version {self.version}; samples: {', '.join(named[:_MAX_NAMED])}{more}. Look at"
             " their rewards and advantages, or lower the learning rate"
         )
 

@@ -25,6 +25,7 @@ from hotseat.train.attention import has_flash
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import TrainOptions, ZeroOptions
 from hotseat.train.deepcompile import build_operations, check_device, compile_model, filled, forget_model
+from hotseat.train.hooks import Gradients
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
 from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names
@@ -73,12 +74,7 @@ class ZeroBackend(Trainer):
         self.check(options)
         # A model that is only scored has no gradients to sum: its layers are compiled one by one.
         self._is_whole = zero.deepcompile and options.optimizer is not None
-        if zero.deepcompile:
-            check_device(device.type == "cuda")
-        check_ranks(zero.zpg, int(os.environ.get("WORLD_SIZE", "1")), "train.deepspeed.zpg")
-        self._deepspeed = import_deepspeed(device)
-        if self._is_whole:
-            build_operations()
+        self._deepspeed = self._prepare(zero, device)
         compute = COMPUTE[options.precision]
         # A frozen base is never stepped: more bits than it is computed with would be of no use.
         dtype = compute if options.precision == "bf16" or options.lora is not None else torch.float32
@@ -86,20 +82,17 @@ class ZeroBackend(Trainer):
         has_compiler = compiles(options.compile, device) and zero.tensor_parallel_size == 1
         is_compiled = has_compiler and not options.liger_kernel and not self._is_whole
         self._wrapped, layout = self._wrap(loaded, options, device, _compiler if has_compiler else None)
-        self._saved_names = set(loaded.state_dict())
         if not dist.is_initialized():
             self._forget_groups()
         ranks = Ranks(device, options.timeout_s, always_group=True)
         self._deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         is_flash = has_flash(device, compute) and self._wrapped.has_plain_scores
         super().__init__(options, ranks, device, loaded, layout, is_flash)
-        self._compute = compute
         self._tensor: TensorGroup | None = None
         self._cuts: dict[str, Cut] = {}  # by name of the weight
         if zero.tensor_parallel_size > 1:
             self._tensor = TensorGroup(zero.tensor_parallel_size, options.timeout_s)
             self._cuts = cut_layers(loaded, self._tensor)
-        self._has_masters = options.optimizer is not None and options.precision in ("bf16_master", "fp16")
         self._weights = dict(loaded.named_parameters())
         shapes = {name: weight.shape for name, weight in self._weights.items()}  # on this rank, of those that are cut
         exact = {name: weight.detach() for name, weight in self._weights.items() if weight.requires_grad}
@@ -126,9 +119,27 @@ class ZeroBackend(Trainer):
         if options.average_decay is not None:
             self._average = MovingAverage(self._shards(), options.average_decay)
 
+    @property
+    def _compute(self) -> torch.dtype:
+        return COMPUTE[self._options.precision]
+
+    @property
+    def _has_masters(self) -> bool:
+        return self._options.optimizer is not None and self._options.precision in ("bf16_master", "fp16")
+
     @classmethod
     def check(cls, options: TrainOptions) -> None:
         check_zero(options)
+
+    def _prepare(self, zero: ZeroOptions, device: torch.device) -> Any:
+        """Check what the machine and the number of ranks allow, and import DeepSpeed."""
+        if zero.deepcompile:
+            check_device(device.type == "cuda")
+        check_ranks(zero.zpg, int(os.environ.get("WORLD_SIZE", "1")), "train.deepspeed.zpg")
+        deepspeed = import_deepspeed(device)
+        if self._is_whole:
+            build_operations()
+        return deepspeed
 
     def _wrap(
         self, model: PreTrainedModel, options: TrainOptions, device: torch.device, compiler: Compiler | None
@@ -229,21 +240,14 @@ class ZeroBackend(Trainer):
     def _backward(self, total: Tensor, is_last: bool) -> None:
         self._stage.backward(total, is_last)
 
-    def _gradients(self) -> list[Tensor]:
-        return self._stage.gradients()
-
-    def _gradient_unit(self) -> float:
-        return self._stage.gradient_unit()
-
-    def _are_gradients_sharded(self) -> bool:
-        return self._stage.are_gradients_sharded or self._tensor is not None
-
-    def _gradient_shares(self) -> list[float] | None:
-        if self._tensor is None:
-            return None
-        num_equal = 1 if self._stage.are_gradients_sharded else self._tensor.num_across
-        are_cut = self._stage.are_of({id(self._weights[name]) for name in self._cuts})
-        return [1 / (num_equal if is_cut else num_equal * self._tensor.size) for is_cut in are_cut]
+    def _gradients(self) -> Gradients:
+        stage, shares = self._stage, None
+        if self._tensor is not None:
+            num_equal = 1 if stage.are_gradients_sharded else self._tensor.num_across
+            are_cut = stage.are_of({id(self._weights[name]) for name in self._cuts})
+            shares = [1 / (num_equal if is_cut else num_equal * self._tensor.size) for is_cut in are_cut]
+        is_sharded = stage.are_gradients_sharded or self._tensor is not None
+        return Gradients(stage.gradients(), is_sharded, stage.gradient_unit(), shares)
 
     def _step(self, grad_norm: float, learning_rate: float) -> None:
         assert self._optimizer is not None
@@ -311,7 +315,7 @@ class ZeroBackend(Trainer):
         for bucket in self._sharded.buckets(plain, num_bytes, bucket_bytes):
             for name, weight in self._sharded.gather(bucket, is_exact):
                 yield plain[name], convert(merge(plain[name], weight, 0), dtype)
-        for name, buffer in self._saved_buffers().items():
+        for name, buffer in self._outgoing.buffers().items():
             yield name, convert(buffer, self._outgoing.buffer_dtype(name, dtype))
 
     def _whole(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -324,11 +328,8 @@ class ZeroBackend(Trainer):
         pieces = self._sharded.pieces.items()
         return {name: piece.of(piece.owner) for name, piece in pieces if self._weights[name].requires_grad}
 
-    def _saved_buffers(self) -> dict[str, Tensor]:
-        return {name: buffer for name, buffer in self._model.named_buffers() if name in self._saved_names}
-
     def _take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        buffers = self._saved_buffers()
+        buffers = self._outgoing.buffers()
         for name, tensor in named_tensors:
             if name in buffers:
                 buffers[name].copy_(tensor)
@@ -345,7 +346,7 @@ class ZeroBackend(Trainer):
         buckets = self._sharded.buckets(plain, self._compute.itemsize, _BASE_BUCKET)
         weights = (weight for bucket in buckets for weight in self._sharded.gather(bucket, is_exact=False))
         digests = named_digests((plain[name], weight) for name, weight in weights)
-        return digests | named_digests(self._saved_buffers().items())
+        return digests | named_digests(self._outgoing.buffers().items())
 
     # --- on disk ------------------------------------------------------------------------------------------------------
 
@@ -354,7 +355,7 @@ class ZeroBackend(Trainer):
         stored: dict[str, Tensor] = {}
         fragment = self._sharded.fragment
         if not self._outgoing.adapters:
-            stored = {f"weight.{name}": buffer for name, buffer in self._saved_buffers().items()}
+            stored = {f"weight.{name}": buffer for name, buffer in self._outgoing.buffers().items()}
         for name, piece in self._sharded.pieces.items():
             is_trained = self._weights[name].requires_grad
             if is_trained or not self._outgoing.adapters:
@@ -388,7 +389,7 @@ class ZeroBackend(Trainer):
         self._deepspeed.utils.groups._release_process_group_references()
 
     def _set_groups(self, tensor: TensorGroup | None) -> None:
-        """Set the global in which DeepSpeed looks up process groups, again and again."""
+        """Set the global in which DeepSpeed looks up process groups, also between calls."""
         self._deepspeed.utils.groups.mpu = tensor
 
     def _drop(self) -> None:

@@ -155,8 +155,14 @@ def deepspeed_config(
         "timers": {"throughput": {"enabled": False}},
         "compile": {"deepcompile": is_whole},
     }
-    if zero.stage == 0:
-        return config
+    if zero.stage > 0:
+        config |= _numbers(options, zero)
+    return config
+
+
+def _numbers(options: TrainOptions, zero: ZeroOptions) -> dict[str, Any]:
+    """Return the types of numbers, as far as they are not DeepSpeed's own."""
+    config: dict[str, Any] = {}
     if zero.grad_accum_dtype is not None:
         config["data_types"] = {"grad_accum_dtype": zero.grad_accum_dtype}
         config["communication_data_type"] = zero.grad_accum_dtype
@@ -164,7 +170,7 @@ def deepspeed_config(
         is_pure = options.precision == "bf16" and options.optimizer is not None
         config["bf16"] = {
             "enabled": True,
-            "check_grad_overflow": False,  # as above
+            "check_grad_overflow": False,  # whether there is one is known by then
             "bf16_master_weights_and_grads": is_pure,
             "bf16_optimizer_states": is_pure,
         }

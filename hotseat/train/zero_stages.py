@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hotseat.train.adamw import start_state
-from hotseat.train.fragments import Fragment
+from hotseat.train.fragments import Fragment, in_buckets
 from hotseat.train.tensor import Cut, TensorGroup
 
 
@@ -78,11 +78,11 @@ class Stage(ABC):
     def forget_gradients(self) -> None: ...
 
     def abandon(self) -> None:  # noqa: B027
-        """Clear what a forward or backward that failed has left behind, but gradients, on a rank without others."""
+        """Clear what a failed forward or backward has left behind, except gradients. Called on a single rank only."""
 
     @abstractmethod
     def refresh(self) -> None:
-        """Make the weights that forwards use from the pieces."""
+        """Set the weights that forwards use to those that are stepped."""
 
     @abstractmethod
     def live(self, weights: Mapping[str, nn.Parameter]) -> list[Tensor]:
@@ -93,7 +93,7 @@ class Stage(ABC):
         return []
 
     def release(self) -> None:  # noqa: B027
-        """Let go of weights that were gathered for forwards, where no backward follows."""
+        """Release weights that were gathered for forwards without a backward."""
 
     @abstractmethod
     def destroy(self) -> None: ...
@@ -419,17 +419,7 @@ class ShardedWeights:
 
     def buckets(self, names: Iterable[str], num_bytes: int, bucket_bytes: int) -> Iterator[list[str]]:
         """Group names of weights into buckets of at most `bucket_bytes`. num_bytes: per element."""
-        bucket: list[str] = []
-        size = 0
-        for name in names:
-            needed = math.prod(self.shapes[name]) * num_bytes
-            if bucket and size + needed > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(name)
-            size += needed
-        if bucket:
-            yield bucket
+        return in_buckets(names, lambda name: math.prod(self.shapes[name]) * num_bytes, bucket_bytes)
 
     def replace(self, name: str, whole: Tensor) -> None:
         """Copy this rank's stretch out of a whole weight, if it has one."""

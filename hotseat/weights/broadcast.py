@@ -87,14 +87,7 @@ class Broadcaster:
         # A socket of our own: left to itself the store would listen on every interface.
         listening = socket.create_server((broadcast_group.host, 0))
         self._port: int = listening.getsockname()[1]
-        self._store = dist.TCPStore(
-            broadcast_group.host,
-            self._port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-            timeout=datetime.timedelta(seconds=broadcast_group.timeout_s),
-        )
+        self._store = _store(broadcast_group, self._port, is_master=True, master_listen_fd=listening.detach())
         self._group: Any = None
         self._sequence = 0
 
@@ -207,13 +200,7 @@ class _Member:
 
     def _join(self) -> None:
         broadcast_group = self._broadcast_group
-        self._store = dist.TCPStore(
-            broadcast_group.host,
-            self._port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=datetime.timedelta(seconds=broadcast_group.timeout_s),
-        )
+        self._store = _store(broadcast_group, self._port, is_master=False)
         self._store.set(f"{self._rank}/joined", "1")
         self._group = _process_group(broadcast_group, self._port, self._store, self._rank)
 
@@ -225,6 +212,11 @@ class _Member:
 
 _members: dict[tuple[str, int], _Member] = {}  # by group and rank: a process joins a group once
 _joining = threading.Lock()
+
+
+def _store(broadcast_group: BroadcastGroup, port: int, **side: Any) -> Any:
+    timeout = datetime.timedelta(seconds=broadcast_group.timeout_s)
+    return dist.TCPStore(broadcast_group.host, port, wait_for_workers=False, timeout=timeout, **side)
 
 
 def _process_group(broadcast_group: BroadcastGroup, port: int, store: Any, rank: int) -> Any:

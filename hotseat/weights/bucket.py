@@ -88,19 +88,14 @@ class Packer:
     def __init__(self, device: torch.device, bucket_bytes: int):
         self._bucket_bytes = bucket_bytes
         self._blocks = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._turn = 0
+        self.turn = 0  # which of the two blocks was packed last
         self._named: Iterator[tuple[str, Tensor]] = iter(())
         self._next: tuple[str, Tensor] | None = None
 
     @property
-    def turn(self) -> int:
-        """Tell which of the two blocks was packed last."""
-        return self._turn
-
-    @property
     def block(self) -> Tensor:
         """Return the block that was packed last."""
-        return self._blocks[self._turn]
+        return self._blocks[self.turn]
 
     def begin(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self._named = iter(named)
@@ -113,7 +108,7 @@ class Packer:
         """
         if self._next is None:
             return None
-        self._turn = 1 - self._turn
+        self.turn = 1 - self.turn
         entries: list[Entry] = []
         end = used = 0
         while self._next is not None:
@@ -140,4 +135,4 @@ class Packer:
             torch.cuda.empty_cache()  # The block gets a segment of its own: a shared one could not be given back.
         grown = torch.empty(size, dtype=torch.uint8, device=block.device)
         grown[:used] = block[:used]
-        self._blocks[self._turn] = grown
+        self._blocks[self.turn] = grown

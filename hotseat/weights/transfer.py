@@ -94,7 +94,7 @@ class Sender:
         self._broadcaster.send(self._bytes())
 
     def finish(self) -> None:
-        """End a push: all buckets were taken."""
+        """End a push, after all buckets were taken."""
         self._is_finished = True
 
     def close(self) -> None:

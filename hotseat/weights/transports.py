@@ -65,9 +65,8 @@ def choose_transports(
 ) -> TransportPlan:
     """Choose a transport for each engine, by the table above.
 
-    actor, engines: the devices of each rank and of each engine, by their numbers in the cluster. An engine has a
-    process on each of its devices that receives for itself, or one process if it has no device. transport: as set in
-    the config.
+    actor, engines: the devices of each rank and of each engine, by their numbers in the cluster. An engine receives in
+    a process per device, or in one if it has no device. transport: as set in the config.
     """
     check_transport(transport, is_cuda)
     rank_on: dict[int, int] = {}

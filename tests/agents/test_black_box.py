@@ -23,6 +23,7 @@ from gateway_cases import SAMPLING, WAIT_S, Engine
 
 from hotseat.agents import AgentHost, ProgramSettings, load_agent
 from hotseat.agents.black_box import PlayFunction
+from hotseat.agents.gateway.program_session import ServedPolicy
 from hotseat.types import Failed, Prompt, SampleKey, ScoredEpisode
 
 pytestmark = pytest.mark.slow
@@ -145,7 +146,7 @@ def beside_a_good_one(names: list[str], timeout_s: float) -> None:
                 return 1.0
             await asyncio.sleep(0.05)
 
-    agent = PlayFunction(program, tokenizer_of("smollm2"), ProgramSettings(), max_length=600)
+    agent = PlayFunction(program, ServedPolicy(tokenizer_of("smollm2"), ProgramSettings(), 600))
     with AgentHost(agent, Holding(), run_seed=5, timeout_s=timeout_s) as host:
         good = host.submit(Prompt(0, "q", (1,), "good"), SampleKey(0, 0, 0), SAMPLING)
         hostile = {
@@ -177,7 +178,7 @@ def test_an_endless_loop_of_tools_ends_at_the_deadline_and_the_next_episode_is_g
         assert status == 200, reply
         return 1.0
 
-    agent = PlayFunction(program, tokenizer_of("smollm2"), ProgramSettings(), max_length=1 << 20)
+    agent = PlayFunction(program, ServedPolicy(tokenizer_of("smollm2"), ProgramSettings(), 1 << 20))
     with AgentHost(agent, Engine(), run_seed=5, timeout_s=10.0) as host:  # ample for the good one on a busy machine
         reason = host.submit(Prompt(1, "q", (1,), "loops"), SampleKey(0, 1, 0), SAMPLING).result(WAIT_S).reason
         assert reason.endswith("the agent took longer than 10 s")
@@ -216,7 +217,7 @@ def beside_strangers(attack: Any) -> None:
             assert status == 200, reply
         return 1.0
 
-    agent = PlayFunction(program, tokenizer_of("smollm2"), ProgramSettings(), max_length=600)
+    agent = PlayFunction(program, ServedPolicy(tokenizer_of("smollm2"), ProgramSettings(), 600))
     with AgentHost(agent, Engine(), run_seed=5, timeout_s=WAIT_S) as host:
         outcome = host.submit(Prompt(1, "q", (1,), "good"), SampleKey(0, 1, 0), SAMPLING).result(WAIT_S)
         assert isinstance(outcome, ScoredEpisode), outcome
@@ -363,7 +364,7 @@ def test_the_gateway_is_reached_from_another_network_with_the_token_alone(networ
         assert statuses.split() == [b"200", b"401"]
         return 1.0
 
-    agent = PlayFunction(program, tokenizer_of("smollm2"), ProgramSettings(bind=address), max_length=600)
+    agent = PlayFunction(program, ServedPolicy(tokenizer_of("smollm2"), ProgramSettings(bind=address), 600))
     with AgentHost(agent, Engine(), run_seed=5, timeout_s=WAIT_S) as host:
         outcome = host.submit(Prompt(3, "q", (1,)), SampleKey(0, 3, 0), SAMPLING).result(WAIT_S)
     assert isinstance(outcome, ScoredEpisode), outcome

@@ -13,11 +13,11 @@ from safetensors.torch import save
 from hotseat.agents import AgentHost, Environment, Step
 from hotseat.agents.agent import AgentError
 from hotseat.agents.agent_file import load_agent
-from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
+from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import MultiTurn
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.types import Failed, Prompt, SampleKey
-from hotseat.vision import TOKENS
+from hotseat.vision import TOKENS, PreparedImage
 
 (PLACE,) = ids_of("@")  # the image token
 (VIDEO,) = ids_of("%")
@@ -26,7 +26,7 @@ from hotseat.vision import TOKENS
 def prepare(image):
     if image == "broken":
         raise AgentError("an image that an environment showed: broken")
-    return EpisodeImage(f"/{image}.safetensors", (*ids_of("<"), PLACE, PLACE, *ids_of(">")))
+    return PreparedImage(f"/{image}.safetensors", (*ids_of("<"), PLACE, PLACE, *ids_of(">")))
 
 
 PREPARER = ImagePreparer(prepare, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
@@ -141,7 +141,7 @@ def play_with(agent, script, *images):
 
 def test_instances_of_openrlhf_show_images(tmp_path):
     one = prepared(tmp_path, "one")
-    files = ImagePreparer(EpisodeImage.of_file, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
+    files = ImagePreparer(PreparedImage.of_file, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
     for text in (INSTANCE, INSTANCE.partition("class AgentExecutor")[0]):
         script = Script(["a", "b"])
         play(load(tmp_path, text.replace('"one"', repr(one)), files), script)
@@ -195,7 +195,7 @@ def test_an_executor_may_change_the_prompt_around_the_usual_execution_with_image
         "\n    async def execute(self, prompt, label, sampling_params, images=None, **kwargs):\n"
         "        return await super().execute('Think. ' + prompt, label, sampling_params)\n"
     )
-    files = ImagePreparer(EpisodeImage.of_file, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
+    files = ImagePreparer(PreparedImage.of_file, PLACE, frozenset({PLACE, VIDEO}), max_images=2)
     script = Script(["a", "b"])
     scored = play_with(load(tmp_path, text, files), script, own)
     assert script.contexts == ["Think. q:<@@>", "Think. q:<@@>a<@@>"]

@@ -29,7 +29,7 @@ from hotseat.agents.confinement import (
 from hotseat.agents.programs import ProgramHost, check_startable, environment
 from hotseat.errors import UserError
 from hotseat.processes import supervisor
-from hotseat.processes.control_groups import own_group
+from hotseat.processes.supervisor import own_group
 from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
 pytestmark = pytest.mark.slow

@@ -16,13 +16,14 @@ from hotseat.checks.hub import (
     OFFLINE,
     cache_folder,
     data_set_cache,
-    hub_problem,
     is_cached,
     is_data_set_cached,
     is_reachable,
+    models_and_data,
 )
 from hotseat.checks.named_files import looks_like_path, num_positions, num_rows_of
 from hotseat.checks.pipeline import check_config
+from hotseat.checks.stage import CheckContext
 from hotseat.checks.user_files import agent_problem, reward_problem
 from hotseat.config import loads
 from hotseat.errors import UnsupportedError, UserError
@@ -252,6 +253,10 @@ def test_a_server_is_reachable_directly_or_by_its_proxy(nobody, monkeypatch):
         assert not is_reachable("http://hub.invalid", 30)
 
 
+def hub_problems(model):
+    return list(models_and_data(CheckContext(config=loads(f"actor: {{model: {model}}}"))))
+
+
 def test_offline_a_model_that_is_not_here_is_refused_and_a_cached_one_is_used(nobody, tmp_path, monkeypatch, here):
     monkeypatch.setenv("HF_ENDPOINT", nobody)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -263,11 +268,11 @@ def test_offline_a_model_that_is_not_here_is_refused_and_a_cached_one_is_used(no
     snapshot = tmp_path / "cache" / "models--org--name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
-    assert hub_problem(["org/name"]) is None
+    assert not hub_problems("org/name")
     assert sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE
-    problem = hub_problem(["org/name", "org/other"])  # from now on nothing is asked for
-    assert problem.name == "org/other"
-    assert f"{OFFLINE} is set, so it is not fetched" in problem.text
+    [problem] = hub_problems("org/other")  # from now on nothing is asked for
+    assert problem.message.startswith("actor.model 'org/other'")
+    assert f"{OFFLINE} is set, so it is not fetched" in problem.message
 
 
 @pytest.mark.parametrize("key", ["data.path", "eval.path"])
@@ -294,9 +299,9 @@ def test_offline_a_data_set_that_is_not_here_is_refused_at_once_and_a_cached_one
     check_config(loads((here / "run.yaml").read_text(), [f"{key}=json@model"]))
 
 
-def test_folders_ask_nobody(nobody, monkeypatch):
+def test_folders_ask_nobody(nobody, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", nobody)
-    assert hub_problem([]) is None
+    assert not hub_problems(str(tmp_path))
 
 
 def test_the_cache_is_where_the_hub_has_it():

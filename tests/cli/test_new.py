@@ -68,14 +68,13 @@ def test_a_pretrained_model_gets_another_learning_rate_and_room_for_answers(tmp_
 def test_held_out_questions_are_never_trained_on():
     learned, held_out = questions()
     assert (len(learned), len(held_out)) == (64, 16)
-    assert not {asked.text for asked in learned} & {asked.text for asked in held_out}
-    assert learned[0].answer == "two"
-    assert learned[0].text == "How do you write 2?"
+    assert not dict(learned).keys() & dict(held_out).keys()
+    assert learned[0] == ("How do you write 2?", "two")
 
 
 def test_of_a_pair_one_answer_is_right():
     rows = [json.loads(line) for line in texts("rm")["pairs.jsonl"].splitlines()]
-    right = {asked.text: asked.answer for asked in questions()[0]}
+    right = dict(questions()[0])
     assert all(row["chosen"] == right[row["prompt"]] != row["rejected"] for row in rows)
 
 

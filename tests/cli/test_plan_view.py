@@ -10,7 +10,7 @@ from rich.console import Console
 from hotseat.cli.plan_view import render
 from hotseat.placement import Inventory, Part, Plan
 from hotseat.placement.flow import Overlap, default_flow
-from hotseat.placement.memory import EngineMemory, SimulatorMemory, TrainMemory
+from hotseat.placement.memory_settings import EngineMemory, SimulatorMemory, TrainMemory
 from hotseat.placement.plan import plan
 from hotseat.placement.plan_types import RoleSpec
 

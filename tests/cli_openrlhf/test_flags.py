@@ -9,7 +9,8 @@ from field_readers import find_readers, readings
 from hotseat.config.load import valid_keys
 from hotseat.config.unsupported import UNSUPPORTED
 from hotseat.openrlhf.argv import parse
-from hotseat.openrlhf.derive import DERIVED, ConfigDraft
+from hotseat.openrlhf.config_draft import ConfigDraft
+from hotseat.openrlhf.derive import DERIVED
 from hotseat.openrlhf.flags import COMMANDS, TASKS, spellings
 from hotseat.openrlhf.flags_table import BEGIN, END, main, render_table
 from hotseat.words import with_table

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hotseat.data.images import ImageLimits, PreparedImage, RowImages, images_of, prepare_rows, read_image
+from hotseat.data.images import ImageLimits, RowImages, images_of, prepare_rows, read_image
 from hotseat.data.row_problems import BadValue
 from hotseat.data.rows import Row
 from hotseat.envs.simulator import ActionSpec
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import DataError
 from hotseat.observe.report.samples import pack
+from hotseat.vision import PreparedImage
 
 LIMITS = ImageLimits(max_images=2, max_bytes=100_000, max_pixels=10_000)
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))

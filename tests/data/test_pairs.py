@@ -72,7 +72,7 @@ def test_an_answer_that_is_cut_has_no_end_to_learn():
         is_preference=True,
     )
     assert learned(pair.chosen, char_tokenizer()) == "q[abc]"
-    assert report.lost.num_cut == 1
+    assert report.num_cut == 1
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_plain_prompts_with_template_label_and_source():
     assert renamed.source == "more"
     assert [prompt.index for prompt in prompts] == [0, 1, 2]
     assert tokenizer.decode(prompts[0].token_ids) == prompts[0].text
-    assert (report.num_rows, report.num_prompts, report.max_length) == (3, 3, 9)
+    assert (report.num_rows, report.num_kept, report.longest) == (3, 3, 9)
 
 
 def test_labels_are_the_rows_values_and_empty_without_a_key():
@@ -74,7 +74,7 @@ def test_prompts_over_the_limit_are_dropped_and_counted_and_those_at_it_are_kept
         as_rows([{"input": "abcd"}, {"input": "abcde"}, {"input": "abc"}]), char_tokenizer(), prompt_max_length=4
     )
     assert [(prompt.index, prompt.text) for prompt in prompts] == [(0, "abcd"), (1, "abc")]
-    assert (report.lost.count, report.max_length) == (1, 4)
+    assert (report.num_lost, max(len(prompt.token_ids) for prompt in prompts)) == (1, 4)
 
 
 def test_nothing_left_is_an_error():

@@ -30,9 +30,9 @@ SHORT, LONG = {"input": "ab", "out": "c"}, {"input": "abcd", "out": "efgh"}
 def test_what_is_dropped_and_what_is_cut_is_counted_and_the_first_is_shown():
     rows = as_rows([SHORT, LONG, {"input": "abcdefg", "out": "h"}])
     _, report = make_examples(rows, char_tokenizer(), output_key="out", input_template="<{}>", max_length=7)
-    assert (report.lost.num_cut, report.lost.num_dropped, report.lost.longest) == (1, 1, 11)  # 9 + 1 + the end
-    assert report.lost.first == LostRow("data.jsonl:2", LONG, "<abcd>efgh", 11, 6)
-    assert str(report.lost.first) == (
+    assert (report.num_cut, report.num_dropped, report.longest) == (1, 1, 11)  # 9 + 1 + the end
+    assert report.first == LostRow("data.jsonl:2", LONG, "<abcd>efgh", 11, 6)
+    assert str(report.first) == (
         '  data.jsonl:2 before: {"input": "abcd", "out": "efgh"}\n'
         "  after the template, 11 tokens, the answer from token 7 on: '<abcd>efgh'"
     )
@@ -51,8 +51,8 @@ def test_a_conversation_is_shown_as_the_template_renders_it():
     rows = as_rows([talk, {"input": [user("a"), assistant("b")]}])
     tokenizer = char_tokenizer(CHATML)
     _, report = make_examples(rows, tokenizer, apply_chat_template=True, max_length=8)
-    assert report.lost.count == 1
-    assert report.lost.first.text.startswith("<|user|>hi<eos>\n<|assistant|>yo<eos>")
+    assert report.num_lost == 1
+    assert report.first.text.startswith("<|user|>hi<eos>\n<|assistant|>yo<eos>")
 
 
 def test_pairs_are_lost_where_one_answer_is_cut():
@@ -65,13 +65,13 @@ def test_pairs_are_lost_where_one_answer_is_cut():
         ]
     )
     _, report = make_pairs(rows, char_tokenizer(), prompt_key="p", max_length=3)
-    assert (report.lost.num_cut, report.lost.num_dropped, report.lost.longest) == (1, 1, 6)
-    assert report.lost.first.text == "qbcde"
+    assert (report.num_cut, report.num_dropped, report.longest) == (1, 1, 6)
+    assert report.first.text == "qbcde"
 
 
 def test_prompts_are_lost_where_they_are_too_long():
     _, report = make_prompts(as_rows([{"input": "ab"}, {"input": "abc"}]), char_tokenizer(), prompt_max_length=2)
-    assert (report.lost.num_dropped, report.lost.longest, report.lost.first.num_tokens) == (1, 3, 3)
+    assert (report.num_dropped, report.longest, report.first.num_tokens) == (1, 3, 3)
 
 
 # --- what a run does about it -----------------------------------------------------------------------------------------

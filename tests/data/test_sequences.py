@@ -125,8 +125,8 @@ def test_truncation_is_counted_and_what_has_no_answer_left_is_dropped():
     rows = as_rows([{"input": "ab", "out": out} for out in ("c", "cd", "cde")] + [{"input": "abcd", "out": "e"}])
     examples, report = make_examples(rows, tokenizer, output_key="out", max_length=4)
     assert [learned(example, tokenizer) for example in examples] == ["ab[c<eos>]", "ab[cd]", "ab[cd]"]
-    assert (report.num_rows, report.num_examples, report.lost.num_cut, report.num_dropped_no_answer) == (4, 3, 2, 1)
-    assert report.num_learned_tokens == 6
+    assert (report.num_rows, report.num_kept, report.num_cut, report.num_no_answer) == (4, 3, 2, 1)
+    assert sum(int(example.mask.sum()) for example in examples) == 6
     assert examples[2].where == "data.jsonl:3"
     assert "none of the 1 rows has an answer within data.max_length 2" in fails(
         [{"input": "ab", "out": "c"}], output_key="out", max_length=2
@@ -165,7 +165,7 @@ def test_plain_pairs():
     assert learned(pairs[0].chosen, tokenizer) == "1+1=[2<eos>]"
     assert learned(pairs[0].rejected, tokenizer) == "1+1=[3<eos>]"
     assert pairs[0].margin == 2.0
-    assert report.num_pairs == 1
+    assert report.num_kept == 1
     pairs, _ = make_pairs(as_rows([{"chosen": "ab", "rejected": "ac"}]), tokenizer)
     assert learned(pairs[0].rejected, tokenizer) == "a[c<eos>]"
 
@@ -195,10 +195,10 @@ def test_pairs_that_are_no_pairs_are_dropped_and_counted():
     )
     pairs, report = make_pairs(rows, char_tokenizer(), prompt_key="p", max_length=3)
     assert [pair.chosen.where for pair in pairs] == ["data.jsonl:4"]
-    assert (report.num_dropped_identical, report.num_dropped_no_answer, report.lost.num_cut) == (2, 1, 1)
+    assert (report.num_identical, report.num_no_answer, report.num_cut) == (2, 1, 1)
     ended, report = make_pairs(rows, char_tokenizer(), prompt_key="p", max_length=4, keep_end=True)
     assert [learned(pair.rejected, char_tokenizer()) for pair in ended] == ["q[bc<eos>]"]
-    assert (report.num_dropped_identical, report.num_dropped_no_answer, report.lost.num_cut) == (2, 1, 1)
+    assert (report.num_identical, report.num_no_answer, report.num_cut) == (2, 1, 1)
     message = fails([{"chosen": "a", "rejected": "a"}], make=make_pairs)
     assert "none of the 1 rows is a pair: 1 have the same answer twice" in message
 

@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from hotseat.openrlhf.agents.turns import FEEDBACK, WHOLE_TEXTS
+from hotseat.openrlhf.agents.agent_turns import FEEDBACK, WHOLE_TEXTS
 
 ROOT = Path(__file__).parents[2]
 SHOWN = ("guess_number.py", "guess_with_openai.py")

@@ -19,7 +19,7 @@ from hotseat.algorithms import (
     turns,
     value_loss,
 )
-from hotseat.registry.corrections import CORRECTIONS
+from hotseat.registry.correction_kinds import CORRECTIONS
 from hotseat.registry.estimators import ESTIMATORS
 from hotseat.registry.lookup import names_that
 from hotseat.registry.policy_losses import POLICY_LOSSES

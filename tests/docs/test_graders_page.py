@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hotseat.checks.reward_sources import judge
-from hotseat.checks.stage import Context
+from hotseat.checks.stage import CheckContext
 from hotseat.config import loads
 from hotseat.config.presence import has_judge_engine
 from hotseat.errors import UserError
@@ -138,7 +138,7 @@ def test_the_judges_of_the_page_and_of_the_example(monkeypatch):
     monkeypatch.chdir(ROOT)
     example = loads((ROOT / "examples" / "judge" / "run.yaml").read_text())
     for config in (JUDGE, example):
-        assert list(judge(Context(config=config))) == []
+        assert list(judge(CheckContext(config=config))) == []
         found = judge_of(config, None)
         assert (found.votes, found.combine, found.weight, found.temperature) == (3, "median", 0.3, 1.0)
         assert re.findall(found.pattern, found.rubric) == []  # what it asks for is not taken for a verdict

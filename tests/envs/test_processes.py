@@ -18,14 +18,12 @@ import simulator_conformance as conformance
 from hotseat.data.frames import film_of_pictures
 from hotseat.envs.family_loading import (
     SimulatorSettings,
-    family_names,
     import_problem,
     load_family,
-    make_one,
     path_problem,
 )
 from hotseat.envs.processes import Outcome, ProcessEnv, _Child
-from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
+from hotseat.envs.simulator import ActionSpec, Observation, SimulatorStep, Task
 from hotseat.envs.simulator_child import _answers, _step
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
@@ -36,7 +34,7 @@ WALKS = str(Path(__file__).parents[1] / "helpers" / "walks_env.py")
 
 
 def make_simulator(settings: SimulatorSettings):
-    return make_one(load_family(settings), settings)
+    return load_family(settings).make(list(settings.tasks), settings.max_steps, **settings.kwargs)
 
 
 def walk(num_envs: int = 2, said: list[str] | None = None, num_processes: int = 1, cls=ProcessEnv, path=WALK, **kwargs):
@@ -293,7 +291,7 @@ def test_each_simulator_of_a_process_has_attempts_of_its_own():
 def test_what_ends_with_the_last_step_allowed_did_not_run_out_of_time():
     class Both:
         def step(self, action):
-            return Step(Observation(text="end"), 1.0, terminated=True, truncated=True, success=True)
+            return SimulatorStep(Observation(text="end"), 1.0, terminated=True, truncated=True, success=True)
 
     worlds = SimpleNamespace(step=lambda where, actions: [_step(Both(), actions[0])])
     [(kind, answer)] = _answers(worlds, "step", [0], [(np.zeros((2, 1)),)])
@@ -443,7 +441,6 @@ def test_engines_keep_prompts_in_the_room_of_slots_that_a_stage_does_not_need(tm
 
 
 def test_wrong_settings_are_refused(tmp_path):
-    assert "gym" in family_names()
     assert path_problem("gym") is None
     assert "no simulator 'gim': name one of babyai, gym, mujoco_warp, or a file" in path_problem("gim")
     assert path_problem("none.py") == "there is no file none.py"
@@ -524,7 +521,7 @@ def test_actions_are_the_last_tokens_of_the_vocabulary():
 # A family whose pictures are larger than what goes through the pipe.
 CAMERA = """
 import numpy as np
-from hotseat.envs.simulator import ActionSpec, Observation, Step, Task
+from hotseat.envs.simulator import ActionSpec, Observation, SimulatorStep, Task
 
 class Camera:
     tasks, action, state_bounds, is_on_device = [Task(0, "look")], ActionSpec((-1.0,), (1.0,)), None, False
@@ -540,7 +537,7 @@ class Camera:
 
     def step(self, action):
         self.count += 1
-        return Step(self.see(), 0.0, success=None)
+        return SimulatorStep(self.see(), 0.0, success=None)
 
     def render(self):
         return self.see().image

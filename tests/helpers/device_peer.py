@@ -17,7 +17,7 @@ from hotseat.rlinf import device_items
 folder, uuid, path, orders = sys.argv[1:5]
 devices = FileDevices(Path(folder), uuid)
 device_items.use(devices)
-device_items.packing.MIN_ON_DEVICE = 0
+device_items.pickling.MIN_ON_DEVICE = 0
 channel = pickle.loads(Path(path).read_bytes())
 
 

@@ -19,8 +19,8 @@ from hotseat.registry.roles import ROLES
 PACKAGE = Path(__file__).parents[2] / "hotseat"
 # Checking a field, deriving which roles there are, or advising another value, is not yet doing what it says.
 NOT_READERS = (
-    *("config/schema.py", "config/conflicts.py", "config/conditions.py", "config/load.py", "config/unsupported.py"),
-    "config/presence.py",
+    *("config/schema/", "config/conflicts.py", "config/conditions.py", "config/load.py", "config/unsupported.py"),
+    *("config/presence.py", "config/reward_conflicts.py"),
     *("checks/named_files.py", "checks/cpu.py", "planning/advisor.py", "cli/"),
 )
 _LAST = ("planning/config_plan.py", "planning/role_specs.py", "config/")  # these size a run; others carry it out

@@ -10,7 +10,7 @@ import pytest
 from hotseat.errors import PlacementError
 from hotseat.placement import Inventory, Part, Plan
 from hotseat.placement.flow import default_flow
-from hotseat.placement.memory import EngineMemory, ForwardMemory, TrainMemory
+from hotseat.placement.memory_settings import EngineMemory, ForwardMemory, TrainMemory
 from hotseat.placement.plan import plan
 from hotseat.placement.plan_types import RoleSpec
 from hotseat.placement.shapes import ModelShape, known_shape

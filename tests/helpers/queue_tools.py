@@ -13,7 +13,7 @@ def queue_of(broker: Broker, name: str, capacity: int) -> Queue:
 
 def fail(queue: Queue) -> None:
     """Have a process that uses the queue end without notice, so that all that is in it is dropped."""
-    user = BrokerClient(queue.link._address, queue.link.channel, queue.capacity)
+    user = BrokerClient(queue.link.address, queue.link.channel, queue.capacity)
     user.put(None, 0.0, 0.0)
     for connection in user._idle:
         connection.close()

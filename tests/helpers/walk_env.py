@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hotseat.envs.simulator import ActionSpec, Observation, Simulator, Step, Task
+from hotseat.envs.simulator import ActionSpec, Observation, Simulator, SimulatorStep, Task
 
 GOALS = {"left": -1.0, "right": 1.0}
 
@@ -44,7 +44,7 @@ class Walk(Simulator):
         self._place = self._place + 0.25 * action + 0.05 * self._noise.normal(size=2)
         arrived = bool(abs(self._place[0] - self._goal) < 0.3)
         is_last = self._num_steps == self._max_steps
-        return Step(self._seen(), float(arrived) - 0.01, arrived, is_last and not arrived, arrived)
+        return SimulatorStep(self._seen(), float(arrived) - 0.01, arrived, is_last and not arrived, arrived)
 
     def render(self):
         picture = np.zeros((8, 8, 3), dtype=np.uint8)

@@ -69,11 +69,11 @@ def test_on_a_terminal_the_phase_and_the_time_to_go_are_shown():
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True)
     with LiveView("step", 2, {}, console) as view:
-        assert view.eta_s() is None
+        assert view.pace.left() == ""
         view.step(1, {})
         view.phase("update")
         view._live.refresh()
-        assert view.eta_s() is not None
+        assert view.pace.left() != ""
     assert "update" in out.getvalue()
     assert "to go" in out.getvalue()
 

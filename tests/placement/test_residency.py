@@ -2,7 +2,7 @@
 
 from hotseat.placement import Part
 from hotseat.placement.flow import Overlap, default_flow, make_steps, parse_flow
-from hotseat.placement.memory import RoleMemory, Term
+from hotseat.placement.memory_terms import RoleMemory, Term
 from hotseat.placement.residency import HandOver, Move, Tenant, hand_overs, settle
 
 W, G, O, K, S = Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.KV_CACHE, Part.SIMULATOR  # noqa: E741

@@ -6,7 +6,8 @@ from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import PlacementError
 from hotseat.placement import GIB, Part
-from hotseat.placement.memory import EngineMemory, ForwardMemory, Layout, TrainMemory, estimate
+from hotseat.placement.memory import estimate
+from hotseat.placement.memory_settings import EngineMemory, ForwardMemory, Layout, TrainMemory
 from hotseat.placement.shapes import KNOWN_SHAPES, from_hf_config, known_shape
 from hotseat.planning.role_specs import role_specs
 
@@ -86,15 +87,15 @@ def test_prompts_of_llava_that_share_a_forward_on_a_gpu_are_counted():
     for slots, num_tokens in ((1, 1000), (8, 8000), (64, 32768)):
         seen = generating(slots)
         assert seen["pixels"].gib == max(num_tokens, 1024) / 2 * 588 * 4 / GIB
-        assert seen["keys and values of prompts"].gib == 2 * num_tokens * 2 * 32 * 4096 * 2 / GIB
+        assert seen["KV cache of prompts"].gib == 2 * num_tokens * 2 * 32 * 4096 * 2 / GIB
         assert seen["engine workspace"].formula.startswith(f"{num_tokens:,} tokens x ")
     on_host = generating(64, Layout(num_procs=1, has_device=False))
     for other in (on_host, generating(64, by_prompt=False), generating(64, image_share=0.0)):
-        assert "keys and values of prompts" not in other
+        assert "KV cache of prompts" not in other
         assert other["engine workspace"].formula.startswith("8,192 tokens x ")
     assert on_host["pixels"].gib == 512 * 588 * 4 / GIB
     sampled = estimate("rollout", EngineMemory(1000, 64, encodes_by_prompt=True, image_share=0.25), SHAPE, ALONE)
-    assert "keys and values of prompts" not in terms(sampled.working["generate"])  # Qwen's own forward
+    assert "KV cache of prompts" not in terms(sampled.working["generate"])  # Qwen's own forward
 
 
 def test_a_frozen_encoder_has_no_gradients_and_no_optimizer_state():

@@ -9,7 +9,8 @@ from hotseat.config import loads
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.machine import has_gpu
 from hotseat.placement import Part
-from hotseat.placement.memory import EngineMemory, ForwardMemory, Layout, TrainMemory, estimate
+from hotseat.placement.memory import estimate
+from hotseat.placement.memory_settings import EngineMemory, ForwardMemory, Layout, TrainMemory
 from hotseat.placement.shapes import known_shape
 from hotseat.planning.config_plan import (
     cache_limit,

@@ -11,7 +11,10 @@ import hotseat
 from hotseat.config import loads
 from hotseat.config.annotations import tables_of
 from hotseat.config.conflicts import no_effect
-from hotseat.config.schema import JudgeEngineConfig, RolloutConfig, Section, TrainConfig
+from hotseat.config.schema.reward_options import JudgeEngineConfig
+from hotseat.config.schema.rollout_options import RolloutConfig
+from hotseat.config.schema.section import Section
+from hotseat.config.schema.train_options import TrainConfig
 from hotseat.extensions import load
 from hotseat.loop.start import start
 from hotseat.registry.backends import BACKENDS

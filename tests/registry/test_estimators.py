@@ -24,7 +24,7 @@ from hotseat.loop.start import start
 from hotseat.loop.workers.preferences import Answers, PreferenceObjective
 from hotseat.observe import read_lines
 from hotseat.planning.config_plan import make_plan
-from hotseat.registry.corrections import CORRECTIONS, CorrectionEntry
+from hotseat.registry.correction_kinds import CORRECTIONS, CorrectionEntry
 from hotseat.registry.estimators import ESTIMATORS, EstimatorEntry, estimator_entry
 from hotseat.registry.policy_losses import POLICY_LOSSES, PolicyLossEntry, policy_loss_entry
 from hotseat.registry.preference_losses import PREFERENCE_LOSSES, PreferenceLossEntry, preference_loss_entry
@@ -172,7 +172,7 @@ def test_entries_are_under_their_names_and_what_they_point_to_exists():
 HOMES = ("registry/", "openrlhf/", "rlinf/")
 OTHERWISE = {
     "cli/new.py": {"ppo", *TASKS},  # kinds of new configs
-    "cli/demo.py": {"sft"},
+    "cli/demo_command.py": {"sft"},
     "processes/supervisor.py": {"rm"},  # a container engine's command
 }
 

@@ -5,7 +5,7 @@ import pytest
 from hotseat.errors import RewardError
 from hotseat.rewards import RewardTally, Score
 from hotseat.rewards.answers import BadAnswer, read_answer
-from hotseat.rewards.builtin import exact_match, last_number, number_match
+from hotseat.rewards.builtin import exact_match, number_in, number_match
 from hotseat.rewards.function_worker import plain
 from hotseat.types import Failed
 
@@ -103,7 +103,7 @@ def test_number_match():
     queries = ["q 5 so the answer is 1,234.50", "q -3", "q nothing", "q 7</s>", "q 2e3", "q 1"]
     labels = ["1234.5", "3", "3", "#### 7", "2000", "one"]
     assert number_match(queries, ["q"] * 6, labels) == [1, 0, 0, 1, 1, None]
-    assert last_number("1.2.3 and -.5") == -0.5
+    assert number_in("1.2.3 and -.5") == -0.5
 
 
 def test_model_output_is_not_evaluated(tmp_path):

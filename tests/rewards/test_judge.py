@@ -9,7 +9,7 @@ from reward_servers import WAIT_S, HeldPort, written
 
 from hotseat.checks import reward_sources
 from hotseat.checks.pipeline import check_user_code
-from hotseat.checks.stage import Context
+from hotseat.checks.stage import CheckContext
 from hotseat.config import Config, loads
 from hotseat.config.conflicts import missing
 from hotseat.errors import ConfigError, RunError, UserError
@@ -255,7 +255,7 @@ def test_what_is_open_when_the_judge_is_closed_says_so(server, judge):
 
 def test_its_verdict_is_added_as_a_graders_is(server, judge):
     there = server(lambda number, message: written("Score: 5" if "Answer: 4" in text_of(message) else "Hm."))
-    with Graders([Grader("exact", "exact")], judge=(Grader("judge", "taste", 0.5), judge(there))) as graders:
+    with Graders([Grader("exact", "exact")], beside=[(Grader("judge", "taste", 0.5), judge(there))]) as graders:
         good, bad = scored(graders)
     assert good == Score(1.25, 1.25, {"exact": 1.0, "taste": 0.5})
     assert bad.reason.startswith("grader taste: the judge wrote no verdict")
@@ -273,7 +273,7 @@ def config_of(tmp_path: Path, more: str = "", text: str = "{answer}"):
 
 
 def problems_of(config: Config) -> dict[str, str]:
-    return {problem.key: problem.message for problem in reward_sources.judge(Context(config=config))}
+    return {problem.key: problem.message for problem in reward_sources.judge(CheckContext(config=config))}
 
 
 def test_settings_come_from_the_config(tmp_path, monkeypatch):

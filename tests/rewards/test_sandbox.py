@@ -20,10 +20,11 @@ import pytest
 
 from hotseat.errors import SandboxError, UserError
 from hotseat.failed import Failed
+from hotseat.processes import Closed
 from hotseat.rewards import Sandbox, SandboxSettings, sandbox_command
 from hotseat.rewards import sandbox as sandbox_module
 from hotseat.rewards.code import grade_code
-from hotseat.rewards.sandbox import Run, SandboxClosed
+from hotseat.rewards.sandbox import SandboxRun
 from hotseat.rewards.sandbox_command import system_call_filter
 from hotseat.rewards.sandbox_limits import MemoryGroup, MemoryGroups, ProcessWatch, below, find_parent, wait_s
 
@@ -246,7 +247,7 @@ def test_the_code_has_another_user_outside_too_and_closing_ends_it():
     def run() -> None:
         try:
             closing.run("import time\ntime.sleep(600)")
-        except SandboxClosed as error:
+        except Closed as error:
             raised.append(error)
 
     thread = threading.Thread(target=run)
@@ -274,7 +275,7 @@ def test_without_the_rights_of_root_a_user_namespace_does_the_same(monkeypatch):
     """Root without CAP_SYS_ADMIN, as in most containers; other users always run the sandbox in this way."""
     if os.geteuid() != 0 or not Path("/usr/bin/python3").exists():
         pytest.skip("needs root, and an interpreter that every user can read")
-    monkeypatch.setattr(sandbox_command, "_has_capability", lambda number: False)
+    monkeypatch.setattr(sandbox_command, "capabilities", lambda: 0)
     unprivileged = Sandbox(dataclasses.replace(TIGHT, python="/usr/bin/python3"))
     try:
         unprivileged.probe()
@@ -290,7 +291,7 @@ def test_without_the_rights_of_root_a_user_namespace_does_the_same(monkeypatch):
     ):
         program, end, code = ATTACKS[name]
         before = set(descendants())
-        assert unprivileged.run(program) == Run(end, code, b"")
+        assert unprivileged.run(program) == SandboxRun(end, code, b"")
         assert set(descendants()) <= before
 
 
@@ -298,7 +299,7 @@ def test_without_the_rights_of_root_a_user_namespace_does_the_same(monkeypatch):
 def test_another_interpreter_brings_its_packages(sandbox):
     with_packages = Sandbox(SandboxSettings(python=sys.executable))
     with_packages.probe()
-    assert with_packages.run("import yaml\nprint(yaml.safe_load('[1, 2]'))") == Run("exited", 0, b"[1, 2]\n")
+    assert with_packages.run("import yaml\nprint(yaml.safe_load('[1, 2]'))") == SandboxRun("exited", 0, b"[1, 2]\n")
     assert sandbox.run("import yaml").exit_code == 1
 
 
@@ -339,7 +340,7 @@ def test_an_interpreter_works_wherever_it_is(sandbox, place, layout):
         )
         run = Sandbox(dataclasses.replace(TIGHT, python=str(python))).run(program)
     # The sandbox shows packages, and no project that happens to be importable.
-    assert run == Run("exited", 0 if layout == "with linked packages" else 1, b"False\n")
+    assert run == SandboxRun("exited", 0 if layout == "with linked packages" else 1, b"False\n")
 
 
 def test_links_on_the_way_to_an_interpreter_stay_links(tmp_path):
@@ -501,7 +502,7 @@ def test_another_runner_gets_the_folder(tmp_path):
     runner.chmod(0o755)
     sandbox = Sandbox(SandboxSettings(command=(str(runner), "{folder}/main.py")))
     sandbox.probe()
-    assert sandbox.run("print(input())", "hello") == Run("exited", 0, b"hello\n")
+    assert sandbox.run("print(input())", "hello") == SandboxRun("exited", 0, b"hello\n")
     missing = Sandbox(SandboxSettings(command=("/no/runner", "{folder}")))
     with pytest.raises(UserError, match="/no/runner cannot be started"):
         missing.probe()

@@ -111,7 +111,7 @@ class DeviceSender(Worker):
         from hotseat.rlinf import device_items
 
         device_items.use(FileDevices(Path(folder)))
-        device_items.packing.MIN_ON_DEVICE = 0
+        device_items.pickling.MIN_ON_DEVICE = 0
         copy = device_items.keeper._host_copy
         device_items.keeper._host_copy = lambda blocks: (time.sleep(0.3), copy(blocks))[1]
         channel.put(torch.full((5,), 2.0, dtype=torch.float64))

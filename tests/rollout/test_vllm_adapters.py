@@ -24,8 +24,9 @@ from hotseat.errors import RunError, WeightError
 from hotseat.model_source import ModelSource
 from hotseat.rollout.kinds import EngineOptions, EngineSettings
 from hotseat.rollout.live_weights import WeightNames
-from hotseat.rollout.vllm_engine import AdapterOptions, Core, VllmEngine, weight_names
-from hotseat.rollout.vllm_versions import adapter_problem
+from hotseat.rollout.vllm_engine import VllmEngine, weight_names
+from hotseat.rollout.vllm_kind import VllmKind
+from hotseat.rollout.vllm_versions import AdapterOptions, Core
 from hotseat.train.lora import target_layers
 
 from . import conformance
@@ -223,12 +224,12 @@ def test_ranks_hold_their_part_of_each_factor(config: Any, tmp_path: Path) -> No
 
 
 def test_adapters_that_vllm_cannot_apply_have_a_reason() -> None:
-    assert adapter_problem(512, "float32", is_cpu=True) is None
-    assert adapter_problem(16, "bfloat16", is_cpu=False) is None
-    assert adapter_problem(513, "bfloat16", is_cpu=False) == (
+    assert VllmKind().adapter_problem(512, "float32", is_cpu=True) is None
+    assert VllmKind().adapter_problem(16, "bfloat16", is_cpu=False) is None
+    assert VllmKind().adapter_problem(513, "bfloat16", is_cpu=False) == (
         "vLLM applies adapters of rank 512 or less, and train.lora.rank is 513"
     )
-    assert adapter_problem(16, "float32", is_cpu=False) == (
+    assert VllmKind().adapter_problem(16, "float32", is_cpu=False) == (
         "on a GPU vLLM applies adapters only to 16-bit models, and train.dtype is fp32"
     )
 

@@ -23,8 +23,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from hotseat.checks.cpu import has_bf16_units
 from hotseat.model_source import ModelSource
 from hotseat.rollout.kinds import EngineOptions, EngineSettings
-from hotseat.rollout.vllm_engine import Core, VllmEngine, weight_names
+from hotseat.rollout.vllm_engine import VllmEngine, weight_names
 from hotseat.rollout.vllm_internals import widen_head
+from hotseat.rollout.vllm_versions import Core
 
 from . import conformance
 from .conformance import PATIENCE_S, Subject, named_weights, request, slowly

@@ -20,7 +20,8 @@ from hotseat.errors import UserError
 from hotseat.model_source import ModelSource
 from hotseat.rollout import TransformersEngine
 from hotseat.rollout.kinds import EngineOptions, EngineSettings, ImageOptions
-from hotseat.rollout.vllm_engine import Core, VllmEngine, log_to, weight_names
+from hotseat.rollout.vllm_engine import VllmEngine, log_to, weight_names
+from hotseat.rollout.vllm_versions import Core
 from hotseat.types import Request, Sampling
 from hotseat.vision import placeholder_ids, policy_class, tokens_of
 

@@ -19,7 +19,7 @@ from hotseat.checks.pipeline import check_prerequisites
 from hotseat.config import loads
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.rollout.vllm_engine import start_error
-from hotseat.rollout.vllm_versions import check_config, what_is_wrong
+from hotseat.rollout.vllm_kind import VllmKind
 
 CONFIG = """
 actor: {model: m}
@@ -62,45 +62,45 @@ def test_without_vllm_a_run_names_what_to_install(monkeypatch, tmp_path):
 @pytest.mark.parametrize("version", ["0.24.3", "0.33.0", "1.0.0", "0.33.0rc1"])
 def test_another_version_is_named_with_those_that_work(install, version):
     install(version)
-    assert what_is_wrong() == f"vLLM {version} is installed; versions 0.25 to 0.32 work: install one of those"
+    assert VllmKind().problem() == f"vLLM {version} is installed; versions 0.25 to 0.32 work: install one of those"
 
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.25.1+cu129", "0.32.9"])
 def test_versions_that_work(install, version):
     install(version)
-    assert what_is_wrong() is None
+    assert VllmKind().problem() is None
 
 
 def test_models_that_it_would_serve_wrongly_or_not_at_all_are_refused_by_their_config(monkeypatch):
     with pytest.raises(UnsupportedError, match="DeepseekV3 has latent attention, .* a push would not change them; set"):
-        check_config(DeepseekV3Config(), is_cpu=False)
+        VllmKind().check_model(DeepseekV3Config(), 64, 1, is_cpu=False)
     with pytest.raises(
         UnsupportedError, match="the experts of gpt-oss have biases .* set rollout.engine to transformers"
     ):
-        check_config(GptOssConfig(), is_cpu=True)
-    check_config(GptOssConfig(), is_cpu=False)
-    check_config(LlamaConfig(), is_cpu=True)
+        VllmKind().check_model(GptOssConfig(), 64, 1, is_cpu=True)
+    VllmKind().check_model(GptOssConfig(), 64, 1, is_cpu=False)
+    VllmKind().check_model(LlamaConfig(), 64, 1, is_cpu=True)
     monkeypatch.setitem(sys.modules, "torchvision", None)  # as if it were not installed
     with pytest.raises(
         UnsupportedError, match="vLLM's Qwen3.5 can see images and needs torchvision .* built for torch"
     ):
-        check_config(Qwen3_5TextConfig(), is_cpu=True)
+        VllmKind().check_model(Qwen3_5TextConfig(), 64, 1, is_cpu=True)
 
 
 def test_models_whose_images_it_has_not_been_tried_with_are_refused_by_their_config(monkeypatch):
-    check_config(Qwen2_5_VLConfig(), True, 1)
-    check_config(LlavaConfig(), True, 1)
+    VllmKind().check_model(Qwen2_5_VLConfig(), 64, 1, is_cpu=True)
+    VllmKind().check_model(LlavaConfig(), 64, 1, is_cpu=True)
     with pytest.raises(
         UnsupportedError, match="not been tried with prepared images of Qwen2VL: choose a model .* llava"
     ):
-        check_config(Qwen2VLConfig(), False)
+        VllmKind().check_model(Qwen2VLConfig(), 64, 1, is_cpu=False)
     with pytest.raises(
         UnsupportedError, match=r"prepared images of Llava \(pixtral\): choose .* rollout.engine to transformers"
     ):
-        check_config(LlavaConfig(vision_config={"model_type": "pixtral"}), False)
+        VllmKind().check_model(LlavaConfig(vision_config={"model_type": "pixtral"}), 64, 1, is_cpu=False)
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(UnsupportedError, match="Qwen2_5_VL over 2 ranks needs torchvision.*_parallel_size to 1"):
-        check_config(Qwen2_5_VLConfig(), False, 2)
+        VllmKind().check_model(Qwen2_5_VLConfig(), 64, 2, is_cpu=False)
 
 
 def test_the_error_of_a_failed_vllm_start_is_short(tmp_path):

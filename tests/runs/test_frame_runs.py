@@ -108,4 +108,4 @@ def test_images_and_the_sight_of_the_model_go_together(folder, capsys):
     actor = f"actor: {{model: {folder}/model}}\nrollout: {{samples_per_prompt: 2}}"
     file.write_text(f"env: {{path: babyai, tasks: [{TASK}]}}\ndata: {{max_length: 80}}\n{actor}\n")
     assert main(["run", str(file)]) != 0
-    assert "sees images, and the run has none: set env.images" in capsys.readouterr().err
+    assert "takes images, and the run has none: set env.images" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from hotseat.model_source import ModelSource
 from hotseat.checks.pipeline import MODELS
-from hotseat.checks.stage import Context, run_checks
+from hotseat.checks.stage import CheckContext, run_checks
 from hotseat.cli.main import main
 from hotseat.config import Config, loads
 from hotseat.errors import ConfigError, DataError, UserError
@@ -287,7 +287,7 @@ def test_a_chat_template_that_only_the_processor_has_is_used_and_exported(task, 
 
 
 def check_models(config: Config) -> None:
-    run_checks(Context(config=config), MODELS)
+    run_checks(CheckContext(config=config), MODELS)
 
 
 REFUSED = {
@@ -326,10 +326,10 @@ def test_bad_images_and_models_without_sight_are_named_before_a_model_loads(task
     assert f"bad.jsonl:2: images: no such file: {task}/gone.png" in said
     assert "bad.jsonl:3: images: not an image in one of the formats" in said
     LlamaConfig().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="Llama sees no images here, and data.image_key is set"):
+    with pytest.raises(UserError, match="Llama takes no images here, and data.image_key is set"):
         check_models(loads(rl(task, "blind"), [f"actor.model={tmp_path}"]))
     without = rl_yaml(task, data=f"{{path: {task}/prompts.jsonl, max_length: 64}}")
-    with pytest.raises(UserError, match=r"Qwen2_5_VL sees images, and the run has none: set data.image_key"):
+    with pytest.raises(UserError, match=r"Qwen2_5_VL takes images, and the run has none: set data.image_key"):
         check_models(loads(without))
 
 

@@ -22,8 +22,8 @@ from hotseat.loop.offline.evaluate import measure, pass_at
 from hotseat.loop.offline.group_file import partial_path
 from hotseat.loop.workers.group_facts import GroupFacts
 from hotseat.observe import LiveView, read_lines
-from hotseat.openrlhf.batch_inference import main as batch_inference
-from hotseat.openrlhf.lora_combiner import main as lora_combiner
+from hotseat.openrlhf.inference_command import main as batch_inference
+from hotseat.openrlhf.merge_command import main as lora_combiner
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from reward_servers import FakeServer, HeldPort, sevens, written
 from safetensors.torch import load_file
 
 from hotseat.checks.reward_sources import servers
-from hotseat.checks.stage import Context, run_checks
+from hotseat.checks.stage import CheckContext, run_checks
 from hotseat.config import Config, loads
 from hotseat.errors import RewardError, UserError
 from hotseat.loop import start as entry
@@ -129,7 +129,7 @@ def test_a_run_whose_servers_are_away_is_refused_before_a_model_loads(task, serv
     shown: list[str] = []
 
     def notes_on(config: Config) -> list[str]:
-        context = Context(config=config, show=shown.append)
+        context = CheckContext(config=config, show=shown.append)
         run_checks(context, [servers])
         return context.notes
 
@@ -195,3 +195,11 @@ def test_a_judge_without_a_verdict_fails_its_samples_alone(task, server):
     assert [line["eval/reward"] for line in evaluations] == [0.5, 0.5]
     samples = {key for entry in read_ledger(task / "runs" / "mute") for key in entry.keys}
     assert len(first) <= len(samples)  # which are those to learn from
+
+
+def test_a_function_is_added_to_what_a_server_gives(task, server):
+    (task / "parts.py").write_text("def longer(queries, prompts, labels):\n    return [len(q) for q in queries]\n")
+    one = server()
+    records = run(task, "both", one, functions=[{"function": f"{task}/parts.py:longer", "weight": 0.5}])
+    step = records[1]
+    assert step["reward"] == pytest.approx(step["extra/function"] + 0.5 * step["extra/longer"], abs=1e-5)

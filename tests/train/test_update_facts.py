@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hotseat.errors import NonFiniteError
-from hotseat.train.update_facts import NonFiniteGuard, UpdateFacts, add_up, sample_ids, sum_metrics, suspects
+from hotseat.train.update_facts import UpdateFacts, UpdateHistory, add_up, sample_ids, sum_metrics, suspects
 from hotseat.types import MicroBatch
 
 
@@ -55,32 +55,33 @@ def two_segments(weights: list[float], sample_ids: tuple[str, str]) -> MicroBatc
 
 
 def test_a_row_of_skipped_updates_ends_the_run_and_names_each_sample_once() -> None:
-    guard = NonFiniteGuard(max_in_a_row=2)
-    guard.record_skip(["a", "b"], loss=math.nan, grad_norm=1.0, version=4)
+    history = UpdateHistory(max_in_a_row=2)
+    history.version = 4
+    history.record_skip(["a", "b"], loss=math.nan, grad_norm=1.0)
     with pytest.raises(NonFiniteError, match="2 updates in a row .*after version 4; samples: a, b, c\\."):
-        guard.record_skip(["b", "c"], loss=math.inf, grad_norm=1.0, version=4)
-    assert guard.num_skipped == 2
+        history.record_skip(["b", "c"], loss=math.inf, grad_norm=1.0)
+    assert history.num_skipped == 2
 
 
 def test_an_update_that_is_finite_and_a_resume_end_the_row() -> None:
-    guard = NonFiniteGuard(max_in_a_row=2)
-    guard.record_skip(["a"], loss=math.nan, grad_norm=1.0, version=0)
-    guard.record_step()
-    guard.record_skip(["a"], loss=math.nan, grad_norm=1.0, version=1)
-    guard.restore(num_skipped=7)
-    guard.record_skip(["a"], loss=math.nan, grad_norm=1.0, version=1)
-    assert guard.num_skipped == 8
+    history = UpdateHistory(max_in_a_row=2)
+    history.record_skip(["a"], loss=math.nan, grad_norm=1.0)
+    history.record_step()
+    history.record_skip(["a"], loss=math.nan, grad_norm=1.0)
+    history.restore({"counter.version": torch.tensor(3), "counter.num_skipped": torch.tensor(7)})
+    history.record_skip(["a"], loss=math.nan, grad_norm=1.0)
+    assert (history.version, history.num_skipped) == (3, 8)
 
 
 def test_an_overflow_of_the_loss_scale_is_counted_and_blames_nobody() -> None:
-    guard = NonFiniteGuard(max_in_a_row=1)
-    guard.record_overflow()
-    assert guard.num_skipped == 1
+    history = UpdateHistory(max_in_a_row=1)
+    history.record_overflow()
+    assert history.num_skipped == 1
 
 
 def test_many_samples_are_named_in_part() -> None:
     with pytest.raises(NonFiniteError, match="s15 and 4 more\\."):
-        NonFiniteGuard(1).record_skip([f"s{i}" for i in range(20)], loss=math.nan, grad_norm=1.0, version=0)
+        UpdateHistory(1).record_skip([f"s{i}" for i in range(20)], loss=math.nan, grad_norm=1.0)
 
 
 def test_suspects_are_samples_with_a_value_that_is_not_finite_or_else_all_of_the_micro_batch() -> None:

@@ -180,7 +180,7 @@ def test_the_built_in_scoring_has_a_name():
 
 
 def test_arguments_need_a_function():
-    with pytest.raises(UserError, match=r"reward.kwargs: has no effect: rewards do not come from reward.function"):
+    with pytest.raises(UserError, match=r"reward.kwargs: has no effect: reward.function is not set"):
         loads("reward: {model: rm, kwargs: {a: 1}}")
 
 

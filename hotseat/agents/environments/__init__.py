@@ -4,10 +4,11 @@
     environment_agent     an agent whose episodes are played by processes with the library; tasks as rows of data
     environment_worker    that process: Python's own library only, under the interpreter that `agent.python` names
 
-A family's file has `NEEDS_NAME`, the error where no name is set, and a class `Tasks(name, arguments)`:
+A family's file has `NEEDS_NAME`, the error where no name is set, and a class such as
+`GymnasiumTasks(name, arguments)`, called after the family:
 
     prompt(number)          the text with which a task begins; the same number is always the same task
-    play(number, policy)    play it with the policy (a `Policy`); return its reward, or a dict as `play` does
+    play(number, policy)    play it with the policy (a `PolicyClient`); return its reward, or a dict as `play` does
 
 Both may block. It is loaded in the process of the environment alone, so it may import the library at its top.
 """

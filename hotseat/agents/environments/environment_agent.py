@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.agents.agent import AgentError
-from hotseat.agents.black_box import BlackBox, Client
+from hotseat.agents.black_box import BlackBox
 from hotseat.agents.confinement import best_confinement, warn_if_open
+from hotseat.agents.environments.environment_worker import PolicyClient
 from hotseat.agents.environments.families import EnvironmentSettings, interpreter
-from hotseat.agents.gateway.program_session import ProgramSettings
+from hotseat.agents.gateway.program_session import ServedPolicy
 from hotseat.agents.programs import check_startable, environment
 from hotseat.errors import UserError
 from hotseat.processes import ChildProcess, WorkerDied, exit_words, supervisor
@@ -34,20 +35,20 @@ _READY = 0  # the id of the first message of a process
 class EnvironmentAgent(BlackBox):
     """Has episodes played by processes in which an environment's library runs, a few for many episodes at once."""
 
-    def __init__(self, tokenizer: Any, settings: ProgramSettings, environment: EnvironmentSettings, **limits: Any):
-        super().__init__(tokenizer, settings, **limits)
+    def __init__(self, policy: ServedPolicy, environment: EnvironmentSettings):
+        super().__init__(policy)
         self._environment = environment
         self._processes: dict[int, _Process] = {}
         self._places = itertools.count()
         self.name = str(environment)
 
-    async def play(self, prompt: Prompt, client: Client) -> Any:
+    async def play(self, prompt: Prompt, client: PolicyClient) -> Any:
         place = next(self._places) % self._environment.num_processes
         process = self._processes.get(place)
         if process is None or process.has_ended:
             process = self._processes[place] = _Process(self._environment, self._settings.passed_on)
         await process.ready()
-        return await process.ask({"play": {"text": prompt.text, "label": prompt.label, **vars(client)}})
+        return await process.ask({"play": {"text": prompt.text, "label": prompt.label, "client": vars(client)}})
 
     async def close(self) -> None:
         processes, self._processes = self._processes, {}
@@ -65,7 +66,7 @@ class StartedEnvironment(ChildProcess):
     def __init__(self, settings: EnvironmentSettings, passed_on: Sequence[str]):
         folder = Path(tempfile.mkdtemp(prefix="hotseat-environment-"))
         name = secrets.token_hex(8)
-        self._left: supervisor.Task = {"mark": (supervisor.EPISODE, name), "folders": [str(folder)]}
+        self._left: supervisor.Remains = {"mark": (supervisor.EPISODE, name), "folders": [str(folder)]}
         self._supervisor = supervisor.start_supervisor(self._left, is_awaited=False)
         self._confinement = best_confinement()
         warn_if_open(self._confinement, False)
@@ -79,7 +80,8 @@ class StartedEnvironment(ChildProcess):
                 _WORKER,
                 settings.spec,
                 command=(*confined, python),
-                output=(subprocess.PIPE, subprocess.STDOUT),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 env=env,
                 cwd=folder,
             )

@@ -7,7 +7,7 @@ asks for, and not what Hotseat does.
 Takes messages from the channel, and answers each with one that has the same `id`:
 
     {"id": 1, "prompts": [0, 511]}                          the first texts of tasks, by number
-    {"id": 2, "play": {"text", "label", "seed", "base_url", "api_key", "root_url", "model"}}    one episode
+    {"id": 2, "play": {"text", "label", "client": {...}}}   one episode, with the fields of its `PolicyClient`
     {"cancel": 2}                                           no answer is waited for any more
 
 Episodes run side by side: async ones in one event loop, plain ones in a thread each. The end of the channel ends the
@@ -29,6 +29,7 @@ import traceback
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +41,21 @@ _MAX_SHOWN = 2000
 _OVER = ("max_steps", "context_length_exceeded", "timeout")  # the run's bounds of an episode
 
 
-class Policy:
-    """The policy of one episode, behind the gateway. It may be asked by several threads."""
+@dataclass(frozen=True)
+class PolicyClient:
+    """The policy of one episode, behind the gateway: `base_url` and `api_key` are for an OpenAI client.
 
-    def __init__(self, base_url: str, api_key: str, root_url: str, model: str, seed: int, content: Any = ""):
-        self.base_url, self.api_key, self.root_url, self.model, self.seed = base_url, api_key, root_url, model, seed
-        self.content = content  # the prompt as that of a message
+    `root_url` is the address for Anthropic's client. `seed` is the episode's own; any name of a model is accepted.
+    `content` is the prompt as the content of a message: its text or, with images, parts in OpenAI's form. Several
+    threads may ask at a time.
+    """
+
+    base_url: str
+    api_key: str
+    root_url: str
+    seed: int
+    model: str = "policy"
+    content: str | list[dict[str, Any]] = ""
 
     def ask(self, messages: Sequence[Mapping[str, Any]], **body: Any) -> str | None:
         """Return the answer to a conversation; None if the episode may have no more turns or tokens."""
@@ -105,7 +115,7 @@ class _Worker:
         if "arguments" in spec:
             if spec["name"] is None:
                 raise ValueError(module.NEEDS_NAME)
-            self._tasks = module.Tasks(spec["name"], spec["arguments"])
+            self._tasks = getattr(module, spec["tasks"])(spec["name"], spec["arguments"])
             self._play = self._play_task
         else:
             self._play = getattr(module, "play", None)
@@ -145,7 +155,7 @@ class _Worker:
         self._send(answer)
 
     async def _episode(self, asked: Mapping[str, Any]) -> Any:
-        client = Policy(*(asked[name] for name in ("base_url", "api_key", "root_url", "model", "seed", "content")))
+        client = PolicyClient(**asked["client"])
         prompt = SimpleNamespace(text=asked["text"], label=asked["label"])
         if inspect.iscoroutinefunction(self._play):
             result = await self._play(prompt, client)
@@ -155,7 +165,7 @@ class _Worker:
                 result = await result
         return _plain(result)
 
-    def _play_task(self, prompt: Any, client: Policy) -> Any:
+    def _play_task(self, prompt: Any, client: PolicyClient) -> Any:
         if not str(prompt.label).isdecimal():
             raise ValueError(f"the label {prompt.label!r} is not the number of a task: data.label_key names its column")
         return self._tasks.play(int(prompt.label), client)

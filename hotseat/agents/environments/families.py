@@ -40,8 +40,9 @@ class EnvironmentSettings:
         """Return what the process is to run, in JSON's types."""
         if self.family is None:
             return {"file": os.path.abspath(os.path.expanduser(str(self.file)))}
+        tasks = f"{self.family.title().replace('_', '')}Tasks"  # the class in the family's file
         file = str(_FOLDER / f"{self.family}.py")
-        return {"file": file, "name": _absolute(self.name), "arguments": json.loads(self.arguments)}
+        return {"file": file, "tasks": tasks, "name": _absolute(self.name), "arguments": json.loads(self.arguments)}
 
     def __str__(self) -> str:
         if self.family is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import closing
 from typing import Any
 
 import gymnasium
@@ -19,7 +20,7 @@ from gymnasium.spaces import Discrete, Text
 NEEDS_NAME = "gymnasium needs the name of an environment, as gymnasium.make takes it"
 
 
-class Tasks:
+class GymnasiumTasks:
     def __init__(self, name: str, arguments: dict[str, Any]):
         file = re.fullmatch(r"(.+\.py):(.+)", name)
         if file is not None:
@@ -28,34 +29,25 @@ class Tasks:
         self._system = arguments.pop("system", None)
         self._name = name if file is None else file[2]
         self._arguments = arguments
-        environment = self._make()
-        try:
+        with closing(self._make()) as environment:
             if not isinstance(environment.action_space, Text | Discrete):
                 raise ValueError(f"{name}: its actions are {environment.action_space}; policies write Text or Discrete")
-        finally:
-            environment.close()
 
     def prompt(self, number: int) -> str:
-        environment = self._make()
-        try:
+        with closing(self._make()) as environment:
             return str(environment.reset(seed=number)[0])
-        finally:
-            environment.close()
 
     def play(self, number: int, policy: Any) -> dict[str, Any]:
-        environment = self._make()
+        with closing(self._make()) as environment:
 
-        def act(answer: str) -> tuple[str | None, float | None]:
-            action = _action(environment.action_space, answer)
-            if action is None:
-                return f"This is no action. Actions are {environment.action_space}", None
-            observation, reward, is_terminated, is_truncated, _ = environment.step(action)
-            return None if is_terminated or is_truncated else str(observation), float(reward)
+            def act(answer: str) -> tuple[str | None, float | None]:
+                action = _action(environment.action_space, answer)
+                if action is None:
+                    return f"This is no action. Actions are {environment.action_space}", None
+                observation, reward, is_terminated, is_truncated, _ = environment.step(action)
+                return None if is_terminated or is_truncated else str(observation), float(reward)
 
-        try:
             return policy.converse(self._system, str(environment.reset(seed=number)[0]), act)
-        finally:
-            environment.close()
 
     def _make(self) -> Any:
         return gymnasium.make(self._name, **self._arguments)

@@ -25,7 +25,7 @@ _HIDDEN = ("done", "reward", "metadata")  # every observation has these beside i
 NEEDS_NAME = "openenv needs the address of a server, or a Python file with an app"
 
 
-class Tasks:
+class OpenenvTasks:
     def __init__(self, name: str, arguments: dict[str, Any]):
         known: dict[str, Any] = {"action": "message", "observation": None, "reset": {}, "system": None}
         unknown = sorted(set(arguments) - set(known))

@@ -16,7 +16,7 @@ _ANSWER = ("<answer>", "</answer>")
 NEEDS_NAME = "reasoning_gym needs the name of a data set, such as chain_sum"
 
 
-class Tasks:
+class ReasoningGymTasks:
     def __init__(self, name: str, arguments: dict[str, Any]):
         arguments = {"size": 1 << 31, **arguments}
         self._system = arguments.pop("system", None)

@@ -26,7 +26,7 @@ _LOCK = threading.Lock()  # games draw from the module `random` as they begin
 NEEDS_NAME = "textarena needs the name of a game, such as GuessTheNumber-v0"
 
 
-class Tasks:
+class TextarenaTasks:
     def __init__(self, name: str, arguments: dict[str, Any]):
         self._name = name
         arguments = dict(arguments)

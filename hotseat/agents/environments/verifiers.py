@@ -29,7 +29,7 @@ _OVER = ("(agent.max_steps)", "(agent.timeout_s)", "(data.max_length)")
 NEEDS_NAME = "verifiers needs the name of an environment, or a file with load_environment"
 
 
-class Tasks:
+class VerifiersTasks:
     def __init__(self, name: str, arguments: dict[str, Any]):
         if name.endswith(".py"):
             sys.modules["hotseat_worker"].module_of(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hotseat.agents.gateway import fields
 from hotseat.agents.gateway.fields import Asked, BadRequest, own_settings
-from hotseat.agents.gateway.program_session import Session
+from hotseat.agents.gateway.program_session import ProgramSession
 from hotseat.agents.gateway.reply import Begin, GrowingAnswer, Reply, event, pieces, reply_to
 
 _KNOWN = (
@@ -20,7 +20,7 @@ _KNOWN = (
 )  # fmt: skip
 
 
-async def create(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
+async def create(body: Mapping[str, Any], session: ProgramSession, begin: Begin | None = None) -> Reply:
     fields.check(body, _KNOWN, ("temperature", "top_p", "top_k"))
     if body.get("max_tokens") is None:
         raise BadRequest("max_tokens: not set", "max_tokens")

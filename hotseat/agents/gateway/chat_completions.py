@@ -14,7 +14,7 @@ from typing import Any
 
 from hotseat.agents.gateway import fields
 from hotseat.agents.gateway.fields import OWN_SETTINGS, Asked, BadRequest, own_settings
-from hotseat.agents.gateway.program_session import Session
+from hotseat.agents.gateway.program_session import ProgramSession
 from hotseat.agents.gateway.reply import Begin, ClientAnswer, GrowingAnswer, Reply, event, reply_to
 
 # Understood, without an effect here: who asks, where it is kept, and a seed, since each request has one by its sample.
@@ -30,7 +30,7 @@ _TEXT = (*_SHARED, "prompt", "max_tokens", "best_of", "echo", "suffix")
 _NUMBERS = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
 
 
-async def chat(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
+async def chat(body: Mapping[str, Any], session: ProgramSession, begin: Begin | None = None) -> Reply:
     _check(body, _CHAT)
     if fields.integer(body, "top_logprobs", least=0):
         raise BadRequest("top_logprobs: the engine reports log-probs of sampled tokens only", "top_logprobs")
@@ -54,7 +54,7 @@ async def chat(body: Mapping[str, Any], session: Session, begin: Begin | None = 
     return await reply_to(asked, session, partial(_Chat, body, session), begin)
 
 
-async def completions(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
+async def completions(body: Mapping[str, Any], session: ProgramSession, begin: Begin | None = None) -> Reply:
     """Answer a request to continue one or several texts."""
     _check(body, _TEXT)
     for name in ("echo", "suffix"):
@@ -109,7 +109,7 @@ class _OpenAI(Reply):
 
     name = chunk_name = prefix = ""
 
-    def __init__(self, body: Mapping[str, Any], session: Session, answers: Sequence[GrowingAnswer]):
+    def __init__(self, body: Mapping[str, Any], session: ProgramSession, answers: Sequence[GrowingAnswer]):
         super().__init__(answers)
         options = body.get("stream_options") or {}
         self._session = session

@@ -1,4 +1,4 @@
-"""What a client asks for, whichever protocol it speaks, and reading the fields of its request."""
+"""Requests of clients, whichever protocol they speak, and readers of their fields."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from aiohttp import web
 
 from hotseat.agents.gateway import anthropic_messages, chat_completions, responses
 from hotseat.agents.gateway.fields import BadRequest
-from hotseat.agents.gateway.program_session import Session
+from hotseat.agents.gateway.program_session import ProgramSession
 from hotseat.agents.gateway.reply import Begin, Reply
-from hotseat.connections import Connections, Holder, ask_for_body, encoding_problem, expect_nothing_yet
+from hotseat.connections import Connections, TokenConnections, ask_for_body, encoding_problem, expect_nothing_yet
 from hotseat.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _BACKLOG = 4096  # connections that wait to be accepted; where there is no room,
 _ACCEPTED = 16  # of them at a time: each takes as long as a small request
 _STREAM_BYTES = 1 << 16  # of a stream that are written at a time
 
-Handler = Callable[[Mapping[str, Any], Session, Begin | None], Coroutine[Any, Any, Reply]]
+Handler = Callable[[Mapping[str, Any], ProgramSession, Begin | None], Coroutine[Any, Any, Reply]]
 
 _HANDLERS: dict[str, Handler] = {
     "/v1/chat/completions": chat_completions.chat,
@@ -96,11 +96,7 @@ class _Replies:
         return None if same is None else same.of_retry()
 
     def begin(
-        self,
-        name: str,
-        digest: bytes,
-        work: Coroutine[Any, Any, Reply],
-        begun: asyncio.Future[Reply] | None = None,
+        self, name: str, digest: bytes, work: Coroutine[Any, Any, Reply], begun: asyncio.Future[Reply] | None = None
     ) -> _Work:
         """Start work. begun: in which it puts its reply before that is complete, if it is a stream."""
         added = _Work(asyncio.ensure_future(work), digest, begun)
@@ -150,8 +146,8 @@ class _Replies:
 class _Open:
     """An episode that can be reached, and its replies."""
 
-    session: Session
-    holder: Holder = field(default_factory=Holder)
+    session: ProgramSession
+    holder: TokenConnections = field(default_factory=TokenConnections)
     replies: _Replies = field(default_factory=_Replies)
     num_open: int = 0
     num_open_bytes: int = 0
@@ -178,7 +174,7 @@ class Gateway:
         self.url = ""  # without `/v1`, once an episode was opened
         self._starting = asyncio.Lock()
 
-    async def open(self, session: Session) -> str:
+    async def open(self, session: ProgramSession) -> str:
         """Make an episode reachable, at `url`; return its token."""
         async with self._starting:
             if self._runner is None:
@@ -329,7 +325,7 @@ async def _stream(request: web.Request, reply: Reply) -> web.StreamResponse:
                 events.clear()
     except (ConnectionError, asyncio.CancelledError):
         raise
-    except Exception as error:  # of the engine, which `Session.failure` passes on, or the end of the episode's time
+    except Exception as error:  # the engine's, which `ProgramSession.failure` passes on, or the episode is out of time
         events += reply.error(str(error))
     await response.write(bytes(events))
     await response.write_eof()
@@ -347,7 +343,7 @@ async def _errors(request: web.Request, handler: Callable[[web.Request], Awaitab
         return _error(request, 404, f"{request.path}: not served; this gateway has {', '.join(_HANDLERS)}, /v1/models")
     except web.HTTPException as error:
         return _error(request, error.status, error.text or error.reason)
-    except Exception as error:  # if it is the engine's, `Session.failure` passes it on
+    except Exception as error:  # if it is the engine's, `ProgramSession.failure` passes it on
         logger.warning("a request to the gateway failed", exc_info=True)
         return _error(request, 500, f"this request failed: {type(error).__name__}: {error}", is_retried=False)
 

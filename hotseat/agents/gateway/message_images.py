@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hotseat.agents.gateway.fields import BadRequest
-from hotseat.agents.image_preparer import EpisodeImage
+from hotseat.vision import PreparedImage
 
 _TYPES = ("image_url", "input_image", "image")
 _PROMPT = "hotseat:image/"
@@ -43,7 +43,7 @@ def urls_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[EpisodeImage]) -> list[Mapping[str, Any]]:
+def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[PreparedImage]) -> list[Mapping[str, Any]]:
     """Return messages with the prepared images in the places of the clients' own."""
     left = iter(images)
     return [

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from hotseat.agents.conversation import Context
 from hotseat.errors import UserError
 
 
@@ -22,18 +23,10 @@ class Parsed:
     calls: tuple[tuple[str, str], ...]  # name, arguments as JSON text
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """An answer to be parsed, and what precedes it."""
-
-    context: str
-    context_ids: Sequence[int]
-    answer: str
-    answer_ids: Sequence[int]
-
-
-# Takes an answer and the tools that the model had; returns its parts, or None if it is plain text, in no form of calls.
-Parser = Callable[[Sampled, Sequence[Mapping[str, Any]]], Parsed | None]
+Tools = Sequence[Mapping[str, Any]]
+# Takes the context, an answer as text and as tokens, and the tools that the model had; returns the parts of the answer,
+# or None if it is plain text, in no form of calls.
+Parser = Callable[[Context, str, Sequence[int], Tools], Parsed | None]
 
 
 def parser_of(tokenizer: Any, family: str | None = None) -> Parser | None:
@@ -51,11 +44,11 @@ def parser_of(tokenizer: Any, family: str | None = None) -> Parser | None:
 
 
 def _by_transformers(tokenizer: Any) -> Parser:
-    def parse(sampled: Sampled, tools: Sequence[Mapping[str, Any]]) -> Parsed | None:
+    def parse(
+        context: Context, text: str, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> Parsed | None:
         try:
-            message = tokenizer.parse_response(
-                sampled.answer, prefix=sampled.context, tools=[dict(tool) for tool in tools]
-            )
+            message = tokenizer.parse_response(text, prefix=context.text, tools=[dict(tool) for tool in tools])
             functions = [call["function"] for call in message.get("tool_calls") or ()]
             calls = tuple((str(function["name"]), _text(function.get("arguments"))) for function in functions)
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -79,9 +72,11 @@ def _by_renderers(tokenizer: Any, family: str) -> Parser:
         names = ", ".join(sorted(RENDERER_REGISTRY))
         raise UserError(f"agent.tool_parser {family}: {error}; the package renderers knows {names}") from error
 
-    def parse(sampled: Sampled, tools: Sequence[Mapping[str, Any]]) -> Parsed | None:
+    def parse(
+        context: Context, text: str, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> Parsed | None:
         specs = [dict(tool["function"]) for tool in tools]
-        parsed = renderer.parse_response(list(sampled.answer_ids), tools=specs, prompt_ids=list(sampled.context_ids))
+        parsed = renderer.parse_response(list(token_ids), tools=specs, prompt_ids=list(context.token_ids))
         good = [call for call in parsed.tool_calls if call.status == "ok" and call.name]
         if parsed.tool_calls and not good:
             return None  # the program sees what was written

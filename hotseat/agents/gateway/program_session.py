@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -17,11 +18,12 @@ from hotseat.agents.conversation import Context, Conversation, ConversationError
 from hotseat.agents.environments.families import EnvironmentSettings
 from hotseat.agents.gateway import message_images
 from hotseat.agents.gateway.fields import CAN_BE_SAMPLED, Asked, BadRequest
-from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
+from hotseat.agents.gateway.parsing import Parser, parser_of
 from hotseat.agents.gateway.reply import ClientAnswer, GrowingAnswer, certain
-from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
+from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.types import Completion, Prompt, Sampling, WhenSampled
+from hotseat.vision import PreparedImage
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -56,7 +58,7 @@ class ProgramSettings:
 
 
 @dataclass(eq=False)
-class Policy:
+class ServedPolicy:
     """The model behind the gateway, as far as all episodes share it: its tokenizer, its settings, what was logged.
 
     Rendering and tokenising long conversations takes milliseconds, which the event loop does not have: one thread does
@@ -65,9 +67,9 @@ class Policy:
 
     tokenizer: Any
     settings: ProgramSettings
-    preparer: ImagePreparer | None  # of a VLM's images; None: the run has none
     max_length: int
-    max_answers: int | None
+    max_answers: int | None = None
+    preparer: ImagePreparer | None = None  # of a VLM's images; None: the run has none
     _logged: set[str] = field(default_factory=set)
     _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "conversations"))
 
@@ -76,6 +78,8 @@ class Policy:
         self.chat_template = self.settings.chat_template or of_images
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
+        if self.settings.tool_parser is not None:
+            _ = self.parser  # raises if it cannot be
 
     @cached_property
     def max_characters(self) -> int:
@@ -106,14 +110,14 @@ class Policy:
         )
 
 
-class Session:
+class ProgramSession:
     """One episode's side of the gateway: what was asked, what was sampled, and what went wrong.
 
     `failure` is done as soon as the engine fails a request: the episode cannot continue, whatever the program does.
     prompt: whose images the program may show; None: it has none.
     """
 
-    def __init__(self, policy: Policy, sample: SampleFunction, sampling: Sampling, prompt: Prompt | None = None):
+    def __init__(self, policy: ServedPolicy, sample: SampleFunction, sampling: Sampling, prompt: Prompt | None = None):
         self.sampling = sampling
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.conversation = Conversation(
@@ -270,8 +274,8 @@ class Session:
             looked = iter(await preparer.prepare_all(own, 0))
         except AgentError as error:
             raise BadRequest(str(error), "messages") from None
-        shown: list[EpisodeImage] = [
-            next(looked) if number is None else EpisodeImage.of_file(self._prompt_images[number]) for number in numbers
+        shown: list[PreparedImage] = [
+            next(looked) if number is None else PreparedImage.of_file(self._prompt_images[number]) for number in numbers
         ]
         return message_images.with_images(messages, shown)
 
@@ -357,20 +361,15 @@ class Session:
 
     def _cut(self, context: Context, completion: Completion, stop: str) -> Completion:
         """Return a completion up to the token that completes a stop string: an engine would have stopped there."""
-        low, high = 1, len(completion.token_ids)
-        while low < high:
-            middle = (low + high) // 2
-            if stop in self.conversation.text_of(context, completion.token_ids[:middle]):
-                high = middle
-            else:
-                low = middle + 1
-        is_whole = low == len(completion.token_ids)
+        ids = completion.token_ids
+        lengths = range(1, len(ids))
+        end = 1 + bisect_left(lengths, True, key=lambda end: stop in self.conversation.text_of(context, ids[:end]))
         return replace(
             completion,
-            token_ids=completion.token_ids[:low],
-            log_probs=completion.log_probs[:low],
-            versions=completion.versions[:low],
-            finish=completion.finish if is_whole else "length",  # it does not end with a stop token
+            token_ids=ids[:end],
+            log_probs=completion.log_probs[:end],
+            versions=completion.versions[:end],
+            finish=completion.finish if end == len(ids) else "length",  # it does not end with a stop token
         )
 
     def _visible(self, context: Context, token_ids: tuple[int, ...]) -> str:
@@ -383,7 +382,7 @@ class Session:
         parser = self._policy.parser
         assert parser is not None, "tools without a parser"
         raw = self.conversation.text_of(context, completion.token_ids)
-        parsed = parser(Sampled(context.text, context.token_ids, raw, completion.token_ids), asked.tools)
+        parsed = parser(context, raw, completion.token_ids, asked.tools)
         if parsed is None:
             return answer
         calls = tuple(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hotseat.agents.gateway.fields import Asked
 
 if TYPE_CHECKING:
-    from hotseat.agents.gateway.program_session import Session
+    from hotseat.agents.gateway.program_session import ProgramSession
 
 PIECE = 64  # characters
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer shows a character of which it has some bytes only
@@ -185,7 +185,7 @@ class Reply(ABC):
 
 
 async def reply_to(
-    asked: Asked, session: Session, make: Callable[[Sequence[GrowingAnswer]], Reply], begin: Begin | None
+    asked: Asked, session: ProgramSession, make: Callable[[Sequence[GrowingAnswer]], Reply], begin: Begin | None
 ) -> Reply:
     """Return the reply to a request when it is complete. begin: called with it as soon as it can be read as a stream.
 

@@ -11,7 +11,7 @@ from typing import Any
 from hotseat.agents.gateway import fields
 from hotseat.agents.gateway.chat_completions import usage
 from hotseat.agents.gateway.fields import OWN_SETTINGS, Asked, BadRequest, own_settings
-from hotseat.agents.gateway.program_session import Session
+from hotseat.agents.gateway.program_session import ProgramSession
 from hotseat.agents.gateway.reply import Begin, GrowingAnswer, Reply, event, pieces, reply_to
 
 _KNOWN = (
@@ -21,7 +21,7 @@ _KNOWN = (
 )  # fmt: skip
 
 
-async def create(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
+async def create(body: Mapping[str, Any], session: ProgramSession, begin: Begin | None = None) -> Reply:
     fields.check(body, _KNOWN, ("temperature", "top_p", "top_k"))
     for name, neutral in (("truncation", "disabled"), ("background", False), ("include", [])):
         if body.get(name) not in (None, neutral):

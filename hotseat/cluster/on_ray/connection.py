@@ -20,9 +20,9 @@ from typing import Any
 from hotseat import faults
 from hotseat.cluster.device_memory import device_memory, own_device_name
 from hotseat.cluster.environment import restore_environment
-from hotseat.cluster.nodes_and_processes import ClusterNode
 from hotseat.cluster.on_ray.library import RAY_ENV, import_ray, refresh_settings
 from hotseat.cluster.on_ray.template import Template
+from hotseat.cluster.runtime import ClusterNode
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
 from hotseat.processes import supervisor

@@ -16,7 +16,7 @@ _NODE_PERIOD_S = 1.0  # Ray itself takes several missed heartbeats to give a nod
 OnLoss = Callable[[ClusterError], object]
 
 
-class Watch:
+class RayWatch:
     """A thread that looks every `period_s` for what Ray has lost, and calls `on_loss` once. Woken by `close`.
 
     find: returns the error that says what is lost now. is_cheap: to look, so that `lost` does so at every call.
@@ -60,7 +60,7 @@ class Watch:
                 return
 
 
-def watch_daemons(processes: Mapping[str, Sequence[Any]], on_loss: OnLoss) -> Watch:
+def watch_daemons(processes: Mapping[str, Sequence[Any]], on_loss: OnLoss) -> RayWatch:
     """Watch whether Ray's own processes live. Without that a call would wait until Ray ends this process.
 
     processes: Ray's, by its own names for them, each with a `process` that has a `pid`.
@@ -80,7 +80,7 @@ def watch_daemons(processes: Mapping[str, Sequence[Any]], on_loss: OnLoss) -> Wa
                 )
         return None
 
-    return Watch("ray-daemons", find, on_loss, _DAEMON_PERIOD_S, is_cheap=True)
+    return RayWatch("ray-daemons", find, on_loss, _DAEMON_PERIOD_S, is_cheap=True)
 
 
 def watch_nodes(
@@ -88,7 +88,7 @@ def watch_nodes(
     live_nodes: Callable[[], set[int]],
     on_loss: OnLoss,
     period_s: float = _NODE_PERIOD_S,
-) -> Watch:
+) -> RayWatch:
     """Watch the nodes that Ray has. Processes are bound to theirs, so nothing on a lost one can be replaced.
 
     names: returns the nodes to watch, by their ranks, as messages name them.
@@ -108,4 +108,4 @@ def watch_nodes(
             " did; start Ray there again (`ray start --address ...`), then resume the run"
         )
 
-    return Watch("ray-nodes", find, on_loss, period_s, is_cheap=False)
+    return RayWatch("ray-nodes", find, on_loss, period_s, is_cheap=False)

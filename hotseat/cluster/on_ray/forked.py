@@ -4,8 +4,7 @@
 
 The template (`template_process.py`) forks a process that becomes `python [-u] SCRIPT ARGUMENT ...`. This process stays
 in its place: it ends when that one ends, with the same code, and the template ends that one when this one is killed.
-Where there is no template, or it cannot do it, this process becomes the command itself. It needs only the standard
-library.
+Where there is no template, or it refuses, this process becomes the command itself. It needs only the standard library.
 """
 
 from __future__ import annotations

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hotseat.cluster.environment import rank_env
 from hotseat.cluster.group import Pending
-from hotseat.cluster.nodes_and_processes import ProcessLike
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
 from hotseat.cluster.on_ray.reservation import Reservation
 from hotseat.cluster.runtime import Launch
 from hotseat.cluster.worker_process import AsyncObjectHost, ObjectHost, ProcessIdentity, is_async
 from hotseat.errors import PlacementError
 from hotseat.openmp import thread_env
+from hotseat.placement.locate import Process
 from hotseat.processes import supervisor
 
 
@@ -37,7 +38,7 @@ class ActorStarter:
         number: int,
     ):
         self._ray = ray
-        self._launch = launch
+        self.launch = launch  # of which constructors take their arguments, and processes everything else
         self._reservation = reservation
         self._mark = f"{session_name}:{re.sub('[:/]', '_', launch.name)}"
         self._master = master
@@ -48,15 +49,11 @@ class ActorStarter:
         for rank, process in enumerate(processes):
             self._start_actor(process, rank)
             process.is_prepared = True
-            process.actor.prepare.remote(self._launch.cls)
-
-    def use(self, launch: Launch[Any]) -> None:
-        """Take the arguments of constructors, and everything else, from this launch."""
-        self._launch = launch
+            process.actor.prepare.remote(self.launch.cls)
 
     def start(self, group: RayGroup[Any], ranks: Sequence[int], within_s: float) -> Pending[ProcessIdentity]:
         """Start the processes of these ranks, and in each the constructor of its object."""
-        launch, futures = self._launch, {}
+        launch, futures = self.launch, {}
         for rank in ranks:
             if group.processes[rank].is_prepared:
                 group.processes[rank].is_prepared = False
@@ -69,11 +66,12 @@ class ActorStarter:
         return Pending(group, "__init__", futures)
 
     def _start_actor(self, process: RankProcess, rank: int) -> None:
-        launch = self._launch
+        launch = self.launch
         process.mark = f"{self._mark}:{rank}:{self._number}.{process.incarnation}"
         process.identity = None
         env = {
-            **_rank_env(launch.processes, rank, *self._master),
+            **rank_env(launch.processes, rank, *self._master),
+            **_interface_env(self._master[0]),
             **thread_env(launch.num_threads),
             **launch.env_on(process.place.node),
             **self._device_env(process.place),
@@ -93,7 +91,7 @@ class ActorStarter:
             .remote()
         )
 
-    def _device_env(self, place: ProcessLike) -> dict[str, str]:
+    def _device_env(self, place: Process) -> dict[str, str]:
         names = [self._reservation.device_name(device) or "" for device in place.devices]
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(names),
@@ -112,22 +110,15 @@ def refuse_unreserved(launch: Launch[Any], reservation: Reservation) -> None:
             )
 
 
-def _rank_env(processes: Sequence[ProcessLike], rank: int, address: str, port: int) -> dict[str, str]:
-    node = processes[rank].node
-    variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(len(processes)),
-        "LOCAL_RANK": str(sum(other.node == node for other in processes[:rank])),
-        "LOCAL_WORLD_SIZE": str(sum(other.node == node for other in processes)),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-    }
-    if _is_loopback(address):
-        # Otherwise collectives would listen on whatever address the host name stands for.
-        interface = "lo" if sys.platform.startswith("linux") else "lo0"
-        names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        variables |= dict.fromkeys(names, interface)
-    return variables
+def _interface_env(address: str) -> dict[str, str]:
+    """Return the variables that keep collectives on loopback, where ranks meet there.
+
+    Otherwise they would listen on whatever address the host name stands for.
+    """
+    if not _is_loopback(address):
+        return {}
+    interface = "lo" if sys.platform.startswith("linux") else "lo0"
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
 
 
 def _is_loopback(address: str) -> bool:

@@ -19,11 +19,11 @@ from typing import Any, Protocol, TypeVar
 
 from hotseat.cluster.group import Arguments, Pending, WorkerGroup, raise_failure, under_way_at_restart, worker_error
 from hotseat.cluster.lease import Holder
-from hotseat.cluster.nodes_and_processes import Process, ProcessLike
 from hotseat.cluster.on_ray.library import import_ray
 from hotseat.cluster.refs import Ref
 from hotseat.cluster.worker_process import Failure, ProcessIdentity
 from hotseat.errors import ClusterError, DeadlineError, RunError, WorkerError
+from hotseat.placement.locate import Process
 from hotseat.processes import supervisor
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class RayRef(Ref[T]):
 class RankProcess:
     """The process of one rank: where it runs, and which process it is now."""
 
-    place: ProcessLike
+    place: Process
     actor: Any = None
     identity: ProcessIdentity | None = None  # None: its object is not made yet
     incarnation: int = 0
@@ -105,14 +105,7 @@ class RayGroup(WorkerGroup[W_co]):
         self._pending: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
-        processes = [
-            replace(
-                process,
-                place=Process(process.place.rank, process.place.node, tuple(process.place.devices)),
-                ended_because="",
-            )
-            for process in self.processes
-        ]
+        processes = [replace(process, ended_because="") for process in self.processes]
         return _copy_of_group, (self.name, processes, self.timeout_s, self._log_directory)
 
     @property

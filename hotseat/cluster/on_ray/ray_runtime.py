@@ -9,14 +9,13 @@ from typing import Any, Literal, TypeVar
 
 from hotseat.cluster.device_memory import device_memory
 from hotseat.cluster.lease import DeviceMemory, Holder
-from hotseat.cluster.nodes_and_processes import devices_of
 from hotseat.cluster.on_ray.connection import RayConnection
-from hotseat.cluster.on_ray.daemons import Watch, watch_daemons, watch_nodes
+from hotseat.cluster.on_ray.daemons import RayWatch, watch_daemons, watch_nodes
 from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
 from hotseat.cluster.on_ray.nodes import NodeProcesses
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
 from hotseat.cluster.on_ray.reservation import Reservation
-from hotseat.cluster.runtime import Launch, NodeService
+from hotseat.cluster.runtime import Launch, NodeService, devices_of
 from hotseat.cluster.session import Session
 from hotseat.errors import ClusterError, PlacementError
 from hotseat.processes import supervisor
@@ -38,7 +37,7 @@ class RayRuntime:
         self._prepared: dict[str, tuple[ActorStarter, list[RankProcess]]] = {}  # groups that are not launched yet
         self._reservation: Reservation | None = None
         self._num_launched = 0
-        self._watch: Watch | None = None
+        self._watch: RayWatch | None = None
         try:
             self.nodes = connection.nodes
             if connection.is_own:
@@ -67,7 +66,7 @@ class RayRuntime:
         starter, processes = self._prepared.pop(launch.name, (None, None))
         if starter is None or processes is None:
             starter, processes = self._make_starter(launch), [RankProcess(process) for process in launch.processes]
-        starter.use(launch)
+        starter.launch = launch
         group: RayGroup[T] = RayGroup(
             launch.name,
             processes,
@@ -136,7 +135,6 @@ class RayRuntime:
         return None if self._watch is None else self._watch.lost(asks_ray=asks_ray)
 
     def _nodes_in_use(self) -> dict[int, str]:
-        """Describe the nodes that have processes of ours, by rank."""
         used = {process.place.node for group in list(self._groups.values()) for process in group.processes}
         nodes = {rank: self.nodes[rank] for rank in sorted(used)}
         return {rank: f"node {rank} ({node.hostname}, {node.address})" for rank, node in nodes.items()}

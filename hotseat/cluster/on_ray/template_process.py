@@ -1,7 +1,6 @@
 """The template: a process that has loaded the libraries of workers, and forks a worker when Ray asks for one.
 
-Loading torch and transformers takes seconds of a core. Here they are loaded once, and all processes of a run share
-them:
+Loading torch and transformers takes seconds of a core. Here they are loaded once, for all processes of a run:
 
     python -P template_process.py SOCKET MODULE ... -- MODULE ...
 
@@ -52,7 +51,7 @@ _WORKER_SCRIPT = "setup_worker.py"  # of Ray: sets the environment of a worker, 
 _SCRIPTS = (_WORKER_SCRIPT, "agent.py", "main.py")
 
 
-class Request:
+class ForkRequest:
     """A process that asks for a fork: its command, environment, folder and streams."""
 
     def __init__(self, connection: socket.socket):
@@ -92,7 +91,7 @@ class Request:
             os.close(fd)
 
 
-class Template:
+class ForkServer:
     """Takes requests and watches over the forks. `serve` returns in a forked process, with its request."""
 
     def __init__(self, address: str, for_workers: Sequence[str]):
@@ -103,9 +102,9 @@ class Template:
         self._listener.bind(address)
         self._listener.listen(256)
         self._env = dict(os.environ)  # in which the modules were loaded
-        self._forks: dict[int, tuple[int, Request]] = {}  # by handle
+        self._forks: dict[int, tuple[int, ForkRequest]] = {}  # by handle
 
-    def serve(self) -> Request:
+    def serve(self) -> ForkRequest:
         """Answer requests until standard input is closed. Returns in each forked process, with its request."""
         while True:
             askers = [request.connection.fileno() for _, request in self._forks.values()]
@@ -117,7 +116,7 @@ class Template:
             for handle in list(self._forks):
                 self._watch(handle, ready)
             if listener in ready:
-                request = Request(self._listener.accept()[0])
+                request = ForkRequest(self._listener.accept()[0])
                 if not request.is_known:
                     request.refuse()
                 elif self._fork(request):
@@ -143,7 +142,7 @@ class Template:
         request.close()
         os.close(handle)
 
-    def _fork(self, request: Request) -> bool:
+    def _fork(self, request: ForkRequest) -> bool:
         """Fork a process for a request, and return True in it."""
         if not self._agrees(request) or not is_forkable():
             request.refuse()
@@ -164,7 +163,7 @@ class Template:
         request.fds = []
         return False
 
-    def _agrees(self, request: Request) -> bool:
+    def _agrees(self, request: ForkRequest) -> bool:
         """Tell whether a process of this environment may have what was loaded in that of the template."""
         env = request.env
         if request.is_worker:
@@ -225,8 +224,8 @@ def _is_plain(context: Mapping[str, Any]) -> bool:
     return is_ours and not any(context.get(key) for key in ("command_prefix", "override_worker_entrypoint"))
 
 
-def _become(request: Request, path: Sequence[str]) -> NoReturn:
-    """Make this process the one that was asked for."""
+def _become(request: ForkRequest, path: Sequence[str]) -> NoReturn:
+    """Turn this process into the one that was asked for."""
     os.setpgid(0, 0)
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, request.nice)
@@ -296,15 +295,14 @@ def load(modules: Sequence[str]) -> None:
 
 
 def _main(address: str, modules: Sequence[str], for_workers: Sequence[str]) -> NoReturn:
-    """Be the template, and in its forks a worker, to the end of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     path = [each for each in sys.path if each]
-    template = Template(address, for_workers)
+    server = ForkServer(address, for_workers)
     load(modules)
     gc.collect()
     gc.freeze()  # forks do not look through what they share with this process
     atexit.register(gc.unfreeze)
-    _become(template.serve(), path)
+    _become(server.serve(), path)
 
 
 if __name__ == "__main__":

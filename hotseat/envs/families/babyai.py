@@ -42,25 +42,18 @@ WORDS = (
 )
 
 
-def make(tasks: Sequence[str], max_steps: int | None = None, **kwargs: Any) -> GymSimulator:
-    """Make a simulator of environments such as BabyAI-GoToRedBallGrey-v0.
-
-    kwargs: `view`, objects (unless set), cells or pixels; the others are of `gymnasium.make`.
-    """
-    return BabyAi(tasks, max_steps, kwargs)
-
-
 class BabyAi(GymSimulator):
-    """MiniGrid's environments. Their own time limit depends on the level; `max_steps` replaces it."""
+    """MiniGrid's environments, such as BabyAI-GoToRedBallGrey-v0, with a view: objects, cells or pixels.
 
-    def __init__(self, tasks: Sequence[str], max_steps: int | None, kwargs: dict[str, Any]):
+    Their own time limit depends on the level; `max_steps` replaces it.
+    """
+
+    def __init__(self, tasks: Sequence[str], max_steps: int | None = None, view: str = "objects", **kwargs: Any):
         limit = {} if max_steps is None else {"max_steps": max_steps}
-        view = kwargs.get("view", "objects")
         if view not in VIEWS:
             raise UserError(f"env.kwargs.view is {view!r}: set it to {', '.join(VIEWS)}")
-        kwargs = {name: value for name, value in kwargs.items() if name != "view"}
         with contextlib.redirect_stdout(io.StringIO()):
-            super().__init__(tasks, None, {"imports": ["minigrid"], **limit, **kwargs}, VIEWS[view])
+            super().__init__(tasks, describe=VIEWS[view], **{"imports": ["minigrid"], **limit, **kwargs})
 
     def reset(self, task: int, seed: int) -> Observation:
         with contextlib.redirect_stdout(io.StringIO()):  # levels print the positions that they reject
@@ -75,6 +68,9 @@ class BabyAi(GymSimulator):
         from minigrid.utils.baby_ai_bot import BabyAIBot
 
         return BabyAIBot(self.environments[self._current])
+
+
+make = BabyAi
 
 
 def cells(environment: Any, observation: Any) -> Observation:

@@ -12,23 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from hotseat.envs.simulator import ActionSpec, Observation, Simulator, Step, Task
+from hotseat.envs.simulator import ActionSpec, Observation, Simulator, SimulatorStep, Task
 from hotseat.errors import UserError
 
 UNBOUNDED = 10.0  # values of a state without bounds are clipped here
 _NO_BOUND = float(np.finfo(np.float32).max)  # which some environments write instead of infinity
 
 
-def make(tasks: Sequence[str], max_steps: int | None = None, **kwargs: Any) -> Simulator:
-    """Make a simulator whose tasks are these names. max_steps: instead of the environment's own limit.
-
-    kwargs: of `gymnasium.make`; `imports` are modules to import before, which register environments.
-    """
-    return GymSimulator(tasks, max_steps, kwargs)
-
-
 class GymSimulator(Simulator):
-    """One environment of gymnasium for each task; they must have the same spaces."""
+    """One environment of gymnasium for each task, which are their names; they must have the same spaces.
+
+    max_steps: instead of the environment's own limit. kwargs: of `gymnasium.make`; `imports` are modules to import
+    before, which register environments. describe: makes the observation of an environment, if its space is not read.
+    """
 
     is_on_device = False
     state_bounds: tuple[np.ndarray, np.ndarray] | None
@@ -36,15 +32,15 @@ class GymSimulator(Simulator):
     def __init__(
         self,
         tasks: Sequence[str],
-        max_steps: int | None,
-        kwargs: Mapping[str, Any],
+        max_steps: int | None = None,
+        *,
         describe: Callable[[Any, Any], Observation] | None = None,
+        **kwargs: Any,
     ):
         import importlib
 
         import gymnasium
 
-        kwargs = dict(kwargs)
         for module in kwargs.pop("imports", ()):
             importlib.import_module(module)
         if not tasks:
@@ -80,7 +76,7 @@ class GymSimulator(Simulator):
         observation, _ = environment.reset(seed=seed)
         return self._seen(observation)
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: np.ndarray) -> SimulatorStep:
         environment = self.environments[self._current]
         space = environment.action_space
         is_numbered = self.action.num_values is not None
@@ -88,7 +84,7 @@ class GymSimulator(Simulator):
         observation, reward, terminated, truncated, info = environment.step(taken)
         success = self._success(info, bool(terminated), float(reward))
         is_late = bool(truncated and not terminated)  # both are true if the task ends with the last step allowed
-        return Step(self._seen(observation), float(reward), bool(terminated), is_late, success)
+        return SimulatorStep(self._seen(observation), float(reward), bool(terminated), is_late, success)
 
     def render(self) -> np.ndarray:
         picture = self.environments[self._current].render()
@@ -109,6 +105,9 @@ class GymSimulator(Simulator):
         if self._describe is not None:
             return self._describe(self.environments[self._current], observation)
         return seen_of(self._spaces[self._current], observation)
+
+
+make = GymSimulator
 
 
 def seen_of(space: Any, observation: Any) -> Observation:

@@ -15,6 +15,7 @@ Warp compiles its kernels once, in a minute or more, and keeps them in the user'
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mujoco
@@ -32,13 +33,13 @@ INSTRUCTIONS = {
 }
 OBSERVATIONS = ("state", "image", "both")
 MAX_STEPS = 40
-NEAR = 0.062  # between the centres of finger and puck that touch; their radii are 0.057 together
-ON_DISC = 0.05  # between the centres of puck and disc
-_EDGE = 0.27  # of the part of the table that the finger reaches
+NEAR = wp.constant(0.062)  # between the centres of finger and puck that touch; their radii are 0.057 together
+ON_DISC = wp.constant(0.05)  # between the centres of puck and disc
+_EDGE = wp.constant(0.27)  # of the part of the table that the finger reaches
 _PLACES = 0.22  # farthest that things lie from the middle
 _APART = 0.13  # least between the centres of things
 _NUM_SUBSTEPS = 3
-_SPEED = 1.0  # metres per second of an action of 1
+_SPEED = wp.constant(1.0)  # metres per second of an action of 1
 _VIEW = 160  # pixels of a picture for display
 
 # Ends of episodes, as the device counts them.
@@ -91,132 +92,118 @@ def make_worlds(tasks: Sequence[str], max_steps: int | None, num_worlds: int, **
 # --- on the device ----------------------------------------------------------------------------------------------------
 
 
+@wp.struct
+class _Arrays:
+    """State of all worlds, and what the kernels need to know of the run."""
+
+    max_steps: int
+    progress: float
+    task: wp.array2d[wp.int32]  # whether to push, and which puck
+    qpos: wp.array2d[wp.float32]
+    qvel: wp.array2d[wp.float32]
+    warm: wp.array2d[wp.float32]  # warm start of the solver
+    disc: wp.array2d[wp.vec3]
+    held: wp.array3d[wp.float32]  # qpos, qvel and warm after the last action
+    num_steps: wp.array[wp.int32]
+    num_taken: wp.array[wp.int32]  # actions of the chunk
+    left: wp.array[wp.float32]  # way to the task's end, in metres
+    end: wp.array[wp.int32]
+
+
 @wp.func
-def _distance(qpos: wp.array2d[wp.float32], world: int, one: int, x: float, y: float) -> float:
-    across = qpos[world, one] - x
-    along = qpos[world, one + 1] - y
+def _distance(arrays: _Arrays, world: int, one: int, x: float, y: float) -> float:
+    across = arrays.qpos[world, one] - x
+    along = arrays.qpos[world, one + 1] - y
     return wp.sqrt(across * across + along * along)
 
 
 @wp.func
-def _way_left(task: wp.array2d[wp.int32], qpos: wp.array2d[wp.float32], disc: wp.array2d[wp.vec3], world: int) -> float:
+def _way_left(arrays: _Arrays, world: int) -> float:
     """Return how far the finger is from its puck, and, if it is to be pushed, the puck from the disc."""
-    puck = 2 + 2 * task[world, 1]
-    left = _distance(qpos, world, puck, qpos[world, 0], qpos[world, 1])
-    if task[world, 0] == 1:
-        place = disc[world, 0]
-        left += _distance(qpos, world, puck, place[0], place[1])
+    puck = 2 + 2 * arrays.task[world, 1]
+    left = _distance(arrays, world, puck, arrays.qpos[world, 0], arrays.qpos[world, 1])
+    if arrays.task[world, 0] == 1:
+        place = arrays.disc[world, 0]
+        left += _distance(arrays, world, puck, place[0], place[1])
     return left
 
 
+@wp.func
+def _keep(arrays: _Arrays, world: int, at: int) -> None:
+    arrays.held[world, 0, at] = arrays.qpos[world, at]
+    arrays.held[world, 1, at] = arrays.qvel[world, at]
+    arrays.held[world, 2, at] = arrays.warm[world, at]
+
+
 @wp.kernel
-def _place(
-    is_new: wp.array[wp.int32],
-    places: wp.array2d[wp.float32],  # finger, red, blue, disc
-    task: wp.array2d[wp.int32],  # whether to push, and which puck
-    held: wp.array3d[wp.float32],  # positions, velocities, warm start of the solver
-    qpos: wp.array2d[wp.float32],
-    qvel: wp.array2d[wp.float32],
-    warm: wp.array2d[wp.float32],
-    disc: wp.array2d[wp.vec3],
-    num_steps: wp.array[wp.int32],
-    left: wp.array[wp.float32],
-) -> None:
+def _place(is_new: wp.array[wp.int32], places: wp.array2d[wp.float32], arrays: _Arrays) -> None:
+    """Begin an episode in new worlds. places: of finger, red and blue puck, and disc."""
     world = wp.tid()
     if is_new[world] == 0:
         return
     for at in range(6):
-        qpos[world, at] = places[world, at]
-        qvel[world, at] = 0.0
-        warm[world, at] = 0.0
-        held[world, 0, at] = places[world, at]
-        held[world, 1, at] = 0.0
-        held[world, 2, at] = 0.0
-    disc[world, 0] = wp.vec3(places[world, 6], places[world, 7], 0.001)
-    num_steps[world] = 0
-    left[world] = _way_left(task, qpos, disc, world)
+        arrays.qpos[world, at] = places[world, at]
+        arrays.qvel[world, at] = 0.0
+        arrays.warm[world, at] = 0.0
+        _keep(arrays, world, at)
+    arrays.disc[world, 0] = wp.vec3(places[world, 6], places[world, 7], 0.001)
+    arrays.num_steps[world] = 0
+    arrays.left[world] = _way_left(arrays, world)
 
 
 @wp.kernel
-def _command(
-    actions: wp.array3d[wp.float32],
-    at: int,
-    edge: float,
-    speed: float,
-    qpos: wp.array2d[wp.float32],
-    ctrl: wp.array2d[wp.float32],
-) -> None:
+def _command(actions: wp.array3d[wp.float32], at: int, arrays: _Arrays, ctrl: wp.array2d[wp.float32]) -> None:
     """Set the finger's velocity; none that leaves the part of the table that it reaches."""
     world, axis = wp.tid()
-    value = wp.clamp(actions[world, at, axis], -1.0, 1.0) * speed
-    place = qpos[world, axis]
-    if (place > edge and value > 0.0) or (place < -edge and value < 0.0):
+    value = wp.clamp(actions[world, at, axis], -1.0, 1.0) * _SPEED
+    place = arrays.qpos[world, axis]
+    if (place > _EDGE and value > 0.0) or (place < -_EDGE and value < 0.0):
         value = 0.0
     ctrl[world, axis] = value
 
 
 @wp.kernel
-def _hold(
-    end: wp.array[wp.int32],
-    held: wp.array3d[wp.float32],
-    qpos: wp.array2d[wp.float32],
-    qvel: wp.array2d[wp.float32],
-    warm: wp.array2d[wp.float32],
-) -> None:
+def _hold(arrays: _Arrays) -> None:
     """Keep the state of worlds that acted; put that of others back to where it was."""
     world, at = wp.tid()
-    if end[world] == 0:
-        held[world, 0, at] = qpos[world, at]
-        held[world, 1, at] = qvel[world, at]
-        held[world, 2, at] = warm[world, at]
+    if arrays.end[world] == 0:
+        _keep(arrays, world, at)
     else:
-        qpos[world, at] = held[world, 0, at]
-        qvel[world, at] = held[world, 1, at]
-        warm[world, at] = held[world, 2, at]
+        arrays.qpos[world, at] = arrays.held[world, 0, at]
+        arrays.qvel[world, at] = arrays.held[world, 1, at]
+        arrays.warm[world, at] = arrays.held[world, 2, at]
 
 
 @wp.kernel
-def _judge(
-    at: int,
-    near: float,
-    on_disc: float,
-    max_steps: int,
-    progress: float,
-    task: wp.array2d[wp.int32],
-    qpos: wp.array2d[wp.float32],
-    disc: wp.array2d[wp.vec3],
-    num_steps: wp.array[wp.int32],
-    left: wp.array[wp.float32],
-    num_taken: wp.array[wp.int32],
-    rewards: wp.array2d[wp.float32],
-    end: wp.array[wp.int32],
-) -> None:
+def _judge(at: int, arrays: _Arrays, rewards: wp.array2d[wp.float32]) -> None:
+    """Count an action, and find out what it is worth, and whether it ends the episode."""
     world = wp.tid()
-    if end[world] != 0:
+    if arrays.end[world] != 0:
         return
-    num_taken[world] += 1
-    num_steps[world] += 1
-    puck = 2 + 2 * task[world, 1]
-    other = 6 - puck
+    arrays.num_taken[world] += 1
+    arrays.num_steps[world] += 1
+    puck = 2 + 2 * arrays.task[world, 1]
+    finger_x = arrays.qpos[world, 0]
+    finger_y = arrays.qpos[world, 1]
     for entry in range(6):
-        if not wp.isfinite(qpos[world, entry]):
-            end[world] = 4
+        if not wp.isfinite(arrays.qpos[world, entry]):
+            arrays.end[world] = 4
             return
-    if task[world, 0] == 1:
-        place = disc[world, 0]
-        if _distance(qpos, world, puck, place[0], place[1]) < on_disc:
-            end[world] = 1
-    elif _distance(qpos, world, puck, qpos[world, 0], qpos[world, 1]) < near:
-        end[world] = 1
-    elif _distance(qpos, world, other, qpos[world, 0], qpos[world, 1]) < near:
-        end[world] = 2
-    now = _way_left(task, qpos, disc, world)
-    rewards[world, at] = progress * (left[world] - now)
-    left[world] = now
-    if end[world] == 1:
+    if arrays.task[world, 0] == 1:
+        place = arrays.disc[world, 0]
+        if _distance(arrays, world, puck, place[0], place[1]) < ON_DISC:
+            arrays.end[world] = 1
+    elif _distance(arrays, world, puck, finger_x, finger_y) < NEAR:
+        arrays.end[world] = 1
+    elif _distance(arrays, world, 6 - puck, finger_x, finger_y) < NEAR:
+        arrays.end[world] = 2
+    now = _way_left(arrays, world)
+    rewards[world, at] = arrays.progress * (arrays.left[world] - now)
+    arrays.left[world] = now
+    if arrays.end[world] == 1:
         rewards[world, at] += 1.0
-    if end[world] == 0 and num_steps[world] >= max_steps:
-        end[world] = 3
+    if arrays.end[world] == 0 and arrays.num_steps[world] >= arrays.max_steps:
+        arrays.end[world] = 3
 
 
 @wp.kernel
@@ -244,6 +231,15 @@ class _Camera:
 
 
 # --- worlds -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Buffers of chunks with some number of actions, and the graph that carries them out."""
+
+    actions: Any  # [num_worlds, K, 2]
+    rewards: Any  # [num_worlds, K]
+    graph: Any = None
 
 
 class Tabletop(Worlds):
@@ -280,17 +276,14 @@ class Tabletop(Worlds):
         wp.config.log_level = wp.LOG_WARNING
         wp.init()
         self._device = wp.get_device(device) if device is not None else wp.get_preferred_device()
-        self.is_on_device = self._device.is_cuda
         self.tasks = [Task(index, name) for index, name in enumerate(tasks)]
         self.state_bounds = None
         if observe != "image":
             self.state_bounds = (np.full(8, -0.3, dtype=np.float32), np.full(8, 0.3, dtype=np.float32))
-        self.num_worlds, self._max_steps, self._progress = num_worlds, max_steps, progress
-        self._sees, self._feels = observe != "state", observe != "image"
+        self.is_on_device = self._device.is_cuda
         self._kinds = np.array([(name.startswith("push"), PUCKS.index(name.split("-")[1])) for name in tasks])
         self.playing = np.zeros(num_worlds, dtype=np.int64)  # task of each world
-        self._graphs: dict[int, Any] = {}  # by the number of actions of a chunk
-        self._side: _Camera | None = None
+        self._chunks: dict[int, _Chunk] = {}  # by the number of actions
         with wp.ScopedDevice(self._device):
             self._host_model = mujoco.MjModel.from_xml_string(SCENE)
             self._model = mjw.put_model(self._host_model)
@@ -299,18 +292,26 @@ class Tabletop(Worlds):
             self._model.opt.warn_overflow = 0  # what could overflow has room for the most that can be
             # At most 3 pairs touch at 2 points each, and 4 joints have limits.
             self._data = mjw.make_data(self._host_model, nworld=num_worlds, nconmax=6, njmax=12)
-            self._above = _Camera(self._host_model, "above", num_worlds, pixels) if self._sees else None
-            self._held = wp.zeros((num_worlds, 3, 6), dtype=wp.float32)
-            self._task = wp.zeros((num_worlds, 2), dtype=wp.int32)
-            self._num_steps = wp.zeros(num_worlds, dtype=wp.int32)
-            self._left = wp.zeros(num_worlds, dtype=wp.float32)  # way to the task's end, in metres
-            self._num_taken = wp.zeros(num_worlds, dtype=wp.int32)
-            self._end = wp.zeros(num_worlds, dtype=wp.int32)
-            self._buffers: dict[int, tuple[Any, Any]] = {}  # actions and rewards, by the number of actions of a chunk
+            self._cameras = {}  # by name
+            if observe != "state":
+                self._cameras["above"] = _Camera(self._host_model, "above", num_worlds, pixels)
+            self._arrays = arrays = _Arrays()
+            arrays.max_steps, arrays.progress = max_steps, progress
+            arrays.qpos, arrays.qvel, arrays.warm = self._data.qpos, self._data.qvel, self._data.qacc_warmstart
+            arrays.disc = self._data.mocap_pos
+            arrays.held = wp.zeros((num_worlds, 3, 6), dtype=wp.float32)
+            arrays.task = wp.zeros((num_worlds, 2), dtype=wp.int32)
+            arrays.left = wp.zeros(num_worlds, dtype=wp.float32)
+            for name in ("num_steps", "num_taken", "end"):
+                setattr(arrays, name, wp.zeros(num_worlds, dtype=wp.int32))
         # Kernels are compiled or loaded before the first episode, whose deadline is short.
         everywhere = list(range(num_worlds))
         self.reset(everywhere, [0] * num_worlds, everywhere)
         self.step(everywhere, np.zeros((num_worlds, 1, 2)))
+
+    @property
+    def num_worlds(self) -> int:
+        return len(self.playing)
 
     def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Observation]:
         is_new = np.zeros(self.num_worlds, dtype=np.int32)
@@ -320,14 +321,8 @@ class Tabletop(Worlds):
         for world, seed in zip(where, seeds, strict=True):
             places[world] = _places(seed).reshape(-1)
         with wp.ScopedDevice(self._device):
-            self._task.assign(self._kinds[self.playing].astype(np.int32))
-            data = self._data
-            wp.launch(
-                _place,
-                dim=self.num_worlds,
-                inputs=[wp.array(is_new), wp.array(places), self._task, self._held],
-                outputs=[data.qpos, data.qvel, data.qacc_warmstart, data.mocap_pos, self._num_steps, self._left],
-            )
+            self._arrays.task.assign(self._kinds[self.playing].astype(np.int32))
+            wp.launch(_place, dim=self.num_worlds, inputs=[wp.array(is_new), wp.array(places), self._arrays])
             self._look()
         return self._seen(where)
 
@@ -337,8 +332,8 @@ class Tabletop(Worlds):
         everywhere = np.zeros((self.num_worlds, *actions.shape[1:]), dtype=np.float32)
         everywhere[list(where)] = actions
         self.step_all(end, everywhere)
-        taken, rewards = self._num_taken.numpy(), self._buffers[actions.shape[1]][1].numpy()
-        ends = self._end.numpy()
+        taken, rewards = self._arrays.num_taken.numpy(), self._chunks[actions.shape[1]].rewards.numpy()
+        ends = self._arrays.end.numpy()
         results: list[WorldStep | Exception] = []
         for world, seen in zip(where, self._seen(where), strict=True):
             how = int(ends[world])
@@ -360,28 +355,27 @@ class Tabletop(Worlds):
         """Carry out a chunk in the worlds whose entry of `end` is 0; results stay on the device: [num_worlds, K, 2]."""
         length = actions.shape[1]
         with wp.ScopedDevice(self._device):
-            if length not in self._buffers:
+            if length not in self._chunks:
                 shape = (self.num_worlds, length)
-                self._buffers[length] = wp.zeros((*shape, 2), dtype=wp.float32), wp.zeros(shape, dtype=wp.float32)
-            self._buffers[length][0].assign(np.ascontiguousarray(actions, dtype=np.float32))
-            self._end.assign(end)
-            if length not in self._graphs:
+                actions_of = wp.zeros((*shape, 2), dtype=wp.float32)
+                chunk = self._chunks[length] = _Chunk(actions_of, wp.zeros(shape, dtype=wp.float32))
                 # All kernels are loaded by a chunk in which no world acts: none may be while a graph is captured.
-                self._end.assign(np.full(self.num_worlds, _LATE, dtype=np.int32))
-                self._act(length)
-                self._end.assign(end)
+                self._arrays.end.assign(np.full(self.num_worlds, _LATE, dtype=np.int32))
+                self._act(chunk)
                 with wp.ScopedCapture() as capture:
-                    self._act(length)
-                self._graphs[length] = capture.graph
-            wp.capture_launch(self._graphs[length])
+                    self._act(chunk)
+                chunk.graph = capture.graph
+            chunk = self._chunks[length]
+            chunk.actions.assign(np.ascontiguousarray(actions, dtype=np.float32))
+            self._arrays.end.assign(end)
+            wp.capture_launch(chunk.graph)
 
     def render(self, where: Sequence[int]) -> list[np.ndarray]:
         with wp.ScopedDevice(self._device):
-            if self._side is None:
-                self._side = _Camera(self._host_model, "side", self.num_worlds, _VIEW)
-            mjw.fwd_kinematics(self._model, self._data)
-            self._side.take(self._model, self._data)
-            pictures = self._side.frames.numpy()
+            if "side" not in self._cameras:
+                self._cameras["side"] = _Camera(self._host_model, "side", self.num_worlds, _VIEW)
+            self._look("side")
+            pictures = self._cameras["side"].frames.numpy()
         return [pictures[world].copy() for world in where]  # on a CPU `pictures` is the camera's own memory
 
     def state(self) -> np.ndarray:
@@ -390,42 +384,35 @@ class Tabletop(Worlds):
         return np.concatenate([self._data.qpos.numpy(), disc], axis=1)
 
     def close(self) -> None:
-        self._graphs.clear()
+        self._chunks.clear()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _act(self, length: int) -> None:
-        model, data = self._model, self._data
-        actions, rewards = self._buffers[length]
-        rewards.zero_()
-        self._num_taken.zero_()
-        state = [data.qpos, data.qvel, data.qacc_warmstart]
-        for at in range(length):
-            wp.launch(_command, dim=(self.num_worlds, 2), inputs=[actions, at, _EDGE, _SPEED, data.qpos, data.ctrl])
+    def _act(self, chunk: _Chunk) -> None:
+        chunk.rewards.zero_()
+        self._arrays.num_taken.zero_()
+        for at in range(chunk.rewards.shape[1]):
+            inputs = [chunk.actions, at, self._arrays, self._data.ctrl]
+            wp.launch(_command, dim=(self.num_worlds, 2), inputs=inputs)
             for _ in range(_NUM_SUBSTEPS):
-                mjw.step(model, data)
-            wp.launch(_hold, dim=(self.num_worlds, 6), inputs=[self._end, self._held], outputs=state)
-            wp.launch(
-                _judge,
-                dim=self.num_worlds,
-                inputs=[at, NEAR, ON_DISC, self._max_steps, self._progress, self._task, data.qpos, data.mocap_pos],
-                outputs=[self._num_steps, self._left, self._num_taken, rewards, self._end],
-            )
+                mjw.step(self._model, self._data)
+            wp.launch(_hold, dim=(self.num_worlds, 6), inputs=[self._arrays])
+            wp.launch(_judge, dim=self.num_worlds, inputs=[at, self._arrays, chunk.rewards])
         self._look()
 
-    def _look(self) -> None:
+    def _look(self, camera: str = "above") -> None:
         """Take pictures of where things are now: a step of physics ends with newer places than its kinematics."""
-        if self._above is not None:
+        if camera in self._cameras:
             mjw.fwd_kinematics(self._model, self._data)
-            self._above.take(self._model, self._data)
+            self._cameras[camera].take(self._model, self._data)
 
     def _seen(self, where: Sequence[int]) -> list[Observation]:
         state = self.state()
-        pictures = self._above.frames.numpy() if self._above is not None else None
+        pictures = self._cameras["above"].frames.numpy() if "above" in self._cameras else None
         return [
             Observation(
                 instruction=INSTRUCTIONS[self.tasks[self.playing[world]].name],
-                state=state[world] if self._feels else None,
+                state=None if self.state_bounds is None else state[world],
                 image=None if pictures is None else pictures[world].copy(),
             )
             for world in where

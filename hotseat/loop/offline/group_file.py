@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 from hotseat.config import Config
 from hotseat.errors import UserError
+from hotseat.words import leaves
 
 Group = Mapping[str, Any]  # a line of the file: `index` of the prompt, and what became of its samples
 
@@ -108,7 +109,7 @@ def partial_path(output: Path) -> Path:
 
 def settings_of(config: Config, digest: str) -> dict[str, Any]:
     """Return what decides the answers: the config, the digest of the prompts, and the files of model and user code."""
-    values = {key: value for key, value in _flat(config.model_dump(mode="json"), "") if not key.startswith("cluster.")}
+    values = {key: value for key, value in leaves(config.model_dump(mode="json")) if not key.startswith("cluster.")}
     files = {
         "reward.function": config.reward.function,
         "reward.judge.rubric": config.reward.judge.rubric,
@@ -128,14 +129,6 @@ def settings_of(config: Config, digest: str) -> dict[str, Any]:
         "prompts": digest,
         "files of actor.model": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
     }
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _differing(path: Path, earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> str:

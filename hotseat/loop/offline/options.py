@@ -11,7 +11,7 @@ from hotseat.checks.named_files import num_positions
 from hotseat.checks.pipeline import check_config
 from hotseat.config import Config, load
 from hotseat.config.load import loads
-from hotseat.config.presence import has_agent, has_judge, has_judge_engine
+from hotseat.config.presence import has_agent, has_judge, has_judge_engine, reward_files
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import ConfigError, Problem, UserError
 from hotseat.registry.estimators import ESTIMATORS
@@ -66,7 +66,7 @@ def offline_config(
     if config.eval.reward is not None or config.eval.graders:
         graders = config.model_dump(mode="json", exclude_unset=True)["eval"].get("graders", [])
         written += [f"reward.function={json.dumps(config.eval.reward)}", f"reward.graders={json.dumps(graders)}"]
-        written += ["reward.url=null", "eval.reward=null", "eval.graders=[]"]
+        written += ["reward.functions=[]", "reward.url=null", "eval.reward=null", "eval.graders=[]"]
         values.get("reward", {}).pop("judge", None)
     if "max_length" not in config.data.model_fields_set:
         positions = _positions(model)
@@ -103,7 +103,7 @@ def refuse(config: Config, *, needs_reward: bool, needs_data: bool = True) -> No
 def has_reward(config: Config) -> bool:
     """Tell whether answers get rewards: from a function, servers, graders, a judge or an agent of the user's."""
     reward = config.reward
-    return bool(reward.function or reward.url or reward.graders or has_judge(config) or has_agent(config))
+    return bool(reward_files(config) or reward.url or reward.graders or has_judge(config) or has_agent(config))
 
 
 def _check_overrides(command: str, overrides: Sequence[str]) -> None:

@@ -101,7 +101,7 @@ def score_answers(options: ScoreOptions, output: Path, selection: Selection, vie
     lines = [line for group in prompts.values() for line in selection.of(group)]
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-    return Scored(len(scored), len(prompts), len(lines), report.num_dropped_no_answer)
+    return Scored(len(scored), len(prompts), len(lines), report.num_no_answer)
 
 
 def _rewards(model: RewardModel, tokens: Sequence[Sequence[int]], size: int, view: LiveView) -> list[float]:

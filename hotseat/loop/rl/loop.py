@@ -72,6 +72,8 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint 
         run.samples.record(step, prepared.batch, metrics)
         measured = evaluation if run.is_evaluated(step) else {}
         saver.after_step(step, run.checkpoints.source(evaluation), measured, journal)
+        if saver.is_ending:
+            break
     return evaluation
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hotseat.config.schema import LogConfig
+from hotseat.config.schema.record_options import LogConfig
 from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.groups import Groups

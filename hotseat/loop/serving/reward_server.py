@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from hotseat.connections import Connections, Holder, ask_for_body, encoding_problem, expect_nothing_yet
+from hotseat.connections import Connections, TokenConnections, ask_for_body, encoding_problem, expect_nothing_yet
 from hotseat.errors import RunError, UserError
 from hotseat.loop.serving.batching import Batcher, Rejected, Round, ScoresTexts
 from hotseat.rewards.addresses import TOKEN
@@ -99,7 +99,7 @@ class RewardServer:
         self._options = options
         self._batcher = Batcher(model, options.max_batch_tokens, lambda facts: self._metrics.note(facts))
         self._metrics = _Metrics(lambda: self._batcher.num_waiting)
-        self._connections, self._holder = Connections(), Holder()
+        self._connections, self._holder = Connections(), TokenConnections()
 
     async def serve(self, bound: socket.socket, stop: asyncio.Event, is_ready: Callable[[], object]) -> None:
         """Serve at a bound socket until `stop` is set; then finish the open requests. is_ready: called when it listens.

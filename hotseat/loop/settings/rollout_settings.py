@@ -11,7 +11,14 @@ from hotseat.config import Config
 from hotseat.config.chat_template import chat_template_text
 from hotseat.config.image_paths import image_folder, largest_image
 from hotseat.config.precision import dtype_of
-from hotseat.config.presence import has_agent, has_critic, has_judge, has_reward_model, has_simulator
+from hotseat.config.presence import (
+    has_agent,
+    has_critic,
+    has_judge,
+    has_reward_model,
+    has_simulator,
+    name_of_function,
+)
 from hotseat.config.resolved import judge_length, max_new_tokens, source_of
 from hotseat.config.urls import as_list
 from hotseat.data.images import ImageLimits
@@ -200,6 +207,7 @@ def scorer_settings(config: Config, run_dir: Path | None) -> ScorerSettings:
     return ScorerSettings(
         function=reward.function,
         function_kwargs=reward.kwargs,
+        functions=tuple((name_of_function(each), each.function, each.weight) for each in reward.functions),
         eval_function=config.eval.reward,
         urls=tuple(as_list(reward.url)),
         token=bearer_token() if reward.url is not None else None,

@@ -20,7 +20,9 @@ from hotseat.config.resolved import (
     ratio_step,
     source_of,
 )
-from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
+from hotseat.config.schema.model_options import OptimizerConfig
+from hotseat.config.schema.rollout_options import RolloutConfig
+from hotseat.config.schema.train_options import TrainConfig
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.experience import AdvantageSettings
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
@@ -29,7 +31,7 @@ from hotseat.loop.workers.reference import ReferenceSettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
 from hotseat.registry.backends import backend_entry
-from hotseat.registry.corrections import correction_entry
+from hotseat.registry.correction_kinds import correction_entry
 from hotseat.train.backend import AdamW, LoraOptions, Muon, Precision, TrainOptions, ZeroOptions
 from hotseat.train.schedule import Schedule
 from hotseat.user_functions import absolute

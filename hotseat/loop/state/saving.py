@@ -100,6 +100,8 @@ class Saver:
         self._is_finished = False  # the model is exported
         self._has_stopped = False  # the current step was finished and saved, and the run ends
         self.is_stopping = False  # the run ends after the current step; a signal sets it, at any moment
+        self._stops_unsaved = False  # it does so even if it makes no checkpoints
+        self.is_ending = False  # the current step is the last one, whatever the number of steps
         self._store = CheckpointStore(
             Path(section.path) if section.path else run_dir / "checkpoints",
             keep_last=section.keep_last,
@@ -153,6 +155,10 @@ class Saver:
         steps = self._store.steps() if self._config.checkpoint.save_state else []
         return steps[-1] if steps else None
 
+    def path(self, step: int) -> Path:
+        """Return the path of the checkpoint of a step."""
+        return self._store.path(step)
+
     @property
     def folder(self) -> Path:
         """Return the folder of checkpoints, which may not be there yet."""
@@ -173,7 +179,8 @@ class Saver:
     def _is_last(self, step: int) -> bool:
         """Tell whether a checkpoint is made because the run ends, so that it can be extended, or export its model."""
         section = self._config.checkpoint
-        return step == self._num_steps and self.can_save and section.keep_final and section.save_state
+        is_last = self.is_ending or step == self._num_steps
+        return is_last and self.can_save and section.keep_final and section.save_state
 
     def _is_late(self) -> bool:
         """Tell whether a checkpoint is due by time: the minutes have passed, and saving takes a small part of them."""
@@ -194,6 +201,19 @@ class Saver:
             return None
         self.is_stopping = True
         return "the model is exported" if self._is_exporting else "this step is finished and saved"
+
+    def stop_after_step(self) -> None:
+        """Have the run end once the current step is finished, and saved if the run makes checkpoints."""
+        self._stops_unsaved = self.is_stopping = True
+
+    def end_after_step(self) -> None:
+        """Have the run end after the current step as after its last one: it is saved, and the model exported."""
+        self.is_ending = True
+
+    @property
+    def last_made(self) -> int:
+        """Return the last step that was finished; 0 if there is none."""
+        return self._last_made or 0
 
     def made(self, step: int) -> None:
         self._last_made = step
@@ -237,6 +257,8 @@ class Saver:
         path = self.save_if_due(step, source, evaluation, journal, is_stopping)
         if path is not None and (is_stopping or self.is_stopping or is_told()):
             self.stop(path, journal)
+        if self._stops_unsaved:
+            raise KeyboardInterrupt
 
     def save_if_due(
         self, step: int, source: CheckpointSource, evaluation: Mapping[str, float], journal: Journal, is_stopping: bool
@@ -320,7 +342,7 @@ class Saver:
         section = self._config.checkpoint
         faults.reach("save.before")
         num_bytes = source.num_bytes() if section.save_state else 0
-        is_alone = step == self._num_steps  # nothing runs beside it
+        is_alone = self.is_ending or step == self._num_steps  # nothing runs beside it
         snapshot = source.snapshot if self._saves_in_background(num_bytes) and not is_alone else None
         state = {
             "step": step,

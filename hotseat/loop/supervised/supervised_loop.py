@@ -114,7 +114,7 @@ def train_and_export(
     with saver.settled(journal), smaller_budget_kept(lambda: budget.config, saver.keep):
         evaluation: dict[str, float] = led(train)
     with saver.exporting():
-        led(lambda: export_models(run, exporting, inputs.tokenizer, num_steps))
+        led(lambda: export_models(run, exporting, inputs.tokenizer, saver.last_made or num_steps))
     return evaluation
 
 
@@ -140,6 +140,8 @@ def train_supervised(
         journal.step(step, metrics)
         measured = evaluation if run.is_evaluated(step) else {}
         saver.after_step(step, run.checkpoint_source(evaluation), measured, journal, run.is_told or (lambda: False))
+        if saver.is_ending:
+            break
     return evaluation
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.agents.agent import AgentError
-from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
+from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.data.images import ImageLimits, ImageStore, load_processor, processor_template
 from hotseat.data.row_problems import BadValue
 from hotseat.model_source import ModelSource
-from hotseat.vision import placeholder_ids, tokens_of
+from hotseat.vision import PreparedImage, placeholder_ids, tokens_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def make_image_preparer(settings: HostImages | None, model: ModelSource, tokeniz
     store = ImageStore(Path(settings.folder), processor, settings.limits, Path(settings.data_folder))
     most = None if settings.largest is None else tokens_of(settings.largest).count(store.image_token_id)
 
-    def prepare(image: Any) -> EpisodeImage:
+    def prepare(image: Any) -> PreparedImage:
         try:
             prepared = store.prepare(image, "an image of the episode", Path())
         except BadValue as error:
@@ -43,7 +43,7 @@ def make_image_preparer(settings: HostImages | None, model: ModelSource, tokeniz
                 f"an image of the episode: {num_tokens} tokens, and vLLM was started for images of {most}: make it"
                 " smaller, or raise data.max_length"
             )
-        return EpisodeImage(prepared.path, prepared.token_ids)
+        return prepared
 
     template = None if tokenizer.chat_template else processor_template(model.name)
     ids = frozenset(placeholder_ids(model.config()))

@@ -17,6 +17,7 @@ class ScorerSettings:
 
     function: str | None = None
     function_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of it
+    functions: tuple[tuple[str, str, float], ...] = ()  # several, each with its name, path and weight
     eval_function: str | None = None  # scores evaluations, instead of any other reward
     urls: tuple[str, ...] = ()  # servers that score instead of `function`
     token: str | None = field(default=None, repr=False)  # for them
@@ -34,14 +35,21 @@ class ScorerSettings:
 
 def make_scorer(settings: ScorerSettings) -> Scorer | None:
     """Return what scores the samples to learn from, and evaluations without a reward of their own."""
-    scorer, judge = _function_or_servers(settings), settings.judge
-    if not settings.graders and (judge is None or (judge.engine is not None and scorer is None)):
+    scorer = _function_or_servers(settings)
+    beside: list[tuple[Grader, Scorer]] = [
+        (Grader("function", name, weight), _reward_function(path, settings))
+        for name, path, weight in settings.functions
+    ]
+    if settings.judge is not None and settings.judge.engine is None:
+        beside.append(_judge(settings.judge))
+    has_verdicts = settings.graders or beside or (settings.judge is not None and scorer is not None)
+    if not has_verdicts:
         return scorer
     return Graders(
         settings.graders,
         sandbox=settings.sandbox,
         function=scorer,
-        judge=None if judge is None or judge.engine is not None else _judge(judge),
+        beside=beside,
         max_memory_bytes=settings.max_bytes,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,8 @@ from hotseat.types import Episode, Failed, MicroBatch
 
 if TYPE_CHECKING:
     from hotseat.rewards.judge import Judge
+
+_MODEL = Grader("model", "model")  # the reward model's part of a reward, where functions score, too
 
 ScoredGroup = tuple[OpenGroup, list[Score | Failed]]  # with the scores of its episodes
 
@@ -72,11 +74,17 @@ class WaitingGroups:
         """Take the groups, with the reward model's rewards, by sample id."""
         groups, self.groups = self.groups, []
 
-        def score(episode: Episode) -> Score | Failed:
-            reward = rewards[str(episode.key)]
-            return Score(reward, reward) if math.isfinite(reward) else Failed(f"the reward model gave {reward}")
+        def score(episode: Episode, earlier: Score | Failed | None) -> Score | Failed:
+            name, reward = str(episode.key), rewards[str(episode.key)]
+            given = Score(reward, reward) if math.isfinite(reward) else Failed(f"the reward model gave {reward}")
+            return given if earlier is None else add_verdict(earlier, _MODEL, given, name)
 
-        return [(group, [score(episode) for episode in _episodes(group)]) for group in groups]
+        scored = []
+        for group in groups:
+            episodes = _episodes(group)
+            scores: Sequence[Score | Failed | None] = group.scores or [None] * len(episodes)
+            scored.append((group, [score(*each) for each in zip(episodes, scores, strict=True)]))
+        return scored
 
     def take_judged(self) -> list[ScoredGroup]:
         """Have the judge's engines judge the episodes, and take the groups.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from hotseat.errors import UserError
 from hotseat.files import write_whole
 from hotseat.observe.report import curves, reading
 from hotseat.observe.report.key_figures import headline_metric, make_facts, read_prediction, read_total
-from hotseat.observe.report.reading import encoded, json_lines, largest_that_fits, shortened
+from hotseat.observe.report.reading import as_written, encoded, json_lines, largest_that_fits, shortened
 from hotseat.observe.report.samples import read_samples
 from hotseat.observe.report.timeline_view import read_timeline
 from hotseat.registry.tasks import DEFAULT_TASK
@@ -170,14 +169,8 @@ def read_changes(run_dir: Path, table: curves.Table) -> list[dict[str, Any]]:
                 "step": step,
                 "seconds": None if seconds is None else float(seconds[num_before - 1]) if num_before else 0.0,
                 "key": shortened(record.get("key", ""), 200),
-                "from": _as_written(record.get("from")),
-                "to": _as_written(record.get("to")),
+                **{name: shortened(as_written(without_secrets(record.get(name))), 200) for name in ("from", "to")},
                 "is_allowed": record.get("is_allowed") is True,
             }
         )
     return changes[:MAX_CHANGES]
-
-
-def _as_written(value: Any) -> str:
-    value = without_secrets(value)
-    return shortened(value if isinstance(value, str) else json.dumps(value), 200)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from hotseat.config.hiding import without_secrets
 from hotseat.errors import UserError
+from hotseat.words import leaves
 
 T = TypeVar("T")
 
@@ -73,6 +74,10 @@ def shortened(text: object, num_characters: int = MAX_TEXT_CHARACTERS) -> str:
     return f"{text[:num_characters]} ... ({len(text) - num_characters:,} more characters)"
 
 
+def as_written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 def read_config(run_dir: Path) -> dict[str, Any] | None:
     """Return a config's text, and its values by dotted key, for comparing runs."""
     path = run_dir / "config.yaml"
@@ -88,17 +93,9 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
     keys = {}
     if isinstance(values, Mapping):
         values = without_secrets(values)
-        keys = dict(_flat(values, ""))
+        keys = {key: shortened(as_written(value), 300) for key, value in leaves(values)}
         text = yaml.safe_dump(values, sort_keys=False, width=120)
     return {"text": shortened(text, MAX_CONFIG_CHARACTERS), "keys": keys}
-
-
-def _flat(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", shortened(value if isinstance(value, str) else json.dumps(value, default=str), 300)
 
 
 def read_plan(run_dir: Path) -> dict[str, Any] | None:
@@ -112,12 +109,7 @@ def read_plan(run_dir: Path) -> dict[str, Any] | None:
             "label": plan["label"],
             "verdict": str(plan["verdict"]).replace("_", " "),
             "roles": [
-                {
-                    "name": role["name"],
-                    "on": role["on"],
-                    "processes": len(role["processes"]),
-                    "tensor_parallel": role["tensor_parallel"],
-                }
+                _picked(role, "name", "on", "tensor_parallel") | {"processes": len(role["processes"])}
                 for role in plan["roles"]
             ],
             "groups": [_group(group) for group in plan["groups"]],
@@ -128,27 +120,12 @@ def read_plan(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "devices": [f"{node}:{device}" for node, device in group["devices"]],
-        "memory_gib": group["memory_gib"],
-        "steps": [
-            {"name": step["step"], "roles": step["roles"], "used_gib": step["used_gib"]} for step in group["steps"]
-        ],
-        "hand_overs": [
-            {
-                "from": hand_over["from_step"],
-                "to": hand_over["to_step"],
-                "leaves": [_moved(part) for part in hand_over["leaves"]],
-                "comes": [_moved(part) for part in hand_over["comes"]],
-            }
-            for hand_over in group["hand_overs"]
-        ],
-    }
+    steps = [_picked(step, "step", "roles", "used_gib") for step in group["steps"]]
+    return _picked(group, "devices", "memory_gib", "hand_overs") | {"steps": steps}
 
 
-def _moved(part: Mapping[str, Any]) -> str:
-    size = "" if part["gib"] is None else f" {part['gib']:.2f} GiB"
-    return f"{part['role']} {part['part']} {part['how']}{size}"
+def _picked(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: record[name] for name in names}
 
 
 def read_events(run_dir: Path, max_events: int) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby, repeat, takewhile
+from itertools import chain, groupby, repeat, takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,9 @@ def covering_order(places: Sequence[tuple[int, Any, Any]]) -> Iterator[int]:
     for index, (_, step, state) in enumerate(places):
         by_step.setdefault(step, {}).setdefault(state, []).append(index)
     steps = sorted(by_step, key=lambda step: (0, step, "") if isinstance(step, int) else (1, 0, str(step)))
-    ordered = [by_step[steps[position]] for position in halving_order(len(steps))]
-    most = max(len(members) for states in ordered for members in states.values())
-    for turn in range(most):
-        for states in ordered:
-            for members in states.values():
-                if turn < len(members):
-                    yield members[turn]
+    ordered = [members for position in halving_order(len(steps)) for members in by_step[steps[position]].values()]
+    for turn in zip_longest(*ordered):
+        yield from (index for index in turn if index is not None)
 
 
 def halving_order(count: int) -> list[int]:

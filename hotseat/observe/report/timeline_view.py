@@ -71,16 +71,7 @@ def _span(event: dict[str, Any], lane: tuple[Any, Any], start: float, end: float
     )
 
 
-@dataclass(frozen=True)
-class Window:
-    """The time of one step. A step that was repeated after a resume has two windows."""
-
-    step: int
-    start: float
-    end: float
-
-
-def choose_windows(windows: list[Window], num_spans: list[int], max_spans: int) -> list[int]:
+def choose_windows(windows: list[Span], num_spans: list[int], max_spans: int) -> list[int]:
     """Choose the first, the slowest and the newest steps that together have at most `max_spans` spans, by index."""
     by_time = range(len(windows))
     slowest = sorted(by_time, key=lambda index: windows[index].start - windows[index].end)
@@ -130,19 +121,19 @@ def read_timeline(run_dir: Path, budget: int) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     spans = Spans(path)
-    windows: list[Window] = []  # of each step, from its first phase to its last
+    # Of each step, from its first phase to its last. A step that was repeated after a resume has two windows.
+    windows: list[Span] = []
     for phase in sorted(spans.phases, key=lambda phase: phase.start):
-        assert phase.step is not None
         if windows and windows[-1].step == phase.step:
             windows[-1] = replace(windows[-1], end=max(windows[-1].end, phase.end))
         else:
-            windows.append(Window(phase.step, phase.start, phase.end))
+            windows.append(phase)
     if not windows:
         return None
     return largest_that_fits(lambda limit: _cut(spans, windows, limit), SPAN_LIMITS, budget)
 
 
-def _cut(spans: Spans, windows: list[Window], max_spans: int) -> dict[str, Any]:
+def _cut(spans: Spans, windows: list[Span], max_spans: int) -> dict[str, Any]:
     bounds = np.array([window.start for window in windows])
     window_of_span = np.maximum(np.searchsorted(bounds, spans.starts, side="right") - 1, 0)
     num_spans = np.bincount(window_of_span, minlength=len(windows)).tolist()

@@ -9,7 +9,7 @@ OpenRLHF's versions had four forms, which are all in use:
 
 While a file loads, `openrlhf.utils.agent` is a stand-in (`stand_in.py`), whether OpenRLHF is installed or not. The
 helpers in `hotseat.openrlhf.helpers` stand in for OpenRLHF's where it is not installed, also for later imports.
-`turns.py` plays the first three forms, turn by turn; `executor.py` and `episodes.py` run the last.
+`agent_turns.py` plays the first three forms, turn by turn; `executor.py` and `episodes.py` run the last.
 `agents/agent_file.py` finds `FORM` by its name in `hotseat.extensions`.
 """
 
@@ -22,9 +22,9 @@ from hotseat.agents.agent import Agent
 from hotseat.agents.agent_file import AgentFile
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import MultiTurn
+from hotseat.openrlhf.agents.agent_turns import FunctionTurns, InstanceTurns
 from hotseat.openrlhf.agents.executor import ExecutorAgent
 from hotseat.openrlhf.agents.stand_in import stand_in
-from hotseat.openrlhf.agents.turns import FunctionTurns, InstanceTurns
 
 __all__ = ["FORM"]
 

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from hotseat.agents.agent import AgentError, SampleFunction
-from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer, listed
+from hotseat.agents.image_preparer import ImagePreparer, listed
 from hotseat.agents.multi_turn import MultiTurn, TurnResult, Turns, number
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.errors import UnsupportedError, UserError
+from hotseat.openrlhf.agents.agent_turns import InstanceTurns, logs_of
 from hotseat.openrlhf.agents.sampling_params import read_back
-from hotseat.openrlhf.agents.turns import InstanceTurns, logs_of
 from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode, Segment, WhenSampled
+from hotseat.vision import PreparedImage
 
 _MAX_UNCLAIMED = 65536  # completions of a server's calls that no episode has returned yet
 
@@ -45,7 +46,7 @@ class EngineCall:
     episode: ExecutorEpisode
     context: tuple[int, ...]
     completion: Completion
-    images: tuple[EpisodeImage, ...] = ()  # those in the context
+    images: tuple[PreparedImage, ...] = ()  # those in the context
     user: ExecutorEpisode | None = None
 
 
@@ -78,10 +79,10 @@ class OpenEpisodes:
     def is_open(self, episode: ExecutorEpisode) -> bool:
         return episode in self._open
 
-    async def look(self, multi_modal_data: Any, prompt: Prompt | None) -> tuple[EpisodeImage, ...]:
+    async def look(self, multi_modal_data: Any, prompt: Prompt | None) -> tuple[PreparedImage, ...]:
         """Prepare the images of a call. Without any, they are those of the prompt, if it is known."""
         if multi_modal_data is None:
-            return () if prompt is None else tuple(map(EpisodeImage.of_file, prompt.images))
+            return () if prompt is None else tuple(map(PreparedImage.of_file, prompt.images))
         if self.preparer is None:
             raise AgentError("generate with multi_modal_data, and the run has no images: set data.image_key")
         if not isinstance(multi_modal_data, Mapping):
@@ -101,24 +102,24 @@ class OpenEpisodes:
             )
         )
         return tuple(
-            EpisodeImage.of_file(image) if is_known else next(looked)
+            PreparedImage.of_file(image) if is_known else next(looked)
             for image, is_known in zip(images, known, strict=True)
         )
 
-    def expanded(self, token_ids: Sequence[int], images: Sequence[EpisodeImage]) -> tuple[int, ...]:
+    def expanded(self, token_ids: Sequence[int], images: Sequence[PreparedImage]) -> tuple[int, ...]:
         """Return tokens with all that stand for each image, of which they may have one or all."""
         if self.preparer is None:
             return tuple(token_ids)
         return tuple(self.preparer.expand(self.preparer.collapse(token_ids, images), images)[0])
 
-    async def generate(self, token_ids: list[int], params: Any, images: tuple[EpisodeImage, ...]) -> Any:
+    async def generate(self, token_ids: list[int], params: Any, images: tuple[PreparedImage, ...]) -> Any:
         """Sample for a call from any thread, in the event loop of the episodes."""
         if self._loop is None or not self._open:
             raise AgentError("llm_engine.generate was called while no episode was open")
         sampling = asyncio.run_coroutine_threadsafe(self._generate(token_ids, params, images), self._loop)
         return await asyncio.wrap_future(sampling)
 
-    async def _generate(self, token_ids: list[int], params: Any, images: tuple[EpisodeImage, ...]) -> Any:
+    async def _generate(self, token_ids: list[int], params: Any, images: tuple[PreparedImage, ...]) -> Any:
         episode = self._likely(self.expanded(token_ids, images))
         return await episode.generate(token_ids, params, images, self.calls)
 
@@ -153,7 +154,7 @@ class ExecutorEpisode:
         self,
         token_ids: list[int],
         params: Any,
-        images: tuple[EpisodeImage, ...] = (),
+        images: tuple[PreparedImage, ...] = (),
         calls: deque[EngineCall] | None = None,
     ) -> Any:
         """Sample for a call of this episode. calls: where to record it instead."""
@@ -182,7 +183,7 @@ class ExecutorEpisode:
         prompt = replace(self.prompt, label=label)
         if text != prompt.text:
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            ids = self.open_episodes.expanded(ids, tuple(map(EpisodeImage.of_file, prompt.images)))
+            ids = self.open_episodes.expanded(ids, tuple(map(PreparedImage.of_file, prompt.images)))
             prompt = replace(prompt, text=text, token_ids=ids)
         make_turns = _OneTurn if agent_instance_cls is None else lambda: InstanceTurns(agent_instance_cls)
         agent = MultiTurn.of_turns(make_turns, self.tokenizer, preparer=self.open_episodes.preparer, **self.limits)
@@ -255,24 +256,24 @@ class ExecutorEpisode:
             turn_rewards = ()  # the executor changed the reward, so the turns' no longer sum up to it
         return ScoredEpisode(episode, reward, score, logs_of(result.get("extra_logs")), turn_rewards)
 
-    def _query(self, tokens: list[int], images: Sequence[EpisodeImage]) -> str:
+    def _query(self, tokens: list[int], images: Sequence[PreparedImage]) -> str:
         """Return tokens as text, with one token for each image."""
         preparer = self.open_episodes.preparer
         prompt: Sequence[int] = self.prompt.token_ids
         if preparer is not None:
             tokens = preparer.collapse(tokens, images)
-            prompt = preparer.collapse(prompt, tuple(map(EpisodeImage.of_file, self.prompt.images)))
+            prompt = preparer.collapse(prompt, tuple(map(PreparedImage.of_file, self.prompt.images)))
         if tokens[: len(prompt)] != list(prompt):
             return decode(self.tokenizer, tokens)
         return self.prompt.text + decode_after(self.tokenizer, prompt, tokens[len(prompt) :])
 
     def _segment(
         self, tokens: list[int], ranges: list[tuple[int, int]]
-    ) -> tuple[Segment, tuple[int, ...], tuple[EpisodeImage, ...]]:
+    ) -> tuple[Segment, tuple[int, ...], tuple[PreparedImage, ...]]:
         """Return the tokens up to the last action, the lengths of the actions learned from here, and the images."""
         lengths = []
         end = ranges[-1][1]
-        prompted = tuple(map(EpisodeImage.of_file, self.prompt.images))
+        prompted = tuple(map(PreparedImage.of_file, self.prompt.images))
         last = self._call(tokens, *ranges[-1], prompted)
         images = last[0].images
         calls = [(*self._call(tokens, begin, stop, images), begin, stop) for begin, stop in ranges[:-1]]
@@ -302,7 +303,7 @@ class ExecutorEpisode:
         return segment, tuple(lengths), images
 
     def _call(
-        self, tokens: list[int], begin: int, end: int, images: tuple[EpisodeImage, ...]
+        self, tokens: list[int], begin: int, end: int, images: tuple[PreparedImage, ...]
     ) -> tuple[EngineCall, bool]:
         """Return the call that sampled an action, and whether this is the first time that the episode has it.
 
@@ -341,12 +342,12 @@ class ExecutorEpisode:
         images: tuple[str, ...] | None = None,
         when_sampled: WhenSampled | None = None,
     ) -> Completion:
-        shown = tuple(map(EpisodeImage.of_file, images or ()))
+        shown = tuple(map(PreparedImage.of_file, images or ()))
         completion = await self._ask(token_ids, sampling, shown)
         self.calls.append(EngineCall(self, tuple(token_ids), completion, shown))
         return completion
 
-    async def _ask(self, token_ids: list[int], sampling: Sampling, images: tuple[EpisodeImage, ...]) -> Completion:
+    async def _ask(self, token_ids: list[int], sampling: Sampling, images: tuple[PreparedImage, ...]) -> Completion:
         self.num_asked += 1
         seen = () if self.open_episodes.preparer is None else (tuple(image.path for image in images),)
         return await self.sample(token_ids, sampling, self.num_asked - 1, *seen)

@@ -21,6 +21,6 @@ process keep more than a 16th of a device's memory, or more than 256 of them.
 from __future__ import annotations
 
 from hotseat.rlinf.device_items.keeper import move_to_host, num_kept
-from hotseat.rlinf.device_items.packing import pack, unpack_all, use
+from hotseat.rlinf.device_items.pickling import pack, unpack_all, use
 
 __all__ = ["move_to_host", "num_kept", "pack", "unpack_all", "use"]

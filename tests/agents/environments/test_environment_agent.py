@@ -288,7 +288,7 @@ def test_the_end_of_its_socket_ends_the_process_and_what_it_started(tmp_path):
     """
     settings = own_function(tmp_path, code)
     output, write = os.pipe()  # both processes hold its end
-    child = ChildProcess(WORKER, settings.spec, output=(write, None))
+    child = ChildProcess(WORKER, settings.spec, stdout=write, stderr=None)
     os.close(write)
     assert child.receive(WAIT_S) == {"id": 0, "result": None}
     child.socket.close()  # as if the host were gone
@@ -334,7 +334,7 @@ def test_environments_of_a_host_that_was_killed_end_with_what_they_started(tmp_p
 
 def test_a_process_that_fails_says_why_before_it_is_killed(tmp_path):
     settings = own_function(tmp_path)
-    child = ChildProcess(WORKER, settings.spec, output=(subprocess.PIPE, subprocess.STDOUT))
+    child = ChildProcess(WORKER, settings.spec, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     child.receive(WAIT_S)
     child.socket.send(struct.pack("<Q", 1) + b"{")  # no JSON
     child.process.wait(WAIT_S)

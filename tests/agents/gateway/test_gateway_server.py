@@ -20,6 +20,7 @@ from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
 from hotseat.agents import AgentHost, Deadlines, OpenRequests, ProgramSettings
 from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.conversation import Conversation, ConversationError
+from hotseat.agents.gateway.program_session import ServedPolicy
 from hotseat.errors import UserError
 from hotseat.types import Completion, Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
@@ -36,9 +37,8 @@ def play(
     **settings: Any,
 ) -> Outcome:
     """One episode, as a rollout host runs it."""
-    agent = PlayFunction(
-        closing(function), tokenizer_of(name), ProgramSettings(**settings), max_length=600, max_steps=max_steps
-    )
+    policy = ServedPolicy(tokenizer_of(name), ProgramSettings(**settings), 600, max_steps)
+    agent = PlayFunction(closing(function), policy)
     with AgentHost(agent, engine, run_seed=5, timeout_s=WAIT_S, requests=OpenRequests(engine.aborted.extend)) as host:
         return host.submit(Prompt(3, "bad?", (1,), "7"), KEY, SAMPLING).result(WAIT_S)
 
@@ -337,7 +337,7 @@ def test_the_token_of_another_episode_or_one_that_is_over_opens_nothing():
         await post(client, "/chat/completions", {"messages": QUESTION})
         return 0.0
 
-    agent = PlayFunction(program, tokenizer_of("smollm2"), ProgramSettings(), max_length=600)
+    agent = PlayFunction(program, ServedPolicy(tokenizer_of("smollm2"), ProgramSettings(), 600))
     with AgentHost(agent, Engine(), run_seed=5, timeout_s=WAIT_S) as host:
         for sample in range(2):
             outcome = host.submit(Prompt(3, "q", (1,)), SampleKey(0, 3, sample), SAMPLING).result(WAIT_S)
@@ -490,7 +490,7 @@ def test_a_program_whose_policy_runs_out_of_time_is_told_so_and_what_was_sampled
         raise RuntimeError("it cannot go on without the policy")
 
     engine = Engine("a")
-    agent = PlayFunction(program, tokenizer_of("smollm2"), ProgramSettings(), max_length=600)
+    agent = PlayFunction(program, ServedPolicy(tokenizer_of("smollm2"), ProgramSettings(), 600))
 
     def abort(names):  # the second request had sampled two tokens
         request = engine.requests[1]

@@ -16,6 +16,7 @@ from gateway_cases import KEY, SAMPLING, WAIT_S, Outcome, learned
 
 from hotseat.agents import AgentHost, OpenRequests, ProgramSettings
 from hotseat.agents.black_box import PlayFunction
+from hotseat.agents.gateway.program_session import ServedPolicy
 from hotseat.agents.gateway.reply import certain
 from hotseat.types import Completion, Episode, Failed, Prompt, Request, ScoredEpisode, WhenSampled
 
@@ -64,7 +65,7 @@ class Engine:
 
 
 def play(function: Callable[..., Any], engine: Engine) -> Outcome:
-    agent = PlayFunction(function, tokenizer_of("smollm2"), ProgramSettings(), max_length=600)
+    agent = PlayFunction(function, ServedPolicy(tokenizer_of("smollm2"), ProgramSettings(), 600))
     with AgentHost(
         agent, engine, run_seed=5, timeout_s=WAIT_S, requests=OpenRequests(engine.aborted.extend, engine.listen)
     ) as host:
@@ -290,7 +291,7 @@ def test_without_an_engine_that_reports_tokens_a_stream_begins_when_the_answer_i
         await engine.end()
         assert await reading == ANSWER
 
-    agent = PlayFunction(program, tokenizer_of("smollm2"), ProgramSettings(), max_length=600)
+    agent = PlayFunction(program, ServedPolicy(tokenizer_of("smollm2"), ProgramSettings(), 600))
     with AgentHost(agent, engine, run_seed=5, timeout_s=WAIT_S) as host:
         episode = host.submit(Prompt(3, "bad?", (1,), "7"), KEY, SAMPLING).result(WAIT_S)
     assert isinstance(episode, Episode), episode

@@ -16,8 +16,10 @@ from hotseat.agents.agent import AgentError
 from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.branches import Answer, segments_of
 from hotseat.agents.conversation import Conversation, ConversationError
-from hotseat.agents.image_preparer import EpisodeImage, ImagePreparer
+from hotseat.agents.gateway.program_session import ServedPolicy
+from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.types import Completion, Failed, Prompt, ScoredEpisode
+from hotseat.vision import PreparedImage
 
 pytestmark = pytest.mark.slow
 PAD = "<|image_pad|>"
@@ -32,12 +34,12 @@ def ids_of(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def prepare(url: str) -> EpisodeImage:
+def prepare(url: str) -> PreparedImage:
     """Prepare an image that is named in its own URL, of two tokens."""
     name = base64.b64decode(url.rpartition(",")[2]).decode()
     if name == "broken":
         raise AgentError("an image of the episode: broken")
-    return EpisodeImage(f"/{name}.safetensors", (IMAGE, IMAGE))
+    return PreparedImage(f"/{name}.safetensors", (IMAGE, IMAGE))
 
 
 PREPARER = ImagePreparer(prepare, IMAGE, frozenset({IMAGE, VIDEO}), max_images=3)
@@ -80,9 +82,9 @@ def test_contexts_continue_recorded_answers_only_with_the_same_images():
     # What was sampled after one image is never context of what was sampled after another one.
     conversation.record(more, answered("blue"))
     conversation.record(changed, answered("blue"))
-    segments, lengths = segments_of(conversation.answers)
+    segments, answers = segments_of(conversation.answers)
     assert [segment.images for segment in segments] == [more.images, changed.images]
-    assert lengths == (4, 5, 5)
+    assert [len(answer.completion.token_ids) for answer in answers] == [4, 5, 5]
     assert segments[1].mask.sum() == 5
 
 
@@ -155,7 +157,7 @@ def prompt(tmp_path_factory):
 
 def play(function, prompt, preparer=PREPARER):
     engine = Qwen()
-    agent = PlayFunction(function, TOKENIZER, ProgramSettings(), max_length=600, preparer=preparer)
+    agent = PlayFunction(function, ServedPolicy(TOKENIZER, ProgramSettings(), 600, preparer=preparer))
     with AgentHost(agent, engine, run_seed=5, timeout_s=WAIT_S) as host:
         return engine, host.submit(prompt, KEY, SAMPLING).result(WAIT_S)
 

@@ -10,8 +10,8 @@ from hotseat.cli.main import main
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.offline.group_file import GroupFile, Selection, partial_path
 from hotseat.loop.offline.options import offline_config
-from hotseat.openrlhf.batch_inference import main as batch_inference
-from hotseat.openrlhf.lora_combiner import main as lora_combiner
+from hotseat.openrlhf.inference_command import main as batch_inference
+from hotseat.openrlhf.merge_command import main as lora_combiner
 
 ROWS = [{"input": "q", "output": answer, "reward": reward} for answer, reward in (("a", 0.5), ("b", 1.0), ("c", 1.0))]
 SETTINGS = {"seed": 1}

@@ -13,7 +13,7 @@ from phase_fakes import Case, FakeGroup, FakeJournal, facts_of, report, silent_a
 from hotseat.algorithms.kl import AdaptiveKl, FixedKl
 from hotseat.cluster.lease import DeviceMemory
 from hotseat.config import loads, to_saved
-from hotseat.config.schema import LogConfig
+from hotseat.config.schema.record_options import LogConfig
 from hotseat.errors import DataError, RewardError, RunError, WeightError, WorkerError
 from hotseat.loop.devices import held_memory
 from hotseat.loop.devices.held_memory import DeviceWatch, Held

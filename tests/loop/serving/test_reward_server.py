@@ -29,7 +29,7 @@ from hotseat.loop.serving.batching import Batcher, Rejected, Round, cut_by_padde
 from hotseat.loop.serving.reward_server import RewardServer, ServerOptions, bound_socket
 from hotseat.loop.serving.served_model import ModelOptions, RewardModel
 from hotseat.model_source import ModelSource
-from hotseat.openrlhf.serve_rm import make_parser
+from hotseat.openrlhf.serve_command import make_parser
 from hotseat.rewards import Score
 from hotseat.rewards.addresses import TOKEN, connect_problems
 from hotseat.rewards.posting import RewardService

@@ -263,3 +263,14 @@ def test_a_model_of_several_labels_is_no_reward_model(task):
     weights = load_file(path)
     save_file(weights | {"score.weight": weights["score.weight"].repeat(3, 1)}, path, {"format": "pt"})
     assert "its score.weight gives 3 numbers, and a reward is one" in refused(task)
+
+
+def test_functions_are_added_to_a_models_rewards_and_each_part_is_recorded(task):
+    (task / "parts.py").write_text("def longer(queries, prompts, labels):\n    return [len(q) for q in queries]\n")
+    several = f"functions: [{{function: '{task}/parts.py:longer', weight: 0.25}}]"
+    records = run(task, "both", "log.samples_every=1", reward=f"{{model: {task}/reward_model, {several}}}")
+    lines = list(map(json.loads, (task / "runs" / "both" / "samples.jsonl").read_text().splitlines()))
+    assert lines
+    for line in lines:
+        assert line["reward"] == pytest.approx(line["extra"]["model"] + 0.25 * line["extra"]["longer"])
+    assert {"extra/model", "extra/longer"} <= records[1].keys()

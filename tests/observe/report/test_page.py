@@ -26,7 +26,7 @@ from hotseat.observe.report.key_figures import duration, num_restarts
 from hotseat.observe.report.page import MAX_RUNS, SCRIPTS, label_runs, make_page
 from hotseat.observe.report.reading import encoded, read_config, read_events, significant
 from hotseat.observe.report.samples import MAX_TOKENS, covering_order, halving_order, in_runs, pack, read_samples
-from hotseat.observe.report.timeline_view import Window, choose_windows, read_timeline
+from hotseat.observe.report.timeline_view import Span, choose_windows, read_timeline
 
 SIZE_LIMIT = 5_000_000
 FILES = (
@@ -611,7 +611,7 @@ def test_a_timeline_without_steps_is_none(tmp_path):
 
 
 def test_first_slowest_and_newest_steps_are_chosen():
-    windows = [Window(step, 10.0 * step, 10.0 * step + (9 if step == 40 else 5)) for step in range(100)]
+    windows = [Span((0, 0), "", 10.0 * step, 10.0 * step + (9 if step == 40 else 5), step) for step in range(100)]
     assert choose_windows(windows, [10] * 100, 100) == [0, 1, 2, 40, *range(94, 100)]
     assert choose_windows(windows, [500] * 100, 100) == [99]
 

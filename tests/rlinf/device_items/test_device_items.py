@@ -51,7 +51,7 @@ def devices(tmp_path, monkeypatch):
     folder = tmp_path / "device"
     folder.mkdir()
     made = FileDevices(folder)
-    monkeypatch.setattr(device_items.packing, "MIN_ON_DEVICE", 0)
+    monkeypatch.setattr(device_items.pickling, "MIN_ON_DEVICE", 0)
     device_items.use(made)
     yield made
     device_items.use(None)
@@ -178,7 +178,7 @@ def assert_same(arrived: dict, sent: dict) -> None:
 @pytest.mark.parametrize("way", ["device", "small", "no room", "no export", "too much", "too many"])
 def test_tensors_anywhere_in_an_item_arrive(devices, channel, monkeypatch, way):
     if way == "small":
-        monkeypatch.setattr(device_items.packing, "MIN_ON_DEVICE", 1 << 20)
+        monkeypatch.setattr(device_items.pickling, "MIN_ON_DEVICE", 1 << 20)
     elif way == "too much":
         devices.limit = 100
     elif way == "too many":
@@ -457,7 +457,7 @@ def test_memory_that_the_sender_gave_up_during_the_copy_is_read_from_the_host(de
 def test_an_item_is_unpickled_once_with_tensors_that_are_right(devices, channel, monkeypatch):
     channel.put([numbers(3).fill_(5), Noted()])
     news = iter([False, True])  # the sender gives its memory up during the copy
-    monkeypatch.setattr(device_items.packing, "_has_news", lambda token: next(news))
+    monkeypatch.setattr(device_items.pickling, "_has_news", lambda token: next(news))
     unpickled.clear()
     assert channel.get()[0].sum() == 15
     assert len(unpickled) == 1
@@ -493,7 +493,7 @@ def test_a_receiver_with_too_many_open_files_does_not_blame_the_sender(devices, 
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # no descriptor is below that and free
         return True
 
-    monkeypatch.setattr(device_items.packing, "_has_news", has_news)
+    monkeypatch.setattr(device_items.pickling, "_has_news", has_news)
     device_items.move_to_host()  # so that its memory is in the token, and nobody opens a file meanwhile
     try:
         with pytest.raises(OSError, match="this process has too many open files to take the memory"):
@@ -509,6 +509,6 @@ def test_a_sender_that_does_not_answer_is_named(devices, channel, peer, monkeypa
     os.kill(other.process.pid, signal.SIGSTOP)
     threads = list(Path(f"/proc/{other.process.pid}/task").iterdir())
     wait_until(lambda: all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads))
-    monkeypatch.setattr(device_items.packing, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(device_items.pickling, "_ANSWER_S", 0.1)
     with pytest.raises(DeadlineError, match=rf"\(pid {other.process.pid}\) did not copy 512 bytes of tensors"):
         channel.get(timeout_s=60)

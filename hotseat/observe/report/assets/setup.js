@@ -94,18 +94,19 @@ function plan(run) {
 
 function planGroup(group) {
   const size = group.devices.length;
-  const devices =
-    size === 1 ? `device ${group.devices[0]}` : `devices ${group.devices[0]} to ${group.devices[size - 1]} (${size})`;
+  const names = group.devices.map((device) => device.join(':'));
+  const devices = size === 1 ? `device ${names[0]}` : `devices ${names[0]} to ${names[size - 1]} (${size})`;
   const rows = group.steps.map((step) => [
-    step.name,
+    step.step,
     step.roles.join(', '),
     planMemory(step.used_gib, group.memory_gib),
   ]);
   const moves = group.hand_overs
     .filter((handOver) => handOver.leaves.length || handOver.comes.length)
-    .map((handOver) =>
-      el('li', {}, `${handOver.from} to ${handOver.to}: ${[...handOver.leaves, ...handOver.comes].join('; ')}`),
-    );
+    .map((handOver) => {
+      const parts = [...handOver.leaves, ...handOver.comes].map(movedPart);
+      return el('li', {}, `${handOver.from_step} to ${handOver.to_step}: ${parts.join('; ')}`);
+    });
   return el(
     'div',
     {},
@@ -115,6 +116,10 @@ function planGroup(group) {
       ? el('details', {}, el('summary', {}, `${plural(moves.length, 'hand-over')} per step`), el('ul', {}, ...moves))
       : null,
   );
+}
+
+function movedPart({ role, part, how, gib }) {
+  return `${role} ${part} ${how}${gib === null ? '' : ` ${gib.toFixed(2)} GiB`}`;
 }
 
 function planMemory(used, all) {

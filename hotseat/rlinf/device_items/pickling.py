@@ -45,13 +45,12 @@ _devices: CudaDevices | None = None
 
 
 def use(devices: CudaDevices | None) -> None:
-    """Have items of this process use these devices. None: CUDA's."""
+    """Set the devices that items of this process use; None: CUDA's."""
     global _devices
     _devices = devices
 
 
 def _devices_here() -> CudaDevices:
-    """Return the devices that items of this process use."""
     from hotseat.rlinf.device_items.cuda import CudaDevices
 
     return _devices or CudaDevices()

@@ -5,17 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from hotseat.cli import serving
-from hotseat.cli.ending import OK, reported
+from hotseat.cli.ending import reported
 from hotseat.errors import UserError
-from hotseat.model_source import ModelSource
-from hotseat.rewards.addresses import bearer_token
-
-if TYPE_CHECKING:
-    from hotseat.loop.serving.served_model import ModelOptions
-
 
 # Flags that are read and change nothing here, and why.
 _NO_EFFECT = {
@@ -39,11 +32,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--reward_pretrain", "--reward.model_name_or_path", dest="model", metavar="MODEL")
     parser.add_argument("--normalize_reward", "--reward.normalize_enable", dest="normalize", action="store_true")
     parser.add_argument("--value_head_prefix", "--ds.value_head_prefix", default="score")
-    parser.add_argument("--max_len", "--data.max_len", type=int, default=2048)
+    parser.add_argument("--max_len", "--data.max_len", dest="max_length", type=int, default=2048)
     parser.add_argument("--port", type=int, default=5000)
     parser.add_argument("--host", help="default: 0.0.0.0, as in OpenRLHF, which needs a token here")
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--param_dtype", "--ds.param_dtype", choices=["bf16", "fp16", "fp32"])
+    parser.add_argument("--param_dtype", "--ds.param_dtype", dest="dtype", choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--load_in_4bit", "--ds.load_in_4bit", action="store_true")
     parser.add_argument("--use_ms", action="store_true")
     parser.add_argument("--flash_attn", action="store_true")
@@ -53,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--packing_samples", "--ds.packing_samples", action="store_true")
     parser.add_argument("--batch_size", type=int)
     parser.add_argument("--max_batch_tokens", type=int, default=16_384, help="tokens scored at a time (not OpenRLHF's)")
+    parser.set_defaults(max_request_mib=16.0, device=None, threads=None, trust_remote_code=False)
     return parser
 
 
@@ -74,26 +68,7 @@ def _serve(arguments: argparse.Namespace, *, is_newer: bool) -> int:
     for name, because in _NO_EFFECT.items():
         if getattr(arguments, name):
             print(f"no effect here: --{name} because {because}", file=sys.stderr)
-    from hotseat.loop.serving.reward_server import ServerOptions
-
-    options = ServerOptions(
-        host=arguments.host or "0.0.0.0",
-        port=arguments.port,
-        token=bearer_token(),
-        max_batch_tokens=arguments.max_batch_tokens,
-    )
-
-    def model_options() -> ModelOptions:
-        from hotseat.loop.serving.served_model import ModelOptions
-
-        return ModelOptions(
-            model=ModelSource(arguments.model),
-            max_length=arguments.max_len,
-            dtype=arguments.param_dtype or ("bf16" if arguments.bf16 or is_newer else "fp32"),
-            value_head_prefix=arguments.value_head_prefix,
-            normalize=arguments.normalize,
-        )
-
     hint = "--host 127.0.0.1; OpenRLHF's default is 0.0.0.0" if arguments.host is None else "--host 127.0.0.1"
-    serving.serve(arguments.model, model_options, options, hint=hint)
-    return OK
+    arguments.host = arguments.host or "0.0.0.0"
+    arguments.dtype = arguments.dtype or ("bf16" if arguments.bf16 or is_newer else "fp32")
+    return serving.run_serve_rm(arguments, hint)

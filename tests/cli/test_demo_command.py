@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from environments import own_environment
 
-from hotseat.cli.demo import GRPO, SFT, free_directory, run_demo
+from hotseat.cli.demo_command import GRPO, SFT, free_directory, run_demo
 from hotseat.config import loads
 from hotseat.config.conflicts import missing
 from hotseat.demo import make_files

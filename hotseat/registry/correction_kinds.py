@@ -1,10 +1,10 @@
-"""Off-policy corrections: an entry for each kind, with the facts by which other code decides."""
+"""Corrections of off-policy samples: an entry for each kind, with the facts by which other code decides."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotseat.registry.lookup import entry_of, table
+from hotseat.registry.lookup import Table
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ NO_CORRECTION = "none"
 # Defaults where samples come from another policy than the trainer's: of most policy losses, and of those per episode.
 OFF_POLICY_CORRECTION, OFF_POLICY_EPISODE_CORRECTION = "tis", "rollout-ratio"
 
-CORRECTIONS: dict[str, CorrectionEntry] = table(
+CORRECTIONS = Table[CorrectionEntry](
+    "correction",
     CorrectionEntry(NO_CORRECTION, "No correction."),
     CorrectionEntry("tis", "Clamp the ratio of each token.", "hotseat.algorithms.corrections:clamped"),
     CorrectionEntry("icepop", "Drop tokens whose ratio is out of bounds.", "hotseat.algorithms.corrections:dropped"),
@@ -57,6 +58,4 @@ CORRECTIONS: dict[str, CorrectionEntry] = table(
     ),
 )
 
-
-def correction_entry(name: str) -> CorrectionEntry:
-    return entry_of(CORRECTIONS, name, "correction")
+correction_entry = CORRECTIONS.entry
