@@ -188,6 +188,7 @@ WITHOUT_A_FLAG = {
     "name",
     "reference.teacher_weights",
     "reference.teachers",
+    "reward.functions",
     "reward.graders",
     "reward.kwargs",
     "reward.judge.choices",
