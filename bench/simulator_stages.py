@@ -30,9 +30,9 @@ from hotseat.loop.rl.auto_placement import RolloutShape, TurnCosts, predicted_ro
 from hotseat.loop.rl.groups import RolloutHosts
 from hotseat.loop.workers.engine_worker import EngineWorker, make_engine
 from hotseat.loop.workers.group_facts import GroupFacts, Job
+from hotseat.loop.workers.host_settings import HostSettings, ScorerSettings
 from hotseat.loop.workers.observations import SimulationSettings, simulation_prompts
-from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
-from hotseat.loop.workers.scorers import ScorerSettings
+from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.loop.workers.simulation import Player
 from hotseat.model_source import ModelSource
 from hotseat.rollout.kinds import EngineSettings

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from hotseat.agents.environments.environment_agent import check_environment, environment_rows
 from hotseat.checks.pipeline import DATA, LAUNCHED_RANKS, MODELS, PLACEMENT, TOKENIZERS, TRAINING
@@ -34,7 +35,6 @@ from hotseat.planning.config_plan import make_plan, num_data_parallel
 from hotseat.registry.engines import engine_entry
 from hotseat.types import Prompt
 
-Made = TypeVar("Made")  # prompts, examples or pairs, with a report
 MAX_LOGICAL_DEVICES = 64
 _TASK_LABEL = "label"  # column for the numbers of an environment's tasks
 
@@ -53,7 +53,6 @@ class Inputs:
 class RlInputs(Inputs):
     """Inputs of a reinforcement run."""
 
-    prompts: list[Prompt]
     eval_prompts: list[Prompt]
     plan: Plan  # for the devices of this machine, or those that the config names
 
@@ -79,7 +78,7 @@ def rl_inputs(config: Config) -> RlInputs:
     algebra = batch_algebra(config, num_ranks, len(prompts))
     _check_training(config, algebra)
     notes += _left_over(config, algebra)
-    return RlInputs(tokenizer, prompts, notes, algebra, prompts, eval_prompts, plan)
+    return RlInputs(tokenizer, prompts, notes, algebra, eval_prompts, plan)
 
 
 def supervised_inputs(config: Config, num_launched: int | None = None) -> SupervisedInputs:
@@ -160,11 +159,7 @@ def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Promp
     environment = environment_settings(config)
     if environment is not None and task_numbers(config.data.path) is None:
         check_environment(environment, config.agent.pass_env)
-    (prompts, report), evaluation = _read(config, lambda rows: _prompts(config, tokenizer, rows))
-    notes = [_described("prompts", report), *_lost(config, report, evaluation)]
-    if evaluation is None:
-        return prompts, [], notes
-    return prompts, evaluation[0], [*notes, _described("evaluation prompts", evaluation[1])]
+    return _read(config, partial(_prompts, config, tokenizer), "prompts", _described)
 
 
 def _simulated(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
@@ -193,7 +188,7 @@ def prompts_alone(
         raise UserError(f"{section.path} has {len(rows):,} rows, none from row {first_row:,} on")
     prompts, report = _prompts(config, tokenizer, rows[first_row:])
     run_checks(DataContext(config=config, prompts=prompts), DATA)
-    return prompts, [_described("prompts", report), *_lost(config, report, None)]
+    return prompts, [_described("prompts", prompts, report), *_lost(config, "data.path", report)]
 
 
 @dataclass(frozen=True)
@@ -214,49 +209,29 @@ def supervised(config: Config, tokenizer: Any) -> SupervisedData:
 
 def sft_data(config: Config, tokenizer: Any) -> SupervisedData:
     """Read examples, and make the objective of their tokens. The other tasks have functions of this form, too."""
-    (examples, report), evaluation = _read(config, lambda rows: _examples(config, tokenizer, rows))
-    notes = [
-        f"{report.num_kept:,} examples, {sum(int(example.mask.sum()) for example in examples):,} tokens to learn"
-        f" ({report.num_cut:,} truncated, {report.num_no_answer:,} dropped without an answer)",
-        *_lost(config, report, evaluation),
-    ]
-    return SupervisedData(SftObjective(), examples, [] if evaluation is None else evaluation[0], notes)
+    return SupervisedData(
+        SftObjective(), *_read(config, partial(_examples, config, tokenizer), "examples", _described_examples)
+    )
 
 
 def reward_model_data(config: Config, tokenizer: Any) -> SupervisedData:
-    (pairs, report), evaluation = _read(config, lambda rows: _pairs(config, tokenizer, rows))
-    lost = _lost(config, report, evaluation)
+    pairs, held_out, notes = _read(config, partial(_pairs, config, tokenizer), "pairs", _described_pairs)
     section = config.algorithm.reward_modelling
     if section.margin and not any(pair.margin for pair in pairs):
         raise UserError(
             "algorithm.reward_modelling.margin is true, but no row of data.path has a number other than 0 under"
             " 'margin': add that column, or leave the option unset"
         )
-    pad_token_id, notes = _pad_token(tokenizer)
+    pad_token_id, pad_notes = _pad_token(tokenizer)
+    if not held_out:
+        notes.append("no pairs are held out (eval.path): the model's mean and std are of pairs it learned from")
     objective = RewardModelObjective(section.loss, section.margin, pad_token_id)
-    if evaluation is None:
-        without = "no pairs are held out (eval.path): the model's mean and std are of pairs it learned from"
-        return SupervisedData(objective, pairs, [], [_described_pairs("pairs", report), *lost, without, *notes])
-    counts = [_described_pairs("pairs", report), _described_pairs("held-out pairs", evaluation[1]), *lost]
-    return SupervisedData(objective, pairs, evaluation[0], counts + notes)
+    return SupervisedData(objective, pairs, held_out, notes + pad_notes)
 
 
 def preference_data(config: Config, tokenizer: Any) -> SupervisedData:
-    (pairs, report), evaluation = _read(config, lambda rows: _pairs(config, tokenizer, rows))
-    section = config.algorithm.dpo
-    objective = PreferenceObjective(
-        kind=section.loss,
-        beta=section.beta,
-        label_smoothing=section.label_smoothing,
-        is_length_normalised=section.length_normalised,
-        gamma=section.gamma,
-        nll_coefficient=section.nll_coef,
-    )
-    notes = [_described_pairs("pairs", report)]
-    if evaluation is not None:
-        notes.append(_described_pairs("held-out pairs", evaluation[1]))
-    notes += _lost(config, report, evaluation)
-    return SupervisedData(objective, pairs, [] if evaluation is None else evaluation[0], notes)
+    pairs, held_out, notes = _read(config, partial(_pairs, config, tokenizer), "pairs", _described_pairs)
+    return SupervisedData(PreferenceObjective(config.algorithm.dpo), pairs, held_out, notes)
 
 
 def _pad_token(tokenizer: Any) -> tuple[int, list[str]]:
@@ -284,15 +259,23 @@ def _pad_token(tokenizer: Any) -> tuple[int, list[str]]:
     return pad_token_id, [f"the tokenizer {problem}: {how}"]
 
 
-def _read(config: Config, make: Callable[[list[Row]], Made]) -> tuple[Made, Made | None]:
-    """Read the rows to learn from and those to evaluate on, and return what `make` makes of each."""
+def _read(
+    config: Config,
+    make: Callable[[list[Row]], tuple[list[Any], RowReport]],
+    what: str,
+    describe: Callable[[str, list[Any], RowReport], str],
+) -> tuple[list[Any], list[Any], list[str]]:
+    """Return what `make` makes of the rows to learn from and of those that are held out, and notes for the user."""
     data, evaluation = config.data, config.eval
     assert data.path is not None
-    learned = _rows(config, data.path, data.split, data.probs, data.max_samples)
+    items, report = make(_rows(config, data.path, data.split, data.probs, data.max_samples))
     if evaluation.path is None:
-        return make(learned), None
+        return items, [], [describe(what, items, report), *_lost(config, "data.path", report)]
     probs = data.probs if evaluation.path == data.path else None
-    return make(learned), make(_rows(config, evaluation.path, evaluation.split, probs, evaluation.max_samples))
+    held_out, of_held_out = make(_rows(config, evaluation.path, evaluation.split, probs, evaluation.max_samples))
+    lost = [*_lost(config, "data.path", report), *_lost(config, "eval.path", of_held_out)]
+    described = [describe(what, items, report), describe(f"held-out {what}", held_out, of_held_out)]
+    return items, held_out, [*described, *lost]
 
 
 def _rows(config: Config, path: str, split: str, probs: str | None, max_samples: int | None) -> list[Row]:
@@ -319,24 +302,19 @@ def _label_key(config: Config) -> str | None:
     return config.data.label_key
 
 
-def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
-    """Return warnings about rows that are too long, to learn from and to evaluate on. Raises if too many are."""
-    limit = f"data.max_length {config.data.max_length}"
-    fix = "raise data.max_length"
+def _lost(config: Config, source: str, report: RowReport) -> list[str]:
+    """Return warnings about rows that are too long. Raises if too many are."""
+    limit, fix = f"data.max_length {config.data.max_length}", "raise data.max_length"
     if config.has_rollouts:
         limit, fix = prompt_limit(config)
-    notes = []
-    for source, each in (("data.path", report), ("eval.path", None if evaluation is None else evaluation[1])):
-        if each is not None:
-            notes += check_lost(
-                each,
-                source=source,
-                limit=limit,
-                fix=fix,
-                max_fraction=config.data.max_lost_fraction,
-                warn_above=DataConfig().max_lost_fraction,
-            )
-    return notes
+    return check_lost(
+        report,
+        source=source,
+        limit=limit,
+        fix=fix,
+        max_fraction=config.data.max_lost_fraction,
+        warn_above=DataConfig().max_lost_fraction,
+    )
 
 
 def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
@@ -428,13 +406,21 @@ def _pairs(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
     )
 
 
-def _described_pairs(what: str, report: RowReport) -> str:
+def _described_pairs(what: str, pairs: list[Any], report: RowReport) -> str:
     return (
         f"{report.num_kept:,} {what} ({report.num_cut:,} truncated, {report.num_no_answer:,} dropped without an answer,"
         f" {report.num_identical:,} dropped with the same answer twice)"
     )
 
 
-def _described(what: str, report: RowReport) -> str:
+def _described_examples(what: str, examples: list[Any], report: RowReport) -> str:
+    num_learned = sum(int(example.mask.sum()) for example in examples)
+    return (
+        f"{report.num_kept:,} {what}, {num_learned:,} tokens to learn"
+        f" ({report.num_cut:,} truncated, {report.num_no_answer:,} dropped without an answer)"
+    )
+
+
+def _described(what: str, prompts: list[Any], report: RowReport) -> str:
     dropped = f", {report.num_lost:,} dropped as too long" if report.num_lost else ""
     return f"{report.num_kept:,} {what}{dropped}"

@@ -27,28 +27,22 @@ from hotseat.loop.state.run_dir import (
     named_run,
     record_changes,
     save_plan,
+    sole_owner,
     without_empty_folders,
     write_config,
 )
-from hotseat.loop.state.saving import MODEL, Saver, critic_folder, for_ranks, sole_owner
+from hotseat.loop.state.saving import MODEL, Saver, critic_folder, for_ranks
 from hotseat.loop.workers.exports import Origin, is_exported, run_of
 from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.observe import LiveView
 from hotseat.observe.tracker_sink import renaming, trackers
 from hotseat.placement import Inventory, Plan
+from hotseat.planning import config_plan
 from hotseat.planning.budgets import ChosenBudgets, describe, uses, with_budgets_of
-from hotseat.planning.config_plan import (
-    are_devices_logical,
-    budgets_on,
-    inventory_of,
-    plan_notes,
-    plan_on,
-    with_slots_on,
-)
 from hotseat.planning.slots import is_chosen_by_run
 
 if TYPE_CHECKING:
-    from hotseat.cluster import Cluster, Template
+    from hotseat.cluster import Cluster, Template, WorkerGroup
     from hotseat.loop.inputs import Inputs
     from hotseat.loop.steering import Steering
     from hotseat.observe import Journal
@@ -143,13 +137,20 @@ def cluster_context(
     journal = run.journal
     journal.stage(_starting(run.config))
     with ExitStack() as stack:
-        cluster = stack.enter_context(_cluster(Cluster, run.config, dry_plan, template))
+        devices = [device for role in dry_plan.roles for device in role.devices]
+        section, is_there = run.config.cluster, is_cluster_there(run.config)
+        num_devices = None if is_there else 1 + max(devices, default=0)  # an existing cluster has devices of its own
+        cluster = stack.enter_context(
+            Cluster(section.runtime, num_devices=num_devices, timeout_s=section.call_timeout_s, template=template)
+        )
         stack.callback(faults.reach, "closing")
         interrupts.current().check()
-        has_gpus = not are_devices_logical(cluster)
-        inventory = inventory_of(cluster) if has_gpus else None
-        config, has_new_budgets = for_devices(run, has_gpus, lambda config: budgets_on(config, cluster), inventory)
-        plan = plan_on(config, cluster)
+        has_gpus = not config_plan.are_devices_logical(cluster)
+        inventory = config_plan.inventory_of(cluster) if has_gpus else None
+        config, has_new_budgets = for_devices(
+            run, has_gpus, lambda config: config_plan.budgets_on(config, cluster), inventory
+        )
+        plan = config_plan.plan_on(config, cluster)
         save_plan(run.run_dir, plan)
         silence_s = config.cluster.silence_timeout_s
         stack.enter_context(watch_processes(cluster, journal, run.run_dir, silence_s, pinged))
@@ -162,7 +163,7 @@ def record_plan(journal: Journal, context: ClusterContext, notes: Sequence[str] 
     roles = ", ".join(f"{role.name} on {role.on}" for role in context.plan.roles)
     if context.config.has_rollouts:
         journal.say(f"{context.plan.label}: {roles}")
-    for note in [*notes, *plan_notes(context.config, context.cluster, context.plan)]:
+    for note in [*notes, *config_plan.plan_notes(context.config, context.cluster, context.plan)]:
         journal.say(note)
 
 
@@ -193,7 +194,7 @@ def for_devices(
     if run.checkpoint is not None:
         config = with_budgets_of(config, loads_saved(str(run.checkpoint.state["config"])))
     if inventory is not None and is_chosen_by_run(config):
-        config = with_slots_on(config, inventory)
+        config = config_plan.with_slots_on(config, inventory)
         journal.say(f"rollout.num_slots: {config.rollout.num_slots} sequences at a time for each engine (it is unset)")
     chosen = choose(config)
     if uses(config) and chosen.config == config:
@@ -240,18 +241,17 @@ def export_folders(config: Config, run_dir: Path) -> dict[Exported, Path]:
     return folders | {"model": model}
 
 
-@dataclass(frozen=True)
-class ExportingRanks:
-    """Calls to the ranks that export a model. The first rank writes, perhaps on another node than the driver's."""
-
-    on_first: Callable[..., Any]  # calls a method of the first rank's worker: (method, *arguments)
-    write: Callable[[str], object]  # writes the model into a folder, with all ranks
-
-
-def export_models(run: OpenRun, ranks_of: Callable[[Exported], ExportingRanks], tokenizer: Any, num_steps: int) -> None:
+def export_models(
+    run: OpenRun,
+    ranks: Mapping[str, WorkerGroup[Any] | None],
+    write: Callable[[Exported, str], object],
+    tokenizer: Any,
+    num_steps: int,
+) -> None:
     """Export every model that is not exported yet, each with the tokenizer, and conclude the run's checkpoints.
 
-    num_steps: the steps that the run has made.
+    ranks: those that hold each model. The first one writes it, perhaps on another node than the driver's. write: has
+    all of them write a model into a folder. num_steps: the steps that the run has made.
     """
     from hotseat.loop.workers.model_workers import BackendWorker
 
@@ -261,20 +261,21 @@ def export_models(run: OpenRun, ranks_of: Callable[[Exported], ExportingRanks], 
     for what, folder in export_folders(run.config, run.run_dir).items():
         if run.checkpoint is not None and origin.checkpoint is not None and is_exported(folder, origin):
             continue  # before the run was ended, in another export
-        ranks = ranks_of(what)
-        writing, is_written = None, False
+        group = ranks[what]
+        assert group is not None
+        first, writing, is_written = group.on(0), None, False
         try:
-            writing = ranks.on_first(BackendWorker.begin_export, for_ranks(folder))
-            ranks.write(writing)
+            [writing] = first.call(BackendWorker.begin_export, for_ranks(folder))
+            write(what, writing)
             is_written = True
-            ranks.on_first(BackendWorker.finish_export, writing, for_ranks(folder), _files_of(tokenizer), origin)
+            first.call(BackendWorker.finish_export, writing, for_ranks(folder), _files_of(tokenizer), origin)
         except Exception as error:
             if is_written and origin.checkpoint is None:
                 hint = f"its weights are in {writing}"  # nowhere else
             else:
                 if writing is not None:
                     with suppress(Exception):  # the error of the export counts
-                        ranks.on_first(BackendWorker.drop_export, writing)
+                        first.call(BackendWorker.drop_export, writing)
                 hint = "once the cause is removed, a resumed run exports it"
                 if origin.checkpoint is None:
                     hint = "there is no checkpoint of the last step to export it from"
@@ -285,7 +286,6 @@ def export_models(run: OpenRun, ranks_of: Callable[[Exported], ExportingRanks], 
 
 
 def _files_of(tokenizer: Any) -> dict[str, bytes]:
-    """Return the files of a tokenizer by name, to be written where the model is."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         paths = [path for path in Path(folder).rglob("*") if path.is_file()]
@@ -334,15 +334,6 @@ def _is_finished(config: Config, checkpoint: Checkpoint, num_steps: int, run_dir
         return False
     print(f"nothing to do: all {checkpoint.step} steps are done, the model is {folders['model']}")
     return True
-
-
-def _cluster(make: type[Cluster], config: Config, dry: Plan, template: Template | None) -> Cluster:
-    """Make a cluster with room for the plan: an existing one, or our own with a logical device per planned device."""
-    num_devices: int | None = 1 + max((device for role in dry.roles for device in role.devices), default=0)
-    if is_cluster_there(config):
-        num_devices = None  # an existing cluster has devices of its own
-    timeout_s = config.cluster.call_timeout_s
-    return make(config.cluster.runtime, num_devices=num_devices, timeout_s=timeout_s, template=template)
 
 
 def _journal(

@@ -13,18 +13,10 @@ from hotseat.checks.pipeline import check_prerequisites
 from hotseat.cluster import Template
 from hotseat.config import Config
 from hotseat.config.resolved import resolved_notes
+from hotseat.loop import opening
 from hotseat.loop.inputs import rl_inputs, supervised_inputs
-from hotseat.loop.opening import (
-    OpenRun,
-    are_budgets_tried,
-    cluster_context,
-    export_models,
-    folder_witness,
-    open_run,
-    record_plan,
-)
 from hotseat.loop.start import make_view, without_collector
-from hotseat.loop.state.episode_images import remove_unneeded_images
+from hotseat.loop.state.run_dir import remove_unneeded_images
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
 from hotseat.planning.budgets import smaller_budget_kept
@@ -82,21 +74,21 @@ def _start_rl(
         from hotseat.loop.rl.loop import train_rl
         from hotseat.loop.state.watchdog import doing_in
 
-    with open_run(config, inputs, columns(config), view, steering=steering) as run:
+    with opening.open_run(config, inputs, columns(config), view, steering=steering) as run:
         if run.evaluation is not None:
             _remove_images(run)
             return run.evaluation
         journal, saver = run.journal, run.saver
         pinged = [role.name for role in ROLES.values() if role.answers_pings and recording is None]
-        with cluster_context(run, inputs.plan, pinged, template) as context:
-            record_plan(journal, context, resolved_notes(context.config))
+        with opening.cluster_context(run, inputs.plan, pinged, template) as context:
+            opening.record_plan(journal, context, resolved_notes(context.config))
             record_prediction(context.config, context.plan, run.run_dir, journal.say)
             journal.stage(_loading(context.config, context.plan), lambda: doing_in(context.cluster))
             eos = eos_token_ids(context.config, inputs.tokenizer)
             groups = launch_groups(context, inputs.algebra, eos, run.run_dir, journal, recording)
             with assemble(context, inputs, groups, run.run_dir, journal, recording) as rl_run:
                 with saver.settled(journal), smaller_budget_kept(lambda: rl_run.micro_batches.config, saver.keep):
-                    if context.has_new_budgets and are_budgets_tried(groups.have_gpus):
+                    if context.has_new_budgets and opening.are_budgets_tried(groups.have_gpus):
                         journal.phase("update")
                         rl_run.micro_batches.try_out(saver.keep)
                     saver.keep(rl_run.micro_batches.config)
@@ -108,13 +100,14 @@ def _start_rl(
                         config.rollout.samples_per_prompt,
                     )
                 with saver.exporting():
+                    ranks = {"critic": groups.critic, "model": groups.actor, "moving average": groups.actor}
                     made = saver.last_made or rl_run.num_steps
-                    export_models(run, rl_run.checkpoints.exporting, inputs.tokenizer, made)
+                    opening.export_models(run, ranks, rl_run.checkpoints.export, inputs.tokenizer, made)
         _remove_images(run)
     return evaluation
 
 
-def _remove_images(run: OpenRun) -> None:
+def _remove_images(run: opening.OpenRun) -> None:
     """Delete images that nothing needs after the run, which is complete without that, too."""
     try:
         remove_unneeded_images(run.run_dir, run.saver.folder)
@@ -131,16 +124,16 @@ def _start_supervised(
     from hotseat.loop.supervised.supervised_loop import columns, launch_ranks, train_and_export
     from hotseat.loop.supervised.supervised_worker import SupervisedWorker
 
-    with open_run(config, inputs, columns(inputs.data), view, steering=steering) as run:
+    with opening.open_run(config, inputs, columns(inputs.data), view, steering=steering) as run:
         if run.evaluation is not None:
             return run.evaluation
         journal = run.journal
-        with cluster_context(run, inputs.plan, template=template) as context:
-            record_plan(journal, context)
+        with opening.cluster_context(run, inputs.plan, template=template) as context:
+            opening.record_plan(journal, context)
             journal.stage(_loading(context.config, context.plan), lambda: doing_in(context.cluster))
-            with folder_witness(context.config, run.run_dir, context.cluster.runtime == "local") as proof:
+            with opening.folder_witness(context.config, run.run_dir, context.cluster.runtime == "local") as proof:
                 actor = launch_ranks(context, inputs, journal, proof)
-            is_tried = are_budgets_tried(actor.call(SupervisedWorker.device_type)[0] == "cuda")
+            is_tried = opening.are_budgets_tried(actor.call(SupervisedWorker.device_type)[0] == "cuda")
             return train_and_export(run, inputs, actor, context.config, context.has_new_budgets and is_tried)
 
 

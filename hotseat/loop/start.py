@@ -34,28 +34,24 @@ def start(config: Config, launched: bool = False, steering: Steering | None = No
     Returns the last evaluation.
     """
     with interrupts.handled() as handler, handler.in_run():
-        return _check_and_run(config, launched, steering)
+        check_config(config)
+        keep_compiled()
+        shown = None if steering is None else steering.view(config.task)
+        with shown or make_view(config, launched) as view, agent_trial(config) as trial:
+            notes = [*check_job_directory(config, Path.cwd()), *check_user_code(config, view.stage)]
+            view.stage("loading torch and transformers")
+            has_workers = not launched and config.cluster.runtime == "ray"
+            env = thread_env(config.cluster.threads_per_process)
+            modules = worker_modules(config)
+            with without_deepspeeds_greeting(), started_template(modules, env, has_workers) as template:
+                with without_collector():
+                    from hotseat.loop import run
 
-
-def _check_and_run(config: Config, launched: bool, steering: Steering | None) -> dict[str, float]:
-    check_config(config)
-    keep_compiled()
-    shown = None if steering is None else steering.view(config.task)
-    with shown or make_view(config, launched) as view, agent_trial(config) as trial:
-        notes = [*check_job_directory(config, Path.cwd()), *check_user_code(config, view.stage)]
-        view.stage("loading torch and transformers")
-        has_workers = not launched and config.cluster.runtime == "ray"
-        env = thread_env(config.cluster.threads_per_process)
-        modules = worker_modules(config)
-        with without_deepspeeds_greeting(), started_template(modules, env, has_workers) as template:
-            with without_collector():
-                from hotseat.loop import run
-
-            interrupts.current().check()
-            if trial is not None:
-                view.stage(f"loading {config.agent.path} once, to see that it works")
-                notes += trial.notes()
-            return run.start(config, launched, view, notes, template, steering=steering)
+                handler.check()
+                if trial is not None:
+                    view.stage(f"loading {config.agent.path} once, to see that it works")
+                    notes += trial.notes()
+                return run.start(config, launched, view, notes, template, steering=steering)
 
 
 @contextmanager
@@ -117,14 +113,11 @@ def check_job_directory(config: Config, directory: Path) -> list[str]:
         "checkpoint.path": config.checkpoint.path,
         "checkpoint.export_path": config.checkpoint.export_path,
     }
-    inside = [f"{key} {path}" for key, path in paths.items() if path and _is_inside(directory / path, directory)]
+    here = directory.resolve()
+    inside = [f"{key} {path}" for key, path in paths.items() if path and (here / path).resolve().is_relative_to(here)]
     if not inside:
         return []
     return [
         f"{', '.join(inside)}: relative to {directory}, Ray's copy of the job's working directory, which Ray may delete"
         " once the job has ended; give absolute paths to keep them"
     ]
-
-
-def _is_inside(path: Path, directory: Path) -> bool:
-    return path.resolve().is_relative_to(directory.resolve())

@@ -261,7 +261,7 @@ def _named(value: Any) -> str:
 @contextmanager
 def _owned(folder: Path) -> Iterator[None]:
     """Make the folder anew, for this process alone, and remove it afterwards. What a killed script left is removed."""
-    from hotseat.loop.state.saving import sole_owner
+    from hotseat.loop.state.run_dir import sole_owner
 
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with sole_owner(folder):

@@ -27,7 +27,7 @@ from hotseat.checks.stage import CheckContext
 from hotseat.checks.user_files import agent_problem, reward_problem
 from hotseat.config import loads
 from hotseat.errors import UnsupportedError, UserError
-from hotseat.loop.state.saving import sole_owner
+from hotseat.loop.state.run_dir import sole_owner
 
 # Runs commands one after another, then says which heavy libraries came with them.
 MANY_COMMANDS = """

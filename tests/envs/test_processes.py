@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import simulator_conformance as conformance
 
+from hotseat.config.schema.rollout_options import EnvConfig
 from hotseat.data.frames import film_of_pictures
 from hotseat.envs.family_loading import (
     SimulatorSettings,
@@ -27,6 +28,7 @@ from hotseat.envs.simulator import ActionSpec, Observation, SimulatorStep, Task
 from hotseat.envs.simulator_child import _answers, _step
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
+from hotseat.loop.workers.observations import SimulationSettings
 from hotseat.processes import WorkerDied, WorkerTimeout
 
 WALK = str(Path(__file__).parents[1] / "helpers" / "walk_env.py")
@@ -35,6 +37,12 @@ WALKS = str(Path(__file__).parents[1] / "helpers" / "walks_env.py")
 
 def make_simulator(settings: SimulatorSettings):
     return load_family(settings).make(list(settings.tasks), settings.max_steps, **settings.kwargs)
+
+
+def simulation(simulator: SimulatorSettings, **env) -> SimulationSettings:
+    """Settings of one simulator whose numbers have four bins."""
+    section = EnvConfig(**({"num_envs": 1, "bins": 4, "step_timeout_s": 1.0} | env))
+    return SimulationSettings(simulator, section, 1, has_turn_rewards=False, bootstraps=False)
 
 
 def walk(num_envs: int = 2, said: list[str] | None = None, num_processes: int = 1, cls=ProcessEnv, path=WALK, **kwargs):
@@ -324,7 +332,7 @@ def test_states_of_gymnasium_keep_their_bounds():
 
 
 def test_a_reward_by_success_is_refused_where_nobody_knows_it():
-    from hotseat.loop.workers.observations import SimulationSettings, _refuse_unknown_success
+    from hotseat.loop.workers.observations import _refuse_unknown_success
 
     class Env:
         """Says whether it succeeded in the steps from `said_at` on, and ends with the third."""
@@ -340,7 +348,7 @@ def test_a_reward_by_success_is_refused_where_nobody_knows_it():
             is_known = np.array([self.num_steps >= self.said_at])
             return Outcome([Observation()], np.zeros((1, 1)), np.ones(1), is_last, no, no, is_known, {})
 
-    settings = SimulationSettings(SimulatorSettings("gym", ("Cart",)), 1, 1, 1, 2, 4, 1.0, True, False, False)
+    settings = simulation(SimulatorSettings("gym", ("Cart",)), chunk=2, reward="success")
     for said_at in (1, 3):
         env = Env(said_at)
         _refuse_unknown_success(settings, env)
@@ -354,11 +362,11 @@ def test_a_reward_by_success_is_refused_where_nobody_knows_it():
 def test_episodes_that_ended_are_forgotten():
     import asyncio
 
-    from hotseat.loop.workers.simulation import Stage
+    from hotseat.loop.workers.simulation import SimulatorStage
 
     DyingEnv.deaths = {}
     thread = ThreadPoolExecutor(1)
-    stage = Stage(DyingEnv(SimulatorSettings("any"), 3), thread)
+    stage = SimulatorStage(DyingEnv(SimulatorSettings("any"), 3), thread)
 
     async def play():
         for slot in range(2):
@@ -366,7 +374,7 @@ def test_episodes_that_ended_are_forgotten():
             stage.leave(slot)
         await stage.reset(2, 0, 7)
 
-    with thread, contextlib.closing(stage):
+    with thread, contextlib.closing(stage.env):
         asyncio.run(play())
         assert list(stage.env._episodes) == [2]
         stage.leave(2)
@@ -378,7 +386,7 @@ def test_episodes_that_ended_are_forgotten():
 def test_stages_of_a_host_step_one_after_another():
     import asyncio
 
-    from hotseat.loop.workers.simulation import Stage
+    from hotseat.loop.workers.simulation import SimulatorStage
 
     inside = threading.Lock()
 
@@ -392,7 +400,7 @@ def test_stages_of_a_host_step_one_after_another():
 
     DyingEnv.deaths = {}
     thread = ThreadPoolExecutor(1)
-    stages = [Stage(Alone(SimulatorSettings("any"), 2), thread) for _ in range(2)]
+    stages = [SimulatorStage(Alone(SimulatorSettings("any"), 2), thread) for _ in range(2)]
 
     async def play(stage, slot):
         await stage.reset(slot, 0, slot)
@@ -406,7 +414,7 @@ def test_stages_of_a_host_step_one_after_another():
     with thread:
         asyncio.run(play_all())
     for stage in stages:
-        stage.close()
+        stage.env.close()
 
 
 def test_engines_have_room_for_one_stage():
@@ -471,7 +479,7 @@ def test_simulators_that_cannot_start_are_named_before_a_model_loads(monkeypatch
 
 
 def test_observations_that_a_policy_cannot_read_are_refused():
-    from hotseat.loop.workers.observations import Reader, SimulationSettings
+    from hotseat.loop.workers.observations import Reader
 
     class Space:
         action = ActionSpec.numbered(3)
@@ -485,7 +493,7 @@ def test_observations_that_a_policy_cannot_read_are_refused():
         def __len__(self):
             return 300
 
-    settings = SimulationSettings(SimulatorSettings("gym"), 1, 1, 1, 2, 4, 1.0, False, False, False)
+    settings = simulation(SimulatorSettings("gym"), chunk=2)
     reader = Reader(settings, Words(), 8, Space())
     # Two numbers of four bins between 0 and 1, after the words: bins 0 and 3 are tokens 299 and 296.
     seen = Observation(instruction="go on", text="red", state=np.array([0.1, 0.9], dtype=np.float32))
@@ -589,11 +597,9 @@ def test_frames_come_whole_through_shared_memory_or_the_pipe_also_from_a_process
 
 @pytest.mark.slow
 def test_a_film_shows_the_world_before_the_first_and_after_every_action():
-    from hotseat.loop.workers.observations import Films, SimulationSettings
+    from hotseat.loop.workers.observations import Films
 
-    settings = SimulationSettings(
-        SimulatorSettings(WALK, ("right",), 12), 1, 1, 1, 1, 4, 60.0, False, False, False, num_films=1
-    )
+    settings = simulation(SimulatorSettings(WALK, ("right",), 12), step_timeout_s=60.0, films=1)
     films, world = Films(settings), make_simulator(SimulatorSettings(WALK, ("right",), 12))
     actions = np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
     world.reset(0, 7)
@@ -613,7 +619,6 @@ def test_a_film_shows_the_world_before_the_first_and_after_every_action():
 def test_rewards_of_an_episode_are_those_of_its_chunks_or_of_its_actions(rewarded):
     import asyncio
 
-    from hotseat.loop.workers.observations import SimulationSettings
     from hotseat.loop.workers.records import _rewards_of
     from hotseat.loop.workers.simulation import Player
     from hotseat.types import Completion, Prompt, SampleKey, Sampling
@@ -631,11 +636,8 @@ def test_rewards_of_an_episode_are_those_of_its_chunks_or_of_its_actions(rewarde
 
     found = []
     for has_action_rewards in (False, True):
-        settings = SimulationSettings(
-            SimulatorSettings(WALK, ("right",), 12),
-            *(1, 1, 1, 2, 4, 60.0, rewarded == "success", True, False),
-            has_action_rewards=has_action_rewards,
-        )
+        settings = simulation(SimulatorSettings(WALK, ("right",), 12), chunk=2, step_timeout_s=60.0, reward=rewarded)
+        settings = replace(settings, has_turn_rewards=True, has_action_rewards=has_action_rewards)
         player = Player(settings, Words(), 64)
         try:
             prompt = Prompt(0, "", (1,), label="0/7")

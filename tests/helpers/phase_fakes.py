@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ from hotseat.loop.rl.groups import Groups, RolloutHosts
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phases import PreparePhase, SyncPhase, UpdatePhase
 from hotseat.loop.rl.recovery import ENGINE, HOST, Recovery, Replaceable
-from hotseat.loop.rl.rollout import Evaluation, RolloutRunner
+from hotseat.loop.rl.rollout import RolloutRunner, evaluate
 from hotseat.loop.rl.state import PhaseSettings, RlState
 from hotseat.loop.rl.stream import SynchronousStream
 from hotseat.loop.rl.sync import Pusher, Routes
@@ -463,7 +464,7 @@ class Case:
         self.pusher = Pusher(
             self.groups, routes, self.state, self.guard, self.meter, self.scheduler, self.restarts, self.said.append
         )
-        hosts = Replaceable(self.hosts, HOST, lambda ranks: self.log.append(f"reconnect {ranks}"), has_devices=False)
+        hosts = Replaceable(self.hosts, HOST, lambda ranks: self.log.append(f"reconnect {ranks}"))
         self.recovery = Recovery(
             [Replaceable(self.engines, ENGINE, needs_weights=True), hosts],
             self.scheduler,
@@ -476,7 +477,7 @@ class Case:
         self.sync = SyncPhase(self.pusher, self.state, self.guard, self.recovery)
         answering = RolloutRunner(self.groups, self.settings, self.meter, self.guard, self.pusher, self.recovery)
         self.record = FakeArrivals()
-        self.evaluation = Evaluation(answering, eval_prompts)
+        self.evaluate = partial(evaluate, answering, eval_prompts)
         self.stream = SynchronousStream(answering, self.state, self.samples, self.prompts, self.record)
         self.prepare = PreparePhase(self.groups, self.stream, self.settings, self.meter, self.samples)
         self.update = UpdatePhase(self.groups, self.settings, self.state, self.meter)

@@ -79,7 +79,7 @@ def test_entries_are_under_their_names_and_what_they_point_to_exists():
 
 
 # Where engines and backends may be named: where they are implemented, and where others' flags are translated.
-HOMES = ("registry/", "rollout/", "train/", "openrlhf/", "rlinf/")
+HOMES = ("registry/", "rollout/", "train/", "openrlhf/", "rlinf/", "trl/", "verl/")
 # What is called so otherwise: a cache's folder, and the library.
 OTHERWISE = {"caches.py": {"vllm"}, "loop/start.py": {"transformers"}}
 

@@ -17,6 +17,7 @@ from hotseat.cli.options_view import options
 from hotseat.config import loads
 from hotseat.config.conflicts import conflicts, missing
 from hotseat.config.presence import compares_with_reference
+from hotseat.config.schema.algorithm_options import DpoConfig
 from hotseat.errors import ConfigError, UserError
 from hotseat.extensions import load
 from hotseat.loop.settings.training_settings import policy_settings
@@ -122,7 +123,7 @@ def test_a_loss_of_preferences_is_a_function_and_an_entry(added):
         loads("task: dpo\nalgorithm: {dpo: {loss: hinge, label_smoothing: 0.1}}")
     # 2 - (-1 + 2) / 2 and 2 - 6 / 2, which is below 0
     answers = Answers(torch.tensor([[-1.0, -2.0], [-1.0, -7.0]]), torch.ones(2, 2))
-    result = PreferenceObjective("hinge", 0.5, gamma=2.0).loss_of_pairs(answers)
+    result = PreferenceObjective(DpoConfig(loss="hinge", beta=0.5, gamma=2.0)).loss_of_pairs(answers)
     assert result.loss.tolist() == [1.5, 0]
 
 
@@ -169,7 +170,7 @@ def test_entries_are_under_their_names_and_what_they_point_to_exists():
 
 
 # Where they may be named: where others' names are translated, and in what a command is about.
-HOMES = ("registry/", "openrlhf/", "rlinf/")
+HOMES = ("registry/", "openrlhf/", "rlinf/", "trl/", "verl/")
 OTHERWISE = {
     "cli/new.py": {"ppo", *TASKS},  # kinds of new configs
     "cli/demo_command.py": {"sft"},

@@ -4,10 +4,10 @@ import pytest
 
 from hotseat.config import loads
 from hotseat.config.presence import has_reward_file, name_of_function, reward_files
+from hotseat.config.schema.reward_options import RewardConfig
 from hotseat.errors import ConfigError
 from hotseat.failed import Failed, NotApplicable
-from hotseat.loop.workers.scorers import ScorerSettings, make_scorer
-from hotseat.rewards import Grader
+from hotseat.loop.workers.host_settings import ScorerSettings, make_scorer
 from hotseat.rewards.scorer import NamedArguments
 
 WIDE = 60.0  # seconds, against hangs
@@ -31,8 +31,9 @@ def broken(queries, prompts, labels):
 
 def scored(file, *parts, answers=("7", "skip"), graders=()):
     """Return the scores of two answers to a prompt."""
-    functions = tuple((name, f"{file}:{name}", weight) for name, weight in parts)
-    with make_scorer(ScorerSettings(functions=functions, graders=graders, retries=0)) as scorer:
+    functions = [{"function": f"{file}:{name}", "weight": weight} for name, weight in parts]
+    reward = RewardConfig.model_validate({"functions": functions, "graders": list(graders), "retries": 0})
+    with make_scorer(ScorerSettings(reward)) as scorer:
         named = NamedArguments({"prompt": "3+4=", "answer": "7"}, answers, [[1]] * len(answers))
         queries = [f"3+4={answer}" for answer in answers]
         future = scorer.submit(queries, ["3+4="] * 2, ["7"] * 2, ["0/0/0", "0/0/1"], named)
@@ -65,7 +66,7 @@ def test_what_does_not_apply_adds_nothing_and_only_nothing_at_all_is_no_reward(f
 
 @pytest.mark.slow
 def test_graders_are_added(file):
-    first, second = scored(file, ("short", 1.0), graders=(Grader("exact", "same", 3.0),))
+    first, second = scored(file, ("short", 1.0), graders=[{"kind": "exact", "name": "same", "weight": 3.0}])
     assert (first.reward, second.reward) == (7.0, 4.0)
 
 

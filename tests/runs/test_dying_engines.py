@@ -3,8 +3,6 @@
 In process: a group whose ranks can die as processes do. `runs/test_overlap_kills.py` kills a real one.
 """
 
-import math
-import threading
 from collections import Counter
 
 import pytest
@@ -14,7 +12,6 @@ from test_overlap import long_answers, trained
 
 from hotseat.cluster import local
 from hotseat.config import loads
-from hotseat.errors import WorkerError
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
 
@@ -25,6 +22,8 @@ TWO_ENGINES = "{runtime: local, inventory: 1x3, component_placement: {actor: 0, 
 
 PARTLY_SHARED = "{runtime: local, inventory: 1x2, component_placement: {actor: 0, rollout: 0-1}}"
 CARRIED = "{staleness: 1, order: arrival, in_flight: recompute}"
+
+
 @pytest.fixture
 def run(task, monkeypatch):
     """Return a function that makes a run with two engines, of which one dies, and returns its engines."""

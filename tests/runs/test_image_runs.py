@@ -10,7 +10,6 @@ import pytest
 from loop_cases import rl_yaml, same, sft_yaml, weights
 from safetensors.torch import load_file
 
-from hotseat.model_source import ModelSource
 from hotseat.checks.pipeline import MODELS
 from hotseat.checks.stage import CheckContext, run_checks
 from hotseat.cli.main import main
@@ -18,6 +17,7 @@ from hotseat.config import Config, loads
 from hotseat.errors import ConfigError, DataError, UserError
 from hotseat.loop.run import start
 from hotseat.loop.state.saving import Saver
+from hotseat.model_source import ModelSource
 from hotseat.observe import read_lines
 
 REWARD = """
@@ -169,7 +169,7 @@ def test_images_of_agents_are_no_larger_than_the_engine_was_started_for(task, tm
 
     from hotseat.agents.agent import AgentError
     from hotseat.data.images import ImageLimits
-    from hotseat.loop.workers.image_preparation import HostImages, make_image_preparer
+    from hotseat.loop.workers.host_settings import HostImages, make_image_preparer
 
     model = str(task / "model")
     largest = image_cases.write_pixels(tmp_path, 0)

@@ -9,7 +9,6 @@ from loop_cases import dpo_yaml, ppo_yaml, rm_yaml, same, weights
 from PIL import Image
 from safetensors.torch import load_file
 
-from hotseat.model_source import ModelSource
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.data import digest_of
@@ -18,6 +17,7 @@ from hotseat.loop import inputs
 from hotseat.loop.inputs import supervised_inputs
 from hotseat.loop.run import start
 from hotseat.loop.state.saving import Saver
+from hotseat.model_source import ModelSource
 from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow

@@ -4,9 +4,9 @@ import json
 from collections import Counter
 
 import pytest
+from dying_engines import Engines
 from judge_cases import expected_verdict, judge_section, make_judge
 from loop_cases import rl_yaml, same, weights
-from dying_engines import Engines
 from test_rl import run_command
 from transformers import AutoTokenizer
 

@@ -11,7 +11,6 @@ from loop_cases import make_task, make_value_model, ppo_yaml, same
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
-from hotseat.model_source import ModelSource
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import UserError, WeightError
@@ -21,9 +20,10 @@ from hotseat.loop.run import start
 from hotseat.loop.workers.experience import AdvantageSettings, Share
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.model_workers import ActorWorker, BatchSettings, InferenceWorker, ModelWorker, PolicySettings
-from hotseat.loop.workers.observations import Context
+from hotseat.loop.workers.observations import PolicyInput
 from hotseat.loop.workers.simulation import _value_segment
 from hotseat.loop.workers.value_models import CriticSettings, CriticWorker
+from hotseat.model_source import ModelSource
 from hotseat.observe import read_lines
 from hotseat.train.backend import AdamW, TrainOptions
 from hotseat.train.schedule import Schedule
@@ -183,7 +183,7 @@ def test_the_critic_values_what_follows_an_episode_that_ran_out_of_time(task, ti
     seen = (5, 9, 3, 7)
     played = first.samples[0].episode.segments[0], first.samples[1].episode.segments[0]
     cut_off = Episode(
-        SampleKey(0, 0, 0), (*played, _value_segment(Context([*seen]))), "", is_truncated=True, has_bootstrap=True
+        SampleKey(0, 0, 0), (*played, _value_segment(PolicyInput([*seen]))), "", is_truncated=True, has_bootstrap=True
     )
     groups = (
         PromptGroup(first.prompt, (ScoredEpisode(cut_off, 0.25, 0.25),)),

@@ -23,7 +23,7 @@ from hotseat.errors import CheckpointError, UserError
 from hotseat.faults import Fault
 from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
-from hotseat.loop.state.saving import sole_owner
+from hotseat.loop.state.run_dir import sole_owner
 from hotseat.observe import read_lines
 from hotseat.types import SampleKey
 

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-
 from loop_cases import make_task
 
 from hotseat.cli.main import main

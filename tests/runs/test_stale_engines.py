@@ -12,21 +12,19 @@ import torch
 from loop_cases import make_task, rl_yaml
 from safetensors.torch import load_file, save_file
 
-from hotseat.model_source import ModelSource
 from hotseat.algorithms.digest import tensor_digest
 from hotseat.cluster import Cluster
 from hotseat.config import loads
 from hotseat.errors import WeightError
-from hotseat.loop.rl.canary import CanaryGuard
-from hotseat.loop.rl.canary import CanarySettings
+from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.sync import push_weights
 from hotseat.loop.settings.rollout_settings import engine_settings
-from hotseat.loop.settings.training_settings import policy_settings
-from hotseat.loop.settings.training_settings import train_options
+from hotseat.loop.settings.training_settings import policy_settings, train_options
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.model_workers import ActorWorker
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
+from hotseat.model_source import ModelSource
 from hotseat.types import Episode, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 from hotseat.weights.bucket import Bucket
 from hotseat.weights.transfer import Sender

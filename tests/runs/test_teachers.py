@@ -11,7 +11,6 @@ import torch
 from loop_cases import make_group, rl_yaml, same, weights
 from safetensors.torch import load_file, save_file
 
-from hotseat.model_source import ModelSource
 from hotseat.checks.model_configs import teachers
 from hotseat.checks.stage import DataContext
 from hotseat.config import loads
@@ -21,6 +20,7 @@ from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.model_workers import ModelWorker
 from hotseat.loop.workers.teachers import TeachersWorker
+from hotseat.model_source import ModelSource
 from hotseat.train.backend import TrainOptions
 from hotseat.types import Prompt
 

@@ -20,15 +20,14 @@ from loop_cases import make_task, rl_yaml
 from model_shells import NO_WEIGHTS
 from safetensors.torch import load_file
 
-from hotseat.model_source import ModelSource
 from hotseat.config import Config, loads
 from hotseat.errors import PlacementError
 from hotseat.faults import VARIABLE, Fault
 from hotseat.loop.run import start
-from hotseat.loop.settings.training_settings import policy_settings
-from hotseat.loop.settings.training_settings import train_options
+from hotseat.loop.settings.training_settings import policy_settings, train_options
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.model_workers import ActorWorker
+from hotseat.model_source import ModelSource
 from hotseat.observe import read_lines
 from hotseat.processes.supervisor import end_marked, marked
 from hotseat.rollout import TransformersEngine

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hotseat.config.schema.rollout_options import EnvConfig
 from hotseat.data.frames import FramePreparer
 from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows
 from hotseat.data.prompts import make_prompts
@@ -438,7 +439,7 @@ def test_an_observation_that_is_only_a_picture_is_refused_for_llava(tmp_path):
     name = tiny.save("llava", tmp_path / "model")
     env = SimpleNamespace(action=ActionSpec.numbered(3), num_state_values=None, state_bounds=None)
     settings = SimulationSettings(
-        SimulatorSettings("gym"), 1, 1, 1, 1, 4, 1.0, False, False, False, images_for=ModelSource(name)
+        SimulatorSettings("gym"), EnvConfig(num_envs=1, bins=4), 1, False, False, images_for=ModelSource(name)
     )
     reader = Reader(settings, AutoTokenizer.from_pretrained(name), 64, env)
     picture = np.zeros((28, 28, 3), dtype=np.uint8)

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,7 +36,7 @@ def release_cache_here() -> None:
         torch.cuda.empty_cache()
 
 
-class HoldsMemory:
+class DeviceWorker:
     """Worker whose process may hold device memory."""
 
     def held(self) -> Held:
@@ -52,24 +52,16 @@ class HoldsMemory:
         """Return unused allocator cache to the device."""
         release_cache_here()
 
-
-class Movable(Protocol):
-    """Calls that are made to a process of a role with devices."""
-
-    def held(self) -> Held:
-        """Return the device memory of the process since the last call."""
-
     def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         """Take parts off the device; without `keep_weights` no copy of the weights is kept."""
+        return Moved(0, 0, 0.0)
 
     def onload(self, parts: Sequence[Any]) -> Moved:
         """Put parts back on the device."""
-
-    def release_cache(self) -> None:
-        """Return unused allocator cache to the device."""
+        return Moved(0, 0, 0.0)
 
 
-def memory_by_role(groups: Mapping[str, WorkerGroup[Movable]]) -> dict[str, list[tuple[float, float]]]:
+def memory_by_role(groups: Mapping[str, WorkerGroup[DeviceWorker]]) -> dict[str, list[tuple[float, float]]]:
     """Return (GiB in use, GiB that the allocator reserved beyond that) of each process, by role; all measure at once.
 
     On a GPU, the peak since the last call; otherwise the resident memory of the process. A role whose processes do not
@@ -82,7 +74,7 @@ def memory_by_role(groups: Mapping[str, WorkerGroup[Movable]]) -> dict[str, list
     memory = {}
     for role, group in groups.items():
         with contextlib.suppress(RunError):
-            started[role] = group.start(Movable.held)
+            started[role] = group.start(DeviceWorker.held)
     for role, pending in started.items():
         with contextlib.suppress(RunError):
             memory[role] = [(held.peak / 2**30, held.unused / 2**30) for held in pending.result()]

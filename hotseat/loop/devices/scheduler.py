@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from hotseat import faults
 from hotseat.cluster import Pending, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
 from hotseat.errors import PlacementError, RunError
-from hotseat.loop.devices.held_memory import Movable
+from hotseat.loop.devices.held_memory import DeviceWorker
 from hotseat.observe import Timeline
 from hotseat.placement import GIB, Holding, Part, PhaseStep, Plan
 from hotseat.registry.roles import role_entry
@@ -59,7 +59,7 @@ class DeviceScheduler:
     def __init__(
         self,
         plan: Plan,
-        groups: Mapping[str, WorkerGroup[Movable]],
+        groups: Mapping[str, WorkerGroup[DeviceWorker]],
         *,
         timeout_s: float,
         is_gone: Callable[[Holder], bool] = lambda holder: False,
@@ -136,7 +136,6 @@ class DeviceScheduler:
             self._move(_Batch("offload", "restart", {key: leaving[key] for key in keys}))
 
     def _parts(self, role: str) -> set[Part]:
-        """Return the parts that a role can offload, as far as the plan knows."""
         return {
             holding.part
             for group in self._plan.groups
@@ -157,7 +156,6 @@ class DeviceScheduler:
         raise PlacementError(f"the flow has no phase {phase!r} in which {role} works; it has {steps}")
 
     def _holdings(self, step: PhaseStep, device: int) -> Sequence[Holding]:
-        """Return what the plan has on a device, or off it, in a step."""
         group = self._plan.group_of(device)
         assert group is not None, f"device {device} is in no class of the plan"
         return next(planned for planned in group.steps if planned.step == step.name).holdings
@@ -235,7 +233,9 @@ class DeviceScheduler:
                 )
             coming = {}
         if self._lease is not None:
-            self._draw_lease(self._lease)
+            for device in self._lease.devices:
+                names = {holder.group for holder, devices in self._lease.holders.items() if device in devices}
+                self._draw([device], ", ".join(sorted(names)), self._since_s, turn=self._lease.phase)
             self._leases.end(self._lease)
             self._lease = None
 
@@ -252,7 +252,7 @@ class DeviceScheduler:
                     for (role, rank), process in self._processes.items():
                         if device in process.devices and role not in step.roles and role in self._groups:
                             with self._unless_gone((role, rank)):
-                                self._groups[role].on(rank).within(self._timeout_s).call(Movable.release_cache)
+                                self._groups[role].on(rank).within(self._timeout_s).call(DeviceWorker.release_cache)
 
     def _onload(self, step: str, coming: Mapping[Process, list[Part]]) -> _Batch:
         for _ in coming:
@@ -272,7 +272,9 @@ class DeviceScheduler:
         for batch, key, call in sorted(pending, key=lambda started: started[0] is not batches[0]):
             with self._unless_gone(key, failures):
                 [batch.moved[key]] = call.result()
-                self._draw_move(batch, key, batch.moved[key], started_s)
+                what = f"{batch.how} {key[0]} {', '.join(map(str, batch.parts[key]))}"
+                about = {"kind": "hand-over", "bytes": batch.moved[key].num_bytes, "turn": batch.step}
+                self._draw(self._processes[key].devices, what, started_s, **about)
             now_s = time.time()
             batch.seconds += now_s - ended_s
             ended_s = now_s
@@ -290,8 +292,8 @@ class DeviceScheduler:
         (role, rank), names = key, [str(part) for part in batch.parts[key]]
         process = self._groups[role].on(rank).within(self._timeout_s)
         if batch.how == "offload":
-            return process.start(Movable.offload, names, key not in batch.dropping)
-        return process.start(Movable.onload, names)
+            return process.start(DeviceWorker.offload, names, key not in batch.dropping)
+        return process.start(DeviceWorker.onload, names)
 
     def _record(self, batch: _Batch) -> None:
         """Record which parts are where now. A process that is gone has none on its devices, and none comes back."""
@@ -332,14 +334,6 @@ class DeviceScheduler:
             if failures is None:
                 raise
             failures.append(error)
-
-    def _draw_move(self, batch: _Batch, key: Process, moved: Moved, started_s: float) -> None:
-        if self._timeline is None:
-            return
-        what = f"{batch.how} {key[0]} {', '.join(map(str, batch.parts[key]))}"
-        about = {"kind": "hand-over", "bytes": moved.num_bytes, "turn": batch.step}
-        for device in self._processes[key].devices:
-            self._timeline.span("devices", f"device {device}", what, started_s, time.time(), **about)
 
     def _check_freed(self, batch: _Batch, onloads: Sequence[_Batch], before: Mapping[int, DeviceMemory | None]) -> None:
         """Raise unless each device has gained as much free memory as the processes report to have freed there.
@@ -394,13 +388,10 @@ class DeviceScheduler:
                 total += freed
         return total
 
-    def _draw_lease(self, lease: Lease) -> None:
-        if self._timeline is None:
-            return
-        for device in lease.devices:
-            names = sorted({holder.group for holder, devices in lease.holders.items() if device in devices})
-            thread = f"device {device}"
-            self._timeline.span("devices", thread, ", ".join(names), self._since_s, time.time(), turn=lease.phase)
+    def _draw(self, devices: Sequence[int], what: str, since_s: float, **about: Any) -> None:
+        if self._timeline is not None:
+            for device in devices:
+                self._timeline.span("devices", f"device {device}", what, since_s, time.time(), **about)
 
     def _holders(self, step: PhaseStep) -> dict[Holder, tuple[int, ...]]:
         holders = {}

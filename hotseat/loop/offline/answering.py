@@ -18,7 +18,7 @@ import torch
 from transformers.utils import logging
 
 from hotseat import faults
-from hotseat.agents import AgentHost, OpenRequests, load_agent
+from hotseat.agents import AgentHost, OpenRequests
 from hotseat.agents.transcript import decode
 from hotseat.checks.model_configs import eos_token_ids
 from hotseat.checks.pipeline import DEVICES
@@ -32,14 +32,12 @@ from hotseat.loop.inputs import load_tokenizer, prompts_alone
 from hotseat.loop.offline.group_file import GroupFile, Row, Selection, settings_of
 from hotseat.loop.rl.sample_log import ChosenSample, written
 from hotseat.loop.settings.rollout_settings import engine_settings, eval_sampling, host_settings, rollout_sampling
-from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
+from hotseat.loop.workers.collecting import Collecting, Scoring
 from hotseat.loop.workers.engine_worker import make_engine
 from hotseat.loop.workers.group_facts import EVALUATION, Job
-from hotseat.loop.workers.image_preparation import make_image_preparer
+from hotseat.loop.workers.host_settings import make_agent, make_scorer
 from hotseat.loop.workers.records import record_of
-from hotseat.loop.workers.scorers import make_scorer
 from hotseat.observe import LiveView
-from hotseat.rewards import Score
 from hotseat.rollout.engine import Engine
 from hotseat.types import Completion, Episode, Failed, Prompt, Request, Sampling, ScoredEpisode
 from hotseat.words import label_text, quantity
@@ -49,7 +47,7 @@ MIN_JUDGED = 64  # samples before too many failures end the command
 
 
 @dataclass(frozen=True)
-class Prepared:
+class OfflineInputs:
     """Everything that is checked before a model loads."""
 
     config: Config
@@ -67,7 +65,7 @@ def on_this_device(config: Config) -> Config:
     return config
 
 
-def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, first_row: int = 0) -> Prepared:
+def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, first_row: int = 0) -> OfflineInputs:
     """Read the tokenizer and the prompts, and check the model. Raises `UserError` if anything is wrong with them.
 
     first_row: of the data; those before it are left out.
@@ -76,7 +74,7 @@ def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, firs
     config = on_this_device(config)
     tokenizer = load_tokenizer(config)
     prompts, notes = prompts_alone(config, tokenizer, is_evaluation=is_evaluation, first_row=first_row)
-    return Prepared(config, tokenizer, eos_token_ids(config, tokenizer), prompts, notes)
+    return OfflineInputs(config, tokenizer, eos_token_ids(config, tokenizer), prompts, notes)
 
 
 class Answerer:
@@ -84,7 +82,7 @@ class Answerer:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: OfflineInputs,
         logs: Path,
         view: LiveView,
         *,
@@ -96,14 +94,7 @@ class Answerer:
         self._needs_reward = needs_reward
         self._tokenizer = prepared.tokenizer
         self._host = host_settings(config, None)
-        agent = load_agent(
-            self._host.agent,
-            prepared.tokenizer,
-            max_length=self._host.max_length,
-            max_steps=self._host.max_turns,
-            programs=self._host.programs,
-            preparer=make_image_preparer(self._host.images, self._host.tokenizer, prepared.tokenizer),
-        )
+        agent = make_agent(self._host, prepared.tokenizer)
         self._reward = make_scorer(self._host.scorers)
         try:
             view.stage(f"loading {config.actor.model} into {config.rollout.engine}")
@@ -126,7 +117,7 @@ class Answerer:
 
     def answer(
         self, prompts: Sequence[Prompt], epoch: int, num_samples: int, sampling: Sampling
-    ) -> Iterator[tuple[Prompt, list[Outcome]]]:
+    ) -> Iterator[tuple[Prompt, Sequence[Outcome]]]:
         """Yield each prompt and its samples as they are complete: episodes only where there is no reward.
 
         Only so many prompts are open at a time that the engine is full.
@@ -141,7 +132,7 @@ class Answerer:
         num_open = self._add(collecting, list(islice(waiting, num_ahead)), sampling)
         while num_open:
             group, scores = collecting.next()
-            yield group.job.prompt, _scored(group, scores)
+            yield group.job.prompt, group.outcomes if scores is None else group.scored(scores)
             num_open += self._add(collecting, list(islice(waiting, 1)), sampling) - 1
 
     def close(self) -> None:
@@ -158,7 +149,7 @@ class Answerer:
 
 
 def answer_all(
-    prepared: Prepared,
+    prepared: OfflineInputs,
     output: Path,
     view: LiveView,
     *,
@@ -188,7 +179,7 @@ def answer_all(
 
 
 def _answer(
-    prepared: Prepared,
+    prepared: OfflineInputs,
     answerer: Answerer,
     todo: Sequence[Prompt],
     file: GroupFile,
@@ -211,7 +202,8 @@ def _answer(
         failures += [reason for _, reason in group["failures"]]
         if num_judged >= MIN_JUDGED or len(file) == num_total:
             _check_failures(failures, num_judged, config, prepared.prompts)
-        view.advance(len(file), _pace(group))
+        rewards = [row["reward"] for row in group["rows"] if "reward" in row]
+        view.advance(len(file), f"sampling, last reward {statistics.fmean(rewards):.3g}" if rewards else "sampling")
 
 
 def _check_failures(failures: Sequence[str], num_samples: int, config: Config, prompts: Sequence[Prompt]) -> None:
@@ -224,26 +216,7 @@ def _check_failures(failures: Sequence[str], num_samples: int, config: Config, p
         )
 
 
-def _pace(group: dict[str, Any]) -> str:
-    rewards = [row["reward"] for row in group["rows"] if "reward" in row]
-    return f"sampling, last reward {statistics.fmean(rewards):.3g}" if rewards else "sampling"
-
-
-def _scored(group: OpenGroup, scores: Sequence[Score | Failed] | None) -> list[Outcome]:
-    """Return the samples of a group with the scores of those that the agent did not score; None: without scores."""
-    remaining = iter(scores or ())
-    outcomes: list[Outcome] = []
-    for outcome in group.outcomes:
-        if not isinstance(outcome, Episode) or scores is None:
-            outcomes.append(outcome)
-        elif isinstance(score := next(remaining), Failed):
-            outcomes.append(score)
-        else:
-            outcomes.append(ScoredEpisode(outcome, score.reward, score.score, score.extra))
-    return outcomes
-
-
-def _group(prompt: Prompt, outcomes: Sequence[Outcome], prepared: Prepared, is_evaluation: bool) -> dict[str, Any]:
+def _group(prompt: Prompt, outcomes: Sequence[Outcome], prepared: OfflineInputs, is_evaluation: bool) -> dict[str, Any]:
     tokenizer = prepared.tokenizer
     rows: list[dict[str, Any]] = []
     records: list[dict[str, Any]] = []
@@ -306,9 +279,9 @@ def generate(
         view.say(note)
     with answer_all(prepared, output, view, needs_reward=selection.needs_reward, replace=overwrite) as file:
         num_lines = write_lines(output, (line for group in file.groups() for line in selection.of(group["rows"])))
-        generated = _counted(file, num_lines)
+        counts = [(len(group["rows"]), len(group["failures"])) for group in file.groups()]
         file.remove()
-    return generated
+    return Generated(len(counts), sum(rows for rows, _ in counts), num_lines, sum(failed for _, failed in counts))
 
 
 def write_lines(output: Path, lines: Iterable[Row]) -> int:
@@ -323,8 +296,3 @@ def write_lines(output: Path, lines: Iterable[Row]) -> int:
         os.fsync(out.fileno())
     unfinished.replace(output)
     return count
-
-
-def _counted(file: GroupFile, num_lines: int) -> Generated:
-    counts = [(len(group["rows"]), len(group["failures"])) for group in file.groups()]
-    return Generated(len(counts), sum(rows for rows, _ in counts), num_lines, sum(failed for _, failed in counts))

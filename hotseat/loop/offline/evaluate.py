@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def evaluate(config: Config, folder: Path, view: LiveView, *, overwrite: bool = 
 def measure(groups: Sequence[GroupFacts], num_samples: int) -> dict[str, float]:
     """Return the metrics of an evaluation in training, with pass@k of fewer samples, truncated answers and lengths."""
     metrics = evaluation_metrics(groups, num_samples)
-    for k in _powers_of_two(num_samples):
+    for k in [2**n for n in range(1, (num_samples - 1).bit_length())]:  # the powers of two below it
         solved = [
             pass_at(k, len(facts.rewards), sum(reward >= 1.0 for reward in facts.rewards))
             for facts in groups
@@ -66,13 +66,6 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
     Chen et al., "Evaluating Large Language Models Trained on Code", 2021, equation 1.
     """
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
-
-
-def _powers_of_two(limit: int) -> Iterator[int]:
-    k = 2
-    while k < limit:
-        yield k
-        k *= 2
 
 
 def _facts(group: Mapping[str, Any]) -> GroupFacts:

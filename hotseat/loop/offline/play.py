@@ -46,8 +46,10 @@ class Transcribed:
     def _asked(self, request: Request) -> None:
         with self._lock:
             self._numbers[request.id] = len(self._numbers) + 1
-            before = max((known for known in self._known if _begins(request.token_ids, known)), key=len, default=())
-            new = request.token_ids[len(before) :]
+            tokens = request.token_ids
+            earlier = (known for known in self._known if known and tokens[: len(known)] == known)
+            before = max(earlier, key=len, default=())
+            new = tokens[len(before) :]
             text = decode_after(self._tokenizer, before, new) if before else decode(self._tokenizer, new)
             after = f"after answer {self._known.index(before) + 1}" if before else "a new context"
             self._show(f"request {self._numbers[request.id]}, {after}: {len(new)} new tokens", "about")
@@ -62,10 +64,6 @@ class Transcribed:
             length = len(completion.token_ids)
             self._show(f"answer {number}: {length} tokens, ended by {completion.finish}", "about")
             self._show(decode_after(self._tokenizer, request.token_ids, completion.token_ids), "sampled")
-
-
-def _begins(tokens: tuple[int, ...], known: tuple[int, ...]) -> bool:
-    return bool(known) and tokens[: len(known)] == known
 
 
 def play(config: Config, number: int, logs: Path, view: LiveView, show: Show) -> Outcome:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hotseat.data import load_rows, make_examples
-from hotseat.data.rows import Row
 from hotseat.errors import UserError
 from hotseat.loop.offline.group_file import Selection
 from hotseat.loop.serving.served_model import ModelOptions, RewardModel
@@ -40,7 +39,7 @@ class ScoreOptions:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoreCounts:
     """Counts of a command that scored. num_dropped: rows whose prompt leaves no room for an answer."""
 
     num_scored: int
@@ -49,7 +48,7 @@ class Scored:
     num_dropped: int
 
 
-def score_answers(options: ScoreOptions, output: Path, selection: Selection, view: LiveView) -> Scored:
+def score_answers(options: ScoreOptions, output: Path, selection: Selection, view: LiveView) -> ScoreCounts:
     """Score every row of the data, and write those that are selected, prompt by prompt, in the order of the data.
 
     Rewards are normalised by the mean and the deviation of the model's scores, if its config.json has them.
@@ -93,15 +92,16 @@ def score_answers(options: ScoreOptions, output: Path, selection: Selection, vie
     view.stage(f"scoring {quantity(len(examples), 'answer')}")
     tokens = [example.token_ids.tolist() for example in examples]
     rewards = _rewards(model, tokens, options.micro_batch_size, view)
-    by_row = {row.where: row for row in rows}
-    scored = [_line(by_row[example.where], options, reward) for example, reward in zip(examples, rewards, strict=True)]
+    by_row = {row.where: row.values for row in rows}
     prompts: dict[str, list[dict[str, Any]]] = {}
-    for line in scored:
+    for example, reward in zip(examples, rewards, strict=True):
+        values = by_row[example.where]
+        line = {"input": values[options.input_key], "output": values[options.output_key], "reward": reward}
         prompts.setdefault(json.dumps(line["input"], sort_keys=True), []).append(line)
     lines = [line for group in prompts.values() for line in selection.of(group)]
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-    return Scored(len(scored), len(prompts), len(lines), report.num_no_answer)
+    return ScoreCounts(len(examples), len(prompts), len(lines), report.num_no_answer)
 
 
 def _rewards(model: RewardModel, tokens: Sequence[Sequence[int]], size: int, view: LiveView) -> list[float]:
@@ -114,11 +114,6 @@ def _rewards(model: RewardModel, tokens: Sequence[Sequence[int]], size: int, vie
             rewards[index] = reward
         view.progress(f"{min(start + size, len(order)):,} of {len(order):,} answers scored")
     return rewards
-
-
-def _line(row: Row, options: ScoreOptions, reward: float) -> dict[str, Any]:
-    values: Mapping[str, Any] = row.values
-    return {"input": values[options.input_key], "output": values[options.output_key], "reward": reward}
 
 
 def _has_scale(model: str) -> bool:

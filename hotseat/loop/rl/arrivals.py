@@ -44,15 +44,11 @@ class Arrivals:
         dropped = [(*facts.key, reason) for facts, reason in batch.dropped]
         groups = [facts.key for facts in batch.groups]
         numbers = {"num_generated": batch.num_generated, "num_failed": batch.num_failed}
-        all_facts = (*batch.groups, *(facts for facts, _ in batch.dropped))
+        all_facts = batch.all_groups
         seconds = [[round(s, 4) for s in (*facts.episode_s, facts.scoring_s)] for facts in all_facts]
-        turns = {
-            "num_turns": sum(facts.num_turns for facts in all_facts),
-            "policy_s": round(sum(facts.policy_s for facts in all_facts), 4),
-        }
         line = {"event": "taken", "step": step, "groups": groups, "dropped": dropped, **numbers, "seconds": seconds}
-        if turns["num_turns"]:
-            line |= turns
+        if num_turns := sum(facts.num_turns for facts in all_facts):
+            line |= {"num_turns": num_turns, "policy_s": round(sum(facts.policy_s for facts in all_facts), 4)}
         self._write(line)
 
     def trained(self, version: int) -> None:

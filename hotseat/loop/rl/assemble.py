@@ -17,7 +17,6 @@ from hotseat.loop.devices.held_memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.inputs import RlInputs
 from hotseat.loop.opening import ClusterContext
-from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.arrivals import Arrivals
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.components import Components
@@ -30,10 +29,10 @@ from hotseat.loop.rl.pacer import Pace
 from hotseat.loop.rl.phases import PreparePhase, SyncPhase, UpdatePhase
 from hotseat.loop.rl.recovery import Recovery, Replaceable
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
-from hotseat.loop.rl.rollout import Evaluation, RolloutRunner, group_filter
+from hotseat.loop.rl.rollout import RolloutRunner, evaluate, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import MicroBatches, PhaseSettings, RlState
-from hotseat.loop.rl.step_metrics import StepMetrics
+from hotseat.loop.rl.step_metrics import Alarms, StepMetrics
 from hotseat.loop.rl.stream import Recording, ReplayStream, Stream, SynchronousStream
 from hotseat.loop.rl.sync import Pusher, Routes, sender_host
 from hotseat.loop.rl.tickets import Tickets
@@ -80,26 +79,11 @@ def assemble(
 
     recording: of the run that is replayed; None: groups are sampled.
     """
-    config, plan, cluster = context.config, context.plan, context.cluster
-    prompts, num_steps = inputs.prompts, inputs.algebra.num_steps
+    config, plan = context.config, context.plan
+    prompts, num_steps = inputs.rows, inputs.algebra.num_steps
     assert num_steps is not None
-    on_devices = groups.on_devices(plan)
     with ExitStack() as stack:
-        scheduler = DeviceScheduler(
-            plan,
-            on_devices,
-            timeout_s=config.cluster.call_timeout_s,
-            is_gone=cluster.is_gone,
-            measure=cluster.device_memory,
-            timeline=journal.timeline,
-            offloaded=groups.offloaded,
-            when_measured=partial(_keep_simulator_memory, config, journal),
-        )
-        stack.callback(scheduler.close)
-        devices = sorted({d for role in plan.roles for process in role.processes for d in process.devices})
-        watch = DeviceWatch(devices, cluster.device_memory)
-        stack.callback(watch.close)
-        meter = PhaseMeter(scheduler, on_devices, plan, watch)
+        scheduler, meter = _scheduler_and_meter(context, groups, journal, stack)
         warn = partial(journal.say, kind="warning")
         state = RlState.initial(config, prompts)
         phase_settings = PhaseSettings(config, inputs.algebra, state, warn)
@@ -108,9 +92,7 @@ def assemble(
         restarts: Counter[str] = Counter()
         pusher = Pusher(groups, _routes(context, groups), state, guard, meter, scheduler, restarts, journal.say)
         recovery = _recovery(context, groups, scheduler, pusher, restarts, partial(journal.say, kind="fault"))
-        evaluating = [name for name, each in config.components.items() if each.evaluates]
-        own = {role: group for role, group in groups.by_role.items() if role in config.components}
-        components = Components(own, groups.hosts, meter, evaluating) if own else None
+        components = _components(config, groups, meter)
         carries_over = config.overlap.staleness > 0 and shares_devices(plan)
         runner = RolloutRunner(groups, phase_settings, meter, guard, pusher, recovery, carries_over, components)
         ledger = Ledger(run_dir)
@@ -124,8 +106,8 @@ def assemble(
         elif config.overlap.staleness == 0:
             stream = SynchronousStream(runner, state, samples, prompts, record)
         else:
-            pace = pace_of(config, num_steps)
-            tickets = Tickets(pace, group_filter(config, prompts), lambda count: state.order.next(count), record)
+            keep = group_filter(config, prompts)
+            tickets = Tickets(pace_of(config, num_steps), keep, lambda count: state.order.next(count), record)
             draw = partial(_draw_rollout, journal.timeline, plan)
             stream = OverlappedStream(tickets, prompts, runner, samples, Spool(run_dir / SPOOL), draw)
         yield RlRun(
@@ -133,7 +115,7 @@ def assemble(
             has_evaluation=bool(inputs.eval_prompts) and recording is None,
             eval_every=config.eval.every,
             stream=stream,
-            evaluation=Evaluation(runner, inputs.eval_prompts),
+            evaluate=partial(evaluate, runner, inputs.eval_prompts),
             prepare=PreparePhase(groups, stream, phase_settings, meter, samples),
             update=UpdatePhase(groups, phase_settings, state, meter),
             sync=SyncPhase(pusher, state, guard, recovery),
@@ -145,6 +127,34 @@ def assemble(
             samples=samples,
             checkpoints=RlCheckpoints(groups, scheduler, state, guard, ledger, stream, phase_settings),
         )
+
+
+def _scheduler_and_meter(
+    context: ClusterContext, groups: Groups, journal: Journal, stack: ExitStack
+) -> tuple[DeviceScheduler, PhaseMeter]:
+    config, plan, cluster = context.config, context.plan, context.cluster
+    on_devices = groups.on_devices(plan)
+    scheduler = DeviceScheduler(
+        plan,
+        on_devices,
+        timeout_s=config.cluster.call_timeout_s,
+        is_gone=cluster.is_gone,
+        measure=cluster.device_memory,
+        timeline=journal.timeline,
+        offloaded=groups.offloaded,
+        when_measured=partial(_keep_simulator_memory, config, journal),
+    )
+    stack.callback(scheduler.close)
+    devices = sorted({d for role in plan.roles for process in role.processes for d in process.devices})
+    watch = DeviceWatch(devices, cluster.device_memory)
+    stack.callback(watch.close)
+    return scheduler, PhaseMeter(scheduler, on_devices, plan, watch)
+
+
+def _components(config: Config, groups: Groups, meter: PhaseMeter) -> Components | None:
+    evaluating = [name for name, each in config.components.items() if each.evaluates]
+    own = {role: group for role, group in groups.by_role.items() if role in config.components}
+    return Components(own, groups.hosts, meter, evaluating) if own else None
 
 
 def _keep_simulator_memory(config: Config, journal: Journal, device: int, num_bytes: int) -> None:
@@ -166,14 +176,12 @@ def _recovery(
     restarts: Counter[str],
     say: Callable[[str], object],
 ) -> Recovery:
-    on_devices = groups.on_devices(context.plan)
     roles = [
         Replaceable(
             groups.by_role[record.name],
             record.replaced_as,
             partial(record.connect, groups),
             needs_weights=role_entry(record.name).gets_weights,
-            has_devices=record.name in on_devices,
             measures_its_device=groups.measures_its_device and record.start == "engine",
         )
         for record in groups.records
@@ -205,7 +213,6 @@ def _kept_note(config: Config, num_steps: int, folder: Path) -> str:
 
 
 def _draw_rollout(timeline: Timeline, plan: Plan, since_s: float) -> None:
-    """Draw the engines' devices as busy with rollout until now."""
     for device in sorted({device for process in plan.role("rollout").processes for device in process.devices}):
         timeline.span("devices", f"device {device}", "rollout", since_s, time.time(), turn="rollout")
 

@@ -20,10 +20,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from hotseat.config import Config
 from hotseat.config.presence import has_simulator
@@ -38,7 +40,7 @@ from hotseat.planning.candidates import Candidate
 from hotseat.planning.config_plan import num_data_parallel
 from hotseat.planning.role_specs import engine_slots
 
-_VERSION = 1
+_VERSION = 2
 _PHASES = ("rollout", "prepare", "update", "sync")
 _MAX_GROUPS = 256  # that a profile keeps
 
@@ -256,32 +258,23 @@ class Profile:
     # --- the file -------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        rows = []
-        for each in self.measurements:
-            groups = [[*cost.episode_s, cost.scoring_s] for cost in each.groups[:_MAX_GROUPS]]
-            turns = None if each.turns is None else vars(each.turns)
-            rows.append({**vars(each), "phases": dict(each.phases), "groups": groups, "turns": turns})
-        return json.dumps({"version": _VERSION, "about": dict(self.about), "measurements": rows}, indent=1) + "\n"
+        kept = [replace(each, groups=each.groups[:_MAX_GROUPS]) for each in self.measurements]
+        stored = asdict(replace(self, measurements=tuple(kept)))
+        return json.dumps({"version": _VERSION, **stored}, indent=1) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Profile:
         try:
             stored = json.loads(path.read_text())
-            if stored["version"] != _VERSION:
+            if stored.pop("version") != _VERSION:
                 raise UserError(f"{path} is a profile of another version of Hotseat: measure it again")
-            return cls(tuple(_measurement(row) for row in stored["measurements"]), stored["about"])
+            return TypeAdapter(cls).validate_python(stored)
         except OSError as error:
             raise UserError(
                 f"{path} cannot be read ({error.strerror}): `hotseat profile CONFIG` writes such a file"
             ) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is no profile: `hotseat profile CONFIG` writes one") from error
-
-
-def _measurement(row: Mapping[str, Any]) -> Measurement:
-    groups = tuple(GroupCost(tuple(each[:-1]), each[-1]) for each in row["groups"])
-    turns = None if row.get("turns") is None else TurnCosts(**row["turns"])
-    return Measurement(**{**row, "groups": groups, "turns": turns})
 
 
 def measurement_of(config: Config, plan: Plan, run_dir: Path) -> Measurement:

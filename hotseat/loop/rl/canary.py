@@ -19,8 +19,10 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 from hotseat.algorithms.agreement import (
     GapLimits,
@@ -76,6 +78,8 @@ ASSUMED_ROUNDING = {
 # The same of FP8, in layers and in the KV cache.
 ASSUMED_FP8 = GapStatistics(8e-2, 3e-1, 2e-2)
 
+Gaps = Mapping[str, GapStatistics]  # by the name of the engine or inference rank
+
 
 @dataclass(frozen=True)
 class CanarySettings:
@@ -116,16 +120,6 @@ class CanarySettings:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Gaps of engines and inference ranks on one set of answers, and what rounding alone does to them."""
-
-    canary: Canary
-    gaps: Mapping[str, GapStatistics]  # by the name of the engine or inference rank
-    rounding: GapStatistics
-    basis: str  # how `rounding` is known
-
-
-@dataclass(frozen=True)
 class Baseline:
     """The largest gaps after the first push, and what rounding did then: later pushes are compared with it."""
 
@@ -140,25 +134,16 @@ class CanaryState:
     canary: Canary
     rounding: GapStatistics  # what rounding alone does to log-probs of these answers
     basis: str  # how `rounding` is known
-    first: Baseline | None  # None until the first push was judged
     num_sets: int  # sets of answers that were sampled
-    metrics: Mapping[str, float]
-    eight_bits: Fp8Parts = NO_FP8  # what engines had in FP8, which `rounding` and `first` include
+    fp8: Fp8Parts  # what engines had in FP8, which `rounding` and `first` include
+    first: Baseline | None = None  # None until the first push was judged
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, state: Mapping[str, Any]) -> CanaryState:
-        canary, first = state["canary"], state["first"]
-        sequences = tuple(tuple(sequence) for sequence in canary["sequences"])
-        images = tuple(tuple(map(image_from_json, each)) for each in canary.get("images", ()))
-        return cls(
-            Canary(sequences, tuple(canary["num_prompt"]), float(canary["temperature"]), images),
-            GapStatistics(**state["rounding"]),
-            str(state["basis"]),
-            Baseline(GapStatistics(**first["gap"]), GapStatistics(**first["rounding"])),
-            int(state["num_sets"]),
-            dict(state["metrics"]),
-            Fp8Parts(**state.get("eight_bits", {})),
-        )
+        images = tuple(tuple(map(image_from_json, each)) for each in state["canary"]["images"])
+        parsed = TypeAdapter(cls).validate_python({**state, "canary": {**state["canary"], "images": ()}})
+        return replace(parsed, canary=replace(parsed.canary, images=images))
 
 
 class CanaryGuard:
@@ -197,12 +182,12 @@ class CanaryGuard:
         if self._engines.size == 0:
             self.is_started = True
             return
-        measured = self._measure(version)
+        state, gaps = self._measure(version)
         resumed, self._state = self._state, None  # Only now: `_measure` can fail, and is then done again.
-        verdict = self._adopt(measured)
+        verdict = self._adopt(state, gaps)
         if verdict.is_alarm:
-            measured = self._confirm(version, verdict, measured.gaps)
-        gap = largest(list(measured.gaps.values()))
+            gaps = self._confirm(version, verdict, gaps)
+        gap = largest(list(gaps.values()))
         self.is_started = True
         if resumed is not None and resumed.first is not None and not verdict.is_alarm:
             grown = limits_from(resumed.first.gap, RESUMED_FACTOR, DRIFT_FLOORS[self._settings.dtype], "")
@@ -210,7 +195,7 @@ class CanaryGuard:
                 self._state, self._num_sets = resumed, resumed.num_sets
                 return
         assert self._state is not None
-        self._state = replace(self._state, first=Baseline(gap, measured.rounding))
+        self._state = replace(self._state, first=Baseline(gap, self._state.rounding))
 
     def state(self) -> dict[str, Any] | None:
         """Return the guard's part of a checkpoint; None before the first push was judged."""
@@ -228,7 +213,7 @@ class CanaryGuard:
         if state is not None:
             resumed = CanaryState.parse(state)
             self._num_sets = resumed.num_sets
-            if resumed.eight_bits == self._settings.fp8:
+            if resumed.fp8 == self._settings.fp8:
                 self._state = resumed
 
     def check(self, pushed: PushReport, to_inference: PushReport | None = None) -> None:
@@ -279,8 +264,7 @@ class CanaryGuard:
         if verdict.is_alarm and self.is_started:
             self._confirm(version, verdict, gaps)
 
-    def _look_at(self, gaps: Mapping[str, GapStatistics]) -> NamedVerdict:
-        """Put gaps into the metrics, and return the verdict on the worst of them."""
+    def _look_at(self, gaps: Gaps) -> NamedVerdict:
         assert self._state is not None
         verdict = _worst(gaps, self.limits)
         gap = largest(list(gaps.values()))
@@ -294,7 +278,7 @@ class CanaryGuard:
         self._state = replace(self._state, metrics={**self._state.metrics, **metrics})
         return verdict
 
-    def _confirm(self, version: int, alarm: NamedVerdict, gaps: Mapping[str, GapStatistics]) -> Measured:
+    def _confirm(self, version: int, alarm: NamedVerdict, gaps: Gaps) -> Gaps:
         """Measure again on new answers. Raises `WeightError` if the same engine exceeds its limits again.
 
         Otherwise the new answers become the canary. If only another engine exceeds them, answers are sampled once more.
@@ -303,15 +287,15 @@ class CanaryGuard:
         seen = f"over {self._state.canary.num_sampled:,} tokens of the policy's own answers {alarm}"
         suspects = {name for name, gap in gaps.items() if judge(gap, self.limits).is_alarm}
         while True:
-            measured = self._measure(version)
-            verdict = self._adopt(measured)
-            accused = {name: gap for name, gap in measured.gaps.items() if judge(gap, self.limits).is_alarm}
+            state, gaps = self._measure(version)
+            verdict = self._adopt(state, gaps)
+            accused = {name: gap for name, gap in gaps.items() if judge(gap, self.limits).is_alarm}
             confirmed = {name: gap for name, gap in accused.items() if name in suspects}
             if confirmed:
                 worst = _worst(confirmed, self.limits)
                 raise WeightError(
                     f"{worst.name} and the trainer disagree on version {version}: {seen} ({alarm.name}); confirmed on"
-                    f" {measured.canary.num_sampled:,} other tokens, where {worst}. {self._advice()}"
+                    f" {state.canary.num_sampled:,} other tokens, where {worst}. {self._advice()}"
                 )
             if not accused:
                 break
@@ -322,7 +306,7 @@ class CanaryGuard:
             f"canary: after the push of version {version} {alarm.name} seemed to disagree with the trainer: {seen}. New"
             f" answers do not confirm it ({verdict}), so the run continues, with them as its canary"
         )
-        return measured
+        return gaps
 
     def _advice(self) -> str:
         if self._state is None or self._state.first is None:
@@ -338,20 +322,11 @@ class CanaryGuard:
             " higher rollout.canary.rounding_factor or drift_factor"
         )
 
-    def _adopt(self, measured: Measured) -> NamedVerdict:
+    def _adopt(self, state: CanaryState, gaps: Gaps) -> NamedVerdict:
         """Make these answers the canary, with the limits that belong to them, and return the verdict on their gaps."""
         self._unscored = None
-        first = None if self._state is None else self._state.first
-        self._state = CanaryState(
-            measured.canary,
-            measured.rounding,
-            measured.basis,
-            first,
-            self._num_sets,
-            self.metrics(),
-            self._settings.fp8,
-        )
-        return self._look_at(measured.gaps)
+        self._state = replace(state, first=None if self._state is None else self._state.first, metrics=self.metrics())
+        return self._look_at(gaps)
 
     def _limits_of(self, state: CanaryState) -> tuple[GapLimits, ...]:
         settings, floor = self._settings, self._settings.floor
@@ -364,19 +339,24 @@ class CanaryGuard:
         basis = f"{factor:g} times the gap after the first push"
         return absolute, limits_from(state.first.gap, factor, DRIFT_FLOORS[settings.dtype], basis, grown)
 
-    def _measure(self, version: int) -> Measured:
+    def _measure(self, version: int) -> tuple[CanaryState, Gaps]:
         """Sample answers with the current weights, and have engines, inference ranks and the trainer score them."""
         with self._lease("rollout", "rollout"):
             canary = self._sample(version)
             answers = _named("engine", self._engines.call(EngineWorker.score_canary, canary))
         with self._lease("sync", "actor"):
             expected = self._actor.call(ActorWorker.score_canary, canary)[0]
-            _check_finite(expected, version)
+            num_wrong = sum(not math.isfinite(each) for each in expected)
+            if num_wrong:  # no engine can be compared with them
+                raise WeightError(
+                    f"the trainer's own log-probs of {num_wrong:,} of {len(expected):,} tokens are not finite on"
+                    f" version {version}: look at the checkpoint's weights, or set train.dtype to bf16 if it is fp16"
+                )
             if self._inference is not None:
                 answers |= _named("inference rank", self._inference.call(InferenceWorker.score_canary, canary))
             rounding, basis = self._rounding(canary, expected)
         self._num_sets += 1  # Only now: a measurement that fails is done again with the same requests.
-        return Measured(canary, _gaps(expected, answers), rounding, basis)
+        return CanaryState(canary, rounding, basis, self._num_sets, self._settings.fp8), _gaps(expected, answers)
 
     def _sample(self, version: int) -> Canary:
         settings = self._settings
@@ -452,24 +432,14 @@ class NamedVerdict(Verdict):
         return f"{MEANINGS[self.statistic]} is {self.value:.3g}, {self.limit:.3g} allowed ({self.basis})"
 
 
-def _worst(gaps: Mapping[str, GapStatistics], limits: Sequence[GapLimits]) -> NamedVerdict:
+def _worst(gaps: Gaps, limits: Sequence[GapLimits]) -> NamedVerdict:
     verdicts = {name: judge(gap, limits) for name, gap in gaps.items()}
     name = max(verdicts, key=lambda name: verdicts[name].use)
     worst = verdicts[name]
     return NamedVerdict(worst.statistic, worst.value, worst.limit, worst.basis, name)
 
 
-def _check_finite(expected: Sequence[float], version: int) -> None:
-    """Raise if log-probs of the trainer itself are not finite: no engine can be compared with them."""
-    num_wrong = sum(not math.isfinite(each) for each in expected)
-    if num_wrong:
-        raise WeightError(
-            f"the trainer's own log-probs of {num_wrong:,} of {len(expected):,} tokens are not finite on version"
-            f" {version}: look at the checkpoint's weights, or set train.dtype to bf16 if it is fp16"
-        )
-
-
-def _gaps(expected: Sequence[float], answers: Mapping[str, Sequence[float]]) -> dict[str, GapStatistics]:
+def _gaps(expected: Sequence[float], answers: Mapping[str, Sequence[float]]) -> Gaps:
     return {
         name: gap_statistics([theirs - mine for theirs, mine in zip(answer, expected, strict=True)])
         for name, answer in answers.items()

@@ -44,6 +44,10 @@ class Collected:
     dropped: tuple[tuple[GroupFacts, str], ...]  # groups, and why
     num_failed: int  # samples without a reward
 
+    @property
+    def all_groups(self) -> list[GroupFacts]:
+        return [*self.groups, *(facts for facts, _ in self.dropped)]
+
 
 def add_rewards(tally: RewardTally, facts: GroupFacts) -> None:
     """Count the rewards and failures of a group's samples."""

@@ -75,7 +75,6 @@ class Components:
         return metrics
 
     def _decisions(self, group: WorkerGroup[ComponentWorker], keys: Sequence[GroupKey]) -> dict[GroupKey, GroupChange]:
-        """Have every rank decide about its groups, every n-th of them."""
         mine = [keys[rank :: group.size] for rank in group.ranks]
         shares = [self._hosts.share(part, [()] * len(part)) for part in mine]
         answers = group.scatter(ComponentWorker.change, shares)

@@ -176,12 +176,11 @@ def recorded_costs(run_dir: Path) -> Costs:
             f"{run_dir} has no step after its first whose episodes were timed: let it make more steps, with this"
             " version of Hotseat"
         )
-    return Costs(
-        groups,
-        fmean(row["step_s"] for row, _ in steps),
-        fmean(row["step_s"] - _waited_s(row) for row, _ in steps),
-        len(steps),
-    )
+    # In this time nothing is trained or pushed.
+    waited = [row["time/wait"] + row["time/drain"] if "time/wait" in row else row["time/rollout"] for row, _ in steps]
+    mean_s = fmean(row["step_s"] for row, _ in steps)
+    training_s = fmean(row["step_s"] - waited_s for (row, _), waited_s in zip(steps, waited, strict=True))
+    return Costs(groups, mean_s, training_s, len(steps))
 
 
 def measured_steps(run_dir: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -197,13 +196,6 @@ def group_costs(batch: dict[str, Any]) -> list[GroupCost]:
     seconds = batch.get("seconds", [])
     costs = [GroupCost(tuple(each[:-1]), each[-1], index >= num_kept) for index, each in enumerate(seconds)]
     return [cost for cost in costs if cost.episode_s]
-
-
-def _waited_s(row: dict[str, float]) -> float:
-    """Return the seconds of a step in which nothing was trained or pushed."""
-    if "time/wait" in row:
-        return row["time/wait"] + row["time/drain"]
-    return row["time/rollout"]
 
 
 def resources_of(config: Config, num_engines: int, *, is_shared: bool) -> Resources:

@@ -187,7 +187,6 @@ class RolloutHosts:
 
 
 def _answers(started: Mapping[int, Pending[R]]) -> Iterator[tuple[int, R]]:
-    """Yield each host's answer; raise the first failure after that."""
     failure: RunError | None = None
     for rank, pending in started.items():
         try:

@@ -26,9 +26,9 @@ from hotseat.loop.settings.rollout_settings import are_adapters_alone, host_sett
 from hotseat.loop.state.run_dir import LOGS
 from hotseat.loop.state.watchdog import Readiness
 from hotseat.loop.workers.engine_worker import EngineWorker
+from hotseat.loop.workers.host_settings import HostSettings, ScorerSettings
 from hotseat.loop.workers.model_workers import ActorWorker, ModelWorker
-from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
-from hotseat.loop.workers.scorers import ScorerSettings
+from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.observe import Journal
 from hotseat.planning.config_plan import are_devices_logical, offloaded_parts
 from hotseat.registry.roles import role_entry

@@ -9,12 +9,12 @@ workers (`loop/workers`) in other processes. The driver sees small facts; tensor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phases import PreparePhase, SyncPhase, UpdatePhase
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
-from hotseat.loop.rl.rollout import Evaluation
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import MicroBatches
 from hotseat.loop.rl.step_metrics import StepMetrics
@@ -32,7 +32,7 @@ class RlRun:
     has_evaluation: bool
     eval_every: int | None
     stream: Stream
-    evaluation: Evaluation
+    evaluate: Callable[[], dict[str, float]]
     prepare: PreparePhase
     update: UpdatePhase
     sync: SyncPhase
@@ -66,7 +66,7 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint 
         metrics = run.metrics.of_step(prepared.batch, updates, pushed) | run.stream.metrics() | saver.metrics()
         if run.is_evaluated(step):
             journal.phase("evaluate")
-            evaluation = run.evaluation.run()
+            evaluation = run.evaluate()
             metrics |= evaluation
         journal.step(step, metrics)
         run.samples.record(step, prepared.batch, metrics)
@@ -84,7 +84,7 @@ def begin(run: RlRun, journal: Journal) -> tuple[int, dict[str, float]]:
     evaluation = {}
     if run.has_evaluation:
         journal.phase("evaluate")
-        evaluation = run.evaluation.run()
+        evaluation = run.evaluate()
     journal.step(0, evaluation)
     return 1, evaluation
 

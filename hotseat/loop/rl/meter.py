@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hotseat.cluster import WorkerGroup
-from hotseat.loop.devices.held_memory import DeviceWatch, Movable, memory_by_role
+from hotseat.loop.devices.held_memory import DeviceWatch, DeviceWorker, memory_by_role
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.machine import has_gpu
 from hotseat.placement import Plan
@@ -17,7 +17,11 @@ class PhaseMeter:
     """Leases devices to roles for a phase, and measures how long they work and how much memory is used meanwhile."""
 
     def __init__(
-        self, scheduler: DeviceScheduler, groups: Mapping[str, WorkerGroup[Movable]], plan: Plan, devices: DeviceWatch
+        self,
+        scheduler: DeviceScheduler,
+        groups: Mapping[str, WorkerGroup[DeviceWorker]],
+        plan: Plan,
+        devices: DeviceWatch,
     ):
         self._scheduler = scheduler
         self._groups = groups

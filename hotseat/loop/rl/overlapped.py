@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from hotseat import faults
 from hotseat.errors import RunError
 from hotseat.loop.rl.collect import Collected
+from hotseat.loop.rl.recovery import ENGINE, HOST
 from hotseat.loop.rl.rollout import RolloutRunner
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.stream import Stream
@@ -74,7 +75,7 @@ class OverlappedStream(Stream):
         return batch, self.runner.recovery.during(lambda: use(batch))
 
     def release(self, batch: Collected) -> None:
-        keys = [facts.key for facts in (*batch.groups, *(facts for facts, _ in batch.dropped))]
+        keys = [facts.key for facts in batch.all_groups]
         self.runner.recovery.during(lambda: self.runner.groups.hosts.forget(keys))
         self.runner.recovery.start_counting()
 
@@ -161,13 +162,13 @@ class OverlappedStream(Stream):
             self.runner.recovery.during(self._begin)
 
     def _begin(self) -> None:
-        num_restarts = self.runner.recovery.num_restarts + self.runner.recovery.num_host_restarts
+        num_restarts = self.runner.recovery.restarts[ENGINE] + self.runner.recovery.restarts[HOST]
         if num_restarts != self._num_restarts:  # a host that was replaced has lost what was open
             self.tickets.begin_again()
             self._num_restarts = num_restarts
-        jobs = [self._job(key) for key in self.tickets.admit()]
-        sampling = rollout_sampling(self.runner.settings.config)
-        for taken, sampled in self.runner.groups.hosts.begin(jobs, sampling):
+        config, keys = self.runner.settings.config, self.tickets.admit()
+        jobs = [Job(self.prompts[prompt], epoch, config.rollout.samples_per_prompt) for epoch, prompt in keys]
+        for taken, sampled in self.runner.groups.hosts.begin(jobs, rollout_sampling(config)):
             self.tickets.begin(taken, sampled)
 
     def _fetch(self, num_groups: int) -> None:
@@ -194,10 +195,6 @@ class OverlappedStream(Stream):
         groups = self.runner.score()
         self._num_unscored = 0  # not before: if a host dies meanwhile, groups of the others still wait to be scored
         self.tickets.arrive(groups)
-
-    def _job(self, key: GroupKey) -> Job:
-        epoch, prompt = key
-        return Job(self.prompts[prompt], epoch, self.runner.settings.config.rollout.samples_per_prompt)
 
     def _measure(self, batch: Collected, waited_s: float) -> None:
         pacer = self.tickets.pacer

@@ -28,7 +28,7 @@ Shares = list[list[Share]]  # for each data-parallel rank, references to its gro
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedBatch:
     """A batch whose experience lies in the actor's ranks."""
 
     batch: Collected
@@ -48,27 +48,25 @@ class PreparePhase:
     meter: PhaseMeter
     samples: SampleLog
 
-    def run(self, batch: Collected, step: int) -> Prepared:
+    def run(self, batch: Collected, step: int) -> PreparedBatch:
         """Make experience of a batch. Groups that were lost with their host are sampled again."""
         faults.reach("prepare.before")
 
         def hand_out(batch: Collected) -> tuple[dict[int, Shares], int]:
             self.samples.choose(step, batch)
-            shares = {num_ranks: self._shares(batch, num_ranks) for num_ranks in self._numbers_of_ranks()}
+            groups = (self.groups.actor, self.groups.critic, self.groups.reference, self.groups.inference)
+            numbers = {group.size // self.num_model_parallel for group in groups if group is not None}
+            shares = {num_ranks: self._shares(batch, num_ranks) for num_ranks in numbers}
             return {num_ranks: each for num_ranks, (each, _) in shares.items()}, next(iter(shares.values()))[1]
 
         batch, (shares, num_optimizer_steps) = self.stream.with_groups(batch, hand_out)
         self._make_experience(shares, num_optimizer_steps)
         self.stream.release(batch)
-        return Prepared(batch, num_optimizer_steps)
+        return PreparedBatch(batch, num_optimizer_steps)
 
     @property
     def num_model_parallel(self) -> int:
         return self.settings.config.train.num_model_parallel
-
-    def _numbers_of_ranks(self) -> set[int]:
-        groups = (self.groups.actor, self.groups.critic, self.groups.reference, self.groups.inference)
-        return {group.size // self.num_model_parallel for group in groups if group is not None}
 
     def _shares(self, batch: Collected, num_ranks: int) -> tuple[Shares, int]:
         """Return a share for each of `num_ranks` ranks, and the number of optimizer steps, the same for any."""
@@ -118,7 +116,6 @@ class PreparePhase:
         return [*(roles for roles in others if roles), ("actor",)]
 
     def _score(self, roles: Sequence[str], shares: Mapping[int, Shares]) -> dict[str, list[BySample]]:
-        """Have roles compute log-probs or values of every sample, all at once."""
         groups, policy = self.groups, self.settings.policy
         started: dict[str, Pending[Ref[BySample]]] = {}
         for role in roles:
@@ -155,28 +152,27 @@ class UpdatePhase:
     state: RlState
     meter: PhaseMeter
 
-    def run(self, prepared: Prepared, step: int) -> Updates:
+    def run(self, prepared: PreparedBatch, step: int) -> Updates:
         """Update the critic first, then the actor, unless the critic is still warming up; adapt the KL coefficient."""
         faults.reach("update.before")
         critic = self._update_critic(prepared) if self.groups.critic is not None else []
         is_warm = self.groups.critic is None or step > self.settings.config.critic.warmup_steps
-        actor = self._update_actor() if is_warm else []
+        actor: list[UpdateReport] = []
+        if is_warm:
+            with self.meter.lease("update", "actor"):
+                actor = self.groups.actor.call(ActorWorker.update, self.settings.policy)[0]
         kl = mean(actor, "kl")
         if kl is not None:
             self.state.kl = self.state.kl.updated(kl, self.settings.algebra.samples_per_step)
         return Updates(actor, critic)
 
-    def _update_critic(self, prepared: Prepared) -> list[UpdateReport]:
+    def _update_critic(self, prepared: PreparedBatch) -> list[UpdateReport]:
         assert self.groups.critic is not None
         num_model_parallel = self.settings.config.train.num_model_parallel
         returns = as_arguments(self.groups.actor.call_and_keep(ActorWorker.returns)[::num_model_parallel])
         with self.meter.lease("update", "critic"):
             arguments = returns, prepared.num_optimizer_steps, self.settings.critic
             return self.groups.critic.call(CriticWorker.update, *arguments)[0]
-
-    def _update_actor(self) -> list[UpdateReport]:
-        with self.meter.lease("update", "actor"):
-            return self.groups.actor.call(ActorWorker.update, self.settings.policy)[0]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 from hotseat.cluster import WorkerGroup, reports_death
@@ -34,7 +33,7 @@ class Replaceable:
     """A role whose dead processes are replaced by new ones.
 
     noun: what messages call a process. connect: called with the ranks of new processes before work is repeated.
-    needs_weights: new processes need the current weights, and then to rejoin. has_devices: the plan assigns some to it.
+    needs_weights: new processes need the current weights, and then to rejoin.
     measures_its_device: a starting process takes a share of the free memory that it measures, so other roles offload.
     """
 
@@ -42,7 +41,6 @@ class Replaceable:
     noun: str
     connect: Callable[[Sequence[int]], object] = lambda ranks: None
     needs_weights: bool = False
-    has_devices: bool = True
     measures_its_device: bool = False
 
 
@@ -66,15 +64,6 @@ class Recovery:
     # By noun, of other roles: replaced, and not connected yet.
     _new: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set), init=False)
     _num_deaths: int = field(default=0, init=False)
-
-    @property
-    def num_restarts(self) -> int:
-        """Return how many engines were replaced."""
-        return self.restarts[ENGINE]
-
-    @property
-    def num_host_restarts(self) -> int:
-        return self.restarts[HOST]
 
     def start_counting(self) -> None:
         """Count deaths from 0 again, since a rollout succeeded."""
@@ -137,12 +126,10 @@ class Recovery:
         if role.measures_its_device:
             self.scheduler.make_way(role.group.name, rank)
         role.group.restart(rank)
-        if role.has_devices:
-            self.scheduler.replaced(role.group.name, rank)
+        self.scheduler.replaced(role.group.name, rank)
         (self._new_engines if role.needs_weights else self._new[role.noun]).add(rank)
 
     def _connect(self, needs_push: bool) -> None:
-        """Connect processes that were replaced, and send weights to those that need them."""
         for role in self.roles:
             if self._new[role.noun]:
                 role.connect(sorted(self._new[role.noun]))
@@ -155,6 +142,11 @@ class Recovery:
 
 def start_up(group: WorkerGroup[Any], say: Callable[[str], object]) -> None:
     """Wait until a group that holds no state is ready. A process that dies while it starts is started again."""
+
+    def restart() -> None:
+        for rank in _dead(group):
+            group.restart(rank)
+
     start = group.ready
     for _ in range(MAX_DEATHS):
         try:
@@ -164,13 +156,8 @@ def start_up(group: WorkerGroup[Any], say: Callable[[str], object]) -> None:
             if not reports_death(error):
                 raise
             say(f"{group.name} died while it started, and is started again ({_first_line(error)})")
-            start = partial(_restart_dead, group)
+            start = restart
     start()
-
-
-def _restart_dead(group: WorkerGroup[Any]) -> None:
-    for rank in _dead(group):
-        group.restart(rank)
 
 
 def _dead(group: WorkerGroup[Any]) -> list[int]:

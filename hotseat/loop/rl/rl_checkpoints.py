@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hotseat.cluster import WorkerGroup
 from hotseat.loop.devices.scheduler import DeviceScheduler
-from hotseat.loop.opening import Exported, ExportingRanks
+from hotseat.loop.opening import Exported
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
@@ -33,7 +33,6 @@ class RlCheckpoints:
 
     @property
     def _trained(self) -> dict[str, WorkerGroup[ModelWorker]]:
-        """Return the roles that learn, in the order of their updates."""
         models = self.groups.models
         return {role: models[role] for role in ("critic", "actor") if role in models}
 
@@ -53,9 +52,9 @@ class RlCheckpoints:
             return lambda: all(all(group.call(ModelWorker.is_written)) for group in self._trained.values())
 
         def export(path: Path) -> None:
-            self.export(path)
+            self.export("model", path)
             if self.phase_settings.config.checkpoint.export_critic:
-                self.export(critic_folder(path), role="critic")
+                self.export("critic", critic_folder(path))
 
         return CheckpointSource(
             num_bytes=lambda: sum(sum(group.call(ModelWorker.saved_bytes)) for group in self._trained.values()),
@@ -82,16 +81,8 @@ class RlCheckpoints:
             with self.scheduler.lease("update", role):
                 group.call(ModelWorker.load, for_ranks(checkpoint.path / BACKENDS[role]))
 
-    def exporting(self, what: Exported) -> ExportingRanks:
-        """Return the calls that export a model at the end of the run."""
+    def export(self, what: Exported, path: str | Path) -> None:
+        """Write a model as a Hugging Face checkpoint."""
         role = "critic" if what == "critic" else "actor"
-        group = self.groups.models[role]
-        return ExportingRanks(
-            on_first=lambda method, *args: group.on(0).call(method, *args)[0],
-            write=lambda folder: self.export(Path(folder), what == "moving average", role),
-        )
-
-    def export(self, path: Path, is_averaged: bool = False, role: str = "actor") -> None:
-        """Write a role's model as a Hugging Face checkpoint; `is_averaged`: its moving average."""
         with self.scheduler.lease("update", role):
-            self.groups.models[role].call(ModelWorker.export, for_ranks(path), is_averaged)
+            self.groups.models[role].call(ModelWorker.export, for_ranks(Path(path)), what == "moving average")

@@ -1,4 +1,4 @@
-"""How the processes of each role of a reinforcement run are made, started and replaced: one record per role.
+"""Records of the roles of a reinforcement run: how the processes of each are made, started and replaced.
 
 `registry/roles.py` has the facts that need no torch, `config/presence.py` says which roles a config has. A record
 that is added to `RECORDS` is launched and watched, and replaced when it dies if it says how.
@@ -30,17 +30,13 @@ from hotseat.loop.settings.training_settings import critic_options, reward_optio
 from hotseat.loop.workers.component import ComponentSettings, ComponentWorker
 from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.folder_proof import FolderProof
+from hotseat.loop.workers.host_settings import HostSettings
 from hotseat.loop.workers.model_workers import ActorWorker, InferenceWorker, ModelWorker
-from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
+from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.loop.workers.teachers import TeachersWorker
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.placement import Plan
-from hotseat.planning.config_plan import (
-    are_devices_logical,
-    cache_limit,
-    is_anything_offloaded,
-    stage_slots,
-)
+from hotseat.planning import config_plan
 from hotseat.registry.roles import role_entry
 from hotseat.rollout.kinds import EngineSettings
 
@@ -73,8 +69,8 @@ class LaunchContext:
         """
         shared = [each for each in self.engines.values() if each.entry.memory_share is not None]
         fills_share = any(each.options.cache_gib is None for each in shared)
-        needs_room = bool(shared) and is_anything_offloaded(self.plan)
-        return (fills_share or needs_room) and not are_devices_logical(self.cluster)
+        needs_room = bool(shared) and config_plan.is_anything_offloaded(self.plan)
+        return (fills_share or needs_room) and not config_plan.are_devices_logical(self.cluster)
 
     @property
     def warms_models_up(self) -> bool:
@@ -83,12 +79,12 @@ class LaunchContext:
         Memory is no concern where nothing measures it: everything fits beside everything.
         """
         is_slow = "rollout" in self.engines and self.engines["rollout"].entry.compiles
-        return is_slow and not self.measures_its_device and not are_devices_logical(self.cluster)
+        return is_slow and not self.measures_its_device and not config_plan.are_devices_logical(self.cluster)
 
 
 @dataclass(frozen=True)
 class RoleRecord:
-    """How the processes of a role are made, started and replaced.
+    """Way in which the processes of a role are made, started and replaced.
 
     worker: returns their class and its arguments. is_present: by default, if the config has a role of this name.
     processes: returns their places, for processes without devices; by default those of the plan. serves_hosts: a call
@@ -162,13 +158,13 @@ def engine_settings_of(
             config,
             eos_token_ids,
             logs,
-            limit=cache_limit(config, plan),
+            limit=config_plan.cache_limit(config, plan),
             adapters_alone=adapters_alone,
-            num_slots=stage_slots(config, plan) if has_simulator(config) else None,
+            num_slots=config_plan.stage_slots(config, plan) if has_simulator(config) else None,
         )
     }
     if "judge" in roles_of(config):
-        of_judge, limit = judge_eos_token_ids(config), cache_limit(config, plan, "judge")
+        of_judge, limit = judge_eos_token_ids(config), config_plan.cache_limit(config, plan, "judge")
         engines["judge"] = judge_engine_settings(config, of_judge, logs, limit=limit)
     return engines
 
@@ -209,8 +205,7 @@ def _reference(launch: LaunchContext) -> Worker:
 
 
 def _reward(launch: LaunchContext) -> Worker:
-    config = launch.config
-    return RewardWorker, (source_of(config, config.reward.model), reward_options(config))
+    return RewardWorker, (source_of(launch.config, launch.config.reward.model), reward_options(launch.config))
 
 
 def _inference(launch: LaunchContext) -> Worker:

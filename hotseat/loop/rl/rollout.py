@@ -95,38 +95,30 @@ class RolloutRunner:
                 self.groups.engines.call(EngineWorker.pause)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Samples the answers to the evaluation prompts, with the same seeds each time."""
+def evaluate(runner: RolloutRunner, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """Sample answers to prompts, with the same seeds each time; return metrics. Raises if too many samples failed."""
+    config = runner.settings.config
+    num_samples = config.eval.samples_per_prompt
+    jobs = [Job(prompt, EVALUATION, num_samples) for prompt in prompts]
 
-    runner: RolloutRunner
-    prompts: Sequence[Prompt]
+    def sample() -> list[GroupFacts]:
+        groups = runner.answer(jobs, eval_sampling(config))
+        runner.groups.hosts.forget([facts.key for facts in groups])
+        tally = RewardTally(config.reward.max_failed_fraction, partial(label_hint, config, prompts))
+        for facts in groups:
+            add_rewards(tally, facts)
+        tally.check("evaluation: ")
+        return groups
 
-    def run(self) -> dict[str, float]:
-        """Return the metrics of an evaluation. Raises if too many samples failed."""
-        config = self.runner.settings.config
-        num_samples = config.eval.samples_per_prompt
-        jobs = [Job(prompt, EVALUATION, num_samples) for prompt in self.prompts]
-
-        def sample() -> list[GroupFacts]:
-            groups = self.runner.answer(jobs, eval_sampling(config))
-            self.runner.groups.hosts.forget([facts.key for facts in groups])
-            tally = RewardTally(config.reward.max_failed_fraction, partial(label_hint, config, self.prompts))
-            for facts in groups:
-                add_rewards(tally, facts)
-            tally.check("evaluation: ")
-            return groups
-
-        groups = self.runner.recovery.during(sample)
-        kept = [facts for facts in groups if facts.dropped_because is None]
-        if not kept:
-            raise RunError(
-                f"components dropped all {len(groups)} groups of the evaluation, so there is nothing to measure: have"
-                " them drop fewer, or set their evaluates to false"
-            )
-        metrics = evaluation_metrics(kept, num_samples, has_full_reward=has_accuracy(config))
-        components = self.runner.components
-        return metrics if components is None else metrics | components.metrics(is_evaluation=True)
+    groups = runner.recovery.during(sample)
+    kept = [facts for facts in groups if facts.dropped_because is None]
+    if not kept:
+        raise RunError(
+            f"components dropped all {len(groups)} groups of the evaluation, so there is nothing to measure: have"
+            " them drop fewer, or set their evaluates to false"
+        )
+    metrics = evaluation_metrics(kept, num_samples, has_full_reward=has_accuracy(config))
+    return metrics | (runner.components.metrics(is_evaluation=True) if runner.components is not None else {})
 
 
 def group_filter(config: Config, prompts: Sequence[Prompt]) -> GroupFilter:

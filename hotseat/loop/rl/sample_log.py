@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hotseat.config.schema.record_options import LogConfig
-from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
@@ -18,7 +17,7 @@ from hotseat.observe import Journal
 from hotseat.types import SampleKey
 
 if TYPE_CHECKING:
-    from hotseat.loop.rl.collect import Collected
+    from hotseat.loop.rl.step_metrics import Alarms
     from hotseat.loop.workers.group_facts import GroupFacts
 
 NUM_RECORDED = 200  # steps whose samples are recorded before recording becomes less frequent
@@ -35,7 +34,7 @@ class ChosenSample:
 
 def choose(collected: Collected, step: int, count: int) -> list[ChosenSample]:
     """Choose up to `count` samples that are learned from and `count` that were dropped, from all over the step."""
-    kept = [ChosenSample(key, "trained") for key in _spread_out([*collected.groups], step, count)]
+    kept = [ChosenSample(key, "trained") for key in _spread_out(collected.groups, step, count)]
     reasons = {facts.key: reason for facts, reason in collected.dropped}
     keys = _spread_out([facts for facts, _ in collected.dropped], step, count)
     return kept + [ChosenSample(key, "dropped", reasons[key.epoch, key.prompt]) for key in keys]
@@ -54,8 +53,7 @@ def _spread_out(groups: Sequence[GroupFacts], step: int, count: int) -> list[Sam
 
 def failures(collected: Collected, step: int, count: int) -> list[dict[str, Any]]:
     """Return lines for the first samples that failed."""
-    groups = [*collected.groups, *(facts for facts, _ in collected.dropped)]
-    failed_samples = [(facts, sample, why) for facts in groups for sample, why in facts.failures]
+    failed_samples = [(facts, sample, why) for facts in collected.all_groups for sample, why in facts.failures]
     return [
         {
             **_named(step, SampleKey(facts.epoch, facts.prompt, sample), facts.source, "failed", why),

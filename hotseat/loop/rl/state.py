@@ -1,4 +1,4 @@
-"""What changes during a reinforcement run apart from the weights, and the settings that workers get because of it."""
+"""State of a reinforcement run apart from the weights, and the settings that workers get because of it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 from hotseat.algorithms.kl import AdaptiveKl, FixedKl
 from hotseat.cluster import WorkerGroup
 from hotseat.config import Config, loads_saved
-from hotseat.config.batches import BatchAlgebra, token_budget
+from hotseat.config.batches import BatchAlgebra
 from hotseat.data import PromptOrder, SampledOrder, digest_of
 from hotseat.loop.rl.meter import PhaseMeter
+from hotseat.loop.settings.token_budgets import TokenBudgets
 from hotseat.loop.settings.training_settings import critic_settings, policy_settings, reward_settings
 from hotseat.loop.workers.model_workers import ModelWorker, PolicySettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
-from hotseat.planning.budgets import Use, least_tokens, lowered_note, lowered_until, smallest, uses, with_budget
+from hotseat.planning.budgets import Use, smallest, uses
 from hotseat.types import Prompt
 from hotseat.user_functions import own_function
 
@@ -53,14 +54,13 @@ class RlState:
         self.version = int(saved["version"]) - 1  # the first push sends that version again
 
 
-class PhaseSettings:
+class PhaseSettings(TokenBudgets):
     """Config of the run with the token budgets in use, and the settings that workers get from it."""
 
     def __init__(self, config: Config, algebra: BatchAlgebra, state: RlState, warn: Callable[[str], object]):
-        self.config = config
+        super().__init__(config, warn)
         self.algebra = algebra
         self._state = state
-        self._warn = warn
 
     @property
     def policy(self) -> PolicySettings:
@@ -74,14 +74,6 @@ class PhaseSettings:
     @property
     def reward(self) -> RewardSettings:
         return reward_settings(self.config)
-
-    def lower_budget(self, use: Use, tokens: int, why: str) -> None:
-        """Use at most `tokens` tokens per micro-batch from now on, if that is fewer than before."""
-        before = token_budget(getattr(self.config, use))
-        if before is None or tokens >= before:
-            return
-        self.config = with_budget(self.config, use, tokens)
-        self._warn(lowered_note(why, use, tokens, before))
 
 
 class MicroBatches:
@@ -113,21 +105,19 @@ class MicroBatches:
         for use in ("rollout", "train"):
             for role, phase in trials[use] if use in uses(config) else ():
                 if role in self._models:
-                    self._settings.lower_budget(use, self._largest_that_fits(use, role, phase), f"{role}: tried out")
+                    self._try_out(use, role, phase)
         keep(self._settings.config)
 
-    def _largest_that_fits(self, use: Use, role: str, phase: str) -> int:
-        config, least = self._settings.config, least_tokens(self._settings.config)
-        is_update = use == "train"
+    def _try_out(self, use: Use, role: str, phase: str) -> None:
+        config, is_update = self._settings.config, use == "train"
         with_entropy = is_update and config.algorithm.entropy_coef is not None
 
-        def fits(tokens: int) -> bool:
-            num_tokens = tokens * config.train.sequence_parallel_size
-            group = self._models[role]
-            return all(group.call(ModelWorker.fits, num_tokens, config.data.max_length, is_update, with_entropy))
+        def fits(num_tokens: int) -> bool:
+            length = config.data.max_length
+            return all(self._models[role].call(ModelWorker.fits, num_tokens, length, is_update, with_entropy))
 
         with self._meter.lease(phase, role):
-            return lowered_until(fits, token_budget(getattr(config, use)) or least, least)
+            self._settings.try_out(use, fits, f"{role}: tried out")
 
     def keep_lowered(self, keep: Callable[[Config], object]) -> None:
         """Adopt for all later steps the budgets that ranks lowered because memory ran out; `keep` gets the config."""
@@ -137,6 +127,6 @@ class MicroBatches:
         asked = {name: group.start(ModelWorker.lowered) for name, group in self._models.items()}
         for role, calls in asked.items():
             for use, tokens in smallest(calls.result()).items():
-                self._settings.lower_budget(use, tokens, f"{role} ran out of device memory, and repeated its work")
+                self._settings.lower(use, tokens, f"{role} ran out of device memory, and repeated its work")
         if self._settings.config is not before:
             keep(self._settings.config)

@@ -1,23 +1,28 @@
-"""Puts the metrics of a step together."""
+"""Metrics of a step, and warnings: no learning signal, gradient spikes, engines that disagree with the trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from hotseat.algorithms.agreement import GapStatistics
 from hotseat.algorithms.quantiles import quantile
+from hotseat.errors import RunError
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected, rollout_metrics
 from hotseat.loop.rl.components import Components
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phases import Updates, mean
-from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.recovery import ENGINE, HOST, Recovery
 from hotseat.loop.rl.state import PhaseSettings, RlState
 from hotseat.loop.rl.sync import PushReport
 from hotseat.loop.settings.training_settings import is_filtered
 from hotseat.train.backend import UpdateReport
 from hotseat.train.update_facts import add_up
+from hotseat.types import SampleKey
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,8 @@ class StepMetrics:
         metrics = rollout_metrics(batch)
         metrics |= policy_metrics(updates.actor) | critic_metrics(updates.critic) | push_metrics(pushed)
         metrics |= {
-            "engine_restarts": float(self.recovery.num_restarts),
-            "host_restarts": float(self.recovery.num_host_restarts),
+            "engine_restarts": float(self.recovery.restarts[ENGINE]),
+            "host_restarts": float(self.recovery.restarts[HOST]),
             "step_s": measured.pop("step_s"),
             "time/driver_cpu": measured.pop("time/driver_cpu"),
         }
@@ -103,7 +108,6 @@ def critic_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
 
 
 def _update_metrics(reports: Sequence[UpdateReport], prefix: str) -> dict[str, float]:
-    """Return the metrics of the optimizer steps of any role, their names with a prefix."""
     metrics = {
         "loss": sum(report.loss for report in reports) / len(reports),
         "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
@@ -166,3 +170,87 @@ def _gaps_by_lag(reports: Sequence[UpdateReport]) -> dict[str, float]:
         if count:
             metrics |= {f"engine_gap_lag_{lag}": gap / count, f"tokens_lag_{lag}": count / sum(counts)}
     return metrics
+
+
+# --- warnings ---------------------------------------------------------------------------------------------------------
+
+NUM_REMEMBERED = 20  # steps whose gradient norms a new one is compared with
+NUM_NEEDED = 5  # norms before any is judged; also spikes in a row after which they count as normal
+NUM_NAMED = 8  # samples that a warning names
+
+
+@dataclass(eq=False)
+class Alarms:
+    """Checks the metrics of each step and warns.
+
+    has_groups: the estimator compares samples with their siblings. spike_factor: a gradient norm above this many times
+    the median of recent ones is a spike. hint: returns one at the cause of equal rewards, or nothing.
+    """
+
+    say: Callable[..., object]
+    has_groups: bool
+    spike_factor: float
+    on_spike: Literal["warn", "stop"]
+    hint: Callable[[], str] = str
+    _norms: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED), init=False)
+    _num_spikes: int = field(default=0, init=False)  # in a row
+    _was_alike: bool = field(default=False, init=False)
+    _was_apart: bool = field(default=False, init=False)
+
+    def look(self, step: int, metrics: Mapping[str, float], collected: Collected) -> None:
+        """Warn of what is wrong with a step. Raises `RunError` at a gradient spike if `train.on_spike` is stop."""
+        is_alike = self.has_groups and metrics["groups_alike"] == 1.0
+        if is_alike and not self._was_alike:
+            hint = self.hint()
+            self.say(
+                f"step {step}: in every group all rewards are equal, so nothing is learned; if that stays so, look at"
+                f" the reward function and at the difficulty of the prompts{'; ' * bool(hint)}{hint}",
+                kind="warning",
+            )
+        self._was_alike = is_alike
+        self._look_at_gap(step, metrics)
+        self._look_for_spike(step, metrics, collected)
+
+    def _look_at_gap(self, step: int, metrics: Mapping[str, float]) -> None:
+        is_apart = not metrics.get("engine_gap_use", 0.0) <= 1.0
+        if is_apart and not self._was_apart:
+            self.say(
+                f"step {step}: engine and trainer disagree on the tokens of this rollout by more than rounding: the gap"
+                f" of their log-probs has the median {metrics['engine_gap_median']:.3g}, the 90th percentile"
+                f" {metrics['engine_gap_p90']:.3g} and the mean {metrics['engine_gap_mean']:+.3g},"
+                f" {metrics['engine_gap_use']:.1f} times what the canary's limits allow, while the canary itself"
+                " agrees. algorithm.correction can weigh such tokens",
+                kind="warning",
+            )
+        self._was_apart = is_apart
+
+    def _look_for_spike(self, step: int, metrics: Mapping[str, float], collected: Collected) -> None:
+        norm = metrics.get("grad_norm")
+        if norm is None:
+            return  # only the critic learned
+        usual = statistics.median(self._norms) if len(self._norms) >= NUM_NEEDED else None
+        if usual is not None and usual > 0 and norm > self.spike_factor * usual:
+            text = (
+                f"step {step}: the gradient's norm is {norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}, and"
+                f" the loss {metrics['loss']:.3g}; the rewards of these samples differ most from their siblings':"
+                f" {', '.join(_outliers(collected))}"
+            )
+            if self.on_spike == "stop":
+                raise RunError(f"{text}. The update was made; with train.on_spike=warn the run continues")
+            self.say(text, kind="warning")
+            self._num_spikes += 1
+            if self._num_spikes < NUM_NEEDED:
+                return  # a spike must not raise the median that later norms are compared with
+            self._norms.clear()  # so many in a row are the new normal
+        self._num_spikes = 0
+        if norm > 0:
+            self._norms.append(norm)
+
+
+def _outliers(collected: Collected) -> list[str]:
+    distances = [
+        (-abs(reward - statistics.fmean(facts.rewards)), str(SampleKey(facts.epoch, facts.prompt, sample)))
+        for facts in collected.groups
+        for sample, reward in zip(facts.samples, facts.rewards, strict=True)
+    ]
+    return [name for _, name in sorted(distances)[:NUM_NAMED]]

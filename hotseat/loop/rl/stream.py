@@ -15,6 +15,7 @@ from hotseat.errors import RunError, UserError
 from hotseat.loop.rl.arrivals import Arrivals, recorded_batches
 from hotseat.loop.rl.collect import MAX_REFILLS, Collected, add_rewards, too_few_kept
 from hotseat.loop.rl.groups import RolloutHosts
+from hotseat.loop.rl.recovery import HOST
 from hotseat.loop.rl.rollout import RolloutRunner, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
@@ -99,7 +100,7 @@ class SynchronousStream(Stream):
 
         def work() -> tuple[Collected, T]:
             nonlocal batch
-            if self.runner.recovery.num_host_restarts > self._num_host_restarts:
+            if self.runner.recovery.restarts[HOST] > self._num_host_restarts:
                 batch = self._sample_until_done()
             return batch, use(batch)
 
@@ -107,7 +108,7 @@ class SynchronousStream(Stream):
 
     def release(self, batch: Collected) -> None:
         """Let the hosts drop the groups of a batch; the order of prompts gets their scores."""
-        groups = [*batch.groups, *(facts for facts, _ in batch.dropped)]
+        groups = batch.all_groups
         self.run_state.order.record({facts.prompt: fmean(facts.scores) for facts in groups if facts.scores})
         self.runner.recovery.during(lambda: self.runner.groups.hosts.forget([facts.key for facts in groups]))
         self.runner.recovery.start_counting()
@@ -127,7 +128,7 @@ class SynchronousStream(Stream):
         except RunError:
             self.samples.record_unfinished(self._step, self._unfinished)
             raise
-        self._num_host_restarts = self.runner.recovery.num_host_restarts
+        self._num_host_restarts = self.runner.recovery.restarts[HOST]
         return batch
 
     def _sample(self) -> Collected:

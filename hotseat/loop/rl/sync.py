@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from hotseat import faults
 from hotseat.algorithms.adapters import WeightForm
@@ -17,7 +16,7 @@ from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.recovery import ENGINE
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.workers.model_workers import ActorWorker
-from hotseat.loop.workers.weight_check import Canary, WeightCheck
+from hotseat.loop.workers.weight_check import Canary, TakesWeights
 from hotseat.placement import Plan
 from hotseat.registry.roles import role_entry
 from hotseat.weights.broadcast import LOOPBACK, TIMEOUT_S, BroadcastData, BroadcastGroup
@@ -35,10 +34,6 @@ class Routes:
     to_inference: TransportPlan | None
     sender_host: str
     timeout_s: float
-
-    def receivers(self, transport: TransportPlan, generation: int) -> BroadcastGroup | None:
-        """Return the group that receives a broadcast. `generation`: replaced receivers have to connect anew."""
-        return transport.broadcast_group(generation, self.sender_host, min(TIMEOUT_S, self.timeout_s))
 
 
 @dataclass(eq=False)
@@ -71,7 +66,9 @@ class Pusher:
     def push(self, version: int, ranks: Sequence[int] | None = None) -> PushReport:
         """Push the actor's weights as this version, to all engines or these ranks, and have the canary judge them."""
         groups, routes, canary = self.groups, self.routes, self.guard.canary
-        receivers = routes.receivers(routes.to_engines, self.restarts[ENGINE])
+        timeout_s = min(TIMEOUT_S, routes.timeout_s)
+        # Receivers that were replaced have to connect anew: they are another generation.
+        receivers = routes.to_engines.broadcast_group(self.restarts[ENGINE], routes.sender_host, timeout_s)
         to_inference = None
         with self.meter.lease("sync", "actor"):
             form = self._form()
@@ -82,7 +79,7 @@ class Pusher:
                 )
             if ranks is None and groups.inference is not None and routes.to_inference is not None:
                 transport = routes.to_inference
-                receivers = routes.receivers(transport, 0)
+                receivers = transport.broadcast_group(0, routes.sender_host, timeout_s)
                 to_inference = push_weights(
                     groups.actor, groups.inference, version, canary, transport, receivers, "inference rank"
                 )
@@ -126,19 +123,6 @@ class PushReport:
     expected: list[float] | None  # the trainer's log-probs of the canary; None: there is no canary yet
     answers: list[list[float]] | None  # those of each engine; None: some engine can score only in its next lease
     ranks: tuple[int, ...] | None = None  # of the engines that it went to; None: all
-
-
-class TakesWeights(Protocol):
-    """Calls that a push makes to an engine or a rank of the inference role."""
-
-    def begin_load(self, version: int) -> None:
-        """Get ready for the buckets of a version."""
-
-    def take_bucket(self, bucket: Bucket) -> None:
-        """Load the weights of one bucket."""
-
-    def finish_load(self, version: int, canary: Canary | None) -> WeightCheck:
-        """Return the proof of what was loaded."""
 
 
 def push_weights(
@@ -212,12 +196,12 @@ def _hand_out(actor: WorkerGroup[ActorWorker], transports: TransportPlan) -> lis
         buckets["ipc"] = merge(actor.on(*transports.sources).call(ActorWorker.packed, "ipc"))
     if "broadcast" in transports.engines:
         [buckets["broadcast"]] = actor.on(0).call(ActorWorker.packed, "broadcast")
+
+    def as_rank(bucket: Bucket, rank: int) -> Bucket:
+        assert isinstance(bucket.data, BroadcastData)
+        return replace(bucket, data=replace(bucket.data, first_rank=rank))
+
     return [
-        _as_rank(buckets[transport], rank) if transport == "broadcast" else buckets[transport]
+        as_rank(buckets[transport], rank) if transport == "broadcast" else buckets[transport]
         for transport, rank in zip(transports.engines, transports.first_ranks, strict=True)
     ]
-
-
-def _as_rank(bucket: Bucket, rank: int) -> Bucket:
-    assert isinstance(bucket.data, BroadcastData)
-    return replace(bucket, data=replace(bucket.data, first_rank=rank))

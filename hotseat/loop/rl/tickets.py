@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hotseat.errors import RunError
@@ -22,20 +22,6 @@ class _Arrival:
     ticket: int
     facts: GroupFacts
     reason: str | None
-
-
-@dataclass
-class _Arrivals:
-    """Groups that have come and belong to no batch yet, and their failed rewards."""
-
-    tally: RewardTally
-    each: list[_Arrival] = field(default_factory=list)
-    num_dropped: int = 0
-
-    def add(self, arrival: _Arrival) -> None:
-        add_rewards(self.tally, arrival.facts)
-        self.each.append(arrival)
-        self.num_dropped += arrival.reason is not None
 
 
 class Tickets:
@@ -59,7 +45,7 @@ class Tickets:
         self._facts: dict[int, GroupFacts] = {}  # of those that wait
         self._unbegun: set[GroupKey] = set()  # no host works on them, as far as is known
         self._begun: set[GroupKey] = set()  # those that some host has begun, now or before
-        self._arrivals = self._no_arrivals()
+        self._arrivals: list[_Arrival] = []  # that belong to no batch yet
         self.num_begun_again = 0
 
     # --- in flight ----------------------------------------------------------------------------------------------------
@@ -96,7 +82,7 @@ class Tickets:
 
     def _arrive(self, facts: GroupFacts, reason: str | None) -> None:
         ticket = self._tickets[facts.key]
-        self._arrivals.add(_Arrival(ticket, facts, reason))
+        self._arrivals.append(_Arrival(ticket, facts, reason))
         if reason is None:
             self.pacer.arrive(ticket)
             self._facts[ticket] = facts
@@ -104,12 +90,15 @@ class Tickets:
             self.pacer.drop(ticket)
             del self._tickets[facts.key]
         pace, arrivals = self.pacer.pace, self._arrivals
-        if len(arrivals.each) >= pace.groups_per_step:
-            arrivals.tally.check()
+        if len(arrivals) >= pace.groups_per_step and any(each.facts.failures for each in arrivals):
+            tally = RewardTally(self._filter.max_failed_fraction, self._filter.hint)
+            for each in arrivals:
+                add_rewards(tally, each.facts)
+            tally.check()
         most = pace.groups_per_step * (1 + pace.staleness)
-        if arrivals.num_dropped >= MAX_REFILLS * most:
-            reasons = [each.reason for each in arrivals.each if each.reason is not None]
-            raise too_few_kept(len(arrivals.each), len(self._facts), most, reasons)
+        reasons = [each.reason for each in arrivals if each.reason is not None]
+        if len(reasons) >= MAX_REFILLS * most:
+            raise too_few_kept(len(arrivals), len(self._facts), most, reasons)
 
     @property
     def num_awaited(self) -> int:
@@ -133,14 +122,11 @@ class Tickets:
         self.pacer.take(tickets)
         # In prompt order a group belongs to the step that its place in the order gives it, however early it came.
         last = max(tickets) if self.pacer.pace.order == "prompt" else math.inf
-        batch = self._collected(tickets, [each for each in self._arrivals.each if each.ticket <= last])
+        batch = self._collected(tickets, [each for each in self._arrivals if each.ticket <= last])
         self._record.taken(step, batch)
         for facts in batch.groups:
             del self._facts[self._tickets.pop(facts.key)]
-        later = [each for each in self._arrivals.each if each.ticket > last]
-        self._arrivals = self._no_arrivals()
-        for each in later:
-            self._arrivals.add(each)
+        self._arrivals = [each for each in self._arrivals if each.ticket > last]
         return batch
 
     def trained(self) -> None:
@@ -150,14 +136,14 @@ class Tickets:
 
     def unfinished(self) -> Collected:
         """Return the groups that no step has learned from."""
-        return self._collected(sorted(self._facts), self._arrivals.each)
+        return self._collected(sorted(self._facts), self._arrivals)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     @property
     def finished_keys(self) -> list[GroupKey]:
         """Return the groups that a checkpoint has to hold: those that wait, and dropped ones not yet recorded."""
-        dropped = (each.facts for each in self._arrivals.each if each.reason is not None)
+        dropped = (each.facts for each in self._arrivals if each.reason is not None)
         return [facts.key for facts in (*self._facts.values(), *dropped)]
 
     def state(self) -> dict[str, Any]:
@@ -165,7 +151,7 @@ class Tickets:
         return {
             "pacer": self.pacer.state(),
             "tickets": [[ticket, *key] for key, ticket in self._tickets.items()],
-            "arrivals": [[*each.facts.key, each.reason, each.ticket] for each in self._arrivals.each],
+            "arrivals": [[*each.facts.key, each.reason, each.ticket] for each in self._arrivals],
         }
 
     def restore(self, state: Mapping[str, Any] | None, step: int, facts_of: Callable[[GroupKey], GroupFacts]) -> None:
@@ -186,7 +172,7 @@ class Tickets:
         self._tickets = {(epoch, prompt): ticket for ticket, epoch, prompt in state["tickets"]}
         self._facts = {t: facts_of(key) for key, t in self._tickets.items() if t in self.pacer.waiting}
         for epoch, prompt, reason, ticket in state["arrivals"]:
-            self._arrivals.add(_Arrival(ticket, facts_of((epoch, prompt)), reason))
+            self._arrivals.append(_Arrival(ticket, facts_of((epoch, prompt)), reason))
         self.begin_again()
         self._begun = set(self._unbegun)
 
@@ -194,6 +180,3 @@ class Tickets:
         groups = tuple(self._facts[ticket] for ticket in tickets)
         dropped = tuple((each.facts, each.reason) for each in arrivals if each.reason is not None)
         return Collected(groups, len(arrivals), dropped, sum(len(each.facts.failures) for each in arrivals))
-
-    def _no_arrivals(self) -> _Arrivals:
-        return _Arrivals(RewardTally(self._filter.max_failed_fraction, self._filter.hint))

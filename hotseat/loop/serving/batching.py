@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from hotseat.words import quantity
@@ -38,9 +38,8 @@ class Scored:
 
 @dataclass(frozen=True)
 class Round:
-    """Size of one round of scoring: requests, texts, tokens without padding, and forwards."""
+    """Size of one round of scoring: texts, tokens without padding, and forwards."""
 
-    num_requests: int
     num_texts: int
     num_tokens: int
     num_forwards: int
@@ -50,10 +49,10 @@ class Round:
 class _Request:
     texts: list[str]
     future: asyncio.Future[Scored]
-    num_characters: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.num_characters = sum(map(len, self.texts))
+    @property
+    def num_characters(self) -> int:
+        return sum(map(len, self.texts))
 
 
 class Batcher:
@@ -130,7 +129,7 @@ class Batcher:
             Scored([next(each_reward) for _ in each], sum(map(len, each))) if problem is None else Rejected(problem)
             for each, problem in zip(sequences, problems, strict=True)
         ]
-        return results, Round(len(requests), len(good), sum(map(len, good)), len(pieces))
+        return results, Round(len(good), sum(map(len, good)), len(pieces))
 
     def _tokenized(self, requests: Sequence[list[str]]) -> tuple[list[list[list[int]]], list[str | None]]:
         """Return the token sequences of each request, and why it cannot be scored, None if it can."""

@@ -159,7 +159,6 @@ class RewardServer:
 
     @web.middleware
     async def _with_reason(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer every error with its reason, and count the request."""
         begun_s = time.perf_counter()
         try:
             response = await handler(request)
@@ -180,23 +179,18 @@ class RewardServer:
         """Pass on requests that have the token, and what asks for the health. No body of others is read."""
         if request.path == "/health":
             return await handler(request)
-        if not self._is_allowed(request):
-            return self._unauthorized()
+        kind, _, token = request.headers.get("Authorization", "").partition(" ")
+        is_bearer = kind.lower() == "bearer"
+        if self._options.token is not None and not (is_bearer and _is_same(token.strip(), self._options.token)):
+            text = (
+                f"the header 'Authorization: Bearer TOKEN' is missing or wrong; {TOKEN} has the token where this runs"
+            )
+            return _closing(_error(401, text, {"WWW-Authenticate": "Bearer"}))
         self._connections.admit(request, self._holder)
         if self._holder.num_connections > _MAX_CONNECTIONS:
             return _closing(_error(429, f"there are {_MAX_CONNECTIONS} connections already", {"Retry-After": "1"}))
         problem = encoding_problem(request)
         return await handler(request) if problem is None else _closing(_error(415, problem))
-
-    def _is_allowed(self, request: web.Request) -> bool:
-        if self._options.token is None:
-            return True
-        kind, _, token = request.headers.get("Authorization", "").partition(" ")
-        return kind.lower() == "bearer" and _is_same(token.strip(), self._options.token)
-
-    def _unauthorized(self) -> web.Response:
-        text = f"the header 'Authorization: Bearer TOKEN' is missing or wrong; {TOKEN} has the token where this runs"
-        return _closing(_error(401, text, {"WWW-Authenticate": "Bearer"}))
 
 
 def _is_same(token: str, expected: str) -> bool:

@@ -109,7 +109,6 @@ def _load_config(options: ModelOptions) -> Any:
 
 
 def _load(options: ModelOptions, config: Any, dtype: torch.dtype) -> Any:
-    """Load the model with its head of one output, or raise if the checkpoint has no such head."""
     name = options.model.name
     if sees_images(config):
         raise UserError(f"{name!r} sees images, and requests for rewards have none: choose a model of text")

@@ -17,7 +17,6 @@ from hotseat.config.presence import (
     has_judge,
     has_reward_model,
     has_simulator,
-    name_of_function,
 )
 from hotseat.config.resolved import judge_length, max_new_tokens, source_of
 from hotseat.config.urls import as_list
@@ -27,27 +26,20 @@ from hotseat.errors import UserError
 from hotseat.loop.settings.training_settings import lora_options
 from hotseat.loop.state.run_dir import EPISODE_IMAGES, NOTES, ROLLOUTS, SPOOL
 from hotseat.loop.workers.component import ComponentSettings
-from hotseat.loop.workers.image_preparation import HostImages
+from hotseat.loop.workers.host_settings import HostImages, HostSettings, ScorerSettings
 from hotseat.loop.workers.observations import SimulationSettings
-from hotseat.loop.workers.rollout_host import HostSettings
-from hotseat.loop.workers.scorers import ScorerSettings
 from hotseat.placement import Plan
 from hotseat.planning.config_plan import CacheLimit, episodes_per_engine
 from hotseat.planning.role_specs import engine_of, engine_slots
 from hotseat.registry.engines import engine_entry
 from hotseat.registry.estimators import estimator_entry
 from hotseat.rewards.addresses import bearer_token
-from hotseat.rewards.graders import graders_of
 from hotseat.rewards.rubrics import TOKEN, JudgeEngine, JudgeSettings
-from hotseat.rewards.sandbox import SandboxSettings
 from hotseat.rollout.kinds import EngineOptions, EngineSettings, ImageOptions, engine_kind
 from hotseat.types import Sampling
 from hotseat.user_functions import absolute
 
 VERDICTS = "judge.jsonl"
-
-# Seconds of an attempt to score a group, and further attempts. Those of servers are OpenRLHF's.
-FUNCTION_LIMITS, SERVER_LIMITS = (60.0, 2), (180.0, 4)
 
 
 def rollout_sampling(config: Config) -> Sampling:
@@ -199,38 +191,16 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
 
 def scorer_settings(config: Config, run_dir: Path | None) -> ScorerSettings:
     """Return the settings of the scorers of rollout hosts. run_dir: of the run; None where nothing is trained."""
-    reward = config.reward
-    timeout_s, retries = reward_limits(config)
     notes = None
     if run_dir is not None and config.cluster.runtime == "ray":
         notes = str(run_dir.absolute() / NOTES)
     return ScorerSettings(
-        function=reward.function,
-        function_kwargs=reward.kwargs,
-        functions=tuple((name_of_function(each), each.function, each.weight) for each in reward.functions),
-        eval_function=config.eval.reward,
-        urls=tuple(as_list(reward.url)),
-        token=bearer_token() if reward.url is not None else None,
-        max_open=reward.max_open_requests,
-        timeout_s=timeout_s,
-        retries=retries,
-        max_bytes=None if reward.max_memory_gib is None else int(reward.max_memory_gib * 2**30),
+        reward=config.reward,
+        evaluation=config.eval,
         seed=config.seed,
-        graders=graders_of(reward.graders),
-        eval_graders=graders_of(config.eval.graders),
+        token=bearer_token() if config.reward.url is not None else None,
         judge=judge_of(config, run_dir),
-        sandbox=SandboxSettings.of_config(config.reward.sandbox),
         notes=notes,
-    )
-
-
-def reward_limits(config: Config) -> tuple[float, int]:
-    """Return the deadline of an attempt to score a group, and the number of further attempts."""
-    timeout_s, retries = SERVER_LIMITS if config.reward.url is not None else FUNCTION_LIMITS
-    reward = config.reward
-    return (
-        timeout_s if reward.timeout_s is None else reward.timeout_s,
-        retries if reward.retries is None else reward.retries,
     )
 
 
@@ -240,7 +210,6 @@ def image_limits(config: Config) -> ImageLimits:
 
 
 def _host_images(config: Config, run_dir: Path | None) -> HostImages | None:
-    """Return the settings of images that environments and programs show; None if none can."""
     if config.data.image_key is None or not has_agent(config):
         return None
     options = image_options(config) if engine_entry(config.rollout.engine).is_sized_by_images else None
@@ -256,27 +225,18 @@ def _host_images(config: Config, run_dir: Path | None) -> HostImages | None:
 def simulation_settings(config: Config) -> SimulationSettings:
     env = config.env
     assert env.path is not None
+    # A file's path as any process finds it; the name of a family stays.
+    path = str(Path(env.path).expanduser().absolute()) if env.path.endswith(".py") else env.path
     return SimulationSettings(
-        simulator=SimulatorSettings(absolute_file(env.path), tuple(env.tasks), env.max_steps, env.kwargs),
-        num_envs=env.num_envs,
+        simulator=SimulatorSettings(path, tuple(env.tasks), env.max_steps, env.kwargs),
+        env=env,
         num_stages=config.rollout.pipeline_stage_num,
-        num_processes=env.num_processes,
-        chunk=env.chunk,
-        bins=env.bins,
-        timeout_s=env.step_timeout_s,
-        is_success_rewarded=env.reward == "success",
         # Groups compare whole episodes: their turns, which are of different worlds, have nothing in common.
         has_turn_rewards=estimator_entry(config.algorithm.estimator).places_turn_rewards,
         has_action_rewards=config.algorithm.time_step != "chunk",
         bootstraps=has_critic(config),
         images_for=source_of(config, config.actor.model) if env.images else None,
-        num_films=env.films,
     )
-
-
-def absolute_file(path: str) -> str:
-    """Return a file's path as any process finds it; the name of a family stays."""
-    return str(Path(path).expanduser().absolute()) if path.endswith(".py") else path
 
 
 def program_settings(config: Config) -> ProgramSettings:

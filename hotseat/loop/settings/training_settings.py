@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hotseat.checks.tokenizers import reward_scale
-from hotseat.config import Config
+from hotseat.config import Config, resolved
 from hotseat.config.batches import is_auto, num_checkpointed, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.image_paths import filler_image
 from hotseat.config.precision import dtype_of
 from hotseat.config.presence import compares_with_reference, has_images, has_inference, is_base_reference
-from hotseat.config.resolved import (
-    aggregation,
-    correction_kind,
-    critic_model,
-    kl_estimator,
-    max_sampled_tokens,
-    ratio_step,
-    source_of,
-)
 from hotseat.config.schema.model_options import OptimizerConfig
 from hotseat.config.schema.rollout_options import RolloutConfig
 from hotseat.config.schema.train_options import TrainConfig
@@ -45,10 +37,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
     train = config.train
     return TrainOptions(
         precision=_precision(config, is_trained),
-        optimizer=_adamw(config.actor.optimizer) if is_trained else None,
-        muon=_muon(config.actor.optimizer) if is_trained else None,
-        schedule=_schedule(config.actor.optimizer, schedule_length) if is_trained else Schedule(),
-        max_grad_norm=config.actor.optimizer.max_grad_norm or None,
+        **(_optimizer_options(config.actor.optimizer, schedule_length) if is_trained else {"optimizer": None}),
         aux_loss_coefficient=config.algorithm.aux_loss_coef if is_trained else 0.0,
         lora=lora_options(config) if is_trained else None,
         average_decay=train.ema.beta if train.ema.enabled and is_trained else None,
@@ -70,15 +59,11 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
 
 
 def critic_options(config: Config, schedule_length: int) -> TrainOptions:
-    optimizer = config.critic.optimizer
     return replace(
         train_options(config, schedule_length),
         head="value",
         value_head_prefix=config.critic.value_head_prefix,
-        optimizer=_adamw(optimizer),
-        muon=_muon(optimizer),
-        schedule=_schedule(optimizer, schedule_length),
-        max_grad_norm=optimizer.max_grad_norm or None,
+        **_optimizer_options(config.critic.optimizer, schedule_length),
         aux_loss_coefficient=critic_aux_loss(config),
         average_decay=None,
     )
@@ -90,7 +75,7 @@ def critic_aux_loss(config: Config) -> float:
         return 0.0
     from hotseat.train.experts import has_experts
 
-    model_config = source_of(config, critic_model(config)).config()
+    model_config = resolved.source_of(config, resolved.critic_model(config)).config()
     return config.algorithm.aux_loss_coef if has_experts(model_config) else 0.0
 
 
@@ -107,7 +92,7 @@ def reference_settings(config: Config, is_offloaded: bool) -> ReferenceSettings 
     if not compares_with_reference(config):
         return None
     return ReferenceSettings(
-        model=source_of(config, config.reference.model or config.actor.model),
+        model=resolved.source_of(config, config.reference.model or config.actor.model),
         options=None if is_base_reference(config) else train_options(config, 0, is_trained=False),
         dtype=dtype_of(config),
         is_offloaded=is_offloaded and not config.algorithm.dpo.precompute,
@@ -138,22 +123,20 @@ def _zero(config: Config, is_trained: bool) -> ZeroOptions | None:
     )
 
 
-def _adamw(optimizer: OptimizerConfig) -> AdamW:
-    return AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay)
-
-
-def _muon(optimizer: OptimizerConfig) -> Muon | None:
-    return Muon(optimizer.muon.learning_rate, optimizer.muon.momentum) if optimizer.kind == "muon" else None
-
-
-def _schedule(optimizer: OptimizerConfig, num_steps: int) -> Schedule:
-    return Schedule(
+def _optimizer_options(optimizer: OptimizerConfig, num_steps: int) -> dict[str, Any]:
+    schedule = Schedule(
         kind=optimizer.schedule,
         peak=optimizer.learning_rate,
         num_warmup_steps=warmup_steps(num_steps, optimizer.warmup_ratio),
         num_steps=num_steps,
         min_ratio=optimizer.min_learning_rate_ratio,
     )
+    return {
+        "optimizer": AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay),
+        "muon": Muon(optimizer.muon.learning_rate, optimizer.muon.momentum) if optimizer.kind == "muon" else None,
+        "schedule": schedule,
+        "max_grad_norm": optimizer.max_grad_norm or None,
+    }
 
 
 def _precision(config: Config, is_trained: bool) -> Precision:
@@ -174,7 +157,7 @@ def policy_settings(
     return PolicySettings(
         objective=_policy_objective(config, kl_in_loss, max_lag=0 if version is None else config.overlap.staleness),
         advantages=_advantage_settings(config, kl_in_reward),
-        aggregation=aggregation(config),
+        aggregation=resolved.aggregation(config),
         mask_truncated=algorithm.mask_truncated,
         normalises_corrections=algorithm.correction.normalise,
         max_epochs=config.train.max_epochs,
@@ -188,8 +171,8 @@ def policy_settings(
             or algorithm.distill_coef > 0
         ),
         temperature=config.rollout.temperature,
-        score=score_batches(config),
-        train=train_batches(config),
+        score=batch_settings(config, config.rollout),
+        train=batch_settings(config, config.train),
         # A sample whose advantage is zero still says something about the balance of experts.
         learns_from_every_sample=algorithm.aux_loss_coef > 0,
         version=version,
@@ -198,7 +181,7 @@ def policy_settings(
 
 def _policy_objective(config: Config, kl_coefficient: float, max_lag: int) -> PolicyObjective:
     algorithm, correction = config.algorithm, config.algorithm.correction
-    weighing = correction_entry(correction_kind(config))
+    weighing = correction_entry(resolved.correction_kind(config))
     return PolicyObjective(
         policy_loss=absolute(algorithm.policy_loss),
         clip_low=algorithm.clip_low,
@@ -210,7 +193,7 @@ def _policy_objective(config: Config, kl_coefficient: float, max_lag: int) -> Po
         rejection=correction.reject,
         rejection_low=correction.reject_low,
         rejection_high=correction.reject_high,
-        kl_estimator=kl_estimator(config),
+        kl_estimator=resolved.kl_estimator(config),
         kl_coefficient=kl_coefficient,
         entropy_coefficient=algorithm.entropy_coef,
         ratio_to="rollout" if weighing.replaces_ratio else "old",
@@ -228,14 +211,14 @@ def _advantage_settings(config: Config, kl_in_reward: float) -> AdvantageSetting
         over_batch=algorithm.batch_norm,
         reward_clip=reward.clip,
         kl_in_reward=kl_in_reward,
-        kl_estimator=kl_estimator(config),
+        kl_estimator=resolved.kl_estimator(config),
         overlong_buffer=reward.overlong.buffer_length,
         overlong_factor=reward.overlong.penalty_factor,
         truncation_penalty=reward.truncation_penalty,
-        max_sampled=max_sampled_tokens(config),
+        max_sampled=resolved.max_sampled_tokens(config),
         distill_coefficient=algorithm.distill_coef,
         time_step=algorithm.time_step,
-        ratio_step=ratio_step(config),
+        ratio_step=resolved.ratio_step(config),
         turn_credit=algorithm.turn_credit,
     )
 
@@ -249,25 +232,18 @@ def critic_settings(config: Config) -> CriticSettings:
     return CriticSettings(
         ValueObjective(config.critic.value_clip),
         config.train.max_epochs,
-        score_batches(config),
-        train_batches(config),
+        batch_settings(config, config.rollout),
+        batch_settings(config, config.train),
         config.algorithm.time_step,
     )
 
 
 def reward_settings(config: Config) -> RewardSettings:
-    return RewardSettings(score_batches(config), reward_scale(config))
+    return RewardSettings(batch_settings(config, config.rollout), reward_scale(config))
 
 
-def score_batches(config: Config) -> BatchSettings:
-    return _batches(config, config.rollout)
-
-
-def train_batches(config: Config) -> BatchSettings:
-    return _batches(config, config.train)
-
-
-def _batches(config: Config, section: TrainConfig | RolloutConfig) -> BatchSettings:
+def batch_settings(config: Config, section: TrainConfig | RolloutConfig) -> BatchSettings:
+    """Return the size of micro-batches in training, or in scoring, which is the size that `rollout` has."""
     max_tokens = tokens_per_micro_batch(config, token_budget(section))
     size = None if section.micro_batch_size == "auto" else section.micro_batch_size
     return BatchSettings(

@@ -323,7 +323,6 @@ def digest_of_checkpoint(path: Path) -> str:
 
 
 def _missing(writing: Path, folder: str, num_ranks: int) -> Iterator[str]:
-    """Yield which files are not there that the ranks of a folder say they have written."""
     for rank in range(num_ranks):
         listing = writing / folder / f"rank-{rank}.json"
         try:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
+import os
+import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hotseat.checks.run_directory import CONFIG, LOCK, owner_of, run_directory
+from hotseat.checks.run_directory import CONFIG, LOCK, in_use, owner_of, run_directory
 from hotseat.config import Config, loads_saved, to_saved
 from hotseat.config.changes import Change
 from hotseat.config.hiding import has_secrets, without_secrets
 from hotseat.errors import CheckpointError, UserError
-from hotseat.files import write_whole
+from hotseat.files import opened, write_whole
 from hotseat.loop.state.checkpoints import STATE, CheckpointStore
-from hotseat.observe import RECORDS, JsonLines
+from hotseat.observe import RECORDS, SAMPLES, JsonLines
 
 if TYPE_CHECKING:
     from hotseat.placement import Plan
@@ -60,11 +63,32 @@ def without_empty_folders(*folders: Path) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def sole_owner(run_dir: Path, lock: Callable[[Any, int], object] = fcntl.flock) -> Iterator[None]:
+    """Hold the lock of a directory for this process; it is free again however the process ends."""
+    with opened(run_dir / LOCK, "a+") as file:
+        try:
+            lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise in_use(run_dir, owner_of(run_dir) or "another run") from None
+        except OSError as error:
+            raise UserError(
+                f"{run_dir} is on a disk without locks (flock: {error.strerror}), so that two runs could write there at"
+                " once: set run_dir, or checkpoint.path, to a disk that has them, or mount this one with them (Lustre:"
+                " -o flock; NFS: without nolock)"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()}")
+        file.flush()
+        yield
+
+
 def named_run(config: Config) -> Config:
     """Return the config with the name that its run will have, so that the directory is known beforehand."""
     if config.name is not None:
         return config
-    path = _run_of_checkpoints(config) or _numbered(config)
+    numbered = (Path(config.run_dir) / f"{config.task}-{number}" for number in itertools.count(1))
+    path = _run_of_checkpoints(config) or next(path for path in numbered if not path.exists())
     return config.model_copy(update={"run_dir": str(path.parent), "name": path.name})
 
 
@@ -92,11 +116,6 @@ def write_config(path: Path, config: Config) -> None:
     how = {"resume": False, "allow_changes": []}
     kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=how)})
     write_whole(path / CONFIG, to_saved(kept), is_private=has_secrets(kept))
-
-
-def _numbered(config: Config) -> Path:
-    paths = (Path(config.run_dir) / f"{config.task}-{number}" for number in itertools.count(1))
-    return next(path for path in paths if not path.exists())
 
 
 def forget_records(path: Path) -> None:
@@ -136,3 +155,51 @@ def kept_config(path: Path) -> Config | None:
 def save_plan(path: Path, plan: Plan) -> None:
     """Write the plan, for this user alone if it holds environment variables of nodes."""
     write_whole(path / "plan.json", plan.to_json(), is_private=any(node.env for node in plan.inventory.nodes))
+
+
+# --- images of episodes -----------------------------------------------------------------------------------------------
+
+_PREPARED = ".safetensors"
+_THUMBNAIL = ".png"
+_NAME = re.compile(rb"([0-9a-f]{40})\.safetensors")  # a path, wherever it stands in JSON
+_DIGEST = re.compile(r"[0-9a-f]{40}")
+_TENSORS = (_PREPARED, ".pt", ".distcp", ".bin")  # files that name no images, and are large
+
+
+def remove_unneeded_images(run_dir: Path, checkpoints: Path) -> int:
+    """Delete images that episodes showed, once a run has ended well and nothing refers to them; return how many.
+
+    Those of the data lie beside the runs, and are left alone. What may refer to an image: groups in checkpoints and
+    rollouts that are kept, whose pixels a later run reads, and samples in the report, which shows the thumbnail.
+    checkpoints: the folder of the run's checkpoints.
+    """
+    folder = run_dir / EPISODE_IMAGES
+    if not folder.is_dir():
+        return 0
+    needed = set(_names(_files(checkpoints, run_dir / SPOOL, run_dir / ROLLOUTS)))
+    shown = set(_names([run_dir / SAMPLES]))
+    num_deleted = 0
+    for file in sorted(folder.iterdir()):
+        if not _DIGEST.match(file.name):
+            continue  # not ours
+        is_shown = file.suffix == _THUMBNAIL and file.stem in shown
+        if file.stem not in needed and not is_shown:
+            file.unlink(missing_ok=True)
+            num_deleted += 1
+    if not any(folder.iterdir()):
+        folder.rmdir()
+    return num_deleted
+
+
+def _files(*folders: Path) -> Iterator[Path]:
+    for folder in folders:
+        yield from (path for path in folder.rglob("*") if path.is_file() and path.suffix not in _TENSORS)
+
+
+def _names(files: Iterable[Path]) -> Iterator[str]:
+    for file in files:
+        if not file.is_file():
+            continue
+        with file.open("rb") as lines:
+            for line in lines:
+                yield from (name.decode() for name in _NAME.findall(line))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
-import fcntl
-import os
 import shutil
 import threading
 import time
@@ -14,17 +12,15 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from hotseat import faults, interrupts
-from hotseat.checks.run_directory import LOCK, in_use, owner_of
 from hotseat.config import Config, to_saved
 from hotseat.config.changes import NUM_STEPS, Change, changes_between
 from hotseat.config.hiding import has_secrets
 from hotseat.errors import CheckpointError, DeadlineError, HotseatError, UserError
-from hotseat.files import opened
 from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint
-from hotseat.loop.state.run_dir import write_config
+from hotseat.loop.state.run_dir import sole_owner, write_config
 from hotseat.machine import available_bytes
 from hotseat.observe import Journal
 
@@ -39,6 +35,10 @@ _LAST_WAIT_S = 30.0
 # Limits on checkpoints that are made by default: they take at most one part in _TIME_PARTS of a run's time, and one
 # part in _DISK_PARTS of the free disk.
 _TIME_PARTS, _DISK_PARTS = 20, 2
+
+# training: the first signal lets the current step finish. stopped: that step was finished and saved, and the run ends.
+# exporting: all steps are made, and the first signal lets the export finish. exported: the run is complete.
+Phase = Literal["idle", "training", "stopped", "exporting", "exported"]
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,7 @@ class Saver:
         self._cost_s = 0.0  # time for which the last save held up the run
         self._warned_of_room = False
         self._last_made: int | None = None  # the last step that was finished
-        self.has_begun = False  # steps are being made: the first signal lets the current one finish
-        self._is_exporting = False  # all steps are made: the first signal lets the export finish
-        self._is_finished = False  # the model is exported
-        self._has_stopped = False  # the current step was finished and saved, and the run ends
+        self.phase: Phase = "idle"
         self.is_stopping = False  # the run ends after the current step; a signal sets it, at any moment
         self._stops_unsaved = False  # it does so even if it makes no checkpoints
         self.is_ending = False  # the current step is the last one, whatever the number of steps
@@ -197,10 +194,10 @@ class Saver:
 
         A signal calls this at any moment.
         """
-        if self.is_stopping or not (self._is_exporting or (self.has_begun and self.can_save)):
+        if self.is_stopping or not (self.phase == "exporting" or (self.phase == "training" and self.can_save)):
             return None
         self.is_stopping = True
-        return "the model is exported" if self._is_exporting else "this step is finished and saved"
+        return "the model is exported" if self.phase == "exporting" else "this step is finished and saved"
 
     def stop_after_step(self) -> None:
         """Have the run end once the current step is finished, and saved if the run makes checkpoints."""
@@ -220,7 +217,7 @@ class Saver:
 
     def ending(self, command: str) -> str:
         """Describe which steps are lost if the run is interrupted now, and how to resume it."""
-        if self._is_finished:
+        if self.phase == "exported":
             return "nothing is lost: the run is finished, and its model is exported"
         saved = self.last_step()
         made = self._last_made or saved or 0
@@ -233,7 +230,7 @@ class Saver:
                 f"{made} {'step is' if made == 1 else 'steps are'} lost: there is no checkpoint to resume from ({first}"
                 "checkpoint.every=1 makes one after each step)"
             )
-        lost = "nothing is lost" if self._has_stopped else "nothing is lost but the step under way"
+        lost = "nothing is lost" if self.phase == "stopped" else "nothing is lost but the step under way"
         if made > saved:
             lost = f"step {made} is lost" if made == saved + 1 else f"steps {saved + 1} to {made} are lost"
         return f"{lost}: the last checkpoint is of step {saved}. Resume with: {command}"
@@ -244,18 +241,18 @@ class Saver:
         source: CheckpointSource,
         evaluation: Mapping[str, float],
         journal: Journal,
-        is_told: Callable[[], bool] = lambda: False,
+        must_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Save if a checkpoint is due or the run is to stop; then stop. Raises if the previous save failed.
 
-        is_told: tells whether another process that trains was told to stop.
+        must_stop: whether another process that trains got a signal to stop.
         """
         self.made(step)
         interrupts.current().check()
         # Read once: a signal that comes later must not end the run without a save.
-        is_stopping = self.is_stopping or is_told()
+        is_stopping = self.is_stopping or must_stop()
         path = self.save_if_due(step, source, evaluation, journal, is_stopping)
-        if path is not None and (is_stopping or self.is_stopping or is_told()):
+        if path is not None and (is_stopping or self.is_stopping or must_stop()):
             self.stop(path, journal)
         if self._stops_unsaved:
             raise KeyboardInterrupt
@@ -327,7 +324,7 @@ class Saver:
     def stop(self, path: Path, journal: Journal) -> NoReturn:
         """End the run once that checkpoint is complete. Raises `KeyboardInterrupt`."""
         self.wait()
-        self._has_stopped = True
+        self.phase = "stopped"
         journal.say(f"saved {path}")
         raise KeyboardInterrupt
 
@@ -378,7 +375,6 @@ class Saver:
         return self._store.path(step)
 
     def _saves_in_background(self, num_bytes: int) -> bool:
-        """Tell whether the run may continue while a checkpoint is written."""
         if self.is_stopping:
             return False
         background = self._config.checkpoint.background
@@ -400,22 +396,23 @@ class Saver:
     @contextmanager
     def exporting(self) -> Iterator[None]:
         """Enclose the export of the model, which completes the run. Ends by KeyboardInterrupt if it was to stop."""
-        self._is_exporting, self.has_begun = True, False
+        self.phase = "exporting"
         try:
             yield
-            self._is_finished = True
-        finally:
-            self._is_exporting = False
+        except BaseException:
+            self.phase = "idle"
+            raise
+        self.phase = "exported"
         if self.is_stopping:
             raise KeyboardInterrupt
 
     @contextmanager
     def settled(self, journal: Journal) -> Iterator[None]:
         """Enclose the steps of a run: however they end, a checkpoint that is being written is completed if possible."""
-        self.has_begun = True
+        self.phase = "training"
         try:
             yield
-            self._is_exporting, self.has_begun = True, False  # nothing after the last step is saved
+            self.phase = "exporting"  # nothing after the last step is saved
             if self._background_save is not None:
                 journal.phase("save")
             self.wait()
@@ -431,7 +428,8 @@ class Saver:
                 background_save.give_up()
             raise
         finally:
-            self.has_begun = False  # a step that failed is not finished
+            if self.phase == "training":
+                self.phase = "idle"  # a step that failed is not finished
 
 
 def _bytes(number: int) -> str:
@@ -447,26 +445,6 @@ def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:
     if value is None:
         raise UserError(f"checkpoint.best_metric {name!r} was not measured; there are {', '.join(evaluation)}")
     return -value if name.endswith("loss") else value
-
-
-@contextmanager
-def sole_owner(run_dir: Path, lock: Callable[[Any, int], object] = fcntl.flock) -> Iterator[None]:
-    """Hold the lock of a directory for this process; it is free again however the process ends."""
-    with opened(run_dir / LOCK, "a+") as file:
-        try:
-            lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise in_use(run_dir, owner_of(run_dir) or "another run") from None
-        except OSError as error:
-            raise UserError(
-                f"{run_dir} is on a disk without locks (flock: {error.strerror}), so that two runs could write there at"
-                " once: set run_dir, or checkpoint.path, to a disk that has them, or mount this one with them (Lustre:"
-                " -o flock; NFS: without nolock)"
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()}")
-        file.flush()
-        yield
 
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5

@@ -42,8 +42,8 @@ class LaunchedRanks(WorkerGroup[SupervisedWorker]):
     the others serve its calls until it is done. They raise what it raises, except for failures inside a call: in these
     each rank has an error of its own, or notices that the connection to the failed one is closed.
 
-    saver: this rank's, which knows of signals. is_told: some rank was told to stop, as far as the last call has shown:
-    signals reach ranks at different moments.
+    saver: this rank's, which knows of signals. must_stop: some rank got a signal to stop, as far as the last call has
+    shown: signals reach ranks at different moments.
     """
 
     name = "actor"
@@ -52,7 +52,7 @@ class LaunchedRanks(WorkerGroup[SupervisedWorker]):
         self.timeout_s = timeout_s
         self.is_first = rank == 0
         self.saver: Saver | None = None
-        self.is_told = False
+        self.must_stop = False
         self._worker = worker
         self._num_ranks = num_ranks
         self._has_failed_in_call = False
@@ -99,7 +99,7 @@ class LaunchedRanks(WorkerGroup[SupervisedWorker]):
             self._has_failed_in_call = True
             raise
         facts = self._share((result, self.saver is not None and self.saver.is_stopping), f"end {method!r}")
-        self.is_told = any(is_told for _, is_told in facts)
+        self.must_stop = any(must_stop for _, must_stop in facts)
         return [each for each, _ in facts]
 
     def _share(self, fact: Any, what: str) -> list[Any]:
@@ -160,7 +160,8 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
         )
     ranks = LaunchedRanks(worker, rank, num_ranks, config.cluster.call_timeout_s)
     try:
-        memory_gib = _least_memory_gib(worker)
+        known = worker.share(_memory_gib(), "compare the memory of devices")
+        memory_gib = min((gib for gib in known if gib is not None), default=None)  # budgets are for the smallest device
         with ExitStack() as stack:
 
             def begin() -> tuple[OpenRun, bool]:
@@ -176,7 +177,7 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
                 return run.evaluation
             ranks.saver = run.saver
             is_tried = has_new_budgets and are_budgets_tried(memory_gib is not None)
-            return train_and_export(run, inputs, ranks, run.config, is_tried, ranks.led, lambda: ranks.is_told)
+            return train_and_export(run, inputs, ranks, run.config, is_tried, ranks.led, lambda: ranks.must_stop)
     finally:
         worker.close()
 
@@ -217,11 +218,9 @@ def _opened(
     return OpenRun(config, run_dir, saver, checkpoint, NullJournal(), evaluation), has_new_budgets
 
 
-def _least_memory_gib(worker: SupervisedWorker) -> float | None:
-    """Return the memory of the smallest device of all ranks; None without GPUs."""
-    memory = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
-    known = [gib for gib in worker.share(memory, "compare the memory of devices") if gib is not None]
-    return min(known, default=None)
+def _memory_gib() -> float | None:
+    """Return the memory of this rank's device; None without a GPU."""
+    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
 
 
 def _on_launched(config: Config, num_ranks: int, memory_gib: float | None) -> tuple[Config, Inventory | None]:
@@ -242,13 +241,11 @@ def _is_reference_offloaded(config: Config, num_ranks: int) -> bool:
     """Tell whether a plan for the launched ranks has the reference off their devices while the actor learns."""
     if not has_reference(config):
         return False
-    memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
-    placed, inventory = _on_launched(config, num_ranks, memory_gib)
+    placed, inventory = _on_launched(config, num_ranks, _memory_gib())
     return is_offloaded(make_plan(placed, inventory, are_devices_logical=inventory is None), "reference")
 
 
 def _budgets(config: Config, num_ranks: int, memory_gib: float | None) -> ChosenBudgets:
-    """Choose token budgets for the smallest device, since devices of ranks may differ."""
     placed, inventory = _on_launched(config, num_ranks, memory_gib)
     chosen = with_budgets(placed, inventory, are_devices_logical=inventory is None)
     return replace(chosen, config=with_budgets_of(config, chosen.config))

@@ -6,33 +6,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
-from hotseat.config.batches import BatchAlgebra, token_budget, tokens_per_micro_batch
+from hotseat.config.batches import BatchAlgebra
 from hotseat.config.resolved import source_of
 from hotseat.loop.inputs import SupervisedData, SupervisedInputs
-from hotseat.loop.opening import ClusterContext, Exported, ExportingRanks, OpenRun, export_models
-from hotseat.loop.settings.training_settings import reference_settings, train_batches, train_options
+from hotseat.loop.opening import ClusterContext, Exported, OpenRun, export_models
+from hotseat.loop.settings.token_budgets import TokenBudgets
+from hotseat.loop.settings.training_settings import batch_settings, reference_settings, train_options
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
 from hotseat.loop.state.watchdog import Readiness
 from hotseat.loop.supervised.supervised_worker import StepResult, SupervisedTask, SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.observe import Journal
-from hotseat.planning.budgets import (
-    Use,
-    least_tokens,
-    lowered_note,
-    lowered_until,
-    smaller_budget_kept,
-    uses,
-    with_budget,
-)
+from hotseat.planning.budgets import smaller_budget_kept, uses
 from hotseat.planning.config_plan import is_offloaded
 
 
@@ -40,7 +34,7 @@ from hotseat.planning.config_plan import is_offloaded
 class SupervisedRun:
     """Objects that the loop drives.
 
-    is_told: tells whether a rank that a launcher started was told to stop. None: the ranks are a cluster's, which can
+    must_stop: whether a rank that a launcher started got a signal to stop. None: the ranks are a cluster's, which can
     also copy their state and write it while they continue.
     """
 
@@ -48,8 +42,8 @@ class SupervisedRun:
     eval_every: int | None
     data: SupervisedData
     ranks: WorkerGroup[SupervisedWorker]
-    budget: TokenBudget
-    is_told: Callable[[], bool] | None = None
+    budgets: TokenBudgets
+    must_stop: Callable[[], bool] | None = None
 
     def is_evaluated(self, step: int) -> bool:
         """Tell whether the model is evaluated after this step."""
@@ -66,7 +60,7 @@ class SupervisedRun:
         return CheckpointSource(
             num_bytes=lambda: sum(ranks.call(SupervisedWorker.saved_bytes)),
             write=lambda path: ranks.call(SupervisedWorker.save, for_ranks(path / BACKEND)),
-            snapshot=snapshot if self.is_told is None else None,
+            snapshot=snapshot if self.must_stop is None else None,
             num_ranks={BACKEND: ranks.size},
             export=lambda path: ranks.call(SupervisedWorker.export, for_ranks(path)),
             state=lambda: {
@@ -84,7 +78,7 @@ def train_and_export(
     config: Config,
     is_tried: bool,
     led: Callable[[Callable[[], Any]], Any] = lambda do: do(),
-    is_told: Callable[[], bool] | None = None,
+    must_stop: Callable[[], bool] | None = None,
 ) -> dict[str, float]:
     """Train and export with ranks that have loaded their models, and return the last evaluation.
 
@@ -92,29 +86,28 @@ def train_and_export(
     that call this; a worker group has only one.
     """
     journal, saver, num_steps = run.journal, run.saver, inputs.algebra.num_steps or 0
-    budget = TokenBudget(config, journal, saver.keep)
+    budgets = TokenBudgets(config, partial(journal.say, kind="warning"))
 
     def train() -> dict[str, float]:
         if run.checkpoint is not None:
             ranks.call(SupervisedWorker.resume, for_ranks(run.checkpoint.path / BACKEND), dict(run.checkpoint.state))
         if is_tried:
-            budget.try_out(lambda *trial: all(ranks.call(SupervisedWorker.fits, *trial)))
+            length = config.data.max_length
+            budgets.try_out("train", lambda n: all(ranks.call(SupervisedWorker.fits, n, length, True)), "tried out")
         if uses(config):
-            ranks.call(SupervisedWorker.use_budget, budget.max_tokens)
-        saver.keep(budget.config)
-        supervised = SupervisedRun(num_steps, config.eval.every, inputs.data, ranks, budget, is_told)
+            ranks.call(SupervisedWorker.use_budget, batch_settings(budgets.config, budgets.config.train).max_tokens)
+        saver.keep(budgets.config)
+        supervised = SupervisedRun(num_steps, config.eval.every, inputs.data, ranks, budgets, must_stop)
         return train_supervised(supervised, journal, saver, run.checkpoint)
 
-    def exporting(what: Exported) -> ExportingRanks:
-        return ExportingRanks(
-            on_first=lambda method, *args: ranks.on(0).call(method, *args)[0],
-            write=lambda folder: ranks.call(SupervisedWorker.export, folder, what == "moving average"),
-        )
+    def write(what: Exported, folder: str) -> None:
+        ranks.call(SupervisedWorker.export, folder, what == "moving average")
 
-    with saver.settled(journal), smaller_budget_kept(lambda: budget.config, saver.keep):
+    with saver.settled(journal), smaller_budget_kept(lambda: budgets.config, saver.keep):
         evaluation: dict[str, float] = led(train)
     with saver.exporting():
-        led(lambda: export_models(run, exporting, inputs.tokenizer, saver.last_made or num_steps))
+        made, exported = saver.last_made or num_steps, {"model": ranks, "moving average": ranks}
+        led(lambda: export_models(run, exported, write, inputs.tokenizer, made))
     return evaluation
 
 
@@ -122,16 +115,26 @@ def train_supervised(
     run: SupervisedRun, journal: Journal, saver: Saver, checkpoint: Checkpoint | None
 ) -> dict[str, float]:
     """Train to the last step, from the beginning or from a checkpoint, and return the last evaluation."""
-    prepare(run, journal)
-    if checkpoint is None:
-        first_step, evaluation = 1, first_evaluation(run, journal)
-    else:  # which the ranks have loaded
+    if run.data.objective.needs_reference:
+        journal.phase("reference")
+        while (notes := run.ranks.call(SupervisedWorker.prepare)[0]) is None:
+            pass
+        for note in notes:
+            journal.say(note)
+    first_step, evaluation = 1, {}
+    if checkpoint is not None:  # which the ranks have loaded
         first_step, evaluation = checkpoint.step + 1, dict(checkpoint.state["evaluation"])
+    elif run.data.held_out:
+        journal.phase("evaluate")
+        evaluation = run.ranks.call(SupervisedWorker.evaluate)[0]
+        journal.step(0, evaluation)
     for step in range(first_step, run.num_steps + 1):
         started_s = time.monotonic()
         journal.phase("update")
         results = run.ranks.call(SupervisedWorker.measured_step)
-        run.budget.keep_lowered(results[0].lowered)
+        for use, tokens in results[0].lowered.items():
+            if run.budgets.lower(use, tokens, "the device ran out of memory, and the step was repeated"):
+                saver.keep(run.budgets.config)
         metrics = step_metrics(run.data, results, time.monotonic() - started_s) | saver.metrics()
         if run.is_evaluated(step):
             journal.phase("evaluate")
@@ -139,30 +142,9 @@ def train_supervised(
             metrics |= evaluation
         journal.step(step, metrics)
         measured = evaluation if run.is_evaluated(step) else {}
-        saver.after_step(step, run.checkpoint_source(evaluation), measured, journal, run.is_told or (lambda: False))
+        saver.after_step(step, run.checkpoint_source(evaluation), measured, journal, run.must_stop or (lambda: False))
         if saver.is_ending:
             break
-    return evaluation
-
-
-def prepare(run: SupervisedRun, journal: Journal) -> None:
-    """Have the reference, if there is one, score all that it scores before the first step."""
-    if not run.data.objective.needs_reference:
-        return
-    journal.phase("reference")
-    while not (preparation := run.ranks.call(SupervisedWorker.prepare)[0]).is_done:
-        pass
-    for note in preparation.notes:
-        journal.say(note)
-
-
-def first_evaluation(run: SupervisedRun, journal: Journal) -> dict[str, float]:
-    """Evaluate the model that the run starts from."""
-    if not run.data.held_out:
-        return {}
-    journal.phase("evaluate")
-    evaluation = run.ranks.call(SupervisedWorker.evaluate)[0]
-    journal.step(0, evaluation)
     return evaluation
 
 
@@ -213,7 +195,7 @@ def worker_arguments(
         data.items,
         data.held_out,
         config.train.batch_size,
-        train_batches(config),
+        batch_settings(config, config.train),
         config.seed,
         reference_settings(config, is_reference_offloaded),
     )
@@ -244,42 +226,3 @@ def launch_ranks(
     )
     Readiness(journal.progress).watch(actor, started_s)
     return actor
-
-
-class TokenBudget:
-    """Token budget of supervised training: tried out before the first step, and lowered when memory runs out."""
-
-    def __init__(self, config: Config, journal: Journal, keep: Callable[[Config], object]):
-        self.config = config
-        self._journal = journal
-        self._keep = keep
-
-    @property
-    def max_tokens(self) -> int:
-        """Return the most tokens that a micro-batch may have."""
-        budget = tokens_per_micro_batch(self.config, token_budget(self.config.train))
-        assert budget is not None
-        return budget
-
-    def try_out(self, fits: Callable[[int, int, bool], bool]) -> None:
-        """Halve the budget until a micro-batch of that size fits; for `fits`, see `BackendWorker`."""
-        train, length = self.config.train, self.config.data.max_length
-
-        def fit(tokens: int) -> bool:
-            return fits(tokens * train.sequence_parallel_size, length, True)
-
-        least = least_tokens(self.config)
-        self._lower(lowered_until(fit, token_budget(train) or least, least), "tried out")
-
-    def keep_lowered(self, lowered: Mapping[Use, int]) -> None:
-        """Keep the budgets that ranks lowered in a step because memory ran out."""
-        for tokens in lowered.values():
-            self._lower(tokens, "the device ran out of memory, and the step was repeated")
-
-    def _lower(self, tokens: int, why: str) -> None:
-        before = token_budget(self.config.train)
-        if before is None or tokens >= before:
-            return
-        self.config = with_budget(self.config, "train", tokens)
-        self._journal.say(lowered_note(why, "train", tokens, before), kind="warning")
-        self._keep(self.config)

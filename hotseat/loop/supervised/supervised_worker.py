@@ -8,11 +8,12 @@ have to call it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hotseat.data import PromptOrder, digest_of
 from hotseat.loop.devices.held_memory import Held
@@ -36,23 +37,12 @@ from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.packing import balance
 from hotseat.types import MicroBatch
 
+Result = TypeVar("Result")
+
 # Items to evaluate on where none are held out, taken from those that are learned from.
 MAX_MEASURED = 4096
 # Pairs that the reference scores in one call, which has a deadline.
 SCORED_AT_ONCE = 1024
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """Progress of what comes before the first step. notes: for the user, when it is done."""
-
-    num_done: int
-    num_to_do: int
-    notes: tuple[str, ...] = ()
-
-    @property
-    def is_done(self) -> bool:
-        return self.num_done == self.num_to_do
 
 
 @dataclass(frozen=True)
@@ -95,7 +85,7 @@ class SupervisedWorker(BackendWorker):
         self._reference: Reference | None = None  # that scores in every step
         if task.reference is not None and task.reference.folder is None:
             self._reference = load_reference(task.reference, self._backend)
-        self._preparation: Iterator[Preparation] | None = None
+        self._preparation: Iterator[tuple[str, ...] | None] | None = None
         self._items, self._held_out = task.items, task.held_out
         self._cut = task.cut
         self._order = PromptOrder(len(task.items), task.seed, digest_of(task.items))
@@ -113,25 +103,28 @@ class SupervisedWorker(BackendWorker):
         )
         return report
 
-    def prepare(self) -> Preparation:
-        """Have the reference score a part of the pairs that it scores beforehand; call until it is done. Collective.
+    def prepare(self) -> tuple[str, ...] | None:
+        """Have the reference score a part of the pairs that it scores beforehand. Collective.
 
-        These are held-out pairs, which are measured again and again, and with a folder also those to learn from.
+        Returns notes for the user once it is done, and None before. These pairs are the held-out ones, which are
+        measured again and again, and with a folder also those to learn from.
         """
         if self._preparation is None:
             self._preparation = self._prepare()
         return next(self._preparation)
 
-    def _prepare(self) -> Iterator[Preparation]:
+    def _prepare(self) -> Iterator[tuple[str, ...] | None]:
         settings = self._task.reference
         assert settings is not None
         notes: list[str] = []
         todo = {"held-out pairs": self._held_out} if self._held_out else {}
         if settings.folder is not None:
             todo["pairs"] = self._items
-        scores = {what: self._kept_scores(settings, items) for what, items in todo.items()}
+        scores: dict[str, list[tuple[float, float]] | None] = dict.fromkeys(todo)
+        for what, items in todo.items() if settings.folder is not None else ():
+            scores[what] = self._on_first(partial(_read, settings, items), "read log-probs of the reference")
         missing = {what: items for what, items in todo.items() if scores[what] is None}
-        num_done, num_to_do = 0, sum(map(len, missing.values()))
+        num_left = sum(map(len, missing.values()))
         reference = self._reference
         if missing and reference is None:
             reference = load_reference(settings, self._backend)
@@ -140,12 +133,12 @@ class SupervisedWorker(BackendWorker):
             made: list[tuple[float, float]] = []
             for first in range(0, len(items), SCORED_AT_ONCE):
                 made += self._scores(reference, items[first : first + SCORED_AT_ONCE])
-                if num_done + len(made) < num_to_do:
-                    yield Preparation(num_done + len(made), num_to_do)
-            num_done += len(made)
+                if len(made) < num_left:
+                    yield None
+            num_left -= len(made)
             scores[what] = made
             if settings.folder is not None:
-                path = self._keep_scores(settings, items, made)
+                path = self._on_first(partial(_write, settings, items, made), "write log-probs of the reference")
                 notes.append(f"log-probs of the reference for {len(items):,} {what} are kept in {path}")
         for what in (what for what in todo if what not in missing):
             notes.append(f"log-probs of the reference for {len(todo[what]):,} {what} were there already")
@@ -156,7 +149,7 @@ class SupervisedWorker(BackendWorker):
         if (learned := scores.get("pairs")) is not None:
             self._items = scored_pairs(self._items, learned)
         while True:
-            yield Preparation(num_to_do, num_to_do, tuple(notes))
+            yield tuple(notes)
 
     def _scores(self, reference: Reference, items: Sequence[Any]) -> list[tuple[float, float]]:
         mine: list[int] = []
@@ -176,29 +169,10 @@ class SupervisedWorker(BackendWorker):
         by_index = {index: both for part in everyone for index, both in part.items()}
         return [by_index[index] for index in range(len(items))]
 
-    def _kept_scores(self, settings: ReferenceSettings, items: Sequence[Any]) -> list[tuple[float, float]] | None:
-        """Return what an earlier run has kept of the reference's log-probs; None: nothing. Only one rank reads."""
-        if settings.folder is None:
-            return None
-        kept = None
-        if self._is_first:
-            kept = read_scores(reference_file(settings, items), len(items))
-        return self._backend.gather_facts(kept, "read log-probs of the reference", of_every_rank=True)[0]
-
-    def _keep_scores(
-        self, settings: ReferenceSettings, items: Sequence[Any], scores: Sequence[tuple[float, float]]
-    ) -> str:
-        path = ""
-        if self._is_first:
-            file = reference_file(settings, items)
-            write_scores(file, scores)
-            path = str(file)
-        return self._backend.gather_facts(path, "write log-probs of the reference", of_every_rank=True)[0]
-
-    @property
-    def _is_first(self) -> bool:
-        """Tell whether this is the first of all ranks, those that share samples included."""
-        return os.environ.get("RANK", "0") == "0"
+    def _on_first(self, do: Callable[[], Result], what: str) -> Result:
+        """Return what a call returns on the first of all ranks, which alone makes it. Collective."""
+        result: Any = do() if os.environ.get("RANK", "0") == "0" else None
+        return self._backend.gather_facts(result, what, of_every_rank=True)[0]
 
     def _compared(self, pieces: list[MicroBatch], items: Sequence[Any]) -> list[MicroBatch]:
         """Add the reference's log-probs to micro-batches of items that it has not scored before."""
@@ -212,7 +186,7 @@ class SupervisedWorker(BackendWorker):
         self.held()  # forgets the peak of what came before, such as an evaluation
         return StepResult(self.step(), self.lowered(), self.held())
 
-    def use_budget(self, max_tokens: int) -> None:
+    def use_budget(self, max_tokens: int | None) -> None:
         """Cut micro-batches of at most `max_tokens` tokens from now on."""
         self._cut = replace(self._cut, max_tokens=max_tokens)
 
@@ -270,3 +244,13 @@ class SupervisedWorker(BackendWorker):
         if self._reference is not None:
             self._reference.close()
         super().close()
+
+
+def _read(settings: ReferenceSettings, items: Sequence[Any]) -> list[tuple[float, float]] | None:
+    return read_scores(reference_file(settings, items), len(items))
+
+
+def _write(settings: ReferenceSettings, items: Sequence[Any], scores: Sequence[tuple[float, float]]) -> Path:
+    path = reference_file(settings, items)
+    write_scores(path, scores)
+    return path

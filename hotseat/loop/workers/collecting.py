@@ -29,10 +29,26 @@ class OpenGroup:
     scoring_s: float = 0.0
     scores: list[Score | Failed] | None = None  # of its episodes, where a model adds to them later
 
+    @property
+    def episodes(self) -> list[Episode]:
+        """Return the episodes that their agent did not score."""
+        return [outcome for outcome in self.outcomes if isinstance(outcome, Episode)]
+
+    def scored(self, scores: Sequence[Score | Failed]) -> list[ScoredEpisode | Failed]:
+        """Return the outcome of each sample, with scores for those that the agent did not score."""
+        scored: list[ScoredEpisode | Failed] = []
+        remaining = iter(scores)
+        for outcome in self.outcomes:
+            score = next(remaining) if isinstance(outcome, Episode) else outcome
+            if isinstance(score, Score):
+                score = ScoredEpisode(outcome, score.reward, score.score, score.extra)
+            scored.append(score)
+        return scored
+
 
 @dataclass(frozen=True)
 class Scoring:
-    """How the groups of a collection get their rewards.
+    """Way in which the groups of a collection get their rewards.
 
     waits_for_model: a reward model scores them later, or a judge adds to what `scorer` gives. ignores_agents: rewards
     that agents gave do not count. tokenizer: decodes answers for reward functions that are called by names.
@@ -126,23 +142,16 @@ class _Done(NamedTuple):
 
 
 def _score(group: OpenGroup, scoring: Scoring) -> Future[Any]:
-    """Have the episodes scored, all at once, that have no reward of their agent's own."""
-    episodes = [outcome for outcome in group.outcomes if isinstance(outcome, Episode)]
-    if not episodes:
-        nothing: Future[Any] = Future()
-        nothing.set_result([])
-        return nothing
-    if scoring.scorer is None:
-        missing: Future[Any] = Future()
-        missing.set_result([Failed("the agent gave no reward, and the run has no reward function")] * len(episodes))
-        return missing
-    return submit_group(scoring.scorer, group, scoring.tokenizer)
+    if group.episodes and scoring.scorer is not None:
+        return submit_group(scoring.scorer, group, scoring.tokenizer)
+    unscored: Future[Any] = Future()
+    unscored.set_result([Failed("the agent gave no reward, and the run has no reward function")] * len(group.episodes))
+    return unscored
 
 
 def submit_group(scorer: Scorer, group: OpenGroup, tokenizer: Any) -> Future[list[Score | Failed]]:
     """Submit the episodes of a complete group that have no reward of their agent's own."""
-    episodes = [outcome for outcome in group.outcomes if isinstance(outcome, Episode)]
-    prompt = group.job.prompt
+    prompt, episodes = group.job.prompt, group.episodes
     return scorer.submit(
         [episode.query for episode in episodes],
         [prompt.text] * len(episodes),

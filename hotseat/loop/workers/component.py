@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hotseat.errors import RunError
-from hotseat.loop.devices.held_memory import HoldsMemory, release_cache_here
+from hotseat.loop.devices.held_memory import DeviceWorker, release_cache_here
 from hotseat.loop.workers.experience import Share, groups_of
 from hotseat.types import GroupChange, Moved, PromptGroup
 from hotseat.user_functions import described, load_component
@@ -41,7 +41,7 @@ class ComponentSettings:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-class ComponentWorker(HoldsMemory):
+class ComponentWorker(DeviceWorker):
     """One process of a component."""
 
     def __init__(self, settings: ComponentSettings):
@@ -74,7 +74,6 @@ class ComponentWorker(HoldsMemory):
         return f"components.{self._settings.name} ({self._settings.path})"
 
     def _checked(self, group: PromptGroup, change: Any) -> GroupChange:
-        """Return a decision in plain numbers. Raises if it means nothing."""
         where = f"{self._name}, prompt {group.prompt.index}"
         if not isinstance(change, GroupChange):
             raise RunError(f"{where}: run returned {type(change).__name__}: return hotseat.GroupChange(...) or None")
@@ -120,7 +119,12 @@ class ComponentWorker(HoldsMemory):
 
     def _move(self, name: str) -> Moved:
         method = getattr(self._component, name, None)
-        return _measured(lambda: None if method is None else self._carry_out(name, method))
+        started_s, before = time.monotonic(), _allocated_bytes()
+        if method is not None:
+            self._carry_out(name, method)
+        release_cache_here()
+        num_bytes = abs(_allocated_bytes() - before)
+        return Moved(num_bytes, num_bytes, (time.monotonic() - started_s) * 1e3)
 
     def close(self) -> None:
         close = getattr(self._component, "close", None)
@@ -130,14 +134,6 @@ class ComponentWorker(HoldsMemory):
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
-
-
-def _measured(move: Callable[[], object]) -> Moved:
-    started_s, before = time.monotonic(), _allocated_bytes()
-    move()
-    release_cache_here()
-    num_bytes = abs(_allocated_bytes() - before)
-    return Moved(num_bytes, num_bytes, (time.monotonic() - started_s) * 1e3)
 
 
 def _allocated_bytes() -> int:

@@ -130,7 +130,6 @@ def too_large(use: Use, what: str, size: int, num_devices: int, error: DeviceMem
 
 
 def _refuse(use: Use, settings: BatchSettings, what: str, error: DeviceMemoryError) -> NoReturn:
-    """Raise an error that says what to change: the user has set the size of micro-batches."""
     if settings.max_tokens is not None:
         tokens = settings.max_tokens // settings.num_devices
         raise DeviceMemoryError(

@@ -54,7 +54,7 @@ class TakesRequests(Protocol):
 
 
 @dataclass(eq=False)
-class _Open:
+class _OpenRequest:
     """A request that is waited for. since_s: when it was sent or ended last. among: those of the same engine, by id."""
 
     request: Request
@@ -62,7 +62,7 @@ class _Open:
     when_sampled: WhenSampled | None = None
     token_ids: tuple[int, ...] = ()  # of a request that streams, so far
     since_s: float = 0.0
-    among: dict[str, _Open] = field(default_factory=dict)
+    among: dict[str, _OpenRequest] = field(default_factory=dict)
 
 
 class EngineClient:
@@ -90,14 +90,14 @@ class EngineClient:
         self._when_lost = when_lost
         self._preferred = frozenset(preferred)
         self._fetch_wait_s = min(FETCH_WAIT_S, timeout_s / 4)
-        self._name = name
+        self.name = name
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the first request
         # By request id, oldest first. A rank that is not here is dead.
-        self._in_flight: dict[int, dict[str, _Open]] = {rank: {} for rank in engines.ranks}
-        self._without_engine: dict[str, _Open] = {}
+        self._in_flight: dict[int, dict[str, _OpenRequest]] = {rank: {} for rank in engines.ranks}
+        self._without_engine: dict[str, _OpenRequest] = {}
         self._listening: dict[str, WhenSampled] = {}
-        self._outbox: dict[int, list[_Open]] = {}
-        self._fetching: dict[int, dict[str, _Open]] = {}  # for which of `_in_flight` a fetch is on its way
+        self._outbox: dict[int, list[_OpenRequest]] = {}
+        self._fetching: dict[int, dict[str, _OpenRequest]] = {}  # for which of `_in_flight` a fetch is on its way
         self._tasks: set[asyncio.Task[None]] = set()  # to which the event loop refers only weakly
         self._to_abort: dict[int, dict[str, None]] = {}  # by rank, each id once
         self.num_sent_again = 0
@@ -110,7 +110,7 @@ class EngineClient:
     async def generate(self, request: Request) -> Completion:
         """Return the completion of one request. If the caller is cancelled, the request is aborted."""
         self._loop = asyncio.get_running_loop()
-        opened = _Open(request, self._loop.create_future(), self._listening.pop(request.id, None))
+        opened = _OpenRequest(request, self._loop.create_future(), self._listening.pop(request.id, None))
         self._send([opened])
         try:
             return await opened.future
@@ -155,15 +155,13 @@ class EngineClient:
         without, self._without_engine = self._without_engine, {}
         self._send([*without.values(), *orphans])
 
-    def _take_from(self, rank: int) -> list[_Open]:
-        """Take a rank out of those that get requests; return the requests that wait for it."""
+    def _take_from(self, rank: int) -> list[_OpenRequest]:
         self._outbox.pop(rank, None)
         opened = [opened for opened in self._in_flight.pop(rank, {}).values() if not opened.future.done()]
         self.num_sent_again += len(opened)
         return opened
 
-    def _send(self, requests: Sequence[_Open]) -> None:
-        """Put requests into the outboxes of the engines with the fewest requests in flight."""
+    def _send(self, requests: Sequence[_OpenRequest]) -> None:
         now = time.monotonic()
         for opened in requests:
             ranks = [rank for rank in self._in_flight if rank in self._preferred] or self._in_flight
@@ -190,7 +188,7 @@ class EngineClient:
         if waiting is None or not requests:
             return  # it died, and they were sent elsewhere
         try:
-            await self._engine(rank).acall(TakesRequests.submit, self._name, requests)
+            await self._engine(rank).acall(TakesRequests.submit, self.name, requests)
         except Exception as error:
             self._handle(error, rank, waiting, outbox)
             return
@@ -199,10 +197,10 @@ class EngineClient:
             self._fetching[rank] = waiting
             self._begin(self._fetch(rank, waiting))
 
-    async def _fetch(self, rank: int, waiting: dict[str, _Open]) -> None:
+    async def _fetch(self, rank: int, waiting: dict[str, _OpenRequest]) -> None:
         try:
             while waiting and self._in_flight.get(rank) is waiting:
-                [outcomes] = await self._engine(rank).acall(TakesRequests.fetch, self._name, self._fetch_wait_s)
+                [outcomes] = await self._engine(rank).acall(TakesRequests.fetch, self.name, self._fetch_wait_s)
                 for outcome in outcomes:
                     if isinstance(outcome, SampledTokens):
                         shown = waiting.get(outcome.request_id)
@@ -226,7 +224,9 @@ class EngineClient:
     def _engine(self, rank: int) -> Calling[TakesRequests]:
         return self._engines.on(rank).within(self._timeout_s)
 
-    def _handle(self, error: Exception, rank: int, waiting: dict[str, _Open], concerned: Sequence[_Open]) -> None:
+    def _handle(
+        self, error: Exception, rank: int, waiting: dict[str, _OpenRequest], concerned: Sequence[_OpenRequest]
+    ) -> None:
         """Send the requests of an engine that died elsewhere; fail those that another error concerns."""
         if self._in_flight.get(rank) is not waiting:
             return  # its death was seen before, and its requests have been sent again
@@ -237,7 +237,7 @@ class EngineClient:
         self._send(orphans)
         self._when_lost(error, bool(self._in_flight))
 
-    def _fail_overdue(self, rank: int, waiting: dict[str, _Open]) -> None:
+    def _fail_overdue(self, rank: int, waiting: dict[str, _OpenRequest]) -> None:
         now = time.monotonic()
         for name, opened in list(waiting.items()):
             if now - opened.since_s < self._timeout_s:
@@ -245,7 +245,7 @@ class EngineClient:
             error = DeadlineError(f"engine {rank}: request {name} had no answer in {self._timeout_s:.0f} s")
             _fail([opened], error)
 
-    def _abort_later(self, opened: _Open) -> None:
+    def _abort_later(self, opened: _OpenRequest) -> None:
         """Abort a request together with all others of this iteration of the event loop."""
         for rank, waiting in self._in_flight.items():
             if opened.among is waiting:
@@ -260,7 +260,7 @@ class EngineClient:
                 self._engine(rank).start(TakesRequests.abort, list(names))
 
 
-def _show(opened: _Open, sampled: SampledTokens) -> None:
+def _show(opened: _OpenRequest, sampled: SampledTokens) -> None:
     if opened.when_sampled is not None and not opened.future.done():
         opened.token_ids = opened.token_ids[: sampled.start] + sampled.token_ids
         opened.when_sampled(opened.token_ids)
@@ -280,7 +280,7 @@ def engines_of_host(host: int, num_hosts: int, num_engines: int) -> Sequence[int
     return ()
 
 
-def _fail(requests: Iterable[_Open], error: Exception) -> None:
+def _fail(requests: Iterable[_OpenRequest], error: Exception) -> None:
     for opened in requests:
         if not opened.future.done():
             opened.future.set_exception(error)

@@ -16,15 +16,14 @@ from hotseat.cluster import in_worker_process
 from hotseat.cluster.activity import activity
 from hotseat.determinism import keep_float32, use_deterministic_kernels
 from hotseat.errors import HotseatError, RunError
-from hotseat.loop.devices.held_memory import HoldsMemory, device_of_process
+from hotseat.loop.devices.held_memory import DeviceWorker, device_of_process
 from hotseat.loop.workers.engine_client import FailedRequest, SampledTokens
-from hotseat.loop.workers.weight_check import Canary, WeightCheck
+from hotseat.loop.workers.weight_check import Canary, TakesWeights, WeightCheck
 from hotseat.rollout import Engine
 from hotseat.rollout.kinds import EngineProcess, EngineSettings, engine_kind
 from hotseat.rollout.vllm_progress import stages_shown
 from hotseat.train.lora import target_layers
 from hotseat.types import Completion, Moved, Request
-from hotseat.weights.bucket import Bucket
 from hotseat.weights.transfer import Receiver
 
 _STREAM_S = 0.02  # between two looks at the tokens of requests that stream
@@ -38,7 +37,7 @@ class _Streams:
     looked_s: float = 0.0  # when tokens were looked for last
 
 
-class EngineWorker(HoldsMemory):
+class EngineWorker(DeviceWorker, TakesWeights):
     """A rollout engine in its process. Hosts submit requests and fetch completions."""
 
     max_concurrency = 16  # a fetch waits; requests, health checks and weights must get through meanwhile
@@ -154,7 +153,13 @@ class EngineWorker(HoldsMemory):
             self.submit(client, requests)
 
     def _finish_done(self, client: str, request_id: str, done: Future[Completion]) -> None:
-        self._finish(client, _outcome(request_id, done))
+        error = done.exception()
+        if error is None:
+            self._finish(client, done.result())
+        else:
+            self._finish(
+                client, FailedRequest(request_id, error if isinstance(error, Exception) else RunError(str(error)))
+            )
 
     def _finish(self, client: str, outcome: Completion | FailedRequest) -> None:
         with self._changed:
@@ -163,12 +168,6 @@ class EngineWorker(HoldsMemory):
                 self._streams[client].starts.pop(outcome.request_id, None)
             self._finished.setdefault(client, []).append(outcome)
             self._changed.notify_all()
-
-    def begin_load(self, version: int) -> None:
-        self._receiver.begin(version)
-
-    def take_bucket(self, bucket: Bucket) -> None:
-        self._receiver.take(bucket)
 
     def finish_load(self, version: int, canary: Canary | None) -> WeightCheck:
         digests = self._receiver.finish(version)
@@ -205,13 +204,6 @@ class EngineWorker(HoldsMemory):
 
     def close(self) -> None:
         self._engine.close()
-
-
-def _outcome(request_id: str, done: Future[Completion]) -> Completion | FailedRequest:
-    error = done.exception()
-    if error is None:
-        return done.result()
-    return FailedRequest(request_id, error if isinstance(error, Exception) else RunError(str(error)))
 
 
 def make_engine(settings: EngineSettings, rank: int, show: Callable[[str], object] = lambda stage: None) -> Engine:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from operator import attrgetter
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +21,7 @@ from hotseat.algorithms.kl import KlEstimator, distillation_advantages, estimate
 from hotseat.algorithms.shaping import overlong_penalty, penalise_truncation
 from hotseat.algorithms.time_steps import mean_on_tokens, step_starts
 from hotseat.algorithms.turns import TurnCredit
+from hotseat.loop.workers.group_format import columns_of, row_of, samples_of
 from hotseat.loop.workers.losses import (
     ADVANTAGES,
     LAGS,
@@ -32,7 +32,7 @@ from hotseat.loop.workers.losses import (
     ROLLOUT_LOG_PROBS,
 )
 from hotseat.train.packing import balance, take
-from hotseat.types import Episode, MicroBatch, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
+from hotseat.types import MicroBatch, Prompt, PromptGroup, ScoredEpisode
 from hotseat.user_functions import is_own, own_function
 
 
@@ -69,65 +69,21 @@ class Share:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle all segments as four flat arrays, and samples as rows: objects of their own take ten times as long."""
         samples = [sample for group in self.groups for sample in group.samples]
-        segments = [segment for sample in samples for segment in sample.episode.segments]
-        flat = [torch.cat(part).numpy() for part in zip(*map(_tensors, segments), strict=True)] if segments else []
-        lengths = [[len(segment.token_ids) for segment in sample.episode.segments] for sample in samples]
-        rows = [_row(sample) for sample in samples]
         groups = [(group.prompt, len(group.samples), group.num_failed) for group in self.groups]
-        images = [[segment.images for segment in sample.episode.segments] for sample in samples]
-        seen = images if any(map(any, images)) else ()
-        return _share_of_rows, (self.steps, groups, rows, lengths, flat, self.positions, seen)
+        queries = [sample.episode.query for sample in samples]
+        rows = list(map(row_of, samples))
+        return _rebuild_share, (self.steps, self.positions, groups, rows, queries, columns_of(samples))
 
 
-# Everything but the segments of an episode and the episode of a scored one, whatever fields they have.
-_KEY = tuple(each.name for each in fields(SampleKey))
-_EPISODE = tuple(each.name for each in fields(Episode) if each.name not in ("key", "segments", "facts"))
-_SCORE = tuple(each.name for each in fields(ScoredEpisode) if each.name != "episode")
-_key_of, _episode_of, _score_of = attrgetter(*_KEY), attrgetter(*_EPISODE), attrgetter(*_SCORE)
-
-
-def _row(sample: ScoredEpisode) -> tuple[Any, ...]:
-    episode = sample.episode
-    return (*_key_of(episode.key), *_episode_of(episode), *_score_of(sample), episode.facts)
-
-
-def _share_of_rows(
+def _rebuild_share(
     steps: tuple[tuple[int, ...], ...],
-    groups: Sequence[tuple[Prompt, int, int]],
-    rows: Sequence[tuple[Any, ...]],
-    lengths: Sequence[Sequence[int]],
-    flat: Sequence[Any],
     positions: tuple[int, ...],
-    images: Sequence[Sequence[tuple[str, ...]]],
+    groups: Sequence[tuple[Prompt, int, int]],
+    *rows: Any,
 ) -> Share:
-    sizes = [length for episode in lengths for length in episode]
-    parts = zip(*(torch.from_numpy(array.copy()).split(sizes) for array in flat), strict=True)
-    samples = iter(
-        [
-            _rebuild_sample(
-                row,
-                tuple(replace(Segment(*next(parts)), images=each) if each else Segment(*next(parts)) for each in seen),
-            )
-            for row, seen in zip(rows, images or [[()] * len(episode) for episode in lengths], strict=True)
-        ]
-    )
-    rebuilt = tuple(
-        PromptGroup(prompt, tuple(itertools.islice(samples, size)), num_failed) for prompt, size, num_failed in groups
-    )
-    return Share(rebuilt, steps, positions)
-
-
-def _rebuild_sample(row: tuple[Any, ...], segments: tuple[Segment, ...]) -> ScoredEpisode:
-    key, rest = row[: len(_KEY)], row[len(_KEY) :]
-    about, rest = rest[: len(_EPISODE)], rest[len(_EPISODE) :]
-    *score, facts = rest
-    known = dict(zip(_EPISODE, about, strict=True))
-    episode = Episode(key=SampleKey(*key), segments=segments, facts=facts, **known)
-    return ScoredEpisode(episode=episode, **dict(zip(_SCORE, score, strict=True)))
-
-
-def _tensors(segment: Segment) -> tuple[Tensor, ...]:
-    return segment.token_ids, segment.mask, segment.log_probs, segment.versions
+    samples = iter(samples_of(*rows))
+    rebuilt = [PromptGroup(prompt, tuple(itertools.islice(samples, size)), failed) for prompt, size, failed in groups]
+    return Share(tuple(rebuilt), steps, positions)
 
 
 def assign(

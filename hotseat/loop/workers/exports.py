@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hotseat.files import sync, sync_tree
 
@@ -72,33 +73,34 @@ def finish_export(writing: Path, folder: Path, more: Mapping[str, bytes], origin
 
 def is_exported(folder: Path, origin: Origin) -> bool:
     """Tell whether a folder holds the whole model of that run and step."""
-    try:
-        marker = json.loads((folder / MARKER).read_text())
-        files = dict(marker["files"])
-        if any(marker[name] != value for name, value in asdict(origin).items()):
-            return False
-        # Sizes of weights alone: users may edit the rest.
-        return all(
-            (folder / name).stat().st_size == num_bytes or not name.endswith(".safetensors")
-            for name, num_bytes in files.items()
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+    marker = _marker(folder)
+    if any(name not in marker or marker[name] != value for name, value in asdict(origin).items()):
         return False
+    # Sizes of weights alone: users may edit the rest.
+    return all(
+        (folder / name).exists() and (not name.endswith(".safetensors") or (folder / name).stat().st_size == num_bytes)
+        for name, num_bytes in marker["files"].items()
+    )
 
 
 def run_of(folder: Path) -> str | None:
     """Return the name of the run whose model a folder holds; None if it does not say."""
+    return _marker(folder).get("run")
+
+
+def _marker(folder: Path) -> dict[str, Any]:
+    """Return what the marker of a folder says; nothing if there is none, or if it is damaged."""
     try:
-        return str(json.loads((folder / MARKER).read_text())["run"])
+        marker = json.loads((folder / MARKER).read_text())
+        return {**marker, "run": str(marker["run"]), "files": dict(marker["files"])}
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return {}
 
 
 def _replaced(folder: Path) -> list[str]:
     """List the files of the model that a folder holds: those that its marker names, or weights."""
-    try:
-        names = list(json.loads((folder / MARKER).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+    names = _marker(folder).get("files")
+    if names is None:
         return [path.name for pattern in _WEIGHTS for path in folder.glob(pattern)]
     inside = os.path.realpath(folder)
     return [name for name in names if os.path.realpath(folder / name).startswith(f"{inside}{os.sep}")]

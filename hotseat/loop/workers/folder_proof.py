@@ -113,7 +113,6 @@ def witness(folder: Path, name: str | None = None) -> Iterator[FolderProof]:
 
 
 def _is_there(look: Callable[[], bool], patience_s: float) -> bool:
-    """Call `look` until it is true, for so long; return whether it was."""
     until_s = time.monotonic() + patience_s
     while not look():
         if time.monotonic() > until_s:

@@ -1,4 +1,6 @@
-"""A scored group as bytes: a mark, the length of a JSON header, that header, then texts, numbers and pixels.
+"""Samples as rows and flat arrays, and a scored group as bytes.
+
+The bytes are a mark, the length of a JSON header, that header, then texts, numbers and pixels.
 
 Files of groups are read back when a run resumes or is replayed, so the format holds data only: no pickle, which could
 run code when it is loaded.
@@ -10,7 +12,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -23,7 +25,7 @@ from hotseat.types import Episode, EpisodeFacts, Prompt, PromptGroup, SampleKey,
 from hotseat.vision import PackedImage
 
 _HEAD = struct.Struct("<8sQ")  # the mark and the length of the header
-_MARK = b"group 2\n"
+_MARK = b"group 3\n"
 _UTF_8 = ("utf-8", "surrogatepass")  # a decoded text may have half a pair
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, StopIteration, struct.error)
 _NUMBERS = "biuf"  # kinds of numpy types that files may hold
@@ -36,10 +38,9 @@ def _names(kind: Any, *others: str) -> tuple[str, ...]:
 # Fields that are JSON, whatever they are called; the others have a form of their own.
 _PROMPT = _names(Prompt, "text", "token_ids")
 _EPISODE = _names(Episode, "key", "segments", "query", "facts")
-_SCORE = _names(ScoredEpisode, "episode", "extra")
+_SCORE = _names(ScoredEpisode, "episode")
 _prompt_of, _episode_of, _score_of = attrgetter(*_PROMPT), attrgetter(*_EPISODE), attrgetter(*_SCORE)
 _key_of = attrgetter(*_names(SampleKey))
-_turn_of = attrgetter(*_names(TurnFacts))
 _tensors_of = attrgetter("token_ids", "mask", "log_probs", "versions")
 
 
@@ -50,8 +51,7 @@ class NotAGroup(ValueError):
 def encode_group(group: PromptGroup, facts: Mapping[str, Any]) -> list[bytes | memoryview]:
     """Return the parts of a file that holds a group, and facts about it as JSON."""
     segments = [segment for sample in group.samples for segment in sample.episode.segments]
-    columns = [torch.cat(column).numpy() for column in zip(*map(_tensors_of, segments), strict=True)]
-    arrays = [np.array(group.prompt.token_ids, dtype=np.int64), *columns]
+    arrays = [np.array(group.prompt.token_ids, dtype=np.int64), *columns_of(group.samples)]
     shown = itertools.chain(group.prompt.images, *(segment.images for segment in segments))
     packed = {str(image): image for image in shown if isinstance(image, PackedImage)}
     # Texts are not in the header: JSON takes ten times as long for them.
@@ -59,15 +59,14 @@ def encode_group(group: PromptGroup, facts: Mapping[str, Any]) -> list[bytes | m
     text = "".join(texts).encode(*_UTF_8)
     header = {
         "facts": facts,
-        "fields": [_PROMPT, _EPISODE, _SCORE],
         "prompt": _prompt_of(group.prompt),
         "num_failed": group.num_failed,
-        "samples": [_row(sample) for sample in group.samples],
+        "samples": [row_of(sample) for sample in group.samples],
         "texts": [len(text), *map(len, texts)],
         "arrays": [[array.dtype.str, len(array)] for array in arrays],
         "pixels": [[name, image.is_compressed, len(image.stored)] for name, image in packed.items()],
     }
-    head = json.dumps(header, default=_as_plain_number).encode()
+    head = json.dumps(header, default=_plain).encode()
     numbers = [array.data.cast("B") for array in arrays if len(array)]
     return [_HEAD.pack(_MARK, len(head)), head, text, *numbers, *(image.stored for image in packed.values())]
 
@@ -111,41 +110,54 @@ def _decode(data: memoryview) -> tuple[PromptGroup, dict[str, Any]]:
         return tuple([packed.get(name, name) for name in names])
 
     prompt_ids, *columns = arrays
-    rows = header["samples"]
-    lengths = [length for row in rows for length in row[-2]]
-    split = [torch.from_numpy(column.copy()).split(lengths) for column in columns]
-    parts: Iterator[Any] = zip(*split, strict=True)  # the tensors of each segment
-    prompt_fields, episode_fields, score_fields = header["fields"]
-    samples = []
-    for (key, about, score, extra, facts, own_lengths, shown), query in zip(rows, queries, strict=True):
-        segments = tuple([Segment(*(*next(parts), images(names))) for names in shown or [()] * len(own_lengths)])
-        known = dict(zip(episode_fields, map(_tuple, about), strict=True))
-        episode = Episode(key=SampleKey(*key), segments=segments, query=query, facts=_facts(facts), **known)
-        scored = dict(zip(score_fields, map(_tuple, score), strict=True))
-        samples.append(ScoredEpisode(episode=episode, extra=extra, **scored))
-    known = dict(zip(prompt_fields, header["prompt"], strict=True))
+    samples = samples_of(header["samples"], queries, columns, images)
+    known = dict(zip(_PROMPT, header["prompt"], strict=True))
     known |= {"text": prompt_text, "token_ids": tuple(prompt_ids.tolist()), "images": images(known["images"])}
     return PromptGroup(Prompt(**known), tuple(samples), header["num_failed"]), header["facts"]
 
 
-def _row(sample: ScoredEpisode) -> tuple[Any, ...]:
-    """Return a sample as JSON has it, without its text and the tensors of its segments."""
-    episode, facts = sample.episode, sample.episode.facts
+def columns_of(samples: Sequence[ScoredEpisode]) -> list[Any]:
+    """Return the token ids, masks, log-probs and versions of all segments as an array each: [num_tokens]."""
+    segments = [segment for sample in samples for segment in sample.episode.segments]
+    return [torch.cat(column).numpy() for column in zip(*map(_tensors_of, segments), strict=True)]
+
+
+def row_of(sample: ScoredEpisode) -> tuple[Any, ...]:
+    """Return a sample in plain values, without its text and the tensors of its segments."""
+    episode = sample.episode
     images = [segment.images for segment in episode.segments]
     return (
         _key_of(episode.key),
         _episode_of(episode),
         _score_of(sample),
-        dict(sample.extra),
-        None if facts is None else ([_turn_of(turn) for turn in facts.turns], facts.waited_s, facts.took_s),
+        episode.facts,
         [len(segment.token_ids) for segment in episode.segments],
         images if any(images) else None,
     )
 
 
-def _facts(stored: Sequence[Any] | None) -> EpisodeFacts | None:
-    if stored is None:
-        return None
+def samples_of(
+    rows: Sequence[Sequence[Any]],
+    queries: Sequence[str],
+    columns: Sequence[Any],
+    images_of: Callable[[Sequence[str]], tuple[str, ...]] = tuple,
+) -> list[ScoredEpisode]:
+    """Return the samples of which `row_of` made rows and `columns_of` made arrays."""
+    lengths = [length for row in rows for length in row[-2]]
+    split = [torch.from_numpy(column.copy()).split(lengths) for column in columns]
+    parts: Iterator[Any] = zip(*split, strict=True)  # the tensors of each segment
+    samples = []
+    for (key, about, score, facts, own_lengths, shown), query in zip(rows, queries, strict=True):
+        segments = tuple([Segment(*(*next(parts), images_of(names))) for names in shown or [()] * len(own_lengths)])
+        known = dict(zip(_EPISODE, map(_tuple, about), strict=True))
+        episode = Episode(key=SampleKey(*key), segments=segments, query=query, facts=_facts(facts), **known)
+        samples.append(ScoredEpisode(episode=episode, **dict(zip(_SCORE, map(_tuple, score), strict=True))))
+    return samples
+
+
+def _facts(stored: Any) -> EpisodeFacts | None:
+    if type(stored) is not list:
+        return stored
     turns, waited_s, took_s = stored
     return EpisodeFacts(tuple([TurnFacts(*map(_tuple, turn)) for turn in turns]), waited_s, took_s)
 
@@ -155,8 +167,12 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if type(value) is list else value
 
 
-def _as_plain_number(value: Any) -> Any:
-    """Return a number of numpy or torch, which a user's agent may have left in a field, as Python's."""
+def _plain(value: Any) -> Any:
+    """Return facts as a list, and a number of numpy or torch, which a user's agent may have left, as Python's."""
+    if isinstance(value, EpisodeFacts | TurnFacts):
+        return list(vars(value).values())
+    if isinstance(value, Mapping):
+        return dict(value)
     if isinstance(value, np.generic | Tensor) and math.prod(value.shape) == 1:
         return value.item()
     raise TypeError(f"a {type(value).__name__} in a sample: it can hold what JSON can")

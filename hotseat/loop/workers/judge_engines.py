@@ -42,7 +42,6 @@ class JudgeEngines:
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._timeout_s = timeout_s
-        self._client_name = client
         self._numbers = itertools.count()
         self._lost: Exception | None = None
         self._is_closing = False
@@ -113,7 +112,7 @@ class JudgeEngines:
             limit = f"reward.judge.engine.max_length is {self._max_length}"
             return Failed(f"the request to the judge has {len(token_ids)} tokens, and {limit} (sample {name})")
         sampling = Sampling(max_new_tokens=min(body["max_tokens"], room), temperature=body["temperature"])
-        request = Request(f"{self._client_name}/{next(self._numbers)}", token_ids, sampling, body.get("seed", 0))
+        request = Request(f"{self._client.name}/{next(self._numbers)}", token_ids, sampling, body.get("seed", 0))
         try:
             completion = await self._client.generate(request)
         except HotseatError as error:

@@ -9,19 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hotseat.algorithms import corrections
 from hotseat.algorithms.aggregation import weighted_sum
-from hotseat.algorithms.corrections import (
-    CorrectionWeights,
-    Rejection,
-    WeightTotals,
-    correction_weights,
-    rejection_weights,
-    weight_totals,
-)
 from hotseat.algorithms.kl import KlEstimator, estimate_kl
 from hotseat.algorithms.policy_loss import PolicyLoss, call_policy_loss, entropy_bonus
 from hotseat.algorithms.quantiles import count_sizes
-from hotseat.algorithms.supervised_loss import sft_loss
 from hotseat.algorithms.value_loss import value_loss
 from hotseat.extensions import load
 from hotseat.registry.policy_losses import policy_loss_entry
@@ -70,7 +62,7 @@ class PolicyObjective:
     kl_coefficient: float  # 0: the KL is not in the loss
     entropy_coefficient: float | None  # None: the entropy is not computed
     ratio_to: Literal["old", "rollout"] = "old"
-    rejection: Rejection | None = None  # drops answers; the bounds are those of `rejection_weights`
+    rejection: corrections.Rejection | None = None  # drops answers; the bounds are those of `rejection_weights`
     rejection_low: float | None = None
     rejection_high: float | None = None
     max_lag: int = 0
@@ -128,7 +120,7 @@ class PolicyObjective:
         if self.rejection is not None:
             assert self.rejection_high is not None
             bounds = {"low": self.rejection_low, "high": self.rejection_high}
-            kept = rejection_weights(old, rollout, batch.layout, self.rejection, **bounds)
+            kept = corrections.rejection_weights(old, rollout, batch.layout, self.rejection, **bounds)
             loss = loss * kept
             metrics["rejected"] = (mask & (kept == 0)).sum()
             corrected = corrected | (mask & (kept == 0))
@@ -146,7 +138,6 @@ class PolicyObjective:
         return PolicyTerms(weighted_sum(loss, batch.weights), metrics, surrogate.clipped, corrected)
 
     def _surrogate(self, log_probs: Tensor, old: Tensor, batch: MicroBatch) -> PolicyLoss:
-        """Call the policy loss with what its entry says that it takes."""
         entry = policy_loss_entry(self.policy_loss)
         options: dict[str, Any] = {"eps_low": self.clip_low, "eps_high": self.clip_high}
         if entry.has_dual_clip:
@@ -159,16 +150,16 @@ class PolicyObjective:
         advantages, takes_mask = batch.fields[ADVANTAGES], entry.takes_mask
         return call_policy_loss(function, log_probs, old, advantages, batch.layout, takes_mask=takes_mask, **options)
 
-    def correction_totals(self, batch: MicroBatch) -> WeightTotals:
+    def correction_totals(self, batch: MicroBatch) -> corrections.WeightTotals:
         """Add up the correction weights of one rank's part of a step, which has old log-probs."""
         assert self.correction is not None
         weights = self._corrections(batch.fields[OLD_LOG_PROBS], batch, self.correction).weights
-        return weight_totals(weights, batch.layout, self.correction)
+        return corrections.weight_totals(weights, batch.layout, self.correction)
 
-    def _corrections(self, old: Tensor, batch: MicroBatch, kind: str) -> CorrectionWeights:
+    def _corrections(self, old: Tensor, batch: MicroBatch, kind: str) -> corrections.CorrectionWeights:
         rollout, starts = batch.fields[ROLLOUT_LOG_PROBS], _ratio_starts(batch)
         bounds = {"low": self.correction_low, "high": self.correction_high}
-        return correction_weights(old, rollout, batch.layout, kind, starts=starts, **bounds)
+        return corrections.correction_weights(old, rollout, batch.layout, kind, starts=starts, **bounds)
 
 
 def _ratio_starts(batch: MicroBatch) -> Tensor | None:
@@ -199,11 +190,3 @@ class ValueObjective:
             "value_error_squares": error.square().sum(),
         }
         return weighted_sum(surrogate.loss, batch.weights), metrics
-
-
-class SupervisedObjective:
-    """Cross-entropy of the tokens to learn."""
-
-    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
-        loss = sft_loss(outputs.log_probs, batch.mask)
-        return weighted_sum(loss, batch.weights), {"nll": loss.detach().sum()}

@@ -25,28 +25,15 @@ from hotseat.algorithms.aggregation import Aggregation, StepTotals
 from hotseat.algorithms.corrections import WeightTotals
 from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, RunError
-from hotseat.loop.devices.held_memory import HoldsMemory, device_of_process, release_cache_here
+from hotseat.loop.devices.held_memory import DeviceWorker, device_of_process, release_cache_here
+from hotseat.loop.workers import experience
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher, too_large
-from hotseat.loop.workers.experience import (
-    AdvantageSettings,
-    Share,
-    cut_into_steps,
-    flatten,
-    groups_of,
-    steps_of,
-    totals_of,
-    weighted,
-    with_advantages,
-    with_fields,
-    with_lags,
-    without_bootstraps,
-    without_truncated,
-)
+from hotseat.loop.workers.experience import AdvantageSettings, Share
 from hotseat.loop.workers.exports import Origin, begin_export, finish_export
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.losses import CORRECTION_SCALES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, PolicyObjective
 from hotseat.loop.workers.records import RecordedObjective, Recorder, TokenRecord
-from hotseat.loop.workers.weight_check import Canary, WeightCheck
+from hotseat.loop.workers.weight_check import Canary, TakesWeights, WeightCheck
 from hotseat.model_source import ModelSource
 from hotseat.planning.budgets import Use
 from hotseat.train.backend import Loss, TrainOptions, UpdateReport
@@ -96,7 +83,7 @@ class PolicySettings:
     version: int | None = None  # of the weights that learn, to measure how old samples are; None: they are not
 
 
-class BackendWorker(HoldsMemory):
+class BackendWorker(DeviceWorker):
     """One rank of a model behind a training backend, which can be saved."""
 
     def __init__(self, model: ModelSource, options: TrainOptions, *, folder_proof: FolderProof | None = None):
@@ -167,7 +154,7 @@ class ModelWorker(BackendWorker):
 
     def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> BySample:
         """Return log-probs of each segment of each sample, by sample id. Collective."""
-        return self._score(flatten(groups_of(shares)), cut, temperature)
+        return self._score(experience.flatten(experience.groups_of(shares)), cut, temperature)
 
     def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> BySample:
         pieces, scores = self._cutter.run(
@@ -191,7 +178,7 @@ class ModelWorker(BackendWorker):
 
     def _add_totals(self, steps: Sequence[MicroBatch | None]) -> list[StepTotals]:
         """Return the totals of each optimizer step, summed over all ranks. Collective."""
-        return self._sum_over_ranks(totals_of(steps), "count the tokens of each optimizer step")
+        return self._sum_over_ranks(experience.totals_of(steps), "count the tokens of each optimizer step")
 
     def _sum_over_ranks(self, local: Sequence[Any], what: str) -> list[Any]:
         """Return the sum over all ranks of each fact. what: the purpose, for an error message. Collective."""
@@ -229,7 +216,7 @@ class ModelWorker(BackendWorker):
         return self._backend.onload(parts)
 
 
-class InferenceWorker(ModelWorker):
+class InferenceWorker(ModelWorker, TakesWeights):
     """One rank of a copy of the policy: computes old log-probs on its own devices, and gets weights as engines do."""
 
     def __init__(self, model: ModelSource, options: TrainOptions, engine_dtype: str):
@@ -237,12 +224,6 @@ class InferenceWorker(ModelWorker):
         self._receiver = Receiver(
             self._backend.take_weights, lambda names: self._backend.digest(dtype=getattr(torch, engine_dtype))
         )
-
-    def begin_load(self, version: int) -> None:
-        self._receiver.begin(version)
-
-    def take_bucket(self, bucket: Bucket) -> None:
-        self._receiver.take(bucket)
 
     def finish_load(self, version: int, canary: Canary | None) -> WeightCheck:
         """Return the proof of what was loaded. Collective."""
@@ -288,25 +269,29 @@ class ActorWorker(ModelWorker):
         no such role. `old`: log-probs of the policy before the update; empty: this computes them, if they are needed.
         `record`: ids of samples, of any rank, whose tokens `recorded` returns.
         """
-        groups = groups_of(shares)
-        batch = flatten(groups)
+        groups = experience.groups_of(shares)
+        batch = experience.flatten(groups)
         if settings.version is not None:
-            batch = with_lags(groups, batch, settings.version)
+            batch = experience.with_lags(groups, batch, settings.version)
         if reference:
-            batch = with_fields(batch, {REFERENCE_LOG_PROBS: in_order(batch, reference)})
+            batch = experience.with_fields(batch, {REFERENCE_LOG_PROBS: in_order(batch, reference)})
         if settings.needs_old_log_probs:
             old = old or [self.score(shares, settings.score, settings.temperature)]
-            batch = with_fields(batch, {OLD_LOG_PROBS: in_order(batch, old)})
+            batch = experience.with_fields(batch, {OLD_LOG_PROBS: in_order(batch, old)})
         values = in_order(batch, critic) if critic else None
-        batch = with_advantages(groups, batch, settings.advantages, self._add_moments, values)
+
+        def add_moments(local: Moments) -> Moments:
+            return self._sum_over_ranks([local], "add up the moments of the advantages")[0]
+
+        batch = experience.with_advantages(groups, batch, settings.advantages, add_moments, values)
         if RETURNS in batch.fields:
             self._returns = by_sample([batch], [batch.fields[RETURNS]])
             batch = replace(batch, fields={name: field for name, field in batch.fields.items() if name != RETURNS})
-        batch = without_bootstraps(groups, batch)
+        batch = experience.without_bootstraps(groups, batch)
         self._recorder = self._start_recording(batch, settings, record) if record else None
         if settings.mask_truncated:
-            batch = without_truncated(groups, batch)
-        self._steps = cut_into_steps(batch, steps_of(shares), num_steps)
+            batch = experience.without_truncated(groups, batch)
+        self._steps = experience.cut_into_steps(batch, experience.steps_of(shares), num_steps)
         self._totals = self._add_totals(self._steps)
         if settings.normalises_corrections:
             self._steps = self._with_correction_scales(settings.objective)
@@ -326,7 +311,7 @@ class ActorWorker(ModelWorker):
             for batch, totals in zip(self._steps, self._totals, strict=True):
                 whole = None
                 if batch is not None:
-                    whole = weighted(batch, settings.aggregation, totals, settings.advantages.max_sampled)
+                    whole = experience.weighted(batch, settings.aggregation, totals, settings.advantages.max_sampled)
                     if not settings.learns_from_every_sample:
                         whole = _with_gradient(whole, settings.objective)
                 pieces, report = self._optimizer_step(whole, settings.train, loss, settings.temperature)
@@ -426,13 +411,11 @@ class ActorWorker(ModelWorker):
         local = [WeightTotals(0.0, 0) if batch is None else objective.correction_totals(batch) for batch in self._steps]
         totals = self._sum_over_ranks(local, "add up the correction weights of each optimizer step")
         return [
-            None if batch is None else with_fields(batch, {CORRECTION_SCALES: torch.full([batch.num_tokens], of.scale)})
+            None
+            if batch is None
+            else experience.with_fields(batch, {CORRECTION_SCALES: torch.full([batch.num_tokens], of.scale)})
             for batch, of in zip(self._steps, totals, strict=True)
         ]
-
-    def _add_moments(self, local: Moments) -> Moments:
-        [total] = self._sum_over_ranks([local], "add up the moments of the advantages")
-        return total
 
 
 def by_sample(pieces: Sequence[MicroBatch], scores: Sequence[Tensor]) -> BySample:

@@ -15,11 +15,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hotseat.algorithms.aggregation import StepTotals, loss_weights, step_totals
-from hotseat.algorithms.supervised_loss import PairwiseKind, pairwise_loss
+from hotseat.algorithms.aggregation import StepTotals, loss_weights, step_totals, weighted_sum
+from hotseat.algorithms.supervised_loss import PairwiseKind, pairwise_loss, sft_loss
 from hotseat.data import Example, Pair
 from hotseat.loop.workers.cutting import BatchSettings
-from hotseat.loop.workers.losses import SupervisedObjective
 from hotseat.train.backend import Backend, Head, Outputs, UpdateReport
 from hotseat.train.packing import with_ends
 from hotseat.types import MicroBatch
@@ -103,7 +102,8 @@ class SftObjective(Objective[Example]):
     """Supervised fine-tuning: cross-entropy of each token, and every token counts the same."""
 
     def loss(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
-        return SupervisedObjective()(outputs, batch)
+        loss = sft_loss(outputs.log_probs, batch.mask)
+        return weighted_sum(loss, batch.weights), {"nll": loss.detach().sum()}
 
     def num_tokens(self, item: Example) -> int:
         return len(item.token_ids)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hotseat.config.schema.rollout_options import EnvConfig
 from hotseat.data.frames import FramePreparer, film_of_pictures
 from hotseat.data.images import load_processor
 from hotseat.envs.family_loading import SimulatorSettings
@@ -32,18 +33,17 @@ class SimulationSettings:
     """Settings of the simulators of one rollout host."""
 
     simulator: SimulatorSettings
-    num_envs: int
+    env: EnvConfig
     num_stages: int
-    num_processes: int  # of each stage
-    chunk: int
-    bins: int
-    timeout_s: float
-    is_success_rewarded: bool  # instead of the simulator's rewards
     has_turn_rewards: bool  # rewards count where they came, not at the end of the episode
     bootstraps: bool  # a critic values the last observation of an episode that ran out of time
     images_for: ModelSource | None = None  # whose processor prepares its images; None: the policy sees none
     has_action_rewards: bool = False  # those of turns are of single actions instead of chunks
-    num_films: int = 0  # recorded samples at a time that are played again for a film
+
+    @property
+    def is_success_rewarded(self) -> bool:
+        """Tell whether an episode is rewarded for success, not by its simulator."""
+        return self.env.reward == "success"
 
 
 def simulation_prompts(
@@ -54,7 +54,7 @@ def simulation_prompts(
     Its tokens and images are the first observation of the task under seed 0. Raises for a simulator that cannot be
     started, or whose observations the policy cannot read.
     """
-    env = ProcessEnv(settings.simulator, 1, timeout_s=settings.timeout_s)
+    env = ProcessEnv(settings.simulator, 1, timeout_s=settings.env.step_timeout_s)
     try:
         reader = Reader(settings, tokenizer, max_length, env)
         first = []
@@ -67,7 +67,7 @@ def simulation_prompts(
                 _refuse_unknown_success(settings, env)
     finally:
         env.close()
-    if settings.num_films:
+    if settings.env.films:
         films = Films(settings)
         try:
             films.begin(0, 0)
@@ -120,7 +120,7 @@ class Films:
         simulator = settings.simulator
         if simulator.path in _DRAW_IF_ASKED:
             simulator = replace(simulator, kwargs={"render_mode": "rgb_array", **simulator.kwargs})
-        self._env = ProcessEnv(simulator, 1, timeout_s=settings.timeout_s)
+        self._env = ProcessEnv(simulator, 1, timeout_s=settings.env.step_timeout_s)
         if self._env.is_on_device:
             self.close()
             raise UserError(f"{simulator.path} holds memory of a device, which the actor has when films are made")
@@ -155,7 +155,7 @@ class Films:
 
 
 @dataclass(frozen=True)
-class Context:
+class PolicyInput:
     """The part of an observation that the policy reads."""
 
     token_ids: list[int]
@@ -176,16 +176,16 @@ class Reader:
             self._frames = FramePreparer(processor)
             placeholders = placeholder_ids(settings.images_for.config())
         self._placeholders = placeholders
-        self.actions = NumberTokens.of_actions(env.action, settings.bins, len(tokenizer), placeholders)
-        self.num_sampled = settings.chunk * env.action.dim  # tokens of a chunk
+        self.actions = NumberTokens.of_actions(env.action, settings.env.bins, len(tokenizer), placeholders)
+        self.num_sampled = settings.env.chunk * env.action.dim  # tokens of a chunk
         self._states = None
         if env.state_bounds is not None:
             low, high = env.state_bounds
             spec = ActionSpec(tuple(low.tolist()), tuple(high.tolist()))
-            self._states = NumberTokens.of_actions(spec, settings.bins, len(tokenizer), placeholders)
-        if env.num_state_values is not None and env.num_state_values > settings.bins:
+            self._states = NumberTokens.of_actions(spec, settings.env.bins, len(tokenizer), placeholders)
+        if env.num_state_values is not None and env.num_state_values > settings.env.bins:
             raise UserError(
-                f"env.bins {settings.bins}: a number in the observations of {self._name} has {env.num_state_values}"
+                f"env.bins {settings.env.bins}: a number in the observations of {self._name} has {env.num_state_values}"
                 f" values, and some would look alike: set it to {env.num_state_values} or more"
             )
         self._tokens_of = lru_cache(maxsize=65536)(self._tokenize)  # worlds look alike again and again
@@ -193,7 +193,7 @@ class Reader:
     def _tokenize(self, words: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(words, add_special_tokens=False)["input_ids"])
 
-    def read(self, seen: Observation) -> Context:
+    def read(self, seen: Observation) -> PolicyInput:
         """Return the tokens of an observation: its image, instruction and words, then the state in bins."""
         token_ids = self._encode(seen)
         images: tuple[str, ...] = ()
@@ -221,7 +221,7 @@ class Reader:
                 f"data.max_length {self._max_length}: an observation of {self._name} has {len(token_ids)} tokens, and"
                 f" its actions {self.num_sampled}: set it to {len(token_ids) + self.num_sampled} or more"
             )
-        return Context(token_ids, images)
+        return PolicyInput(token_ids, images)
 
     def _encode(self, seen: Observation) -> list[int]:
         words = " ".join(part for part in (seen.instruction, seen.text) if part)

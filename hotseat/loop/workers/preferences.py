@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms.supervised_loss import PreferenceLoss, answer_nll, episode_log_probs
+from hotseat.config.schema.algorithm_options import DpoConfig
 from hotseat.data import Pair
 from hotseat.extensions import load
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.objectives import PairObjective, batch_of_pairs, cut_pairs
-from hotseat.registry.preference_losses import DEFAULT_PREFERENCE_LOSS, preference_loss_entry
+from hotseat.registry.preference_losses import preference_loss_entry
 from hotseat.train.backend import Backend, Outputs, UpdateReport
 from hotseat.types import MicroBatch, TokenLayout
 
@@ -81,17 +82,9 @@ def _answers(log_probs: Tensor, batch: MicroBatch) -> Answers:
 
 @dataclass(frozen=True)
 class PreferenceObjective(PairObjective):
-    """Preference optimisation: every pair counts the same.
+    """Preference optimisation: every pair counts the same. See `hotseat.algorithms.supervised_loss` for the losses."""
 
-    kind: the loss of a pair, see `hotseat.algorithms.supervised_loss`; the others are its coefficients.
-    """
-
-    kind: str = DEFAULT_PREFERENCE_LOSS
-    beta: float = 0.1
-    label_smoothing: float = 0.0  # dpo
-    is_length_normalised: bool = False  # ipo
-    gamma: float = 0.5  # simpo
-    nll_coefficient: float = 0.0
+    dpo: DpoConfig
 
     means: ClassVar[tuple[str, ...]] = (*PairObjective.means, "chosen_nll")
     columns: ClassVar[Mapping[str, str]] = {
@@ -102,7 +95,7 @@ class PreferenceObjective(PairObjective):
 
     @property
     def needs_reference(self) -> bool:
-        return preference_loss_entry(self.kind).has_reference
+        return preference_loss_entry(self.dpo.loss).has_reference
 
     def loss(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         """Compute the weighted sum of the losses of pairs, the better answer of each first."""
@@ -120,7 +113,7 @@ class PreferenceObjective(PairObjective):
 
     def loss_of_pairs(self, answers: Answers) -> PreferenceLoss:
         """Compute the loss of each pair, the NLL term included, and the rewards of its answers."""
-        entry, reference = preference_loss_entry(self.kind), answers.reference
+        entry, reference = preference_loss_entry(self.dpo.loss), answers.reference
         log_probs, lengths = answers.log_probs.unbind(-1), answers.lengths.unbind(-1)
         inputs = [*log_probs]
         if entry.has_reference:
@@ -128,16 +121,13 @@ class PreferenceObjective(PairObjective):
             inputs += reference.unbind(-1)
         if entry.takes_lengths:
             inputs += lengths
-        coefficients = {"beta": self.beta, "label_smoothing": self.label_smoothing, "gamma": self.gamma}
-        options: dict[str, Any] = {
-            name: value for name, value in coefficients.items() if name == "beta" or name in entry.options
-        }
-        if "length_normalised" in entry.options and self.is_length_normalised:
+        options: dict[str, Any] = self.dpo.model_dump(include={"beta"} | entry.options & {"label_smoothing", "gamma"})
+        if "length_normalised" in entry.options and self.dpo.length_normalised:
             options |= {"chosen_lengths": lengths[0], "rejected_lengths": lengths[1]}
         result: PreferenceLoss = load(entry.function)(*inputs, **options)
-        if not self.nll_coefficient or "nll_coef" not in entry.options:
+        if not self.dpo.nll_coef or "nll_coef" not in entry.options:
             return result
-        return replace(result, loss=result.loss + self.nll_coefficient * answer_nll(log_probs[0], lengths[0]))
+        return replace(result, loss=result.loss + self.dpo.nll_coef * answer_nll(log_probs[0], lengths[0]))
 
     def batches(self, items: Sequence[Pair], step: Sequence[Pair], cut: BatchSettings) -> list[MicroBatch]:
         if not items:

@@ -72,7 +72,6 @@ def record_of(sample: ScoredEpisode, prompt: Prompt, tokenizer: Any) -> SampleRe
 
 
 def _turns_of(sample: ScoredEpisode) -> list[dict[str, Any]]:
-    """Describe each turn: its number of sampled tokens, and its reward, times and tool calls where they are known."""
     episode = sample.episode
     facts = episode.facts.turns if episode.facts is not None else ()
     known = facts if len(facts) == len(episode.turn_lengths) else (None,) * len(episode.turn_lengths)

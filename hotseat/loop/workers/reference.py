@@ -157,7 +157,6 @@ def digest_of_model(model: str) -> str:
 
 
 def _folder_of(model: str) -> Path:
-    """Return the folder of a checkpoint: its own, or that in which a hub's files are kept."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download

@@ -11,53 +11,29 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hotseat import faults
-from hotseat.agents import AgentHost, Deadlines, OpenRequests, ProgramSettings, load_agent
+from hotseat.agents import AgentHost, OpenRequests
 from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
-from hotseat.loop.devices.held_memory import Held
+from hotseat.loop.devices.held_memory import DeviceWorker, Held
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests, engines_of_host
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.group_facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
-from hotseat.loop.workers.image_preparation import HostImages, make_image_preparer
-from hotseat.loop.workers.observations import SimulationSettings
+from hotseat.loop.workers.host_settings import HostSettings, make_agent, make_eval_scorer, make_scorer
 from hotseat.loop.workers.records import SampleRecord, record_of
-from hotseat.loop.workers.scorers import ScorerSettings, make_eval_scorer, make_scorer
 from hotseat.loop.workers.simulation import Player
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.loop.workers.waiting_groups import WaitingGroups
-from hotseat.model_source import ModelSource
 from hotseat.rewards import Score
-from hotseat.types import Episode, Failed, MicroBatch, Moved, PromptGroup, SampleKey, Sampling, ScoredEpisode
+from hotseat.types import Failed, MicroBatch, Moved, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
 
-@dataclass(frozen=True)
-class HostSettings:
-    """Settings of a rollout host."""
-
-    tokenizer: ModelSource
-    run_seed: int
-    max_length: int
-    agent: str | None
-    max_turns: int | None
-    max_concurrent: int
-    episode_timeout_s: float
-    scorers: ScorerSettings
-    programs: ProgramSettings | None = None  # of an agent that is a program
-    deadlines: Deadlines | None = None  # within an episode; None: none
-    has_reward_model: bool = False
-    reward_tokenizer: ModelSource | None = None  # of a reward model that cannot read the policy's tokens
-    simulation: SimulationSettings | None = None  # episodes are played in simulators
-    spool: str | None = None  # folder for finished groups; None: they stay in memory
-    kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
-    images: HostImages | None = None  # for environments that show some; None: the run has none, or no environment
-
-
-class RolloutHost:
+class RolloutHost(DeviceWorker):
     """Runs agents and rewards in a process of their own: user code may block, crash or keep globals."""
 
     max_concurrency = 4  # a fetch waits; groups are shared and forgotten meanwhile
@@ -68,14 +44,7 @@ class RolloutHost:
         self._player: Player | None = None
         if settings.simulation is not None:
             self._player = Player(settings.simulation, tokenizer, settings.max_length)
-        self._agent = self._player or load_agent(
-            settings.agent,
-            tokenizer,
-            max_length=settings.max_length,
-            max_steps=settings.max_turns,
-            programs=settings.programs,
-            preparer=make_image_preparer(settings.images, settings.tokenizer, tokenizer),
-        )
+        self._agent = self._player or make_agent(settings, tokenizer)
         self._settings = settings
         self._agents: AgentHost | None = None
         self._reward = make_scorer(settings.scorers)
@@ -129,7 +98,7 @@ class RolloutHost:
             max_concurrent=(
                 -(-settings.max_concurrent * engines.size // num_hosts)
                 if settings.simulation is None
-                else settings.simulation.num_envs
+                else settings.simulation.env.num_envs
             ),
             timeout_s=settings.episode_timeout_s,
             requests=OpenRequests(self._client.abort, self._client.listen),
@@ -186,7 +155,6 @@ class RolloutHost:
                 raise self._lost
 
     def _collect(self, jobs: Sequence[Job], sampling: Sampling, scoring: Scoring) -> _Collection:
-        """Begin jobs that are not in progress, and return the collection of all of them."""
         assert self._agents is not None, "not connected to the engines"
         self._check_engines()
         with self._changed:
@@ -406,12 +374,12 @@ class RolloutHost:
 
     # --- a role with devices: env -------------------------------------------------------------------------------------
 
-    def offload(self, parts: Sequence[str], keep_weights: bool = True) -> Moved:
+    def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         """Take simulators off the device. Their episodes end within a rollout, so none is open then."""
-        return Moved(0, 0, 0.0) if self._player is None else self._player.offload()
+        return super().offload(parts) if self._player is None else self._player.offload()
 
-    def onload(self, parts: Sequence[str]) -> Moved:
-        return Moved(0, 0, 0.0) if self._player is None else self._player.onload()
+    def onload(self, parts: Sequence[Any]) -> Moved:
+        return super().onload(parts) if self._player is None else self._player.onload()
 
     def release_cache(self) -> None:
         """Return unused allocator cache to the device: this process allocates nothing there."""
@@ -434,24 +402,13 @@ class RolloutHost:
         return finished.facts()
 
     def _finished_group(self, group: OpenGroup, scores: Sequence[Score | Failed]) -> Finished:
-        answers = iter(scores)
-        samples: list[ScoredEpisode] = []
-        failures: list[tuple[int, str]] = []
-        for position, outcome in enumerate(group.outcomes):
-            if isinstance(outcome, Episode):
-                answer = next(answers)
-                if isinstance(answer, Failed):
-                    failures.append((position, answer.reason))
-                else:
-                    samples.append(ScoredEpisode(outcome, answer.reward, answer.score, answer.extra))
-            elif isinstance(outcome, Failed):
-                failures.append((position, outcome.reason))
-            else:
-                samples.append(outcome)
+        outcomes = group.scored(scores)
+        samples = tuple(outcome for outcome in outcomes if isinstance(outcome, ScoredEpisode))
+        failures = tuple((at, outcome.reason) for at, outcome in enumerate(outcomes) if isinstance(outcome, Failed))
         job = group.job
         prompt = replace(job.prompt, columns=None)  # of no use once the group is scored
-        prompt_group = PromptGroup(prompt, tuple(samples), len(failures))
-        return Finished(job.epoch, prompt_group, tuple(failures), tuple(group.episode_s), group.scoring_s)
+        prompt_group = PromptGroup(prompt, samples, len(failures))
+        return Finished(job.epoch, prompt_group, failures, tuple(group.episode_s), group.scoring_s)
 
     def _group(self, key: GroupKey) -> PromptGroup:
         """Return a finished group: the process that finished it may have been another than this."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +26,7 @@ from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.envs.processes import Outcome, ProcessEnv, SimulatorError
 from hotseat.envs.simulator import Observation
 from hotseat.errors import UserError
-from hotseat.loop.workers.observations import SUCCESS, Context, Films, Reader, SimulationSettings, unknown_success
+from hotseat.loop.workers.observations import SUCCESS, Films, PolicyInput, Reader, SimulationSettings, unknown_success
 from hotseat.types import (
     Completion,
     Episode,
@@ -42,7 +41,7 @@ from hotseat.types import (
 )
 
 
-class Stage:
+class SimulatorStage:
     """Simulators that step together, called from one event loop.
 
     A call waits until every episode of the stage waits for its simulator; then all of them are carried out in a thread,
@@ -54,36 +53,35 @@ class Stage:
         self._thread = thread
         self._playing: set[int] = set()  # slots with an episode
         self._left: set[int] = set()  # slots whose episode has ended and is not forgotten yet
-        self._resets: dict[int, tuple[int, int, asyncio.Future[Any]]] = {}
-        self._steps: dict[int, tuple[np.ndarray, asyncio.Future[Any]]] = {}
+        # By slot: the next task and seed, or the next chunk of actions, and its outcome.
+        self._waiting: dict[int, tuple[tuple[int, int] | np.ndarray, asyncio.Future[Any]]] = {}
         self._is_busy = False
 
     async def reset(self, slot: int, task: int, seed: int) -> Observation:
         self._playing.add(slot)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._resets[slot] = (task, seed, future)
-        self._look()
-        seen = await future
+        seen = await self._ask(slot, (task, seed))
         if isinstance(seen, Exception):
             raise AgentError(str(seen))
         return seen
 
     async def step(self, slot: int, actions: np.ndarray) -> tuple[Outcome, int]:
         """Carry out a chunk, [K, D]; return the outcome of the whole stage and the row of this slot."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._steps[slot] = (actions, future)
-        self._look()
-        outcome, row = await future
+        outcome, row = await self._ask(slot, actions)
         if slot in outcome.failures:
             raise AgentError(outcome.failures[slot])
         return outcome, row
+
+    def _ask(self, slot: int, request: tuple[int, int] | np.ndarray) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[slot] = request, future
+        self._look()
+        return future
 
     def leave(self, slot: int) -> None:
         """End the episode of a slot, however it ended."""
         self._playing.discard(slot)
         self._left.add(slot)
-        self._resets.pop(slot, None)
-        self._steps.pop(slot, None)
+        self._waiting.pop(slot, None)
         self._look()
 
     def clear(self) -> None:
@@ -91,12 +89,8 @@ class Stage:
         self._thread.submit(self.env.forget, self._playing | self._left).result()
         self._playing.clear()
         self._left.clear()
-        self._resets.clear()
-        self._steps.clear()
+        self._waiting.clear()
         self._is_busy = False
-
-    def close(self) -> None:
-        self.env.close()
 
     def offload(self) -> Moved:
         """Offload the simulators, of which only those in the middle of an episode have anything to come back to."""
@@ -106,52 +100,41 @@ class Stage:
 
     def _look(self) -> None:
         """Start the next call if nobody has to be waited for."""
-        waiting = self._resets.keys() | self._steps.keys()
-        if self._is_busy or not waiting or waiting != self._playing:
+        if self._is_busy or not self._waiting or self._waiting.keys() != self._playing:
             return
         self._is_busy = True
-        resets, self._resets = self._resets, {}
-        steps, self._steps = self._steps, {}
-        loop = asyncio.get_running_loop()
+        waiting, self._waiting = self._waiting, {}
         ended, self._left = self._left, set()
-        called = loop.run_in_executor(self._thread, self._call, ended, resets, steps)
-        called.add_done_callback(lambda done: self._answer(done, resets, steps))
+        requests = {slot: request for slot, (request, _) in waiting.items()}
+        futures = {slot: future for slot, (_, future) in waiting.items()}
+        called = asyncio.get_running_loop().run_in_executor(self._thread, self._call, ended, requests)
+        called.add_done_callback(lambda done: self._answer(done, futures))
 
-    def _call(self, ended: set[int], resets: dict[int, Any], steps: dict[int, Any]) -> tuple[list[Any], Outcome | None]:
+    def _call(self, ended: set[int], requests: dict[int, Any]) -> dict[int, Any]:
         faults.reach("simulators.during")
         self.env.forget(ended)  # or they would be played again whenever their process is replaced
-        begun: list[Any] = []
+        answers: dict[int, Any] = {}
+        resets = sorted(slot for slot, request in requests.items() if isinstance(request, tuple))
         if resets:
-            slots = sorted(resets)
-            begun = list(
-                zip(
-                    slots,
-                    self.env.reset(slots, [resets[s][0] for s in slots], [resets[s][1] for s in slots]),
-                    strict=True,
-                )
-            )
-        if not steps:
-            return begun, None
-        slots = sorted(steps)
-        return begun, self.env.step(slots, np.stack([steps[slot][0] for slot in slots]))
+            tasks, seeds = map(list, zip(*(requests[slot] for slot in resets), strict=True))
+            answers |= zip(resets, self.env.reset(resets, tasks, seeds), strict=True)
+        if steps := sorted(requests.keys() - answers.keys()):
+            outcome = self.env.step(steps, np.stack([requests[slot] for slot in steps]))
+            answers |= {slot: (outcome, row) for row, slot in enumerate(steps)}
+        return answers
 
-    def _answer(self, done: asyncio.Future[Any], resets: dict[int, Any], steps: dict[int, Any]) -> None:
+    def _answer(self, done: asyncio.Future[dict[int, Any]], futures: dict[int, asyncio.Future[Any]]) -> None:
         self._is_busy = False
-        error = done.exception() if not done.cancelled() else asyncio.CancelledError()
-        futures = {slot: waiting[-1] for slot, waiting in (resets | steps).items()}
-        if error is not None:
-            for future in futures.values():
-                if not future.done():
-                    future.set_exception(error)
-            return
-        begun, outcome = done.result()
-        for slot, seen in begun:
-            if not futures[slot].done():
-                futures[slot].set_result(seen)
-        for row, slot in enumerate(sorted(steps)):
-            if not futures[slot].done():
-                futures[slot].set_result((outcome, row))
-        self._look()  # others may have come meanwhile
+        error = asyncio.CancelledError() if done.cancelled() else done.exception()
+        for slot in futures if error is not None else done.result():
+            if futures[slot].done():
+                continue
+            if error is not None:
+                futures[slot].set_exception(error)
+            else:
+                futures[slot].set_result(done.result()[slot])
+        if error is None:
+            self._look()  # others may have come meanwhile
 
 
 @dataclass
@@ -167,7 +150,7 @@ class _Played:
     num_steps: int = 0
     num_outside: int = 0  # sampled tokens that stand for no number
 
-    def add(self, context: Context, completion: Completion, outcome: Outcome, row: int, dim: int) -> None:
+    def add(self, context: PolicyInput, completion: Completion, outcome: Outcome, row: int, dim: int) -> None:
         """Add a chunk of actions of `dim` numbers each, and what came of them."""
         taken = int(outcome.num_taken[row])
         if completion.span_s is not None:
@@ -186,17 +169,17 @@ class Player(Agent):
 
     def __init__(self, settings: SimulationSettings, tokenizer: Any, max_length: int):
         self.name = settings.simulator.path
-        self.num_films = settings.num_films
+        self.num_films = settings.env.films
         self._settings = settings
-        size = settings.num_envs // settings.num_stages
+        size = settings.env.num_envs // settings.num_stages
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="simulators")
         self._stages = [
-            Stage(
+            SimulatorStage(
                 ProcessEnv(
                     settings.simulator,
                     size,
-                    num_processes=settings.num_processes,
-                    timeout_s=settings.timeout_s,
+                    num_processes=settings.env.num_processes,
+                    timeout_s=settings.env.step_timeout_s,
                     say=lambda text: print(text, file=sys.stderr, flush=True),
                 ),
                 self._thread,
@@ -212,7 +195,7 @@ class Player(Agent):
         """Forget all episodes, whose event loop has ended."""
         for stage in self._stages:
             stage.clear()
-        size = self._settings.num_envs // len(self._stages)
+        size = self._settings.env.num_envs // len(self._stages)
         # Stages fill evenly.
         self._free = [(stage, slot) for slot in reversed(range(size)) for stage in reversed(range(len(self._stages)))]
 
@@ -228,10 +211,17 @@ class Player(Agent):
             self._free.append((index, slot))
 
     async def _play(
-        self, stage: Stage, slot: int, task: int, seed: int, key: SampleKey, sampling: Sampling, sample: SampleFunction
+        self,
+        stage: SimulatorStage,
+        slot: int,
+        task: int,
+        seed: int,
+        key: SampleKey,
+        sampling: Sampling,
+        sample: SampleFunction,
     ) -> ScoredEpisode:
         settings, reader = self._settings, self._reader
-        dim = reader.num_sampled // settings.chunk
+        dim = reader.num_sampled // settings.env.chunk
         sampling = replace(sampling, max_new_tokens=reader.num_sampled, ignore_eos=True, stop_token_ids=())
         seen = await stage.reset(slot, task, seed)
         played = _Played(seen.instruction)
@@ -240,7 +230,9 @@ class Player(Agent):
             completion = await sample(context.token_ids, sampling, len(played.segments), context.images)
             token_ids = completion.token_ids
             if len(token_ids) != reader.num_sampled:
-                raise AgentError(f"the engine sampled {len(token_ids)} tokens for {settings.chunk} actions of {dim}")
+                raise AgentError(
+                    f"the engine sampled {len(token_ids)} tokens for {settings.env.chunk} actions of {dim}"
+                )
             played.num_outside += sum(not reader.actions.is_bin(token) for token in token_ids)
             outcome, row = await stage.step(slot, reader.actions.decode(token_ids))
             played.add(context, completion, outcome, row, dim)
@@ -251,7 +243,6 @@ class Player(Agent):
                 return self._scored(key, played, outcome, row, seen)
 
     def _scored(self, key: SampleKey, played: _Played, outcome: Outcome, row: int, last: Observation) -> ScoredEpisode:
-        """Return an episode that ended with this outcome and this observation, and its rewards."""
         settings = self._settings
         is_success, is_known = bool(outcome.success[row]), bool(outcome.is_success_known[row])
         is_truncated = bool(outcome.truncated[row] and not outcome.terminated[row])
@@ -272,7 +263,7 @@ class Player(Agent):
             f"{played.instruction}\n{played.num_steps} actions{verdict}",
             is_truncated=is_truncated,
             turn_lengths=tuple(played.lengths),
-            action_length=self._reader.num_sampled // settings.chunk,
+            action_length=self._reader.num_sampled // settings.env.chunk,
             has_bootstrap=settings.bootstraps and is_truncated,
             facts=EpisodeFacts(tuple(played.turns)),
         )
@@ -298,27 +289,20 @@ class Player(Agent):
             return None
 
     def offload(self) -> Moved:
-        return _total(stage.offload() for stage in self._stages)
+        return sum((stage.offload() for stage in self._stages), start=Moved(0, 0, 0.0))
 
     def onload(self) -> Moved:
-        return _total(stage.env.onload() for stage in self._stages)
+        return sum((stage.env.onload() for stage in self._stages), start=Moved(0, 0, 0.0))
 
     def end(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
         for stage in self._stages:
-            stage.close()
+            stage.env.close()
         if self._films is not None:
             self._films.close()
 
 
-def _total(moves: Iterable[Moved]) -> Moved:
-    total = Moved(0, 0, 0.0)
-    for moved in moves:
-        total = total + moved
-    return total
-
-
-def _segment(context: Context, completion: Completion, num_learned: int) -> Segment:
+def _segment(context: PolicyInput, completion: Completion, num_learned: int) -> Segment:
     """Return an observation and its actions. Tokens of actions after the end of the episode are not learned."""
     start = len(context.token_ids)
     length, end = start + len(completion.token_ids), start + num_learned
@@ -330,11 +314,11 @@ def _segment(context: Context, completion: Completion, num_learned: int) -> Segm
     versions[start:end] = completion.versions[:num_learned]
     token_ids = np.array([*context.token_ids, *completion.token_ids], dtype=np.int64)
     # By numpy, because torch takes longer to make tensors this small than a simulator to step.
-    tensors = [torch.from_numpy(array) for array in (token_ids, mask, log_probs, versions)]
-    return Segment(tensors[0], tensors[1], tensors[2], tensors[3], context.images)
+    tensors: Any = map(torch.from_numpy, (token_ids, mask, log_probs, versions))
+    return Segment(*(*tensors, context.images))
 
 
-def _value_segment(context: Context) -> Segment:
+def _value_segment(context: PolicyInput) -> Segment:
     """Return an observation whose value is that of its last token: a value is given what precedes its token."""
     token_ids = torch.tensor([*context.token_ids, context.token_ids[-1]])
     nothing = torch.zeros(len(token_ids), dtype=torch.bool)

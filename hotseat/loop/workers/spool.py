@@ -141,7 +141,6 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _versions(episode: Episode) -> tuple[int, int]:
-    """Return the oldest and the newest version of the weights that sampled tokens of an episode."""
     sampled = [segment.versions.numpy()[segment.mask.numpy()] for segment in episode.segments]
     versions = sampled[0] if len(sampled) == 1 else np.concatenate(sampled)
     return int(versions.min()), int(versions.max())

@@ -8,18 +8,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from hotseat.algorithms.shaping import normalise_rewards
+from hotseat.loop.workers import experience
 from hotseat.loop.workers.cutting import BatchSettings
-from hotseat.loop.workers.experience import (
-    Share,
-    cut_into_steps,
-    flatten,
-    groups_of,
-    starts_of_steps,
-    steps_of,
-    weighted,
-    with_bootstraps,
-    with_fields,
-)
+from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.losses import OLD_VALUES, RETURNS, ValueObjective
 from hotseat.loop.workers.model_workers import BySample, ModelWorker, by_sample, in_order
@@ -54,14 +45,14 @@ class CriticWorker(ModelWorker):
 
         They are 0 elsewhere.
         """
-        groups = groups_of(shares)
-        batch = flatten(groups)
-        valued = with_bootstraps(groups, batch)
+        groups = experience.groups_of(shares)
+        batch = experience.flatten(groups)
+        valued = experience.with_bootstraps(groups, batch)
         pieces, scores = self._cutter.run("rollout", settings.score, lambda cut: cut.cut(valued), self._backend.values)
         values = by_sample(pieces, scores)
         self._batch = replace(batch, fields={OLD_VALUES: in_order(batch, [values])})
-        self._starts = starts_of_steps(groups, batch, settings.time_step)
-        self._sample_steps = steps_of(shares)
+        self._starts = experience.starts_of_steps(groups, batch, settings.time_step)
+        self._sample_steps = experience.steps_of(shares)
         return values
 
     def update(self, returns: Sequence[BySample], num_steps: int, settings: CriticSettings) -> list[UpdateReport]:
@@ -70,12 +61,14 @@ class CriticWorker(ModelWorker):
         batch, self._batch = self._batch, None
         if self._starts is not None:
             batch = replace(batch, mask=self._starts)  # a step of time has one value, at its first token
-        steps = cut_into_steps(with_fields(batch, {RETURNS: in_order(batch, returns)}), self._sample_steps, num_steps)
+        steps = experience.cut_into_steps(
+            experience.with_fields(batch, {RETURNS: in_order(batch, returns)}), self._sample_steps, num_steps
+        )
         step_totals = self._add_totals(steps)
         reports = []
         for _ in range(settings.max_epochs):
             for part, totals in zip(steps, step_totals, strict=True):
-                whole = None if part is None else weighted(part, "token_mean", totals)
+                whole = None if part is None else experience.weighted(part, "token_mean", totals)
                 reports.append(self._optimizer_step(whole, settings.train, settings.objective, 1.0)[1])
         return reports
 

@@ -65,7 +65,7 @@ class WaitingGroups:
 
     def to_score(self, rank: int, num_ranks: int) -> MicroBatch:
         """Return the tokens that one rank of the reward model scores: every `num_ranks`-th of the waiting episodes."""
-        mine = [episode for group in self.groups for episode in _episodes(group)][rank::num_ranks]
+        mine = [episode for group in self.groups for episode in group.episodes][rank::num_ranks]
         sequences = [self._for_reward_model(episode) for episode in mine]
         names, images = [str(episode.key) for episode in mine], [episode.segments[-1].images for episode in mine]
         return MicroBatch.from_segments(sequences, None, names, images=images)
@@ -81,7 +81,7 @@ class WaitingGroups:
 
         scored = []
         for group in groups:
-            episodes = _episodes(group)
+            episodes = group.episodes
             scores: Sequence[Score | Failed | None] = group.scores or [None] * len(episodes)
             scored.append((group, [score(*each) for each in zip(episodes, scores, strict=True)]))
         return scored
@@ -102,7 +102,7 @@ class WaitingGroups:
         self.groups = self.groups[len(groups) :]
         scored = []
         for group, verdicts in zip(groups, judged, strict=True):
-            names = [str(episode.key) for episode in _episodes(group)]
+            names = [str(episode.key) for episode in group.episodes]
             earlier = zip(group.scores or [Score(0.0, 0.0, {})] * len(names), verdicts, names, strict=True)
             scored.append((group, [add_verdict(total, grader, verdict, name) for total, verdict, name in earlier]))
         return scored
@@ -125,8 +125,3 @@ class WaitingGroups:
         if end is not None and not episode.is_truncated and retokenized[-1:] != [end]:
             retokenized.append(end)  # reward models put the reward of an answer at its end token
         return torch.tensor(retokenized)
-
-
-def _episodes(group: OpenGroup) -> list[Episode]:
-    """Return the episodes of a group that their agent did not score."""
-    return [outcome for outcome in group.outcomes if isinstance(outcome, Episode)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from hotseat.weights.bucket import Bucket
+from hotseat.weights.transfer import Receiver
 
 
 @dataclass(frozen=True)
@@ -34,3 +38,21 @@ class WeightCheck:
     digests: dict[str, int]
     log_probs: list[float] | None
     undigested: frozenset[str] = frozenset()  # weights without a digest, which only the canary guards
+
+
+class TakesWeights(ABC):
+    """Worker that gets the actor's weights: an engine, or a rank of the inference role."""
+
+    _receiver: Receiver
+
+    def begin_load(self, version: int) -> None:
+        """Get ready for the buckets of a version."""
+        self._receiver.begin(version)
+
+    def take_bucket(self, bucket: Bucket) -> None:
+        """Load the weights of one bucket."""
+        self._receiver.take(bucket)
+
+    @abstractmethod
+    def finish_load(self, version: int, canary: Canary | None) -> WeightCheck:
+        """Return the proof of what was loaded."""

@@ -321,11 +321,10 @@ def test_a_run_that_resumes_with_other_things_in_fp8_starts_new_limits(before, a
             resumed.push(OF_FP8, version=2)
 
 
-def test_a_checkpoint_that_does_not_say_what_was_in_fp8_had_nothing_in_them():
+def test_limits_of_engines_without_fp8_hold_for_no_others():
     case = Case(FakeActor(0.02), FakeWorkers(0.02))
     case.guard.start(0)
     state = case.guard.state()
-    del state["eight_bits"]
     for fp8, is_kept in ((NO_FP8, True), (Fp8Parts(cache=True), False)):
         resumed = Case(FakeActor(0.02), FakeWorkers(0.02), fp8=fp8)
         resumed.guard.restore(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from hotseat.config import loads
 from hotseat.loop.rl.collect import GroupFilter
 from hotseat.loop.rl.overlapped import OverlappedStream
 from hotseat.loop.rl.pacer import Order, Pace
+from hotseat.loop.rl.recovery import HOST
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.workers.group_facts import Fetched, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.spool import Spool
@@ -36,7 +38,7 @@ class Schedule:
         self.rng = rng
         self.version = 0
         self.may_work = True
-        self.num_restarts = self.num_host_restarts = 0  # as `Recovery` has them
+        self.restarts = Counter()  # as `Recovery` has them
         self.fates: dict[GroupKey, str] = {}
         self._chance_of_drop = chance_of_drop
         self._dropped = [1.0, 1.0] if by_score else [1.0, None]
@@ -76,7 +78,7 @@ class Schedule:
         """Replace the host: what was open begins again."""
         self._open.clear()
         self._unscored.clear()
-        self.num_host_restarts += 1
+        self.restarts[HOST] += 1
 
     def _facts(self, key: GroupKey, began: int) -> GroupFacts:
         rewards = self._dropped if self.rng.random() < self._chance_of_drop else [1.0, 0.0]

@@ -21,8 +21,8 @@ from hotseat.loop.rl import loop, meter
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.ledger import Ledger, read_ledger
 from hotseat.loop.rl.meter import PhaseMeter
-from hotseat.loop.rl.phases import Prepared, Updates
-from hotseat.loop.rl.recovery import MAX_DEATHS
+from hotseat.loop.rl.phases import PreparedBatch, Updates
+from hotseat.loop.rl.recovery import HOST, MAX_DEATHS
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
 from hotseat.loop.rl.rollout import group_filter, repeated
 from hotseat.loop.rl.sample_log import NUM_RECORDED, SampleLog
@@ -71,7 +71,7 @@ def test_a_step_is_sampled_in_the_order_of_the_prompts_in_one_lease():
 def test_samples_are_taken_as_the_config_says():
     case = Case("rollout.temperature=0.7", "rollout.top_k=5", "eval.temperature=0.1", num_eval_prompts=1)
     case.stream.take(1)
-    case.evaluation.run()
+    case.evaluate()
     training, evaluation = (call.args[0][1] for call in case.hosts.named("collect"))
     assert (training.max_new_tokens, training.temperature, training.top_k) == (4, 0.7, 5)
     assert (evaluation.max_new_tokens, evaluation.temperature, evaluation.top_k) == (4, 0.1, 0)
@@ -128,7 +128,7 @@ def test_a_host_that_dies_while_it_samples_is_asked_for_the_same_groups_again():
     assert broken.jobs()[2:] == whole.jobs()
     assert broken.state.order.state() == whole.state.order.state()
     assert broken.stream.take(2) == whole.stream.take(2)
-    assert broken.recovery.num_host_restarts == 1
+    assert broken.recovery.restarts[HOST] == 1
 
 
 def test_a_batch_that_was_lost_before_it_was_used_is_sampled_again_and_the_next_is_not():
@@ -221,19 +221,19 @@ def test_ranks_that_share_a_model_score_the_same_samples():
 
 def test_an_evaluation_with_a_reward_of_its_own_asks_no_reward_model():
     case = Case(*REWARD_MODEL, "eval.reward=other.py", reward=1, num_eval_prompts=2)
-    metrics = case.evaluation.run()
+    metrics = case.evaluate()
     assert case.reward.calls == []
     assert "lease prepare/reward" not in case.log
     assert "eval/accuracy" in metrics  # a function's rewards have a full reward
     case = Case(*REWARD_MODEL, reward=1, num_eval_prompts=2)
-    assert case.evaluation.run().keys() == {"eval/reward", "eval/length"}  # a model's have none
+    assert case.evaluate().keys() == {"eval/reward", "eval/length"}  # a model's have none
     assert len(case.reward.calls) == 1
 
 
 def test_an_evaluation_samples_its_own_prompts_and_leaves_the_order_alone():
     case = Case("eval.samples_per_prompt=2", num_eval_prompts=3, rewards=lambda key: [float(key[1] == 101)] * 4)
     before = case.state.order.state()
-    metrics = case.evaluation.run()
+    metrics = case.evaluate()
     assert case.jobs() == [[(EVALUATION, 100), (EVALUATION, 101), (EVALUATION, 102)]]
     assert case.state.order.state() == before
     assert case.host.held == {}
@@ -243,13 +243,13 @@ def test_an_evaluation_samples_its_own_prompts_and_leaves_the_order_alone():
         "eval/pass@2": pytest.approx(1 / 3),
         "eval/length": 2.0,
     }
-    assert case.evaluation.run() == metrics
+    assert case.evaluate() == metrics
 
 
 def test_an_evaluation_is_done_again_when_a_host_dies():
     case = Case(num_eval_prompts=2)
     case.hosts.deaths.append(("collect", 0))
-    assert case.evaluation.run()["eval/reward"] > 0
+    assert case.evaluate()["eval/reward"] > 0
     assert case.jobs()[0] == case.jobs()[1]
 
 
@@ -311,7 +311,7 @@ def test_roles_compute_one_after_another_and_groups_are_let_go_of_at_the_end():
         "end prepare/actor",
         "agents.forget",
     ]
-    assert prepared == Prepared(batch, 2)  # 16 samples, 8 to an optimizer step
+    assert prepared == PreparedBatch(batch, 2)  # 16 samples, 8 to an optimizer step
     assert case.host.held == {}
 
 
@@ -449,7 +449,7 @@ def test_the_critic_learns_first_from_returns_that_the_actor_holds():
     case = Case("algorithm.estimator=gae", actor=2, critic=2)
     case.critic.workers[0].reports = [report(loss=1.0)]
     case.actor.workers[0].reports = [report(loss=2.0)]
-    updates = case.update.run(Prepared(batch_of((0, 0)), 2), 1)
+    updates = case.update.run(PreparedBatch(batch_of((0, 0)), 2), 1)
     assert case.taken() == [
         "actor.returns",
         "lease update/critic",
@@ -470,7 +470,7 @@ def test_the_critic_learns_first_from_returns_that_the_actor_holds():
 def test_returns_come_once_from_ranks_that_share_a_model():
     parallel = ("train.backend=deepspeed", "train.deepspeed.tensor_parallel_size=2")
     case = Case("algorithm.estimator=gae", *parallel, actor=4, critic=2)
-    case.update.run(Prepared(batch_of((0, 0)), 1), 1)
+    case.update.run(PreparedBatch(batch_of((0, 0)), 1), 1)
     [call] = case.critic.named("update")
     assert [ref.value for ref in call.args[0][0]] == ["returns of rank 0", "returns of rank 2"]
 
@@ -485,19 +485,19 @@ def test_while_the_critic_warms_up_the_actor_stands_still_and_so_does_the_kl_coe
     )
     case.actor.workers[0].reports = [report(kl=5.0)]
     for step in (1, 2):
-        updates = case.update.run(Prepared(batch_of((0, 0)), 1), step)
+        updates = case.update.run(PreparedBatch(batch_of((0, 0)), 1), step)
         assert updates.actor == []
         assert len(updates.critic) == 1
         assert case.state.kl.coefficient == 0.1
     assert case.actor.named("update") == []
     assert "lease update/actor" not in case.log
-    assert case.update.run(Prepared(batch_of((0, 0)), 1), 3).actor != []
+    assert case.update.run(PreparedBatch(batch_of((0, 0)), 1), 3).actor != []
     assert case.state.kl.coefficient > 0.1
 
 
 def test_without_a_critic_the_actor_learns_at_once_and_nobody_asks_for_returns():
     case = Case()
-    assert case.update.run(Prepared(batch_of((0, 0)), 1), 1).actor != []
+    assert case.update.run(PreparedBatch(batch_of((0, 0)), 1), 1).actor != []
     assert case.actor.named("returns") == []
 
 
@@ -508,18 +508,18 @@ def test_the_kl_coefficient_follows_the_mean_over_tokens_and_reaches_the_next_st
     """
     case = Case("algorithm.kl={coef: 0.1, target: 0.1, horizon: 160}", reference=1)
     case.actor.workers[0].reports = [report(10, kl=1.0), report(30, kl=5.0)]
-    case.update.run(Prepared(batch_of((0, 0)), 2), 1)
+    case.update.run(PreparedBatch(batch_of((0, 0)), 2), 1)
     assert case.state.kl.coefficient == pytest.approx(0.102)
     [first] = case.actor.named("update")
     assert first.args[0][0].advantages.kl_in_reward == 0.1
-    case.update.run(Prepared(batch_of((0, 0)), 2), 2)
+    case.update.run(PreparedBatch(batch_of((0, 0)), 2), 2)
     assert case.actor.named("update")[1].args[0][0].advantages.kl_in_reward == pytest.approx(0.102)
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "dr_grpo", "reinforce", "group_norm", "gae"])
 def test_the_actor_learns_by_the_estimator_of_the_config(estimator):
     case = Case(f"algorithm.estimator={estimator}", "algorithm.entropy_coef=0.01", critic=int(estimator == "gae"))
-    case.update.run(Prepared(batch_of((0, 0)), 2), 1)
+    case.update.run(PreparedBatch(batch_of((0, 0)), 2), 1)
     [call] = case.actor.named("update")
     policy = call.args[0][0]
     assert policy.advantages.estimator == estimator
@@ -533,13 +533,13 @@ def test_a_kl_penalty_is_in_the_loss_or_in_the_reward(is_loss):
     policy = case.settings.policy
     assert (policy.objective.kl_coefficient, policy.advantages.kl_in_reward) == ((0.1, 0.0) if is_loss else (0.0, 0.1))
     case.actor.workers[0].reports = [report(kl=5.0)]
-    case.update.run(Prepared(batch_of((0, 0)), 1), 1)
+    case.update.run(PreparedBatch(batch_of((0, 0)), 1), 1)
     assert case.state.kl == FixedKl(0.1)
 
 
 def test_an_actor_that_measured_no_kl_leaves_the_coefficient():
     case = Case("algorithm.kl={coef: 0.1, target: 0.1, horizon: 160}", reference=1)
-    case.update.run(Prepared(batch_of((0, 0)), 1), 1)
+    case.update.run(PreparedBatch(batch_of((0, 0)), 1), 1)
     assert case.state.kl == AdaptiveKl(0.1, 0.1, 160)
 
 
@@ -779,7 +779,7 @@ def test_a_resumed_run_continues_order_coefficient_and_version():
     for step in (1, 2, 3):
         whole.stream.release(whole.stream.take(step))
         whole.actor.workers[0].reports = [report(kl=5.0)]
-        whole.update.run(Prepared(batch_of((0, 0)), 1), step)
+        whole.update.run(PreparedBatch(batch_of((0, 0)), 1), step)
         whole.sync.run()
     resumed.state.restore(saved(whole), resumed.config)
     assert resumed.state.kl == whole.state.kl
@@ -925,7 +925,7 @@ def test_a_budget_that_ranks_lowered_is_used_and_kept_from_then_on():
     assert "actor ran out of device memory" in case.said[0]
     budgets.keep_lowered(kept.append)
     assert len(kept) == 1
-    case.update.run(Prepared(batch_of((0, 0)), 1), 1)
+    case.update.run(PreparedBatch(batch_of((0, 0)), 1), 1)
     assert case.actor.named("update")[0].args[0][0].train.max_tokens == 32
 
 
@@ -1006,7 +1006,7 @@ class FakePhases:
             has_evaluation=True,
             eval_every=eval_every,
             stream=self,
-            evaluation=SimpleNamespace(run=self.evaluate),
+            evaluate=self.evaluate,
             prepare=SimpleNamespace(run=lambda batch, step: self.note(f"prepare {batch} {step}", self)),
             update=SimpleNamespace(run=lambda prepared, step: self.note(f"update {step}", "updates")),
             sync=SimpleNamespace(run=lambda: self.note("push", "pushed")),
@@ -1018,7 +1018,9 @@ class FakePhases:
         )
         self.batch = "batch"
         self.journal = SimpleNamespace(phase=lambda name: self.note(f"phase {name}"), step=self.journal_step)
-        self.saver = SimpleNamespace(keep=None, metrics=lambda: {"saved": 1.0}, after_step=self.after_step)
+        self.saver = SimpleNamespace(
+            keep=None, metrics=lambda: {"saved": 1.0}, after_step=self.after_step, is_ending=False
+        )
 
     def note(self, entry, value=None):
         self.log.append(entry)

@@ -28,7 +28,6 @@ def recovery_of(engines: Engines, push=None, hosts=None, rejoins_in_lease=False)
         hosts or Engines(size=1, name="agents"),
         HOST,
         lambda ranks: engines.log.append(f"reconnect {ranks}"),
-        has_devices=False,
     )
     return Recovery(
         [Replaceable(engines, ENGINE, needs_weights=True), agents],
@@ -129,16 +128,16 @@ def test_a_crash_loop_ends_with_the_reason():
 
 
 def test_a_host_is_replaced_too_and_engines_keep_their_weights():
-    engines, hosts = Engines(), Engines(size=1)
+    engines, hosts = Engines(), Engines(size=1, name="agents")
     mine = recovery_of(engines, hosts=hosts)
     assert mine.during(dies(hosts, 1, rank=0)) == "done"
     assert hosts.log == ["restart 0"]
-    assert engines.log == ["reconnect [0]"]
-    assert (mine.num_restarts, mine.num_host_restarts) == (0, 1)
+    assert engines.log == ["replaced agents 0", "reconnect [0]"]
+    assert (mine.restarts[ENGINE], mine.restarts[HOST]) == (0, 1)
 
 
 def test_an_engine_gets_its_weights_although_a_host_dies_before_it_rejoins():
-    engines, hosts = Engines(), Engines(size=1)
+    engines, hosts = Engines(), Engines(size=1, name="agents")
     mine = recovery_of(engines, hosts=hosts)
     rejoins = iter([WorkerError("agents rank 0 died"), None])
 
@@ -150,7 +149,14 @@ def test_an_engine_gets_its_weights_although_a_host_dies_before_it_rejoins():
 
     mine.rejoin = rejoin
     assert mine.during(dies(engines, 1)) == "done"
-    assert engines.log == ["restart 1", "replaced rollout 1", "push [1]", "reconnect [0]", "push [1]"]
+    assert engines.log == [
+        "restart 1",
+        "replaced rollout 1",
+        "push [1]",
+        "replaced agents 0",
+        "reconnect [0]",
+        "push [1]",
+    ]
     assert next(rejoins, "both happened") == "both happened"
 
 
@@ -160,7 +166,7 @@ def test_a_rollout_that_succeeds_resets_the_count_of_deaths():
     for _ in range(3):
         mine.during(dies(engines, MAX_DEATHS - 1))
         mine.start_counting()
-    assert mine.num_restarts == 3 * (MAX_DEATHS - 1)
+    assert mine.restarts[ENGINE] == 3 * (MAX_DEATHS - 1)
 
 
 class Starting:

@@ -181,7 +181,7 @@ def test_what_arrives_while_the_model_works_is_scored_together():
     results, noted = in_batcher(model, [["a"], ["bb", "ccc"], ["d"], ["eeee"]])
     assert results == [[1.0], [2.0, 3.0], [1.0], [4.0]]
     assert model.rounds == [1, 4]
-    assert noted == [Round(1, 1, 1, 1), Round(3, 4, 10, 1)]
+    assert noted == [Round(1, 1, 1), Round(4, 10, 1)]
 
 
 def test_a_round_takes_no_more_than_the_budget_but_at_least_one_request():

@@ -3,8 +3,7 @@
 import pickle
 from pathlib import Path
 
-from hotseat.loop.state.episode_images import remove_unneeded_images
-from hotseat.loop.state.run_dir import EPISODE_IMAGES
+from hotseat.loop.state.run_dir import EPISODE_IMAGES, remove_unneeded_images
 
 NAMES = {name: digit * 40 for name, digit in zip(("resumed", "kept", "shown", "alone", "canary"), "abcde", strict=True)}
 

@@ -15,8 +15,7 @@ from hotseat.errors import UserError
 from hotseat.files import write_whole
 from hotseat.loop.opening import open_run
 from hotseat.loop.state.checkpoints import CheckpointStore
-from hotseat.loop.state.run_dir import kept_config, make_run_dir, named_run, record_changes, write_config
-from hotseat.loop.state.saving import sole_owner
+from hotseat.loop.state.run_dir import kept_config, make_run_dir, named_run, record_changes, sole_owner, write_config
 from hotseat.observe import JsonLines
 from hotseat.observe.timeline import Timeline
 

@@ -204,9 +204,9 @@ class Steps:
 
 def test_the_first_rank_hears_that_another_was_told_to_stop():
     ranks = LaunchedRanks(Steps(), 0, 2, 60.0)
-    assert not ranks.is_told
+    assert not ranks.must_stop
     assert ranks.call(Steps.step) == ["first", "second"]
-    assert ranks.is_told
+    assert ranks.must_stop
     assert ranks.on(0).call(Steps.step) == ["first"]
 
 
@@ -223,11 +223,11 @@ def test_a_signal_to_another_rank_saves_and_ends_the_run(tmp_path, every, told_a
     saver = Saver(loads("", [f"checkpoint.every={every}"]), tmp_path)
     parts = CheckpointSource(lambda: 0, lambda path: (path / "actor").mkdir(), lambda path: path.mkdir(), dict)
     asked = iter(range(1, 10))
-    is_told = lambda: next(asked) >= told_at  # noqa: E731
+    must_stop = lambda: next(asked) >= told_at  # noqa: E731
     for step in range(1, ends_after):
-        saver.after_step(step, parts, {}, NullJournal(), is_told)
+        saver.after_step(step, parts, {}, NullJournal(), must_stop)
     with pytest.raises(KeyboardInterrupt):
-        saver.after_step(ends_after, parts, {}, NullJournal(), is_told)
+        saver.after_step(ends_after, parts, {}, NullJournal(), must_stop)
     assert CheckpointStore(tmp_path / "checkpoints").newest().step == ends_after
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import RunError, UserError
-from hotseat.loop.opening import ExportingRanks, export_models
+from hotseat.loop.opening import OpenRun, export_models
 from hotseat.loop.run import start
 from hotseat.loop.state.checkpoints import CheckpointStore
 from hotseat.loop.workers.exports import Origin, begin_export, finish_export, is_exported
@@ -112,15 +112,16 @@ class Ranks:
     def __init__(self, here: Path, there: Path, error: Exception | None = None):
         self._here, self._there, self._error = str(here), str(there), error
 
-    def of(self, what: str) -> ExportingRanks:
-        return ExportingRanks(self._on_first, self._write)
+    def on(self, rank: int) -> "Ranks":
+        assert rank == 0
+        return self
 
-    def _on_first(self, method, *args):
+    def call(self, method, *args):
         there = [arg.replace(self._here, self._there) if isinstance(arg, str) else arg for arg in args]
         result = method(None, *there)
-        return result.replace(self._there, self._here) if result is not None else None
+        return [result.replace(self._there, self._here) if result is not None else None]
 
-    def _write(self, folder: str) -> None:
+    def write(self, what: str, folder: str) -> None:
         place = Path(folder.replace(self._here, self._there))
         (place / "config.json").write_text("{}")
         if self._error is not None:
@@ -143,10 +144,14 @@ class Tokenizer:
         (Path(folder) / "tokenizer.json").write_text("{}")
 
 
+def export_by(run: OpenRun, ranks: Ranks, tokenizer) -> None:
+    export_models(run, {"model": ranks, "moving average": ranks}, ranks.write, tokenizer, 3)
+
+
 def test_model_average_and_tokenizer_are_together_where_the_first_rank_is(tmp_path):
     here, there, said = tmp_path / "here", tmp_path / "there", []
     run = finished_run(here / "run", said, "train.ema.enabled=true", "train.ema.beta=0.9")
-    export_models(run, Ranks(here, there).of, Tokenizer(), 3)
+    export_by(run, Ranks(here, there), Tokenizer())
     for name in ("model", "model_ema"):
         assert names(there / "run" / name) == {"config.json", "model.safetensors", "tokenizer.json", "hotseat.json"}
     assert not here.exists()
@@ -159,10 +164,10 @@ def test_an_export_that_fails_leaves_nothing_and_says_that_resuming_exports(tmp_
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     failed = r"model could not be exported to .*/run/model: .*No space left .*"
     with pytest.raises(RunError, match=f"{failed} no checkpoint of the last step"):
-        export_models(run, Ranks(tmp_path, tmp_path, full).of, Tokenizer(), 3)
+        export_by(run, Ranks(tmp_path, tmp_path, full), Tokenizer())
     run.saver.digest = lambda step: "aa"
     with pytest.raises(RunError, match=f"{failed} resumed run exports it"):
-        export_models(run, Ranks(tmp_path, tmp_path, full).of, Tokenizer(), 3)
+        export_by(run, Ranks(tmp_path, tmp_path, full), Tokenizer())
     assert not list((tmp_path / "run").iterdir())
 
 
@@ -173,11 +178,11 @@ def test_weights_that_are_nowhere_else_stay_though_the_export_fails(tmp_path):
 
     run = finished_run(tmp_path / "run", [])
     with pytest.raises(RunError, match=r"no room for the tokenizer; its weights are in .*/run/\.model\.exporting"):
-        export_models(run, Ranks(tmp_path, tmp_path).of, Broken(), 3)
+        export_by(run, Ranks(tmp_path, tmp_path), Broken())
     assert (tmp_path / "run" / ".model.exporting" / "model.safetensors").read_text() == "weights"
     run.saver.digest = lambda step: "aa"
     with pytest.raises(RunError, match="no room for the tokenizer; .* a resumed run exports it"):
-        export_models(run, Ranks(tmp_path, tmp_path).of, Broken(), 3)
+        export_by(run, Ranks(tmp_path, tmp_path), Broken())
     assert not list((tmp_path / "run").iterdir())
 
 

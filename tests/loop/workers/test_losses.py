@@ -15,8 +15,8 @@ from hotseat.loop.workers.losses import (
     REFERENCE_LOG_PROBS,
     ROLLOUT_LOG_PROBS,
     PolicyObjective,
-    SupervisedObjective,
 )
+from hotseat.loop.workers.objectives import SftObjective
 from hotseat.train.backend import Outputs
 from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch
@@ -155,7 +155,7 @@ def test_entropy_is_logged_at_coefficient_zero_and_rewarded_above():
 
 
 def test_examples_are_learned_token_by_token():
-    loss, metrics = SupervisedObjective()(outputs(0.0, -1.0, -3.0), batch())
+    loss, metrics = SftObjective().loss(outputs(0.0, -1.0, -3.0), batch())
     assert loss.item() == 2.0
     assert metrics["nll"].item() == 4.0
 

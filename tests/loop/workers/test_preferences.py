@@ -14,6 +14,7 @@ from loop_cases import dpo_yaml, make_task, more_sevens, same, weights, write_ro
 from rank_cases import meeting
 
 from hotseat.config import loads, to_saved
+from hotseat.config.schema.algorithm_options import DpoConfig
 from hotseat.data import Example, Pair
 from hotseat.errors import PlacementError, UserError
 from hotseat.loop.inputs import supervised_inputs
@@ -69,7 +70,7 @@ def softplus(x: float) -> float:
 @pytest.mark.parametrize("cut", [BatchSettings(1, None), BatchSettings(2, None), BatchSettings(None, 9)])
 @pytest.mark.parametrize("is_scored", [False, True])
 def test_the_loss_of_a_step_is_the_mean_over_its_pairs_however_it_is_cut(cut, is_scored):
-    objective = PreferenceObjective(beta=0.5, nll_coefficient=0.2)
+    objective = PreferenceObjective(DpoConfig(beta=0.5, nll_coef=0.2))
     pairs = PAIRS
     if is_scored:
         sides = [(total(p.chosen, REFERENCE), total(p.rejected, REFERENCE)) for p in PAIRS]
@@ -91,9 +92,9 @@ def test_the_loss_of_a_step_is_the_mean_over_its_pairs_however_it_is_cut(cut, is
 @pytest.mark.parametrize(
     ("objective", "expected"),
     [
-        (PreferenceObjective("ipo", 0.5), [(delta - 1) ** 2 for delta in deltas()]),
+        (PreferenceObjective(DpoConfig(loss="ipo", beta=0.5)), [(delta - 1) ** 2 for delta in deltas()]),
         (
-            PreferenceObjective("dpo", 0.5, label_smoothing=0.1),
+            PreferenceObjective(DpoConfig(loss="dpo", beta=0.5, label_smoothing=0.1)),
             [0.9 * softplus(-0.5 * delta) + 0.1 * softplus(0.5 * delta) for delta in deltas()],
         ),
     ],
@@ -124,7 +125,7 @@ def test_an_evaluation_over_ranks(objective, expected):
 
 
 def test_metrics_of_an_update():
-    objective = PreferenceObjective("simpo")
+    objective = PreferenceObjective(DpoConfig(loss="simpo"))
     sums = {"num_pairs": 4.0, "accuracy": 3.0, "chosen_reward": 2.0, "rejected_reward": -1.0, "chosen_nll": 8.0}
     found = objective.metrics(UpdateReport(1, 0.7, 1.0, 1e-3, False, 0, 14, 14, sums))
     assert found == {
@@ -167,7 +168,7 @@ def test_the_digest_of_a_model_knows_its_weights_and_its_config(task):
 def test_adapters_switched_off_score_as_the_base_and_switch_on_again(task):
     options = TrainOptions(lora=LoraOptions(rank=4, alpha=64))
     backend, base = make_backend(task / "model", options), make_backend(task / "model", TrainOptions(optimizer=None))
-    objective = PreferenceObjective("simpo", beta=2.0)
+    objective = PreferenceObjective(DpoConfig(loss="simpo", beta=2.0))
     batches = objective.batches(PAIRS, PAIRS, BatchSettings(4, None))
     for _ in range(2):
         backend.update(batches, objective.loss, 1.0)

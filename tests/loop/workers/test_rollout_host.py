@@ -9,8 +9,8 @@ from hotseat.config import loads
 from hotseat.loop.rl.launch import replaying
 from hotseat.loop.settings.rollout_settings import host_settings
 from hotseat.loop.workers.group_facts import Job
-from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
-from hotseat.loop.workers.scorers import ScorerSettings
+from hotseat.loop.workers.host_settings import HostSettings, ScorerSettings
+from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.model_source import ModelSource
 from hotseat.types import Prompt, Sampling
 
@@ -81,8 +81,8 @@ def test_a_replay_starts_no_graders(tmp_path):
     )
     evaluated = "{path: held_out.jsonl, graders: [{kind: number}]}"
     settings = host_settings(loads(rl_yaml(tmp_path, reward=scored, eval=evaluated)), tmp_path)
-    assert settings.scorers.graders
-    assert settings.scorers.eval_graders
+    assert settings.scorers.reward.graders
+    assert settings.scorers.evaluation.graders
     host = replaying(settings, tmp_path)
     assert host.agent is None
     assert host.scorers == ScorerSettings()

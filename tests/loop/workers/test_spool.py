@@ -170,7 +170,7 @@ def test_a_file_that_is_cut_short_or_describes_something_else_is_refused(tmp_pat
         ("arrays", [["|O", 1]] * 5, r"\|O is not a type of numbers"),
         ("arrays", [["<i8", -1]] * 5, "bytes, and needs"),
         ("texts", [5], "not enough values"),
-        ("fields", [["index"], [], []], "longer than"),
+        ("prompt", [5], "shorter than"),
         ("facts", {"epoch": 0}, "it is damaged .KeyError: .failures"),
         ("facts", {"failures": [], "episode_s": [], "other": 1}, "unexpected keyword argument .other"),
         ("num", None, "num_failed"),

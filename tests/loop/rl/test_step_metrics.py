@@ -1,7 +1,7 @@
 """Alarms: what is out of the ordinary, said once and not for ever."""
 
-from hotseat.loop.rl.alarms import NUM_NEEDED, Alarms
 from hotseat.loop.rl.collect import Collected
+from hotseat.loop.rl.step_metrics import NUM_NEEDED, Alarms
 from hotseat.loop.workers.group_facts import GroupFacts
 
 FACTS = GroupFacts(
