@@ -6,6 +6,7 @@ its path, without the package, so it needs only the standard library.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -23,6 +24,18 @@ class AgentFormEntry(NamedTuple):
     description: str
 
 
+class RewardFormEntry(NamedTuple):
+    """A form of reward functions that another framework has.
+
+    file: of this package, whose `adapted` makes of such a function one that is called by names. parameter: which tells
+    the form. columns: of the data that such a function gets, and whether it needs them.
+    """
+
+    file: str
+    parameter: str
+    columns: Mapping[str, bool]
+
+
 AGENT_FORMS = (
     AgentFormEntry(
         "hotseat.openrlhf.agents:FORM",
@@ -35,6 +48,13 @@ AGENT_FORMS = (
 METRIC_NAMES = "hotseat.openrlhf.metric_names:with_openrlhf_names"
 # Files of this package whose `install` makes importable what reward files of other frameworks import.
 REWARD_HELPERS = ("openrlhf/helpers.py",)
+REWARD_FORMS = (
+    RewardFormEntry(
+        "verl/reward_form.py", "solution_str", {"data_source": True, "reward_model": True, "extra_info": False}
+    ),
+)
+# Names that `reward.function` can be, with files of this package that have a function of that name.
+REWARD_FUNCTIONS = {"verl_score": "verl/scores.py"}
 
 
 def describe_agent_forms() -> str:

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "hotseat"
 # From the top. Folders in one row are siblings.
 LAYERS = (
     ("__main__",),
-    ("openrlhf", "rlinf", "trl"),
+    ("openrlhf", "rlinf", "trl", "verl"),
     ("cli", "api"),
     ("script",),
     ("demo",),
@@ -70,11 +70,11 @@ ALLOWED_SIBLINGS = {
 
 # Folders with what users of other frameworks bring along. Nothing below imports them: `extensions` has the names by
 # which the core finds what it needs. Only the commands that users type call them.
-FRAMEWORKS = ("openrlhf", "rlinf", "trl")
+FRAMEWORKS = ("openrlhf", "rlinf", "trl", "verl")
 ENTRIES = {
     "__init__.py",  # the public name `from_trl`
     *(f"cli/{name}.py" for name in ("train_ppo_ray", "train_sft", "train_rm", "train_dpo")),
-    *(f"cli/{name}.py" for name in ("batch_inference", "lora_combiner", "serve_rm")),
+    *(f"cli/{name}.py" for name in ("batch_inference", "lora_combiner", "serve_rm", "main_ppo")),
     "cli/main.py",
 }
 
@@ -118,6 +118,16 @@ ROWS_OF = {
         ("episodes",),
         ("agent_turns",),
         ("sampling_params",),
+    ),
+    "verl": (
+        ("__init__",),
+        ("@shim",),
+        ("run_command", "keys_table"),
+        ("help", "translate", "data_sources"),
+        ("derive",),
+        ("overrides",),
+        ("keys",),
+        ("reward_form", "scores"),
     ),
     "rlinf": (
         ("__init__",),
@@ -321,7 +331,9 @@ def test_the_core_imports_no_folder_of_another_framework():
 def test_the_core_finds_what_it_needs_of_other_frameworks_by_name():
     names = [extensions.METRIC_NAMES, *(entry.form for entry in extensions.AGENT_FORMS)]
     assert all(extensions.load(name) is not None for name in names)
-    assert all((PACKAGE / file).is_file() for file in extensions.REWARD_HELPERS)
+    files = [*extensions.REWARD_HELPERS, *extensions.REWARD_FUNCTIONS.values()]
+    files += [form.file for form in extensions.REWARD_FORMS]
+    assert all((PACKAGE / file).is_file() for file in files)
 
 
 @pytest.mark.parametrize("system", HOMES)

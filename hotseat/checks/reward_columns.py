@@ -10,6 +10,7 @@ from hotseat.checks.user_files import parameters_of
 from hotseat.config import Config
 from hotseat.config.presence import has_reward_model, has_simulator, reward_files
 from hotseat.errors import Problem
+from hotseat.extensions import REWARD_FORMS
 from hotseat.rewards.function import locate
 from hotseat.rewards.function_worker import is_trl_form
 from hotseat.words import label_text
@@ -23,7 +24,7 @@ _PASSED = ("prompts", "completions", "completion_ids")
 
 def keeps_columns(config: Config) -> bool:
     """Return whether prompts have to keep the columns of their rows: some function may be called by names."""
-    return any(parameters is None or is_trl_form(parameters) for _, _, parameters in _functions(config))
+    return any(parameters is None or is_trl_form(parameters) for _, _, parameters, _ in _functions(config))
 
 
 def columns(context: DataContext) -> Iterator[Problem]:
@@ -42,24 +43,34 @@ def _lacking(config: Config, used: Sequence[str], prompts: Sequence[Prompt]) -> 
     if not prompts:
         return
     there = [name for name in prompts[0].columns or () if name not in ("prompt", "completion", *_PASSED)]
-    for key, path, parameters in _functions(config):
+    for key, path, parameters, form in _functions(config):
         if key not in used or parameters is None or not is_trl_form(parameters):
             continue
         missing = [name for name, is_required in parameters.items() if is_required and name not in (*_PASSED, *there)]
         if missing:
             yield Problem(
                 "",
-                f"{key} {path}: it has a parameter completions, so it is called by names, as TRL does, and it requires"
+                f"{key} {path}: it has a parameter {form}, and it requires"
                 f" {', '.join(missing)}: no such column. It can have the columns {', '.join(there) or '(none)'}, and"
                 f" {', '.join(_PASSED)}: rename the parameter or the column, or give the parameter a default",
             )
 
 
-def _functions(config: Config) -> Iterator[tuple[str, str, dict[str, bool] | None]]:
-    """Yield (key, path, parameters) of the reward functions; parameters is None where the text does not show them."""
+def _functions(config: Config) -> Iterator[tuple[str, str, dict[str, bool] | None, str]]:
+    """Yield (key, path, parameters, form) of the reward functions, the form in words, after `it has a parameter`.
+
+    parameters: those of a function of another framework's form are what it is made to have; None where the text does
+    not show them.
+    """
     of_evaluation = [] if config.eval.reward is None else [("eval.reward", config.eval.reward)]
     for key, path in (*reward_files(config), *of_evaluation):
-        yield key, path, parameters_of(*locate(path))
+        parameters = parameters_of(*locate(path))
+        form = next((form for form in REWARD_FORMS if form.parameter in (parameters or ())), None)
+        if form is None or is_trl_form(parameters or ()):
+            yield key, path, parameters, "completions, so it is called by names, as TRL does"
+        else:
+            words = f"{form.parameter}, so it is called for each answer with columns of the data"
+            yield key, path, {"completions": True, **form.columns}, words
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------
@@ -80,7 +91,7 @@ def label_hint(config: Config, prompts: Sequence[Prompt]) -> str:
 
 def label_hint_of(config: Config, columns: Iterable[str]) -> str:
     """Return the hint for data with these columns and without labels; "" if no function would get them."""
-    if any(parameters is not None and is_trl_form(parameters) for _, _, parameters in _functions(config)):
+    if any(parameters is not None and is_trl_form(parameters) for _, _, parameters, _ in _functions(config)):
         return ""  # it gets the columns themselves
     key = config.data.label_key
     why = "data.label_key is not set" if key is None else f"under data.label_key {key!r} every label is empty"

@@ -72,6 +72,7 @@ def reward_functions(context: CheckContext) -> Iterator[Problem]:
             # Ray's workers, in which the function will run, can import from the folder that the command is given in.
             extra_path=[os.getcwd()] if config.cluster.runtime == "ray" else [],
             columns=row.columns,
+            kwargs=config.reward.kwargs if key == "reward.function" else None,
         )
         is_elsewhere = trial.outcome == "not here" and bool(os.environ.get("RAY_ADDRESS"))
         if trial.outcome == "late":

@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hotseat.extensions import AGENT_FORMS, describe_agent_forms
+from hotseat.extensions import AGENT_FORMS, REWARD_FUNCTIONS, describe_agent_forms
 from hotseat.rewards.builtin import FUNCTIONS
 
 _MAKES_NAMES = ("exec", "eval", "globals", "locals", "vars", "setattr")
@@ -57,7 +57,7 @@ def is_reward_key(key: str) -> bool:
 def spelling_problem(key: str, path: str) -> str | None:
     """Return why the value of a key is neither FILE.py, nor FILE.py:NAME, nor a built-in reward; None if it is one."""
     is_reward = is_reward_key(key)
-    if is_reward and path in FUNCTIONS:
+    if is_reward and path in (*FUNCTIONS, *REWARD_FUNCTIONS):
         return None
     if not is_reward and Path(path).expanduser().is_file():
         return agent_problem(Path(path).expanduser())

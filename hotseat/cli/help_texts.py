@@ -179,6 +179,13 @@ After `export PYTHONPATH=$(hotseat openrlhf-path)${PYTHONPATH:+:$PYTHONPATH}` th
 need no change. For `ray job submit` the variable goes into the runtime environment, as
 --runtime-env-json='{"env_vars": {"PYTHONPATH": "DIRECTORY"}}', followed by a colon and what it has there already. Where
 OpenRLHF itself can be imported, the commands are refused.""",
+    "verl-path": """\
+example:
+  hotseat verl-path                             the directory, for PYTHONPATH
+
+After `export PYTHONPATH=$(hotseat verl-path)${PYTHONPATH:+:$PYTHONPATH}` the command
+`python -m verl.trainer.main_ppo` runs on Hotseat, so that scripts which name it need no change. Where verl itself can
+be imported, the command is refused.""",
     "profile": """\
 examples:
   hotseat profile run.yaml                                writes profile.json

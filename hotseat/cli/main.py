@@ -25,14 +25,15 @@ _GENERATE = "answer prompts with a model, and write JSON lines"
 _EVAL = "measure a model: accuracy, pass@k and lengths, and a page of its answers"
 _PLAY = "play one episode of an agent, with a live transcript and without training"
 _MERGE = "add a LoRA adapter to its base model, and write a plain model"
+# These only print, so `| head` ends them like any such command. A run must not die of a closed pipe.
+_PRINTING = ("plan", "explain", "config", "options", "completion", "openrlhf-path", "verl-path")
 
 
 def entry() -> None:
     """Run the command that the arguments of this process name, and exit."""
     interrupts.handle_until_exit()
     wait_passively()
-    if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"], ["completion"], ["openrlhf-path"]):
-        # These only print, so `| head` ends them like any such command. A run must not die of a closed pipe.
+    if sys.argv[1:2] in [[name] for name in _PRINTING]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))
 
@@ -89,6 +90,8 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 
     text = "print the directory that runs `python -m openrlhf.cli...` on Hotseat"
     _command(commands, "openrlhf-path", _openrlhf_path, text)
+    text = "print the directory that runs `python -m verl.trainer.main_ppo` on Hotseat"
+    _command(commands, "verl-path", _verl_path, text)
 
     rlinf = _command(
         commands,
@@ -396,6 +399,13 @@ def _options(arguments: argparse.Namespace) -> int:
 
 def _openrlhf_path(arguments: argparse.Namespace) -> int:
     from hotseat.openrlhf.shim import DIRECTORY
+
+    print(DIRECTORY)
+    return OK
+
+
+def _verl_path(arguments: argparse.Namespace) -> int:
+    from hotseat.verl.shim import DIRECTORY
 
     print(DIRECTORY)
     return OK

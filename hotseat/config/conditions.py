@@ -231,6 +231,7 @@ JUDGE_URL = Condition(
 )
 SEVERAL_VOTES = Beside("votes", lambda votes: votes > 1, "is above 1", "{key} is 1")
 OVERLONG = _is_above_0("buffer_length")
+FUNCTION = _is_set("function")
 
 # Rollout and agents
 OTHER_DEVICES = Condition(
@@ -271,6 +272,7 @@ AHEAD = _is_above_0("staleness", ", so a rollout ends before the training on it 
 
 # Data
 PATH, IMAGE_KEY = _is_set("path"), _is_set("image_key")
+NO_SAMPLER = _is_unset("sampler", "{key} chooses the prompts")
 NO_CHAT_TEMPLATE = _is("apply_chat_template", False, because="{key} renders the prompt instead")
 CHAT_TEMPLATE = Condition(
     "data.apply_chat_template is true, or an agent plays",

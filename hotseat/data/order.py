@@ -33,12 +33,15 @@ class _Order:
 class PromptOrder(_Order):
     """Passes over the prompts, each in another order; the rest of a pass is used up before the next one begins.
 
+    is_shuffled: if it is false, each pass has the order of the data.
+
     Pass e is a permutation made from (seed, e) by numpy's Philox stream, which numpy promises not to change, and a
     stable sort: the same on every machine and after every update.
     """
 
-    def __init__(self, num_prompts: int, seed: int, digest: str = ""):
+    def __init__(self, num_prompts: int, seed: int, digest: str = "", *, is_shuffled: bool = True):
         super().__init__(num_prompts, seed, digest)
+        self._is_shuffled = is_shuffled
         self._epoch = 0
         self._position = 0
         self._permutation = self._permute(0)
@@ -73,12 +76,14 @@ class PromptOrder(_Order):
         check_saved(state, self.num_prompts, self.seed, self.digest)
         if "epoch" not in state:
             raise DataError("the order of prompts was saved with data.sampler: resume with it, or start anew")
-        order = PromptOrder(self.num_prompts, self.seed, self.digest)
+        order = PromptOrder(self.num_prompts, self.seed, self.digest, is_shuffled=self._is_shuffled)
         order._epoch, order._position = state["epoch"], state["position"]
         order._permutation = order._permute(order._epoch)
         return order
 
     def _permute(self, epoch: int) -> np.ndarray:
+        if not self._is_shuffled:
+            return np.arange(self.num_prompts)
         return np.argsort(_stream(f"{self.seed}/{epoch}").random_raw(self.num_prompts), kind="stable")
 
 

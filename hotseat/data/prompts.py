@@ -15,7 +15,7 @@ from hotseat.data.sequences import CHUNK, encode
 from hotseat.errors import DataError
 from hotseat.types import Prompt
 
-_SOURCE_KEY = "datasource"
+_SOURCE_KEYS = ("datasource", "data_source")
 
 
 def make_prompts(
@@ -63,7 +63,7 @@ def make_prompts(
         if prompt_max_length is not None and len(ids) > prompt_max_length:
             report.add(partial(LostRow, row.where, row.values, text, len(ids)), is_dropped=True)
             return
-        source = row.values.get(_SOURCE_KEY)
+        source = next((row.values[key] for key in _SOURCE_KEYS if row.values.get(key) is not None), None)
         paths = () if images is None else images.paths
         kept = None
         if columns is not None:

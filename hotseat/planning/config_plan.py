@@ -346,7 +346,8 @@ def cache_limit(config: Config, made: Plan, role: str = "rollout") -> CacheLimit
     """Return the limit of an engine's cache: what its sequences can use. None: it fills the engine's memory share."""
     spec = next(spec for spec in role_specs(config) if spec.name == role)
     sizes = [group.memory_gib for group in made.groups if role in group.roles]
-    if spec.share is None or spec.model is None or not isinstance(spec.memory, EngineMemory) or None in sizes:
+    is_sized = bool(sizes) and None not in sizes  # processes on the CPU have no device
+    if spec.share is None or spec.model is None or not isinstance(spec.memory, EngineMemory) or not is_sized:
         return None
     device_gib = min(size for size in sizes if size is not None)
     priced = spec.estimate(Layout(1, spec.tensor_parallel, 1, spec.share, device_gib))

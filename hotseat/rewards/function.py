@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hotseat.errors import RunError, UserError
+from hotseat.extensions import REWARD_FUNCTIONS
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import ProtocolError, WorkerDied, WorkerTimeout
 from hotseat.rewards import builtin
@@ -49,6 +50,8 @@ class RewardFunction(Scorer):
     With a `seed`, Python's, numpy's and torch's generators are seeded before each call, from it and the samples' ids,
     so that a group that is scored again gets the same random numbers in any process.
 
+    kwargs: further arguments of the function, by name.
+
     say: is called with notes for the user: the first time-out, and tracebacks. None: they go to standard error.
 
     The owner thread takes jobs in the order of `submit`, gives one list to each future, and waits for its worker at
@@ -64,6 +67,7 @@ class RewardFunction(Scorer):
         start_timeout_s: float = 120.0,
         max_memory_bytes: int | None = None,
         seed: int | None = None,
+        kwargs: Mapping[str, Any] | None = None,
         say: Callable[[str], object] | None = None,
     ):
         file, function = locate(str(path))
@@ -76,7 +80,13 @@ class RewardFunction(Scorer):
         self._say = say or to_stderr
         tracebacks = Tracebacks(self._show)
         self._worker = FunctionProcess(
-            str(file), function, start_timeout_s, lambda: self._owner.is_closed, tracebacks, max_memory_bytes
+            str(file),
+            function,
+            start_timeout_s,
+            lambda: self._owner.is_closed,
+            tracebacks,
+            max_memory_bytes,
+            kwargs=kwargs or {},
         )
         self._owner = OwnerThread(self.name, [self._worker], self._score, self._unfinished)
         atexit.register(self.close)
@@ -180,6 +190,8 @@ class RewardFunction(Scorer):
 def locate(path: str) -> tuple[Path, str]:
     if path in builtin.FUNCTIONS:
         return Path(builtin.__file__), path
+    if path in REWARD_FUNCTIONS:
+        return Path(__file__).parents[1] / REWARD_FUNCTIONS[path], path
     file, name = located(path)
     function = name or "reward_func"
     if not file.is_file():
@@ -223,12 +235,13 @@ def try_reward(
     seed: int = 0,
     extra_path: Sequence[str] = (),
     columns: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Trial:
     """Load a reward function in a process of its own, call it once, and end the process.
 
     timeout_s: for loading and calling together. Output of the function is dropped. extra_path: folders that the file
     may import from, besides those of this process. columns: of the row, for a function that is called by names; one
-    is not called without them.
+    is not called without them. kwargs: its further arguments.
     """
     file, function = locate(path)
     message = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels), "seed": seed}
@@ -238,6 +251,7 @@ def try_reward(
         message["named"] = vars(NamedArguments(columns, answers, ids))
     deadline_s = time.monotonic() + timeout_s
     options: dict[str, Any] = {"max_memory_bytes": max_memory_bytes, "is_silent": True, "extra_path": tuple(extra_path)}
+    options["kwargs"] = kwargs or {}
     worker = FunctionProcess(str(file), function, timeout_s, lambda: False, Tracebacks(lambda text: None), **options)
     try:
         try:

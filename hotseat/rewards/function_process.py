@@ -72,6 +72,7 @@ class FunctionProcess:
     max_memory_bytes: int | None = None
     is_silent: bool = False  # its output is dropped
     extra_path: tuple[str, ...] = ()  # folders to import from, besides those of this process
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the function
     process: ChildProcess | None = None
     takes_names: bool = False  # the function is called by names
 
@@ -79,7 +80,12 @@ class FunctionProcess:
         output = subprocess.DEVNULL if self.is_silent else 2
         self.process = ChildProcess(
             _WORKER,
-            {"file": self.file, "function": self.function, "path": [*sys.path, *self.extra_path]},
+            {
+                "file": self.file,
+                "function": self.function,
+                "kwargs": dict(self.kwargs),
+                "path": [*sys.path, *self.extra_path],
+            },
             stdout=output,
             stderr=output,
             env={**os.environ, **wait_policy()},

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import copy
 import faulthandler
+import functools
 import importlib.util
 import inspect
 import os
@@ -18,7 +19,7 @@ import random
 import runpy
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,17 +27,19 @@ if TYPE_CHECKING:
 
 
 def main(channel: Channel, task: dict[str, Any]) -> None:
-    """Serve calls until the connection closes. task: `file`, `function`, and `path` (for imports)."""
+    """Serve calls until the connection closes. task: `file`, `function`, `kwargs` for it, and `path` (for imports)."""
     faulthandler.enable()
     sys.path[:] = [os.path.dirname(os.path.abspath(task["file"])), *task["path"]]
     sys.argv[:] = [task["file"]]
     # Files may import what examples of other frameworks import, without anything else of this package.
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    for helper in runpy.run_path(os.path.join(package, "extensions.py"))["REWARD_HELPERS"]:
+    extensions = runpy.run_path(os.path.join(package, "extensions.py"))
+    for helper in extensions["REWARD_HELPERS"]:
         runpy.run_path(os.path.join(package, helper))["install"]()
+    forms = [(form.parameter, os.path.join(package, form.file)) for form in extensions["REWARD_FORMS"]]
     try:
-        function = load(task["file"], task["function"])
-        code = getattr(inspect.unwrap(function), "__code__", None)  # which may be of a module, or of a script
+        function = load(task["file"], task["function"], task.get("kwargs") or {}, forms)
+        code = getattr(_written(function), "__code__", None)  # which may be of a module, or of a script
         written_in = task["file"] if code is None else code.co_filename
     except BaseException as error:
         channel.send(description(error, task["file"]))
@@ -77,12 +80,17 @@ def is_trl_form(parameters: Collection[str]) -> bool:
     return "completions" in parameters and "queries" not in parameters
 
 
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name, none where it does not show them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def takes_names(function: Any) -> bool:
     """Return whether a function is of TRL's form, which is called by names."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
+    parameters = parameters_of(function)
     parameter = parameters["completions"] if is_trl_form(parameters) else None
     return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
@@ -133,7 +141,8 @@ async def _wait(awaitable: Any) -> Any:
     return await awaitable
 
 
-def load(file: str, name: str) -> Any:
+def load(file: str, name: str, kwargs: Mapping[str, Any] | None = None, forms: Sequence[tuple[str, str]] = ()) -> Any:
+    """Load a function. kwargs: further arguments of it. forms: (parameter, file) of forms of other frameworks."""
     spec = importlib.util.spec_from_file_location("hotseat_reward", file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is not a Python file")
@@ -141,6 +150,12 @@ def load(file: str, name: str) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
+    if callable(function) and kwargs:
+        inspect.signature(function).bind_partial(**kwargs)
+        function = functools.partial(function, **kwargs)
+    if callable(function) and not takes_names(function):
+        adapters = [adapter for parameter, adapter in forms if parameter in parameters_of(function)]
+        function = runpy.run_path(adapters[0])["adapted"](function) if adapters else function
     if not callable(function):
         has = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise AttributeError(f"no function {name} in it; it has: {', '.join(has) or 'none'}")
@@ -152,6 +167,14 @@ def load(file: str, name: str) -> Any:
             except TypeError:
                 raise TypeError(f"{name}{signature} cannot be called with queries, prompts, labels") from None
     return function
+
+
+def _written(function: Any) -> Any:
+    """Return the function that the user wrote, without what was made around it."""
+    function = getattr(function, "adapts", function)
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.unwrap(function)
 
 
 def description(error: BaseException, file: str) -> dict[str, str]:

@@ -167,6 +167,7 @@ WITHOUT = (
     "checkpoint: {every_minutes: 0}",
     "log: {samples_per_step: 0}",
     "data: {path: d}",
+    "data: {path: d, sampler: 'a.py:sample'}",
     "data: {path: d, apply_chat_template: true}",
     "data: {path: d, image_key: i, max_images_per_prompt: 1}",
     "eval: {path: e}",

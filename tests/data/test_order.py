@@ -27,6 +27,14 @@ def test_the_order_follows_the_seed():
     assert PromptOrder(100, 1).next(100) != PromptOrder(100, 2).next(100)
 
 
+def test_without_shuffling_each_pass_has_the_order_of_the_data():
+    order = PromptOrder(3, seed=1, is_shuffled=False)
+    assert order.next(4) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    resumed = order.at(order.state())
+    assert resumed.next(3) == [(1, 1), (1, 2), (2, 0)]
+    assert order.left_over(2) == [(1, 1), (1, 2)]
+
+
 def test_the_order_is_that_of_philox_and_does_not_change_between_versions():
     for seed, epoch in ((42, 0), (42, 1), (7, 0)):
         key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=16).digest()

@@ -18,6 +18,8 @@ def test_plain_prompts_with_template_label_and_source():
     assert [prompt.text for prompt in prompts] == ["Q: 1+1\nA:", "Q: 2+2\nA:", "Q: 3\nA:"]
     assert [prompt.label for prompt in prompts] == ["2", 4, ["3", None]]
     assert [prompt.source for prompt in prompts] == ["sums", "", ""]
+    [renamed], _ = make_prompts(as_rows([{"input": "1+1", "datasource": None, "data_source": "more"}]), tokenizer)
+    assert renamed.source == "more"
     assert [prompt.index for prompt in prompts] == [0, 1, 2]
     assert tokenizer.decode(prompts[0].token_ids) == prompts[0].text
     assert (report.num_rows, report.num_kept, report.longest) == (3, 3, 9)

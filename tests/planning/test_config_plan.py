@@ -363,4 +363,6 @@ def test_the_cache_of_a_large_engine_fills_its_share():
     config = loads(SMALL_ENGINE.replace("max_length: 192", "max_length: 8192"))
     assert cache_limit(config, make_plan(config, "1x1xH200")) is None
     assert cache_limit(config, make_plan(config, "1x1")) is None  # of unknown devices
+    on_cpu = config.model_copy(update={"cluster": loads("cluster: {component_placement: {actor: cpu*1}}").cluster})
+    assert cache_limit(on_cpu, make_plan(on_cpu, "cpu")) is None  # of processes without devices
     assert cache_limit(loads(""), make_plan(loads(""), "1x1xH200")) is None  # the transformers engine has no share

@@ -53,6 +53,8 @@ class DataConfig(Section):
     """Learn from every token (sft)."""
     sampler: Annotated[FunctionPath | None, RL] = None
     """Custom function, `my.py:function`, that chooses each step's prompts, such as a curriculum (rl)."""
+    shuffle: Annotated[bool, RL, when.PROMPTS, when.NO_SAMPLER] = True
+    """Use the prompts in another order in each pass; false keeps their order in the data (rl)."""
     prompt_max_length: Annotated[Positive | None, RL, when.PROMPTS] = None
     """Longest prompt that is kept; unset: `max_length` less `rollout.max_new_tokens` if that is set, else its half."""
     max_length: Positive = 2048

@@ -125,6 +125,8 @@ class RewardFunctionConfig(Section):
 class RewardConfig(Section):
     function: Annotated[str | None, when.SCORED] = None
     """Python file with `reward_func(queries, prompts, labels)`."""
+    kwargs: Annotated[dict[str, Any], when.FUNCTION] = {}
+    """Further arguments of `function`, by name."""
     functions: Annotated[list[RewardFunctionConfig], when.SCORED] = []
     """Several functions instead of `function`; the reward is the weighted sum of theirs, each of which is recorded."""
     graders: Annotated[list[GraderConfig], when.SCORED] = []

@@ -36,7 +36,9 @@ class RlState:
         kl, sampler = config.algorithm.kl, config.data.sampler
         facts = len(prompts), config.seed, digest_of(prompts)
         return cls(
-            PromptOrder(*facts) if sampler is None else SampledOrder(own_function(sampler), *facts),
+            PromptOrder(*facts, is_shuffled=config.data.shuffle)
+            if sampler is None
+            else SampledOrder(own_function(sampler), *facts),
             FixedKl(kl.coef) if kl.target is None else AdaptiveKl(kl.coef, kl.target, kl.horizon),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ def make_scorer(settings: ScorerSettings) -> Scorer | None:
         urls, max_open = tuple(as_list(reward.url)), reward.max_open_requests
         scorer = RewardService(urls, **settings.attempts, max_open=max_open, token=settings.token)
     elif reward.function is not None:
-        scorer = _reward_function(reward.function, settings)
+        scorer = _reward_function(reward.function, settings, reward.kwargs)
     beside: list[tuple[Grader, Scorer]] = [
         (Grader("function", name_of_function(each), each.weight), _reward_function(each.function, settings))
         for each in reward.functions
@@ -172,11 +172,12 @@ def _graders(
     )
 
 
-def _reward_function(path: str, settings: ScorerSettings) -> RewardFunction:
+def _reward_function(path: str, settings: ScorerSettings, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
     return RewardFunction(
         path,
         **settings.attempts,
         max_memory_bytes=settings.max_bytes,
         seed=settings.seed,
+        kwargs=kwargs,
         say=None if settings.notes is None else note_writer(settings.notes),
     )

@@ -1,0 +1,1 @@
+"""verl's trainers: `main_ppo` is `hotseat.cli.main_ppo`."""
