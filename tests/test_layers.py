@@ -122,11 +122,11 @@ ROWS_OF = {
     "verl": (
         ("__init__",),
         ("@shim",),
-        ("run_command", "keys_table"),
-        ("help", "translate", "data_sources"),
-        ("derive",),
+        ("verl_command", "keys_table"),
+        ("command_help", "to_config", "data_sources"),
+        ("key_values",),
         ("overrides",),
-        ("keys",),
+        ("verl_keys",),
         ("reward_form", "scores"),
     ),
     "rlinf": (

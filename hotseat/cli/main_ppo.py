@@ -1,6 +1,6 @@
 """verl's `main_ppo` on Hotseat. RL: PPO, GRPO, REINFORCE++, RLOO."""
 
-from hotseat.verl.run_command import entry
+from hotseat.verl.verl_command import entry
 
 if __name__ == "__main__":
     entry()

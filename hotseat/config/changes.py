@@ -101,8 +101,7 @@ def _changes_error(refused: Sequence[Change], allowed: Sequence[str]) -> str:
     if never:
         hint = f"set {never} back{f' and {again}' if keys else ''}, or start a new run"
     else:
-        from_python = f" (from Python, set checkpoint.allow_changes=[{', '.join((*allowed, *keys))}])"
-        hint = f"set them back, or start a new run; to resume anyway, with different results, {again}{from_python}"
+        hint = f"set them back, or start a new run; to resume anyway, with different results, {again}"
     return "\n".join(["this run cannot be resumed with another config:", *lines, hint])
 
 

@@ -1,4 +1,4 @@
-"""What a run's data must have, or not have, beside what checks look at: found before anything else is loaded."""
+"""Requirements of verl's data that only its translation knows: a violation is found before anything is loaded."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 from hotseat.config import Config
 from hotseat.errors import DataError
-from hotseat.verl.derive import BUILT_IN_REWARD
-from hotseat.verl.overrides import CommandLine
+from hotseat.verl.key_values import BUILT_IN_REWARD
+from hotseat.verl.overrides import HydraLine
 from hotseat.verl.scores import GSM8K
 
 SOURCE_KEY = "data_source"
 
 
-def data_problems(config: Config, line: CommandLine) -> Iterator[tuple[str, str]]:
+def data_problems(config: Config, line: HydraLine) -> Iterator[tuple[str, str]]:
     """Yield (key, message) of data that this run would misread. Files that cannot be read are left to checks.
 
     The built-in scoring knows one source of rows; and a column of images under verl's default name is not taken for

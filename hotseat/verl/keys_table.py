@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from hotseat.verl.keys import KEYS, Effect
+from hotseat.verl.verl_keys import KEYS, Effect
 from hotseat.words import with_table
 
 BEGIN, END = "<!-- counts of keys: begin -->", "<!-- counts of keys: end -->"

@@ -17,7 +17,7 @@ from typing import Any
 
 from hotseat.config.load import nearest_key, valid_keys
 from hotseat.errors import ConfigError, Problem
-from hotseat.verl.keys import BY_NAME, OWN, Key, find
+from hotseat.verl.verl_keys import BY_NAME, OWN, Key, find
 
 SWITCHES_OF_OURS = ("--print_config",)
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[\w.@/-]+)(?:=(?P<value>.*))?", re.DOTALL)
@@ -38,7 +38,7 @@ class Argument:
 
 
 @dataclass
-class CommandLine:
+class HydraLine:
     """A parsed command line. Indexing it returns a key's value: the last one written, or verl's default."""
 
     arguments: dict[str, Argument] = field(default_factory=dict)  # by name and rest, in the order of their last use
@@ -100,9 +100,9 @@ class CommandLine:
         return self._resolved(BY_NAME[key].default if argument is None else argument.value, (*path, key))
 
 
-def parse(argv: Sequence[str]) -> CommandLine:
+def parse(argv: Sequence[str]) -> HydraLine:
     """Parse a command line, or raise one error with all of its problems."""
-    line, problems = CommandLine(), []
+    line, problems = HydraLine(), []
     for token in argv:
         if token in SWITCHES_OF_OURS:
             line.print_config = True
@@ -157,7 +157,7 @@ def _option_problem(token: str) -> Problem:
     return Problem(token, "unknown option; a command line is made of KEY=VALUE, --print_config and --help")
 
 
-def _take(line: CommandLine, token: str) -> list[Problem]:
+def _take(line: HydraLine, token: str) -> list[Problem]:
     """Add an override to the line. Returns what is wrong with it."""
     match = _OVERRIDE.fullmatch(token)
     if match is None or (match["value"] is None and match["sign"] != "~"):
@@ -186,7 +186,7 @@ def _take(line: CommandLine, token: str) -> list[Problem]:
     return []
 
 
-def _take_own(line: CommandLine, name: str, text: str | None) -> list[Problem]:
+def _take_own(line: HydraLine, name: str, text: str | None) -> list[Problem]:
     """Add a key of our own config to the line."""
     own = name.removeprefix(OWN)
     if not any(f"{own}.".startswith(f"{known}.") or known.startswith(f"{own}.") for known in valid_keys()):
@@ -200,7 +200,7 @@ def _take_own(line: CommandLine, name: str, text: str | None) -> list[Problem]:
     return []
 
 
-def _remove(line: CommandLine, key: Key, name: str) -> list[Problem]:
+def _remove(line: HydraLine, key: Key, name: str) -> list[Problem]:
     if key.effect == "mapped":
         return [Problem(f"~{name}", "a run needs its value: give one instead of removing the key")]
     line.removed.append((f"~{name}", key.because or "nothing here depends on it"))
@@ -297,7 +297,7 @@ def _plain(value: Any) -> str:
 # --- references and kinds ---------------------------------------------------------------------------------------------
 
 
-def _reference_problems(line: CommandLine) -> list[Problem]:
+def _reference_problems(line: HydraLine) -> list[Problem]:
     """Find interpolations that are not `${a.b}` of a known key, or that lead back to themselves."""
     problems = []
     for argument in line.arguments.values():
@@ -315,7 +315,7 @@ def _reference_problems(line: CommandLine) -> list[Problem]:
     return problems
 
 
-def _returns(line: CommandLine, name: str, path: tuple[str, ...]) -> bool:
+def _returns(line: HydraLine, name: str, path: tuple[str, ...]) -> bool:
     """Return whether the references of a key lead back to a key on their path."""
     if name in path:
         return True
@@ -333,7 +333,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _kind_problems(line: CommandLine) -> list[Problem]:
+def _kind_problems(line: HydraLine) -> list[Problem]:
     problems = []
     for name, argument in line.arguments.items():
         if argument.rest:
@@ -368,7 +368,7 @@ def _expected(key: Key) -> str:
     return _EXPECTED[key.kind] + (" or null" if key.default is None or key.is_optional else "")
 
 
-def refusals(line: CommandLine) -> list[tuple[str, Problem]]:
+def refusals(line: HydraLine) -> list[tuple[str, Problem]]:
     """Return the keys that are refused with the value that they have, each with what was given and what would fit."""
     problems: list[tuple[str, Problem]] = []
     for name, argument in line.arguments.items():

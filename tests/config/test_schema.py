@@ -39,6 +39,7 @@ NOT_USERS = (
 LOADING = {"task", "cluster.component_names"}
 # Values of keys that take more than any text, number or word.
 VALUES: Mapping[str, Any] = {
+    "reward.functions": [{"function": "other.py"}],
     "cluster.component_placement": {"actor": "0"},
     "cluster.component_names": {"policy": "actor"},
     "cluster.node_groups": [{"label": "a"}],

@@ -142,7 +142,7 @@ def test_named_sets_of_evaluation_data_have_columns_and_limits_of_their_own(tmp_
         *((4, "ab", ""), (5, "cd", "")),
     ]
     assert indices == {"more": range(2, 4), "again": range(4, 6)}
-    assert "2 evaluation prompts in more" in notes
+    assert "2 held-out prompts in more" in notes
     clash = config(rows, f"eval.path={rows}", f"eval.sets={{a: {{path: {other}}}}}", task="rl", prompt_max_length=4)
     with pytest.raises(UserError, match="eval.sets.a: rows of eval.path have that datasource, too"):
         rl_prompts(clash, char_tokenizer())

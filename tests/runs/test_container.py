@@ -43,7 +43,7 @@ def has_base() -> bool:
 
 @pytest.fixture
 def container(tmp_path: Path) -> Iterator[str]:
-    """A container of the image. Packages come from this machine's pip, which may know indices that an image does not."""
+    """A container of the image. Packages come from this machine's pip, which may know other indices."""
     if not shutil.which("buildah"):
         pytest.skip("no buildah here")
     if not has_base():
@@ -53,7 +53,14 @@ def container(tmp_path: Path) -> Iterator[str]:
     wheels = ("pip", "download", "--quiet", "--constraint", ROOT / "constraints.txt", "--dest", tmp_path)
     call(sys.executable, "-m", *wheels, "setuptools>=77", *DEPENDENCIES)
     image = f"hotseat-test:{tmp_path.name.replace('_', '-')}"
-    offline = ("--build-arg", "PIP_NO_INDEX=1", "--build-arg", "PIP_FIND_LINKS=/wheels", "--volume", f"{tmp_path}:/wheels:ro")
+    offline = (
+        "--build-arg",
+        "PIP_NO_INDEX=1",
+        "--build-arg",
+        "PIP_FIND_LINKS=/wheels",
+        "--volume",
+        f"{tmp_path}:/wheels:ro",
+    )
     recipe = ("--file", ROOT / "docker" / "Dockerfile.cpu", "--tag", image)
     buildah("bud", "--isolation", "chroot", "--pull-never", *offline, *recipe, ROOT)
     name = buildah("from", "--pull-never", image)

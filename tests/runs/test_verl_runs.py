@@ -10,9 +10,9 @@ from verl_cases import COMMANDS, MATH, cut, make_materials
 
 from hotseat.config import load
 from hotseat.observe import read_lines
-from hotseat.verl.run_command import main
 from hotseat.verl.scores import GSM8K
 from hotseat.verl.shim import DIRECTORY
+from hotseat.verl.verl_command import main
 
 ROOT = Path(__file__).parents[2]
 LOCAL = "hotseat.cluster.runtime=local"

@@ -5,8 +5,8 @@ import yaml
 from verl_cases import COMMANDS, HERE, read_command
 
 from hotseat.config import loads
-from hotseat.verl.run_command import main
-from hotseat.verl.translate import translate
+from hotseat.verl.to_config import translate
+from hotseat.verl.verl_command import main
 
 DEFAULTS = ["actor_rollout_ref.model.path=m", "critic.model.path=c", "actor_rollout_ref.rollout.name=vllm"]
 

@@ -95,7 +95,9 @@ class RolloutRunner:
                 self.groups.engines.call(EngineWorker.pause)
 
 
-def evaluate(runner: RolloutRunner, prompts: Sequence[Prompt], sets: Mapping[str, range]) -> dict[str, float]:
+def evaluate(
+    runner: RolloutRunner, prompts: Sequence[Prompt], sets: Mapping[str, range] | None = None
+) -> dict[str, float]:
     """Sample answers to prompts, with the same seeds each time; return metrics. Raises if too many samples failed.
 
     sets: by name, the indices of prompts that are measured apart.
@@ -120,7 +122,7 @@ def evaluate(runner: RolloutRunner, prompts: Sequence[Prompt], sets: Mapping[str
             f"components dropped all {len(groups)} groups of the evaluation, so there is nothing to measure: have"
             " them drop fewer, or set their evaluates to false"
         )
-    metrics = metrics_of_sets(kept, num_samples, sets, has_full_reward=has_accuracy(config))
+    metrics = metrics_of_sets(kept, num_samples, sets or {}, has_full_reward=has_accuracy(config))
     return metrics | (runner.components.metrics(is_evaluation=True) if runner.components is not None else {})
 
 

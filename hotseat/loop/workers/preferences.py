@@ -80,6 +80,19 @@ def _answers(log_probs: Tensor, batch: MicroBatch) -> Answers:
     )
 
 
+def _loss_options(dpo: DpoConfig, chosen_lengths: Tensor, rejected_lengths: Tensor) -> dict[str, Any]:
+    """Return the arguments of the config's loss that are no log-probs."""
+    takes = preference_loss_entry(dpo.loss).options
+    options: dict[str, Any] = {"beta": dpo.beta}
+    if "label_smoothing" in takes:
+        options["label_smoothing"] = dpo.label_smoothing
+    if "gamma" in takes:
+        options["gamma"] = dpo.gamma
+    if "length_normalised" in takes and dpo.length_normalised:
+        options |= {"chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
+    return options
+
+
 @dataclass(frozen=True)
 class PreferenceObjective(PairObjective):
     """Preference optimisation: every pair counts the same. See `hotseat.algorithms.supervised_loss` for the losses."""
@@ -121,10 +134,7 @@ class PreferenceObjective(PairObjective):
             inputs += reference.unbind(-1)
         if entry.takes_lengths:
             inputs += lengths
-        options: dict[str, Any] = self.dpo.model_dump(include={"beta"} | entry.options & {"label_smoothing", "gamma"})
-        if "length_normalised" in entry.options and self.dpo.length_normalised:
-            options |= {"chosen_lengths": lengths[0], "rejected_lengths": lengths[1]}
-        result: PreferenceLoss = load(entry.function)(*inputs, **options)
+        result: PreferenceLoss = load(entry.function)(*inputs, **_loss_options(self.dpo, *lengths))
         if not self.dpo.nll_coef or "nll_coef" not in entry.options:
             return result
         return replace(result, loss=result.loss + self.dpo.nll_coef * answer_nll(log_probs[0], lengths[0]))

@@ -24,7 +24,7 @@ from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phases import PreparedBatch, Updates
 from hotseat.loop.rl.recovery import HOST, MAX_DEATHS
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
-from hotseat.loop.rl.rollout import Evaluation, group_filter, repeated
+from hotseat.loop.rl.rollout import evaluate, group_filter, repeated
 from hotseat.loop.rl.sample_log import NUM_RECORDED, SampleLog
 from hotseat.loop.rl.state import NONE_SERVED, MicroBatches, RlState
 from hotseat.loop.state.checkpoints import Checkpoint
@@ -253,9 +253,8 @@ def test_named_sets_are_measured_apart():
         num_eval_prompts=3,
         rewards=lambda key: [float(n < right[key[1]]) for n in range(4)],
     )
-    runner, prompts = case.evaluation.runner, case.evaluation.prompts
-    alone = case.evaluation.run()
-    metrics = Evaluation(runner, prompts, {"sums": range(101, 102), "more": range(102, 103)}).run()
+    alone = case.evaluate()
+    metrics = evaluate(*case.evaluate.args, {"sums": range(101, 102), "more": range(102, 103)})
     assert {key: value for key, value in metrics.items() if not key.endswith("length")} == {
         "eval/reward": 1.0,
         "eval/accuracy": 1.0,
@@ -270,7 +269,7 @@ def test_named_sets_are_measured_apart():
         "eval/more/pass@4": 0.0,
         "eval/more/pass@2": 0.0,
     }
-    together = Evaluation(runner, prompts, {"all": range(100, 103)}).run()
+    together = evaluate(*case.evaluate.args, {"all": range(100, 103)})
     assert {key: together[key] for key in alone} == alone
     assert together.keys() - alone.keys() == {key.replace("eval/", "eval/all/") for key in alone}
 

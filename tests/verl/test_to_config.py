@@ -3,8 +3,8 @@
 import pytest
 
 from hotseat.errors import ConfigError
-from hotseat.verl.derive import AGGREGATIONS, ESTIMATORS, KL_ESTIMATORS, LOSSES
-from hotseat.verl.translate import translate
+from hotseat.verl.key_values import AGGREGATIONS, ESTIMATORS, KL_ESTIMATORS, LOSSES
+from hotseat.verl.to_config import translate
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 BASE = ["actor_rollout_ref.model.path=m", "critic.model.path=c", f"{ROLLOUT}.name=vllm"]

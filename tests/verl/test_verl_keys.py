@@ -8,12 +8,12 @@ import pytest
 
 from hotseat.config.load import valid_keys
 from hotseat.errors import ConfigError
-from hotseat.verl.derive import DERIVED
-from hotseat.verl.help import WIDTH, render_help
-from hotseat.verl.keys import BY_NAME, KEYS, find
+from hotseat.verl.command_help import WIDTH, render_help
+from hotseat.verl.key_values import DERIVED
 from hotseat.verl.keys_table import BEGIN, END, render_table
 from hotseat.verl.overrides import parse
-from hotseat.verl.translate import translate
+from hotseat.verl.to_config import translate
+from hotseat.verl.verl_keys import BY_NAME, KEYS, find
 
 DOCS = Path(__file__).parents[2] / "docs" / "verl.md"
 BASE = ["actor_rollout_ref.model.path=m", "critic.model.path=c", "actor_rollout_ref.rollout.name=vllm"]

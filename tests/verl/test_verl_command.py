@@ -12,8 +12,8 @@ from hotseat.cli.help_texts import EPILOGS
 from hotseat.cli.main import main as hotseat
 from hotseat.config import loads
 from hotseat.errors import DataError, RunError
-from hotseat.verl.run_command import main
 from hotseat.verl.shim import DIRECTORY, find_another_verl
+from hotseat.verl.verl_command import main
 
 ROOT = Path(__file__).parents[2]
 GRPO = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.name=hf", "algorithm.adv_estimator=grpo"]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotseat.errors import Problem
-from hotseat.verl.keys import VLLM_ARGUMENTS, above_zero
-from hotseat.verl.overrides import CommandLine
+from hotseat.verl.overrides import HydraLine
+from hotseat.verl.verl_keys import VLLM_ARGUMENTS, above_zero
 
 BUILT_IN_REWARD = "verl_score"
 MANY = 1_000_000  # checkpoints: verl keeps all unless told otherwise
@@ -58,10 +58,10 @@ _REWARD_SOURCES = (
 
 
 @dataclass
-class ConfigDraft:
+class VerlDraft:
     """A config under construction, with everything that is noted about the command line."""
 
-    line: CommandLine
+    line: HydraLine
     env: Mapping[str, str]
     fields: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
     ignored: dict[str, str] = field(default_factory=dict)  # key -> why it has no effect
@@ -94,15 +94,15 @@ class ConfigDraft:
         return max(value, least)
 
 
-def has_critic(line: CommandLine) -> bool:
+def has_critic(line: HydraLine) -> bool:
     return bool(line["algorithm.adv_estimator"] == "gae")
 
 
-def has_reference(line: CommandLine) -> bool:
+def has_reference(line: HydraLine) -> bool:
     return bool(line["algorithm.use_kl_in_reward"] or line[f"{_ACTOR}.use_kl_loss"])
 
 
-def idle_parts(line: CommandLine) -> dict[str, str]:
+def idle_parts(line: HydraLine) -> dict[str, str]:
     """Return keys and sections that this run has no use for, whatever their values, with the reasons."""
     idle: dict[str, str] = {}
     if not has_critic(line):
@@ -115,13 +115,13 @@ def idle_parts(line: CommandLine) -> dict[str, str]:
     return idle
 
 
-def idle_because(line: CommandLine, name: str) -> str | None:
+def idle_because(line: HydraLine, name: str) -> str | None:
     """Return why this run has no use for a key; None if it has."""
     parts = idle_parts(line).items() if name != "critic.enable" else ()
     return next((because for part, because in parts if name == part or name.startswith(f"{part}.")), None)
 
 
-def engine_of(draft: ConfigDraft) -> str:
+def engine_of(draft: VerlDraft) -> str:
     """Return the name of the engine, by `rollout.name` or by our own key."""
     return str(draft.line.own.get("rollout.engine") or ENGINES.get(str(draft.line[f"{_ROLLOUT}.name"]), "vllm"))
 
@@ -129,7 +129,7 @@ def engine_of(draft: ConfigDraft) -> str:
 # --- where things run -------------------------------------------------------------------------------------------------
 
 
-def _placement(draft: ConfigDraft) -> None:
+def _placement(draft: VerlDraft) -> None:
     """Place all models on the actor's devices. 0 GPUs, or the device cpu, are processes on the CPU."""
     line = draft.line
     nodes, devices = draft.at_least("trainer.nnodes", 1), draft.at_least("trainer.n_gpus_per_node", 0)
@@ -142,11 +142,11 @@ def _placement(draft: ConfigDraft) -> None:
     }
 
 
-def _has_devices(draft: ConfigDraft) -> bool:
+def _has_devices(draft: VerlDraft) -> bool:
     return draft.line["trainer.device"] != "cpu" and bool(draft.line["trainer.n_gpus_per_node"])
 
 
-def _engine(draft: ConfigDraft) -> None:
+def _engine(draft: VerlDraft) -> None:
     name, size = f"{_ROLLOUT}.name", f"{_ROLLOUT}.tensor_model_parallel_size"
     if draft.line[name] is None:
         if "rollout.engine" not in draft.line.own:
@@ -160,7 +160,7 @@ def _engine(draft: ConfigDraft) -> None:
         draft.ignore(size, "the transformers engine runs once on each of the actor's devices")
 
 
-def _engine_arguments(draft: ConfigDraft) -> None:
+def _engine_arguments(draft: VerlDraft) -> None:
     """Pass on vLLM's own arguments, as far as they are given: verl's defaults change speed alone."""
     line, names = draft.line, [f"{_ROLLOUT}.{name}" for name in VLLM_ARGUMENTS]
     given = {name.rpartition(".")[2]: line[name] for name in names if line.has(name) and line[name] is not None}
@@ -172,7 +172,7 @@ def _engine_arguments(draft: ConfigDraft) -> None:
         draft.fields["rollout.engine_args"] = given
 
 
-def _offload(draft: ConfigDraft) -> None:
+def _offload(draft: VerlDraft) -> None:
     """Offload what a key says is offloaded. Otherwise it is offloaded as needed: false is what scripts write anyway."""
     line, fields = draft.line, draft.fields
     sections = {"actor": f"{_ACTOR}.fsdp_config", "reference": f"{_REF}.fsdp_config", "critic": "critic.fsdp"}
@@ -192,7 +192,7 @@ def _offload(draft: ConfigDraft) -> None:
         fields["rollout.enable_offload"] = line[free]
 
 
-def _backend(draft: ConfigDraft) -> None:
+def _backend(draft: VerlDraft) -> None:
     if draft.line[f"{_ACTOR}.strategy"] not in ("fsdp", "fsdp2"):
         given = draft.line[f"{_ACTOR}.strategy"]
         draft.refuse(
@@ -203,7 +203,7 @@ def _backend(draft: ConfigDraft) -> None:
     draft.fields["train.backend"] = "fsdp"
 
 
-def _dtype(draft: ConfigDraft) -> None:
+def _dtype(draft: VerlDraft) -> None:
     kept, used = f"{_ACTOR}.fsdp_config.model_dtype", f"{_ACTOR}.fsdp_config.dtype"
     draft.fields["train.dtype"] = draft.chosen(used, DTYPES)
     is_master = draft.chosen(kept, DTYPES) == "fp32"
@@ -212,7 +212,7 @@ def _dtype(draft: ConfigDraft) -> None:
         draft.refuse(kept, f"given {draft.line[kept]}, must be fp32 or {draft.line[used]}, which {used} is")
 
 
-def _sequence_parallelism(draft: ConfigDraft) -> None:
+def _sequence_parallelism(draft: VerlDraft) -> None:
     """Take the larger of both keys, as verl does."""
     names = _SEQUENCE_SIZES
     draft.fields["train.sequence_parallel_size"] = max(draft.at_least(name, 1) for name in names)
@@ -221,14 +221,14 @@ def _sequence_parallelism(draft: ConfigDraft) -> None:
             draft.ignore(name, f"{other} is {draft.line[other]}")
 
 
-def _determinism(draft: ConfigDraft) -> None:
+def _determinism(draft: VerlDraft) -> None:
     names = (f"{_ACTOR}.fsdp_config.full_determinism", f"{_ROLLOUT}.full_determinism")
     draft.fields["train.full_determinism"] = any(draft.line[name] for name in names)
     if draft.line[names[0]] and not draft.line[names[1]]:
         draft.ignore(names[1], f"{names[0]} is true, for trainer and engines")
 
 
-def _compile(draft: ConfigDraft) -> None:
+def _compile(draft: VerlDraft) -> None:
     name = f"{_ACTOR}.use_torch_compile"
     if draft.line[name]:
         draft.ignore(name, "layers are compiled on a GPU wherever there is a compiler")
@@ -236,7 +236,7 @@ def _compile(draft: ConfigDraft) -> None:
         draft.fields["train.compile"] = False
 
 
-def _attention(draft: ConfigDraft) -> None:
+def _attention(draft: VerlDraft) -> None:
     name = f"{_MODEL}.override_config.attn_implementation"
     chosen = draft.line[name]
     if chosen is not None and not chosen.startswith("flash_attention"):
@@ -248,7 +248,7 @@ def _attention(draft: ConfigDraft) -> None:
 # --- models, batches and lengths --------------------------------------------------------------------------------------
 
 
-def _models(draft: ConfigDraft) -> None:
+def _models(draft: VerlDraft) -> None:
     line = draft.line
     draft.fields["actor.model"] = line[f"{_MODEL}.path"]
     draft.fields["critic.model"] = line["critic.model.path"]
@@ -263,7 +263,7 @@ def _models(draft: ConfigDraft) -> None:
         draft.missing.append(("critic.model.path", "not set, and algorithm.adv_estimator gae needs a critic"))
 
 
-def _remote_code(draft: ConfigDraft) -> None:
+def _remote_code(draft: VerlDraft) -> None:
     names = (f"{_MODEL}.trust_remote_code", "data.trust_remote_code")
     draft.fields["trust_remote_code"] = any(draft.line[name] for name in names)
     for name, other in (names, names[::-1]):
@@ -271,7 +271,7 @@ def _remote_code(draft: ConfigDraft) -> None:
             draft.ignore(name, f"{other} is true, for model and tokenizer")
 
 
-def _batches(draft: ConfigDraft) -> None:
+def _batches(draft: VerlDraft) -> None:
     """Multiply verl's mini-batch, which counts prompts, by the samples of each."""
     line, mini, micro = draft.line, f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
     batch, prompts = draft.at_least("data.train_batch_size", 1), draft.at_least(mini, 1)
@@ -291,13 +291,13 @@ def _batches(draft: ConfigDraft) -> None:
         )
 
 
-def _num_ranks(line: CommandLine) -> int:
+def _num_ranks(line: HydraLine) -> int:
     """Return how many ranks of the actor have samples of their own."""
     shared = max(line[name] for name in _SEQUENCE_SIZES)
     return max(line["trainer.nnodes"] * max(line["trainer.n_gpus_per_node"], 1) // max(shared, 1), 1)
 
 
-def _micro_batches(draft: ConfigDraft) -> None:
+def _micro_batches(draft: VerlDraft) -> None:
     for section, dynamic, size, budget in (
         ("train", f"{_ACTOR}.use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", f"{_ACTOR}.ppo_max_token_len_per_gpu"),
         (
@@ -318,17 +318,17 @@ def _micro_batches(draft: ConfigDraft) -> None:
                 draft.ignore(dynamic, "micro-batches are as large as fits on the device")
 
 
-def _lengths(draft: ConfigDraft) -> None:
+def _lengths(draft: VerlDraft) -> None:
     prompt, answer = draft.at_least("data.max_prompt_length", 1), draft.at_least("data.max_response_length", 1)
     draft.fields["data.prompt_max_length"] = prompt
     draft.fields["rollout.max_new_tokens"] = answer
     draft.fields["data.max_length"] = prompt + answer
 
 
-def _optimizer(role: str, section: str) -> Callable[[ConfigDraft], None]:
+def _optimizer(role: str, section: str) -> Callable[[VerlDraft], None]:
     """Return the function for an optimizer: its schedule, and the one norm of gradients of two keys."""
 
-    def derive(draft: ConfigDraft) -> None:
+    def derive(draft: VerlDraft) -> None:
         line, at, optim = draft.line, f"{role}.optimizer", f"{section}.optim"
         names = [f"{optim}.clip_grad", f"{optim}.grad_clip", f"{section}.grad_clip"]
         given = [name for name in names if line.has(name) and line[name] is not None]
@@ -350,7 +350,7 @@ def _optimizer(role: str, section: str) -> Callable[[ConfigDraft], None]:
 # --- maths ------------------------------------------------------------------------------------------------------------
 
 
-def _estimator(draft: ConfigDraft) -> None:
+def _estimator(draft: VerlDraft) -> None:
     line, fields = draft.line, draft.fields
     fields["algorithm.estimator"] = draft.chosen("algorithm.adv_estimator", ESTIMATORS)
     name = "algorithm.norm_adv_by_std_in_grpo"
@@ -362,7 +362,7 @@ def _estimator(draft: ConfigDraft) -> None:
     fields["reward.clip"] = None
 
 
-def _idle(draft: ConfigDraft) -> None:
+def _idle(draft: VerlDraft) -> None:
     """Note the keys that this run has no use for."""
     for argument in draft.line.arguments.values():
         because = idle_because(draft.line, argument.key.name)
@@ -372,7 +372,7 @@ def _idle(draft: ConfigDraft) -> None:
         draft.ignore("trainer.critic_warmup", idle_parts(draft.line)["critic"])
 
 
-def _critic(draft: ConfigDraft) -> None:
+def _critic(draft: VerlDraft) -> None:
     given, is_there = draft.line["critic.enable"], has_critic(draft.line)
     estimator = draft.line["algorithm.adv_estimator"]
     if given is not None and given != is_there:
@@ -384,7 +384,7 @@ def _critic(draft: ConfigDraft) -> None:
     draft.ignore("critic.enable", f"algorithm.adv_estimator {estimator} says it")
 
 
-def _clip(draft: ConfigDraft) -> None:
+def _clip(draft: VerlDraft) -> None:
     """Clip by the lower and upper range, which verl's defaults set; by `clip_ratio` only where one of them is null."""
     line, sides = draft.line, {"low": f"{_ACTOR}.clip_ratio_low", "high": f"{_ACTOR}.clip_ratio_high"}
     both, is_used = f"{_ACTOR}.clip_ratio", False
@@ -396,7 +396,7 @@ def _clip(draft: ConfigDraft) -> None:
         draft.ignore(both, "clip_ratio_low and clip_ratio_high are set, by verl's defaults to 0.2: give those")
 
 
-def _loss(draft: ConfigDraft) -> None:
+def _loss(draft: VerlDraft) -> None:
     """Set policy loss and aggregation. verl's gspo has no dual clip and always the mean of sequences."""
     line, fields = draft.line, draft.fields
     mode, how = f"{_ACTOR}.policy_loss.loss_mode", f"{_ACTOR}.loss_agg_mode"
@@ -416,7 +416,7 @@ def _loss(draft: ConfigDraft) -> None:
         draft.refuse(scale, f"given {line[scale]}: {text}")
 
 
-def _entropy(draft: ConfigDraft) -> None:
+def _entropy(draft: VerlDraft) -> None:
     """Compute the entropy only where it is asked for: verl's coefficient is 0 by default."""
     coefficient, only = f"{_ACTOR}.entropy_coeff", f"{_ACTOR}.calculate_entropy"
     if draft.line[coefficient]:
@@ -428,7 +428,7 @@ def _entropy(draft: ConfigDraft) -> None:
             draft.ignore(name, f"{coefficient} is 0, so there is no bonus, and the entropy is not computed")
 
 
-def _kl(draft: ConfigDraft) -> None:
+def _kl(draft: VerlDraft) -> None:
     line, fields = draft.line, draft.fields
     in_reward, as_loss = "algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss"
     of_reward = ["algorithm.kl_penalty", *(f"algorithm.kl_ctrl.{name}" for name in ("kl_coef", "type"))]
@@ -462,7 +462,7 @@ def _kl(draft: ConfigDraft) -> None:
             fields["algorithm.kl.allow_k1_loss"] = True
 
 
-def _correction(draft: ConfigDraft) -> None:
+def _correction(draft: VerlDraft) -> None:
     """Set the correction of the gap between engine and trainer. One threshold caps weights, two drop those outside."""
     line, fields = draft.line, draft.fields
     at = "algorithm.rollout_correction"
@@ -489,7 +489,7 @@ def _correction(draft: ConfigDraft) -> None:
         fields["algorithm.correction.reject_low"] = low
 
 
-def _bounds(draft: ConfigDraft, name: str) -> tuple[float | None, float]:
+def _bounds(draft: VerlDraft, name: str) -> tuple[float | None, float]:
     """Return (low, high) of a threshold, which is one number, or two joined by `_`."""
     given = draft.line[name]
     try:
@@ -505,7 +505,7 @@ def _bounds(draft: ConfigDraft, name: str) -> tuple[float | None, float]:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def paths_of(draft: ConfigDraft, name: str) -> str | None:
+def paths_of(draft: VerlDraft, name: str) -> str | None:
     """Return the files of a key, joined by commas."""
     value = draft.line[name]
     paths = [str(path) for path in (value if isinstance(value, list) else [] if value is None else [value])]
@@ -517,7 +517,7 @@ def paths_of(draft: ConfigDraft, name: str) -> str | None:
     return ",".join(paths) or None
 
 
-def _files(draft: ConfigDraft) -> None:
+def _files(draft: VerlDraft) -> None:
     """Set the data. Where it is evaluated at all, it is before the first step and after the last one."""
     line, fields = draft.line, draft.fields
     fields["data.path"] = paths_of(draft, "data.train_files")
@@ -537,7 +537,7 @@ def _files(draft: ConfigDraft) -> None:
             draft.ignore(every, "nothing is evaluated in between")
 
 
-def _overlong_prompts(draft: ConfigDraft) -> None:
+def _overlong_prompts(draft: VerlDraft) -> None:
     """Drop prompts that are too long, or refuse data that has one. Prompts are never cut."""
     drops, cut = draft.line["data.filter_overlong_prompts"], draft.line["data.truncation"]
     draft.fields["data.max_lost_fraction"] = 1.0 if drops else 0.0
@@ -550,7 +550,7 @@ def _overlong_prompts(draft: ConfigDraft) -> None:
         )
 
 
-def _images(draft: ConfigDraft) -> None:
+def _images(draft: VerlDraft) -> None:
     """Take images from the data where the command names their column: that of verl's default may be absent."""
     most = f"{_ROLLOUT}.limit_images"
     if draft.line.has("data.image_key") and draft.line["data.image_key"] is not None:
@@ -564,7 +564,7 @@ def _images(draft: ConfigDraft) -> None:
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
 
-def _reward(draft: ConfigDraft) -> None:
+def _reward(draft: VerlDraft) -> None:
     line, fields = draft.line, draft.fields
     path, name = line["reward.custom_reward_function.path"], "reward.custom_reward_function.name"
     kwargs, built_in = "reward.custom_reward_function.reward_kwargs", "reward.compute_score_kwargs"
@@ -585,7 +585,7 @@ def _reward(draft: ConfigDraft) -> None:
         draft.ignore(built_in, "reward.custom_reward_function.path is given")
 
 
-def _overlong_answers(draft: ConfigDraft) -> None:
+def _overlong_answers(draft: VerlDraft) -> None:
     """Set DAPO's penalty on long answers, which verl has in its reward manager dapo."""
     line, fields = draft.line, draft.fields
     manager, at = "reward.reward_manager.name", "reward.reward_kwargs.overlong_buffer_cfg"
@@ -604,7 +604,7 @@ def _overlong_answers(draft: ConfigDraft) -> None:
 # --- checkpoints and logs ---------------------------------------------------------------------------------------------
 
 
-def _checkpoints(draft: ConfigDraft) -> None:
+def _checkpoints(draft: VerlDraft) -> None:
     """Save only with `save_freq`, as verl does, and keep all unless told otherwise."""
     line, fields = draft.line, draft.fields
     every, kept, contents = "trainer.save_freq", "trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.save_contents"
@@ -624,7 +624,7 @@ def _checkpoints(draft: ConfigDraft) -> None:
     fields["checkpoint.save_state"] = set(listed) != models
 
 
-def _trackers(draft: ConfigDraft) -> None:
+def _trackers(draft: VerlDraft) -> None:
     """Turn on trackers, and name the run at them. Console, TensorBoard's files and metric files are always there."""
     line, fields = draft.line, draft.fields
     given = line["trainer.logger"] if isinstance(line["trainer.logger"], list) else [line["trainer.logger"]]
@@ -640,7 +640,7 @@ def _trackers(draft: ConfigDraft) -> None:
         fields[f"log.{name}.run_name"] = line["trainer.experiment_name"]
 
 
-DERIVED: Mapping[str, Callable[[ConfigDraft], None]] = {
+DERIVED: Mapping[str, Callable[[VerlDraft], None]] = {
     "keys without use": _idle,
     "placement": _placement,
     "engine": _engine,

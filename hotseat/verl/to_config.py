@@ -1,4 +1,4 @@
-"""Translation of a command line of verl into our config."""
+"""VerlTranslation of a command line of verl into our config."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hotseat.config.load import valid_keys, validate
 from hotseat.config.unsupported import unsupported
 from hotseat.config.yaml_lines import Document, nested
 from hotseat.errors import ConfigError, Problem
-from hotseat.verl.derive import DERIVED, ConfigDraft, idle_because
-from hotseat.verl.keys import KEYS, OWN, Key
-from hotseat.verl.overrides import CommandLine, parse, refusals
+from hotseat.verl.key_values import DERIVED, VerlDraft, idle_because
+from hotseat.verl.overrides import HydraLine, parse, refusals
+from hotseat.verl.verl_keys import KEYS, OWN, Key
 
 
 @dataclass(frozen=True)
-class Translation:
+class VerlTranslation:
     """A translated command line. config: without options that have no effect. yaml: the shortest that loads as it."""
 
     config: Config
@@ -25,17 +25,17 @@ class Translation:
     no_effect: list[tuple[str, str]]  # key, why
     unsupported: list[tuple[str, str]]  # key, feature
     missing: list[tuple[str, str]]  # required key, message
-    line: CommandLine = field(repr=False)
+    line: HydraLine = field(repr=False)
 
     def in_keys(self, text: str) -> str:
         """Rewrite a message about the config with the keys of the command line."""
         return _Words(self.line).in_keys(text)
 
 
-def translate(argv: Sequence[str], env: Mapping[str, str]) -> Translation:
+def translate(argv: Sequence[str], env: Mapping[str, str]) -> VerlTranslation:
     """Translate a command line, or raise a ConfigError that names every key that is wrong."""
     line = parse(argv)
-    draft = ConfigDraft(line, env)
+    draft = VerlDraft(line, env)
     draft.problems += [problem for name, problem in refusals(line) if idle_because(line, name) is None]
     _fill(draft)
     config, dropped = _effective(draft)
@@ -45,7 +45,7 @@ def translate(argv: Sequence[str], env: Mapping[str, str]) -> Translation:
     ]
     if problems:
         raise ConfigError(problems)
-    return Translation(
+    return VerlTranslation(
         config=config,
         yaml=to_yaml(config),
         no_effect=_no_effect(draft, dropped, words),
@@ -58,7 +58,7 @@ def translate(argv: Sequence[str], env: Mapping[str, str]) -> Translation:
     )
 
 
-def _fill(draft: ConfigDraft) -> None:
+def _fill(draft: VerlDraft) -> None:
     """Set the draft's fields: those that are copied, then derived ones, then those of our own keys."""
     for key in KEYS:
         if not key.sets or key.by is not None:
@@ -76,7 +76,7 @@ def _fill(draft: ConfigDraft) -> None:
             draft.fields[name] = value
 
 
-def _effective(draft: ConfigDraft) -> tuple[Config, dict[str, str]]:
+def _effective(draft: VerlDraft) -> tuple[Config, dict[str, str]]:
     """Return the config of the fields with an effect, and why the others have none. Adds problems to the draft."""
     dropped: dict[str, str] = {}
     words = _Words(draft.line)
@@ -92,7 +92,7 @@ def _effective(draft: ConfigDraft) -> tuple[Config, dict[str, str]]:
         dropped |= dict(idle)
 
 
-def _no_effect(draft: ConfigDraft, dropped: Mapping[str, str], words: _Words) -> list[tuple[str, str]]:
+def _no_effect(draft: VerlDraft, dropped: Mapping[str, str], words: _Words) -> list[tuple[str, str]]:
     """List keys without effect in the order of the command line, each once."""
     line = draft.line
     reasons: dict[str, str] = {}
@@ -110,7 +110,7 @@ def _no_effect(draft: ConfigDraft, dropped: Mapping[str, str], words: _Words) ->
     return list(reasons.items())
 
 
-def _dropped_because(key: Key, draft: ConfigDraft, dropped: Mapping[str, str]) -> str | None:
+def _dropped_because(key: Key, draft: VerlDraft, dropped: Mapping[str, str]) -> str | None:
     """Return why a key has no effect, if none of the fields that it sets has one."""
     keys = [name for name in key.sets if name in draft.fields]
     return dropped[keys[0]] if keys and all(name in dropped for name in keys) else None
@@ -122,7 +122,7 @@ _OTHER_UNITS = ("batches", "overlong prompts")  # whose fields have values that 
 class _Words:
     """Translator of our config's keys into those of a command line."""
 
-    def __init__(self, line: CommandLine):
+    def __init__(self, line: HydraLine):
         self._names: dict[str, str] = {}
         given = [key for key in KEYS if line.has(key.name)]
         for key in (*given, *KEYS):  # in the order of the table, the key that is most about a field comes first

@@ -14,7 +14,7 @@ from hotseat.openmp import wait_passively
 
 if TYPE_CHECKING:
     from hotseat.config import Config
-    from hotseat.verl.translate import Translation
+    from hotseat.verl.to_config import VerlTranslation
 
 COMMAND = "main_ppo"
 
@@ -36,11 +36,11 @@ def main(
 
 def _run(argv: Sequence[str], env: Mapping[str, str], start: Callable[[Config], Any]) -> int:
     if any(token in ("-h", "--help", "--hydra-help") for token in argv):
-        from hotseat.verl.help import render_help
+        from hotseat.verl.command_help import render_help
 
         _show(render_help() + "\n")
         return OK
-    from hotseat.verl.translate import translate
+    from hotseat.verl.to_config import translate
 
     translation = translate(argv, env)
     for name, because in translation.no_effect:
@@ -71,7 +71,7 @@ def _start(config: Config) -> None:
     start.start(config)
 
 
-def check_prerequisites(translation: Translation) -> None:
+def check_prerequisites(translation: VerlTranslation) -> None:
     """Raise one error that lists everything that keeps the run from starting."""
     from hotseat.verl.data_sources import data_problems
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from hotseat.verl.keys import KEYS, OWN, Key
+from hotseat.verl.verl_keys import KEYS, OWN, Key
 
 WIDTH = 100
 _INTRODUCTION = (
