@@ -158,6 +158,7 @@ def test_a_change_takes_effect_from_the_next_step_as_by_resuming(task):
     assert stopped.path == resumed.path
 
 
+@pytest.mark.long
 def test_what_may_not_change_is_refused_and_ends_the_run(task):
     change = StopAfter(1, lambda run: run.change("seed=4"))
     with pytest.raises(UserError, match="seed: 3 when the checkpoint was written, now 4"):
@@ -271,6 +272,7 @@ def test_several_rewards_have_weights_and_curves(task):
     assert sample["reward"] is not None
 
 
+@pytest.mark.long
 def test_a_supervised_run_takes_objects_and_ends_early(task):
     text = sft_yaml(task, data="{output_key: output, max_length: 16}", eval="")
     rows = rows_of(task / "examples.jsonl")

@@ -126,8 +126,7 @@ def test_the_dpo_loss_of_a_translated_config_is_trls(oracle, values):
     layout = make_layout([[[0, 1, 1]], [[0, 0, 1]], [[0, 1, 1, 1]], [[0, 1]]])  # two chosen, then two rejected
     ours, reference = numbers(1, layout.num_tokens, grad=True), numbers(2, layout.num_tokens)
     theirs = ours.detach().clone().requires_grad_()
-    section = from_trl(args).config.algorithm.dpo
-    objective = PreferenceObjective(section.loss, section.beta, section.label_smoothing, section.length_normalised)
+    objective = PreferenceObjective(from_trl(args).config.algorithm.dpo)
     lengths = layout.sampled_per_episode.view(2, 2).T
     our = objective.loss_of_pairs(Answers(sums(ours, layout), lengths, sums(reference, layout))).loss.mean()
     their = oracle.dpo_loss(args.loss_type, layout, theirs, reference, beta=args.beta)
