@@ -27,6 +27,13 @@ class TokenLayout:
 
     A segment is one token sequence: context, then tokens that the policy sampled and tokens that the environment
     inserted. An episode is one or more segments, in the order in which they were made.
+
+    Two episodes, the first of two segments:
+
+    >>> mask = torch.tensor([False, True, True, False, True, False, True])
+    >>> layout = TokenLayout(mask, torch.tensor([0, 3, 5, 7]), torch.tensor([0, 0, 1]), num_episodes=2)
+    >>> layout.token_episode.tolist(), layout.sampled_per_episode.tolist()
+    ([0, 0, 0, 0, 0, 1, 1], [3, 1])
     """
 
     mask: Tensor  # [num_tokens] bool: the policy sampled this token
@@ -66,7 +73,11 @@ class TokenLayout:
 
 @dataclass(frozen=True)
 class SampleKey:
-    """Identity of a sample. The same key gives the same seed on every engine, in every attempt and at any time."""
+    """Identity of a sample. The same key gives the same seed on every engine, in every attempt and at any time.
+
+    >>> str(SampleKey(epoch=0, prompt=17, sample=3))
+    '0/17/3'
+    """
 
     epoch: int  # pass over the data, from 0
     prompt: int  # position of the prompt in the data set, before shuffling
@@ -125,7 +136,12 @@ WhenSampled = Callable[[tuple[int, ...]], object]  # takes all tokens of a reque
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to a request: the token ids that the engine sampled, stop token included."""
+    """The answer to a request: the token ids that the engine sampled, stop token included.
+
+    >>> completion = Completion("0/17/3", (5, 9, 2), log_probs=(-0.1, -1.2, 0.0), versions=(4, 4, 5), finish="stop")
+    >>> completion.versions  # the weights changed while it was sampled
+    (4, 4, 5)
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -142,7 +158,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Segment:
-    """One token sequence of an episode: context, sampled tokens and tokens the environment inserted."""
+    """One token sequence of an episode: context, sampled tokens and tokens the environment inserted.
+
+    A prompt of two tokens, and an answer of one:
+
+    >>> ids, mask = torch.tensor([7, 8, 2]), torch.tensor([False, False, True])
+    >>> Segment(ids, mask, torch.tensor([0.0, 0.0, -0.3]), torch.tensor([-1, -1, 4])).num_sampled
+    1
+    """
 
     token_ids: Tensor  # [num_tokens] int64
     mask: Tensor  # [num_tokens] bool: the policy sampled this token
@@ -211,7 +234,13 @@ class ScoredEpisode:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """The scored samples of one prompt, in sample order. Samples whose reward failed are left out and counted."""
+    """The scored samples of one prompt, in sample order. Samples whose reward failed are left out and counted.
+
+    >>> episode = Episode(SampleKey(0, 17, 1), segments=(), query="1+2=3")
+    >>> group = PromptGroup(Prompt(17, "1+2=", (7, 8)), (ScoredEpisode(episode, reward=1.0, score=1.0),), num_failed=1)
+    >>> [str(sample.episode.key) for sample in group.samples]  # of two samples the first has no reward
+    ['0/17/1']
+    """
 
     prompt: Prompt
     samples: tuple[ScoredEpisode, ...]
@@ -246,6 +275,12 @@ class MicroBatch:
 
     The step's loss is Σ weights · loss per token, over all its micro-batches on all ranks. The weights are fixed for
     the whole step beforehand, so neither loss nor gradient depends on where the step was cut.
+
+    >>> answers = [torch.tensor([7, 8, 2]), torch.tensor([7, 3])]
+    >>> masks = [torch.tensor([False, False, True]), torch.tensor([False, True])]
+    >>> batch = MicroBatch.from_segments(answers, masks, ["0/17/0", "0/17/1"])
+    >>> batch.token_ids.tolist(), batch.offsets.tolist(), batch.layout.num_episodes
+    ([7, 8, 2, 7, 3], [0, 3, 5], 2)
     """
 
     token_ids: Tensor  # [num_tokens] int64

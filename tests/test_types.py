@@ -1,8 +1,17 @@
 """The one constructor of flat batches: segments of any length, laid end to end."""
 
+import doctest
+
 import torch
 
+from hotseat import types
 from hotseat.types import MicroBatch, segment_offsets
+
+
+def test_the_examples_of_the_types_are_true():
+    results = doctest.testmod(types)
+    assert results.attempted >= 10
+    assert results.failed == 0
 
 
 def test_segments_are_laid_flat_with_offsets_and_weights_of_zero():
