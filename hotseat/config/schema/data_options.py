@@ -14,7 +14,7 @@ class DataConfig(Section):
     path: Annotated[str | None, when.PROMPTS] = None
     """File, saved data set or hub name; several joined by commas."""
     probs: Annotated[str | None, when.PATH] = None
-    """Sampling probability of each part of `path`, joined by commas."""
+    """Sampling probability of each part of `path`, by commas; a pass ends when all are used up, shorter ones repeat."""
     split: Annotated[str, when.PATH] = "train"
     """Split to read."""
     max_samples: Annotated[Positive | None, when.PROMPTS] = None
