@@ -414,12 +414,14 @@ def _described(each: _Object) -> dict[str, Any]:
 
 
 def _sources(value: Any, seen: dict[str, str], name: str | None = None) -> dict[str, str]:
-    """Return the sources of a function or class, of the script's functions that it uses, and of the values it reads."""
+    """Return the sources of a function or class, of the script's functions that it uses, and digests of values."""
     name = str(name or getattr(value, "__qualname__", type(value).__qualname__))
     if name in seen:
         return seen
     if isinstance(value, str | int | float | bool | list | tuple | dict | set | None):
-        seen[name] = repr(value)
+        # As a digest: a value may be a password, or large. Sets have no order.
+        text = repr(sorted(map(repr, value)) if isinstance(value, set) else value)
+        seen[name] = f"sha256 {hashlib.sha256(text.encode()).hexdigest()}"
         return seen
     source = _source_of(value)
     if source is None or "site-packages" in _place_of(value):

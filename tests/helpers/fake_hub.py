@@ -16,7 +16,7 @@ TOKEN = "hf_secret"
 
 @dataclass
 class FakeHub:
-    """What was asked of it. created: names, and whether they are private. files: by repository and path.
+    """Requests that it got. created: names, and whether they are private. files: by repository and path.
 
     fails: a commit is answered with this status.
     """

@@ -229,6 +229,17 @@ def test_a_change_of_what_a_function_uses_is_said(tmp_path):
     assert notes == ["reward.function: reward of the script has changed since the run began"]
 
 
+def test_values_that_a_function_reads_are_not_kept(tmp_path):
+    password = "correct horse"
+
+    def reward(queries, prompts, labels):
+        return [float(len(password)) for _ in queries]
+
+    objects, _ = made(tmp_path, "reward.function", reward)
+    objects.record(tmp_path, print)
+    assert "horse" not in (tmp_path / RECORD).read_text()
+
+
 def test_a_class_of_the_script_stays_as_it_is_where_it_runs_in_this_process(tmp_path):
     class Adder(Environment):
         pass
