@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ reward: {{function: reward.py}}
 rollout: {{batch_size: 128, samples_per_prompt: 8, max_new_tokens: 400}}
 train: {{batch_size: 1024, num_episodes: 1}}
 algorithm: {{estimator: group_norm}}
+log: {{every: 1}}
 """
 PHASES = ("rollout", "prepare", "update", "sync")
 NUM_WARM_UP = 2  # steps that do not count for medians
@@ -96,14 +98,26 @@ def main() -> None:
         ]
         began_s = time.time()
         command = [sys.executable, "-m", "hotseat", "run", "gsm8k.yaml", "name=gsm8k"]
-        run = subprocess.run([*command, *(evaluation if args.eval_every else []), *args.set], cwd=folder)
-        seconds = time.time() - began_s
-        if run.returncode:
-            raise SystemExit(run.returncode)
-        print_run(folder / "runs" / "gsm8k", began_s, seconds)
+        first_step_s = stream([*command, *(evaluation if args.eval_every else []), *args.set], folder)
+        print_run(folder / "runs" / "gsm8k", first_step_s, time.time() - began_s)
 
 
-def print_run(run_dir: Path, began_s: float, seconds: float) -> None:
+def stream(command: Sequence[str], folder: Path) -> float:
+    """Run a command and print its output with seconds before each line; return those to the end of step 1."""
+    began_s, first_step_s = time.monotonic(), float("nan")
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            seconds = time.monotonic() - began_s
+            print(f"{seconds:6.1f}  {line}", end="", flush=True)
+            if line.startswith("rl  1/") or line.startswith("rl 1/"):
+                first_step_s = seconds
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return first_step_s
+
+
+def print_run(run_dir: Path, first_step_s: float, seconds: float) -> None:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["step"] > 0]
     table = Table(title=f"GSM8K, {len(steps)} steps of 1,024 answers")
@@ -123,7 +137,7 @@ def print_run(run_dir: Path, began_s: float, seconds: float) -> None:
     counted = steps[NUM_WARM_UP:] or steps
     medians = {phase: statistics.median(record[f"time/{phase}"] for record in counted) for phase in PHASES}
     print("medians after the first steps:", ", ".join(f"{phase} {value:.2f} s" for phase, value in medians.items()))
-    print(f"whole run {seconds:.0f} s")
+    print(f"command to the end of step 1 {first_step_s:.0f} s, whole run {seconds:.0f} s")
 
 
 def _number(value: Any, digits: int = 2) -> str:

@@ -1,12 +1,13 @@
 """Tokens per second of rollout engines on one GPU, beside vLLM alone, and as a share of the memory bandwidth.
 
 A model of a real shape with random weights answers 128 prompts of 60 to 180 tokens, 8 answers of 124 to 400 tokens to
-each (262 on average), with a seed each, at temperature 1. Each engine runs in a process of its own, the first run
-warms it up, and the best of the others counts. The bound is the time in which the device could read the weights once
-per step, and the keys and values of every sequence in each of its steps.
+each (262 on average), with a seed each, at temperature 1. Each engine runs in a process of its own, the first run warms
+it up, and the best of the others counts. "vllm*3" are three engines with a third of the prompts each. The bound is the
+time in which the device could read the weights once per step, and the keys and values of every sequence in each of its
+steps.
 
     python bench/rollout_throughput.py                                  # the transformers engine, 0.5B
-    python bench/rollout_throughput.py --models 135M 0.5B 1.5B --engines transformers vllm vllm-alone
+    python bench/rollout_throughput.py --models 135M 0.5B 1.5B --engines transformers vllm "vllm*3" vllm-alone
     python bench/rollout_throughput.py --profile                        # kernels by time, too
 """
 
@@ -19,6 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hotseat.model_source import ModelSource
+from hotseat.registry.engines import engine_entry
 from hotseat.types import Request, Sampling
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,7 +84,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MAX_LENGTH = 640
-NUM_REPEATS = 3
+READY = "the engine is ready"
 
 
 def make_checkpoint(model: str, folder: Path) -> None:
@@ -106,6 +111,13 @@ def make_requests(vocab_size: int, num_sequences: int) -> list[Request]:
     return requests
 
 
+def key_bytes(model: str) -> int:
+    """Return the bytes of a token's keys and values in 16 bits."""
+    sizes = SHAPES[model][1]
+    heads = sizes.get("num_key_value_heads", sizes["num_attention_heads"])
+    return 2 * 2 * sizes["num_hidden_layers"] * heads * (sizes["hidden_size"] // sizes["num_attention_heads"])
+
+
 def bound_s(model: str, requests: list[Request], bytes_per_s: float) -> float:
     """Return the time in which the device reads what decoding reads: keys and values, and weights once per step."""
     from transformers import AutoConfig
@@ -113,7 +125,6 @@ def bound_s(model: str, requests: list[Request], bytes_per_s: float) -> float:
     kind, sizes = SHAPES[model]
     config = AutoConfig.for_model(kind, **sizes)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    per_key = 2 * 2 * config.num_hidden_layers * heads * (config.hidden_size // config.num_attention_heads)
     inner = 3 * config.hidden_size * config.intermediate_size
     attention = (2 + 2 * heads / config.num_attention_heads) * config.hidden_size**2
     weights = 2 * (config.num_hidden_layers * (inner + attention) + config.vocab_size * config.hidden_size)
@@ -122,7 +133,7 @@ def bound_s(model: str, requests: list[Request], bytes_per_s: float) -> float:
         request.sampling.max_new_tokens * (len(request.token_ids) + request.sampling.max_new_tokens / 2)
         for request in requests
     )
-    return (num_steps * weights + keys * per_key) / bytes_per_s
+    return (num_steps * weights + keys * key_bytes(model)) / bytes_per_s
 
 
 def read_bandwidth() -> float:
@@ -144,39 +155,56 @@ def read_bandwidth() -> float:
 # --- a process for each engine ----------------------------------------------------------------------------------------
 
 
-def run_ours(folder: Path, engine: str, num_slots: int, num_sequences: int, is_profiled: bool) -> dict[str, Any]:
+def run_ours(args: argparse.Namespace, engine: str, count: int) -> dict[str, Any]:
+    """Start one of `count` engines, and generate whenever a line comes in."""
     from hotseat.rollout.kinds import EngineOptions, EngineProcess, EngineSettings, engine_kind
 
-    began_s = time.perf_counter()
+    folder, [model], [slots] = Path(args.folder), args.models, args.slots
     device = torch.device("cuda", 0) if has_gpu() else torch.device("cpu")
+    entry = engine_entry(engine)
+    sequences = entry.num_slots or slots
+    share = None if entry.memory_share is None else entry.memory_share / count
+    options = EngineOptions(
+        logs=str(folder / "logs"),
+        prefix_caching=True,
+        memory_share=share,
+        cache_gib=None if share is None or count == 1 else 2 * sequences * MAX_LENGTH * key_bytes(model) / 2**30,
+    )
     settings = EngineSettings(
         model=ModelSource(str(folder)),
         max_length=MAX_LENGTH,
-        num_slots=num_slots,
+        num_slots=sequences,
         eos_token_ids=(),
         dtype="bfloat16" if has_gpu() else "float32",
         num_threads=2,
         num_kept_prompts=256,
         engine=engine,
-        options=EngineOptions(logs=str(folder / "logs"), prefix_caching=True),
+        options=options,
     )
     made = engine_kind(engine).make(settings, EngineProcess(0, device, is_own=True))
-    start_s = time.perf_counter() - began_s
-    requests = make_requests(json.loads((folder / "config.json").read_text())["vocab_size"], num_sequences)
-    times = []
-    for _ in range(NUM_REPEATS):
-        began_s = time.perf_counter()
-        completions = made.generate(requests)
-        times.append(time.perf_counter() - began_s)
-    result = {
-        "tokens": sum(len(completion.token_ids) for completion in completions),
-        "times": times,
-        "start_s": start_s,
-        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if has_gpu() else 0.0,
-    }
-    if is_profiled:
+    requests = requests_of(args)
+    num_tokens = answer_lines(lambda: sum(len(each.token_ids) for each in made.generate(requests)))
+    if args.profile:
         print(profile(lambda: made.generate(requests)))
     made.close()
+    return {"tokens": num_tokens, "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if has_gpu() else 0.0}
+
+
+def requests_of(args: argparse.Namespace) -> list[Request]:
+    """Return every `count`-th prompt's requests, from the `part`-th on."""
+    vocab_size = json.loads((Path(args.folder) / "config.json").read_text())["vocab_size"]
+    part, count = args.part
+    requests = make_requests(vocab_size, args.sequences[0])
+    return [request for index, request in enumerate(requests) if index // 8 % count == part]
+
+
+def answer_lines(work: Callable[[], int]) -> int:
+    """Work for each line that comes in, and answer it; return what the last work returned."""
+    result = 0
+    print(READY, flush=True)
+    for _ in sys.stdin:
+        result = work()
+        print(READY, flush=True)
     return result
 
 
@@ -193,23 +221,21 @@ def profile(work: Any) -> str:
     return "\n".join(lines)
 
 
-def run_vllm_alone(folder: Path, num_slots: int, num_sequences: int) -> dict[str, Any]:
+def run_vllm_alone(args: argparse.Namespace) -> dict[str, Any]:
     """Run vLLM's own front end with the settings that its documentation recommends for throughput."""
     from vllm import LLM, SamplingParams
 
-    began_s = time.perf_counter()
     llm = LLM(
-        model=ModelSource(str(folder)),
+        model=args.folder,
         skip_tokenizer_init=True,
         max_model_len=MAX_LENGTH,
-        max_num_seqs=num_slots,
+        max_num_seqs=args.slots[0],
         gpu_memory_utilization=0.85,
         max_num_batched_tokens=16384,
         enable_prefix_caching=True,
         generation_config="vllm",
     )
-    start_s = time.perf_counter() - began_s
-    requests = make_requests(json.loads((folder / "config.json").read_text())["vocab_size"], num_sequences)
+    requests = requests_of(args)
     parameters = [
         SamplingParams(
             temperature=1.0,
@@ -222,35 +248,87 @@ def run_vllm_alone(folder: Path, num_slots: int, num_sequences: int) -> dict[str
         for request in requests
     ]
     prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
-    times = []
-    for _ in range(NUM_REPEATS):
-        began_s = time.perf_counter()
+
+    def work() -> int:
         outputs = llm.generate(prompts, parameters, use_tqdm=False)
-        times.append(time.perf_counter() - began_s)
-    return {
-        "tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
-        "times": times,
-        "start_s": start_s,
-        "memory_gib": float("nan"),
-    }
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    return {"tokens": answer_lines(work), "memory_gib": float("nan")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cell of the table. engine: by name, `*` and a number if there are several."""
+
+    model: str
+    engine: str
+    sequences: int
+    slots: int
+
+    def measure(self, directory: str, num_repeats: int, is_profiled: bool) -> dict[str, Any] | None:
+        """Return tokens, seconds of the start and of each repetition; None if a process ended."""
+        name, _, several = self.engine.partition("*")
+        count, began_s = int(several or 1), time.perf_counter()
+        command = [sys.executable, __file__, "--folder", directory, "--models", self.model, "--engines", name]
+        command += ["--slots", str(self.slots), "--sequences", str(self.sequences), *["--profile"] * is_profiled]
+        with ExitStack() as stack:
+            engines = [
+                stack.enter_context(
+                    subprocess.Popen(
+                        [*command, "--part", str(part), str(count)],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        text=True,
+                        bufsize=1,
+                    )
+                )
+                for part in range(count)
+            ]
+            if not all(_wait(engine) for engine in engines):
+                return None
+            start_s, times = time.perf_counter() - began_s, []
+            for _ in range(num_repeats):
+                began_s = time.perf_counter()
+                for engine in engines:
+                    assert engine.stdin is not None
+                    engine.stdin.write("again\n")
+                if not all(_wait(engine) for engine in engines):
+                    return None
+                times.append(time.perf_counter() - began_s)
+            texts = [engine.communicate()[0].splitlines() for engine in engines]
+        if any(engine.returncode for engine in engines):
+            return None
+        print("\n".join(texts[0][:-1]))
+        return {"tokens": sum(json.loads(lines[-1])["tokens"] for lines in texts), "times": times, "start_s": start_s}
+
+
+def _wait(engine: subprocess.Popen[str]) -> bool:
+    """Wait until a process is ready; return whether it still runs."""
+    assert engine.stdout is not None
+    return any(line.strip() == READY for line in iter(engine.stdout.readline, ""))
+
+
+def run_case(args: argparse.Namespace) -> None:
+    """Run an engine in this process."""
+    [engine] = args.engines
+    made = run_vllm_alone(args) if engine == "vllm-alone" else run_ours(args, engine, args.part[1])
+    print(json.dumps(made))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     small = not has_gpu()
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["tiny" if small else "0.5B"])
-    parser.add_argument("--engines", nargs="+", default=["transformers"], help="transformers, vllm, vllm-alone")
+    parser.add_argument("--engines", nargs="+", default=["transformers"], help="transformers, vllm, vllm*3, vllm-alone")
     parser.add_argument("--sequences", type=int, nargs="+", default=[16 if small else 1024])
-    parser.add_argument("--slots", type=int, nargs="+", default=[16 if small else 1024])
+    parser.add_argument("--slots", type=int, nargs="+", help="sequences at a time; as many as there are unless given")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # in the process of an engine
+    parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.folder:
-        folder, [engine], [slots], [sequences] = Path(args.folder), args.engines, args.slots, args.sequences
-        if engine == "vllm-alone":
-            print(json.dumps(run_vllm_alone(folder, slots, sequences)))
-        else:
-            print(json.dumps(run_ours(folder, engine, slots, sequences, args.profile)))
+        run_case(args)
         return
     bandwidth = read_bandwidth()
     torch.cuda.empty_cache()
@@ -259,38 +337,34 @@ def main() -> None:
         table.add_column(column, justify="right")
     for model in args.models:
         with tempfile.TemporaryDirectory() as directory:
-            folder = Path(directory)
-            make_checkpoint(model, folder)
+            make_checkpoint(model, Path(directory))
             if has_gpu():
                 torch.cuda.empty_cache()
-            for sequences in args.sequences:
-                requests = make_requests(100, sequences)
-                for engine in args.engines:
-                    for slots in args.slots:
-                        command = [sys.executable, __file__, "--folder", directory, "--engines", engine]
-                        command += ["--slots", str(slots), "--sequences", str(sequences)]
-                        command += ["--profile"] if args.profile and engine != "vllm-alone" else []
-                        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-                        lines = done.stdout.splitlines()
-                        if done.returncode:
-                            print(f"{model} {engine} {slots}: ended with {done.returncode}")
-                            continue
-                        print("\n".join(lines[:-1]))
-                        result = json.loads(lines[-1])
-                        best = min(result["times"][1:])
-                        row = [
-                            model,
-                            engine,
-                            str(sequences),
-                            str(slots),
-                            f"{result['start_s']:.1f}",
-                            f"{result['times'][0]:.2f}",
-                            f"{best:.2f}",
-                            f"{result['tokens'] / best:,.0f}",
-                            f"{bound_s(model, requests, bandwidth) / best:.1%}",
-                        ]
-                        print(*row, flush=True)
-                        table.add_row(*row)
+            for case in (
+                Case(model, engine, sequences, slots)
+                for sequences in args.sequences
+                for engine in args.engines
+                for slots in (args.slots or [sequences])
+            ):
+                result = case.measure(directory, args.repeats, args.profile and case.engine != "vllm-alone")
+                if result is None:
+                    print(f"{case}: a process ended")
+                    continue
+                best = min(result["times"][1:])
+                bound = bound_s(model, make_requests(100, case.sequences), bandwidth)
+                row = [
+                    model,
+                    case.engine,
+                    str(case.sequences),
+                    str(case.slots),
+                    f"{result['start_s']:.1f}",
+                    f"{result['times'][0]:.2f}",
+                    f"{best:.2f}",
+                    f"{result['tokens'] / best:,.0f}",
+                    f"{bound / best:.1%}",
+                ]
+                print(*row, flush=True)
+                table.add_row(*row)
     Console(width=110).print(table)
 
 

@@ -65,7 +65,7 @@ def changes_between(saved: str, config: Config) -> list[Change]:
         old, new = then.get(key), now.get(key)
         # What the run chose before is taken from the checkpoint.
         is_budget = key.endswith("chosen_tokens_per_device")
-        is_left = new is None and (is_budget or key == "rollout.num_slots")
+        is_left = new is None and (is_budget or key in ("rollout.num_engines", "rollout.num_slots"))
         is_taken_over = is_left or (key == "train.checkpointed_layers" and new == "auto")
         # FP8 decides the default of algorithm.correction, so it counts even where another engine has no such option.
         is_idle = key in idle and key not in FP8_KEYS

@@ -188,15 +188,19 @@ def for_devices(
 ) -> tuple[Config, bool]:
     """Return the config with dtype and token budgets, and whether the budgets are new, not from the checkpoint.
 
-    inventory: GPUs of engines, by which the run chooses their slots if it has to.
+    inventory: GPUs of engines, by which the run chooses their number and slots if it has to.
     """
     journal = run.journal
     config = _with_known_dtype(run.config, run.checkpoint, has_gpus, journal)
     if run.checkpoint is not None:
         config = with_budgets_of(config, loads_saved(str(run.checkpoint.state["config"])))
-    if inventory is not None and is_chosen_by_run(config):
-        config = config_plan.with_slots_on(config, inventory)
-        journal.say(f"rollout.num_slots: {config.rollout.num_slots} sequences at a time for each engine (it is unset)")
+    if inventory is not None:
+        unset, config = config, config_plan.with_engines_on(config, inventory)
+        if unset.rollout.num_engines != config.rollout.num_engines:
+            journal.say(f"rollout.num_engines: {config.rollout.num_engines}, several on each device (it is unset)")
+        if is_chosen_by_run(unset):
+            slots = config.rollout.num_slots
+            journal.say(f"rollout.num_slots: {slots} sequences at a time for each engine (it is unset)")
     chosen = choose(config)
     if uses(config) and chosen.config == config:
         journal.say(f"micro-batches: {describe(config)} (as this run has chosen before)")

@@ -380,9 +380,14 @@ def _check_processes(request: RoleRequest, spots: _Spots, counts: Sequence[int])
 
 
 def _engine_layout(request: RoleRequest, spots: _Spots, size: int, target: str) -> list[tuple[tuple[int, ...], int]]:
-    """Assign one process per engine of `size` devices: within each piece for blocks, else over all devices in order."""
+    """Assign one process per engine of `size` devices: within each piece for blocks, else over all devices in order.
+
+    A multiple of the devices is taken as so many engines on each.
+    """
     role, num_devices = request.role, len(spots.items)
-    if request.num_procs is not None and request.num_procs * size != num_devices:
+    per_device, rest = divmod(request.num_procs or num_devices, num_devices)
+    is_multiple = size == 1 and per_device >= 1 and not rest
+    if not is_multiple and request.num_procs is not None and request.num_procs * size != num_devices:
         raise PlacementError(_engines_do_not_match(request, size, num_devices, target))
     is_blocks = isinstance(_split_pools(request.selection)[1], DeviceBlocks)
     pieces = spots.pieces if is_blocks else (spots.items,)
@@ -396,7 +401,7 @@ def _engine_layout(request: RoleRequest, spots: _Spots, size: int, target: str) 
                 f" or cluster.component_placement.{owner} to {'blocks' if is_blocks else 'a number of devices'} that"
                 f" {size} divides"
             )
-    return [(piece, len(piece) // size) for piece in pieces]
+    return [(piece, len(piece) * per_device if is_multiple else len(piece) // size) for piece in pieces]
 
 
 def _engines_do_not_match(request: RoleRequest, size: int, num_devices: int, target: str) -> str:

@@ -78,7 +78,8 @@ def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
     located = locate(
         inventory, [RoleRequest(spec.name, selections[spec.name], sizes[spec.name], spec.num_procs) for spec in roles]
     )
-    for spec in roles:
+    specs = {name: _with_own_share(spec, located[name]) for name, spec in specs.items()}
+    for spec in specs.values():
         _check_parallel(spec, located[spec.name])
     steps = make_steps(flow, {name: place.devices for name, place in located.items()})
     _check_overlap(flow, located)
@@ -95,7 +96,7 @@ def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
             is_engine=spec.is_engine,
             model_assumed=spec.model_assumed,
         )
-        for spec in roles
+        for spec in specs.values()
     )
     return Plan(
         inventory=inventory,
@@ -120,6 +121,14 @@ def _check_working(specs: Mapping[str, RoleSpec], selections: Mapping[str, Selec
             )
         if is_elsewhere and any(w.role == name and w.is_training for phase in flow.phases for w in phase.works):
             raise PlacementError(f"{name}: it is trained here, so it cannot be none: give it devices or cpu*1")
+
+
+def _with_own_share(spec: RoleSpec, place: Located) -> RoleSpec:
+    """Return a role whose processes on one device divide a default share of its memory."""
+    if spec.share is None or not spec.is_share_default:
+        return spec
+    counts = Counter(device for process in place.processes for device in process.devices)
+    return replace(spec, share=spec.share / max(counts.values(), default=1))
 
 
 def _check_parallel(spec: RoleSpec, place: Located) -> None:

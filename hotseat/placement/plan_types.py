@@ -31,7 +31,8 @@ class RoleSpec:
     """A role as input of the planner.
 
     `on` is a selection, or the text of one for `parse_selection`. `num_procs` counts engines for an engine, otherwise
-    processes. `share` is the fraction of a device's memory that each process claims. `offload` None means as needed;
+    processes. `share` is the fraction of a device's memory that each process claims, or if `is_share_default` that all
+    of them claim together. `offload` None means as needed;
     "always" applies to all of `can_offload`, the parts that the backend can offload.
     """
 
@@ -40,6 +41,7 @@ class RoleSpec:
     tensor_parallel: int = 1
     num_procs: int | None = None
     share: float | None = None
+    is_share_default: bool = False
     offload: Offloading | None = None
     can_offload: frozenset[Part] = frozenset()
     memory: Memory | None = None

@@ -24,6 +24,7 @@ from hotseat.placement.plan import plan
 from hotseat.placement.plan_types import Plan, RoleSpec
 from hotseat.placement.role_names import Part
 from hotseat.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen, with_least_budgets
+from hotseat.planning.engine_counts import MIN_SEQUENCES, PER_DEVICE, most_engines, with_engines
 from hotseat.planning.role_specs import (
     backend_of,
     engine_of,
@@ -31,7 +32,6 @@ from hotseat.planning.role_specs import (
     not_described,
     role_specs,
     section_of_role,
-    shape_of_role,
     simulator_memory,
     with_custom_names,
 )
@@ -53,15 +53,19 @@ def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_d
     are_devices_logical: everything runs on CPUs, and a device is only a place in the plan.
     """
     if not are_devices_logical:
-        config = with_slots_on(config, inventory)
+        config = with_engines_on(config, inventory)
     chosen = with_budgets(config, inventory, are_devices_logical=are_devices_logical).config
     made = plan_as_is(chosen, inventory, are_devices_logical=are_devices_logical)
     return made if are_devices_logical else _with_scoring_together(chosen, made)
 
 
-def with_slots_on(config: Config, inventory: str | Inventory | None = None) -> Config:
-    """Return the config with the sequences that an engine decodes at a time, if the run chooses them, for devices."""
-    return with_slots(config, lambda made: plan_as_is(with_least_budgets(made), inventory), is_anything_offloaded)
+def with_engines_on(config: Config, inventory: str | Inventory | None = None) -> Config:
+    """Return the config with engines, and the sequences that each decodes at a time, if the run chooses them."""
+
+    def plan_with(made: Config) -> Plan:
+        return plan_as_is(with_least_budgets(made), inventory)
+
+    return with_slots(with_engines(config, plan_with, is_anything_offloaded), plan_with, is_anything_offloaded)
 
 
 def with_budgets(
@@ -204,27 +208,19 @@ def plan_notes(config: Config, cluster: Any, made: Plan) -> list[str]:
 def more_engines(config: Config, made: Plan) -> list[str]:
     """Recommend another engine, or several, where a small model would leave its device idle between steps.
 
-    vLLM works in Python for every sequence of a step. On an H200 the transformers engine sampled 5.5 times as fast from
-    0.5B parameters; three engines of vLLM with a third of the sequences each twice as fast from 135M, and two 1.24
-    times as fast from 1.5B.
+    On an H200 the transformers engine sampled 5.5 times as fast as vLLM from 0.5B parameters.
     """
-    rollout, engine = config.rollout, engine_of(config)
-    if not config.has_rollouts or not engine.is_busy_per_sequence or rollout.tensor_parallel_size > 1:
+    rollout = config.rollout
+    count = most_engines(config)
+    is_alone = all(process.fraction == 1 and len(process.devices) == 1 for process in made.role("rollout").processes)
+    if count == 1 or not is_alone or rollout.batch_size * rollout.samples_per_prompt < count * MIN_SEQUENCES:
         return []
-    devices = [device for process in made.role("rollout").processes for device in process.devices]
-    shape, _ = shape_of_role(config, "actor")
-    if len(devices) != 1 or shape is None or rollout.batch_size * rollout.samples_per_prompt < 128:
-        return []
-    count = 3 if shape.num_parameters < 5e8 else 2 if shape.num_parameters < 3e9 else 1
-    if count == 1:
-        return []
-    share = rollout.memory_share or engine.memory_share
-    shared = "" if share is None else f" and rollout.memory_share {share / count:.2f}"
+    keys = [f"rollout.{key}" for key in ("num_engines", "memory_share") if getattr(rollout, key) is not None]
+    own = f", or unset {' and '.join(keys)}, and the run starts {count} engines on a device" if keys else ""
     return [
-        f"rollout.num_engines: a model of {shape.num_parameters / 1e9:.1f}B parameters leaves a device idle while"
-        f" {engine.title} prepares its next step; if step times matter, set rollout.engine to {DEFAULT_ENGINE} for a"
-        f" Llama, Mistral, Qwen2 or Qwen3, or try {count} engines on it: place rollout on"
-        f" {devices[0]}:0-{count - 1} instead of {devices[0]}, with rollout.num_engines {count}{shared}"
+        f"rollout.engine: a model of fewer than {PER_DEVICE[-1][0] / 1e9:g}B parameters leaves a device idle while"
+        f" {engine_of(config).title} prepares its next step; if step times matter, set it to {DEFAULT_ENGINE} for a"
+        f" Llama, Mistral, Qwen2 or Qwen3{own}"
     ]
 
 
@@ -335,28 +331,33 @@ def flow_problem(config: Config) -> str | None:
 
 
 @dataclass(frozen=True)
-class CacheLimit:
-    """Size of an engine's cache that is less than its memory share allows; with it the engine takes `share`."""
+class EngineRoom:
+    """Memory that an engine takes. cache_gib: of its cache, where that is less than the share allows."""
 
-    gib: float
     share: float  # of the device's memory
+    cache_gib: float | None = None
 
 
-def cache_limit(config: Config, made: Plan, role: str = "rollout") -> CacheLimit | None:
-    """Return the limit of an engine's cache: what its sequences can use. None: it fills the engine's memory share."""
-    spec = next(spec for spec in role_specs(config) if spec.name == role)
+def engine_room(config: Config, made: Plan, role: str = "rollout") -> EngineRoom | None:
+    """Return the memory that each engine of a role takes; None if engines of its kind take what their slots need.
+
+    A cache is limited to what the engine's sequences can use.
+    """
+    spec, share = next(spec for spec in role_specs(config) if spec.name == role), made.role(role).share
+    if share is None:
+        return None
     sizes = [group.memory_gib for group in made.groups if role in group.roles]
     is_sized = bool(sizes) and None not in sizes  # processes on the CPU have no device
-    if spec.share is None or spec.model is None or not isinstance(spec.memory, EngineMemory) or not is_sized:
-        return None
+    if spec.model is None or not isinstance(spec.memory, EngineMemory) or not is_sized:
+        return EngineRoom(share)
     device_gib = min(size for size in sizes if size is not None)
-    priced = spec.estimate(Layout(1, spec.tensor_parallel, 1, spec.share, device_gib))
+    priced = spec.estimate(Layout(1, spec.tensor_parallel, 1, share, device_gib))
     assert priced is not None
     assert priced.min_share is not None  # weights, buffers, workspace and one sequence
     gib = priced.part_gib(Part.KV_CACHE)
     if gib < useful_cache_gib(spec.memory, spec.model, spec.tensor_parallel):
-        return None
-    return CacheLimit(gib, min(spec.share, priced.min_share + gib / device_gib))
+        return EngineRoom(share)
+    return EngineRoom(min(share, priced.min_share + gib / device_gib), gib)
 
 
 def is_anything_offloaded(made: Plan) -> bool:

@@ -135,7 +135,9 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         share = None if engine.memory_share is None else section.memory_share or engine.memory_share
         size, num_engines = section.tensor_parallel_size, section.num_engines
         memory = _engine_memory(config, role, engine)
-        return replace(spec, tensor_parallel=size, num_procs=num_engines, share=share, memory=memory)
+        is_default = section.memory_share is None
+        spec = replace(spec, share=share, is_share_default=is_default, memory=memory)
+        return replace(spec, tensor_parallel=size, num_procs=num_engines)
     spec = replace(spec, tensor_parallel=config.train.tensor_parallel_size)
     if role in ("actor", "critic"):
         # Without rollouts the actor stays while a reference scores.

@@ -211,8 +211,19 @@ def test_engines_times_tensor_parallel_must_equal_the_shared_devices():
         place("1x8", engine_size=2, num_procs=2, actor="0-6", rollout="@actor")
     with refused("2 engines x tp 2 need 4 devices, its selection has 8"):
         place("1x8", engine_size=2, num_procs=2, rollout="all")
+    with refused("3 engines x tp 1 need 3 devices, actor has 2: with colocated roles they must be equal"):
+        place("1x2", engine_size=1, num_procs=3, actor="0-1", rollout="@actor")
     with refused("1 engine x tp 1 needs 1 device, actor has 2: with colocated roles they must be equal"):
         place("1x2", engine_size=1, num_procs=1, actor="0-1", rollout="@actor")
+
+
+def test_a_multiple_of_the_devices_is_so_many_engines_on_each():
+    found = locate(
+        Inventory.parse("1x2"),
+        [RoleRequest("actor", parse_selection("all")), RoleRequest("rollout", parse_selection("@actor"), 1, 4)],
+    )
+    assert [process.devices for process in found["rollout"].processes] == [(0,), (0,), (1,), (1,)]
+    assert [process.fraction for process in found["rollout"].processes] == [0.5] * 4
 
 
 def test_two_numbers_of_processes_must_agree():

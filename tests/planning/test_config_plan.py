@@ -13,7 +13,8 @@ from hotseat.placement.memory import estimate
 from hotseat.placement.memory_settings import EngineMemory, ForwardMemory, Layout, TrainMemory
 from hotseat.placement.shapes import known_shape
 from hotseat.planning.config_plan import (
-    cache_limit,
+    EngineRoom,
+    engine_room,
     is_anything_offloaded,
     make_plan,
     more_engines,
@@ -279,8 +280,8 @@ def test_on_cpus_vllm_offloads_nothing_and_the_plan_notes_it_once():
     assert any(warning.startswith("rollout.memory_share: no effect here") for warning in shared.warnings)
 
 
-@pytest.mark.parametrize(("hidden", "layers", "count"), [(576, 30, 3), (1536, 28, 2), (4096, 32, None)])
-def test_several_engines_on_a_device_are_recommended_for_small_models(hidden, layers, count):
+@pytest.mark.parametrize(("hidden", "layers", "count"), [(576, 30, 3), (1536, 28, 2), (4096, 32, 1)])
+def test_another_engine_is_recommended_for_small_models(hidden, layers, count):
     sizes = f"hidden_size: {hidden}, num_hidden_layers: {layers}, intermediate_size: {4 * hidden}"
     actor = f"actor: {{shape: {{model_type: llama, vocab_size: 49152, num_attention_heads: 8, {sizes}}}}}"
 
@@ -290,12 +291,12 @@ def test_several_engines_on_a_device_are_recommended_for_small_models(hidden, la
         config = loads(f"{actor}\n{placed}\nrollout: {json.dumps(rollout)}")
         return more_engines(config, make_plan(config, "1x3"))
 
-    assert len(notes()) == (count is not None)
-    if count is not None:
-        assert f"place rollout on 0:0-{count - 1}" in notes()[0]
-        assert f"memory_share {0.1 / count:.2f}" in notes()[0]
-        assert f"place rollout on 2:0-{count - 1} instead of 2," in notes("2")[0]
-    assert notes("0:0-1") == notes("0:0-1", num_engines=2) == notes("0,2") == notes(batch_size=4) == []
+    assert len(notes()) == len(notes("0,2")) == (count > 1)
+    if count > 1:
+        assert f"unset rollout.memory_share, and the run starts {count} engines on a device" in notes()[0]
+        assert "unset rollout.num_engines and rollout.memory_share" in notes(num_engines=1)[0]
+        assert "unset" not in notes(memory_share=None)[0]
+    assert notes("0:0-1") == notes("0:0-1", num_engines=2) == notes(num_engines=2) == notes(batch_size=4) == []
 
 
 def test_on_cpus_the_transformers_engine_offloads_its_parts():
@@ -332,11 +333,11 @@ rollout: {engine: vllm, memory_share: 0.6}
 def test_the_cache_of_a_small_engine_is_what_its_sequences_can_use():
     config = loads(SMALL_ENGINE)
     made = make_plan(config, "1x1xH200")
-    limit = cache_limit(config, made)
+    room = engine_room(config, made)
     # 512 slots x 192 tokens x (key and value x 30 layers x 3 heads x 64 x 2 bytes), twice
-    assert limit is not None
-    assert limit.gib == pytest.approx(2 * 512 * 192 * 2 * 30 * 3 * 64 * 2 / 2**30)
-    assert limit.gib < limit.share * 141 < 20
+    assert room is not None
+    assert room.cache_gib == pytest.approx(2 * 512 * 192 * 2 * 30 * 3 * 64 * 2 / 2**30)
+    assert room.cache_gib < room.share * 141 < 20
     assert not is_anything_offloaded(made)
     offloading = loads(SMALL_ENGINE.replace("0.6", "0.6, enable_offload: true"))
     assert is_anything_offloaded(make_plan(offloading, "1x1xH200"))
@@ -361,8 +362,24 @@ def test_models_that_fit_beside_everything_score_at_the_same_time():
 
 def test_the_cache_of_a_large_engine_fills_its_share():
     config = loads(SMALL_ENGINE.replace("max_length: 192", "max_length: 8192"))
-    assert cache_limit(config, make_plan(config, "1x1xH200")) is None
-    assert cache_limit(config, make_plan(config, "1x1")) is None  # of unknown devices
+    assert engine_room(config, make_plan(config, "1x1xH200")) == EngineRoom(0.6)
+    assert engine_room(config, make_plan(config, "1x1")) == EngineRoom(0.6)  # of unknown devices
     on_cpu = config.model_copy(update={"cluster": loads("cluster: {component_placement: {actor: cpu*1}}").cluster})
-    assert cache_limit(on_cpu, make_plan(on_cpu, "cpu")) is None  # of processes without devices
-    assert cache_limit(loads(""), make_plan(loads(""), "1x1xH200")) is None  # the transformers engine has no share
+    assert engine_room(on_cpu, make_plan(on_cpu, "cpu")) == EngineRoom(0.6)  # of processes without devices
+    assert engine_room(loads(""), make_plan(loads(""), "1x1xH200")) is None  # the transformers engine has no share
+
+
+def test_engines_on_one_device_divide_the_default_share():
+    def shares(text, machines="1x1xH200"):
+        role = make_plan(loads(text), machines).role("rollout")
+        return [(process.devices, role.share) for process in role.processes]
+
+    sizes = "hidden_size: 4096, num_hidden_layers: 4, num_attention_heads: 32, intermediate_size: 14336"
+    vllm = f"actor: {{shape: {{{sizes}, vocab_size: 49152}}}}\n"
+    two = vllm + "rollout: {engine: vllm, num_engines: 2}"
+    placed = vllm + "cluster: {component_placement: {actor: 0, rollout: '0:0-1'}}\nrollout: {engine: vllm}"
+    assert shares(two) == shares(placed) == [((0,), 0.45)] * 2
+    assert shares(two + "\ncluster: {component_placement: {actor: 0-1}}", "1x2xH200") == [((0,), 0.9), ((1,), 0.9)]
+    assert shares(two.replace("2}", "2, memory_share: 0.3}")) == [((0,), 0.3)] * 2
+    with pytest.raises(PlacementError, match="sum to 1.20, over 1 .rollout 2 x 0.6.: set rollout.memory_share to at"):
+        shares(two.replace("2}", "2, memory_share: 0.6}"))

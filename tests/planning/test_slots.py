@@ -6,7 +6,7 @@ import pytest
 
 from hotseat.config import Config, loads, to_saved
 from hotseat.config.changes import changes_between
-from hotseat.planning.config_plan import make_plan, with_slots_on
+from hotseat.planning.config_plan import make_plan, with_engines_on
 from hotseat.planning.role_specs import engine_slots
 from hotseat.planning.slots import MAX_SLOTS, UNPRICED_SLOTS
 
@@ -27,7 +27,7 @@ def config_of(
 
 
 def slots(config: Config, inventory: str = "1x1xH200") -> int | None:
-    return with_slots_on(config, inventory).rollout.num_slots
+    return with_engines_on(config, inventory).rollout.num_slots
 
 
 def test_on_a_gpu_there_are_as_many_as_a_step_has_samples_up_to_a_bound() -> None:
@@ -79,4 +79,4 @@ def test_on_cpus_the_number_is_always_the_same() -> None:
 
 def test_what_the_run_chose_is_no_change_when_it_resumes() -> None:
     config = config_of()
-    assert changes_between(to_saved(with_slots_on(config, "1x1xH200")), config) == []
+    assert changes_between(to_saved(with_engines_on(config, "1x1xH200")), config) == []

@@ -158,14 +158,14 @@ def engine_settings_of(
             config,
             eos_token_ids,
             logs,
-            limit=config_plan.cache_limit(config, plan),
+            room=config_plan.engine_room(config, plan),
             adapters_alone=adapters_alone,
             num_slots=config_plan.stage_slots(config, plan) if has_simulator(config) else None,
         )
     }
     if "judge" in roles_of(config):
-        of_judge, limit = judge_eos_token_ids(config), config_plan.cache_limit(config, plan, "judge")
-        engines["judge"] = judge_engine_settings(config, of_judge, logs, limit=limit)
+        of_judge, room = judge_eos_token_ids(config), config_plan.engine_room(config, plan, "judge")
+        engines["judge"] = judge_engine_settings(config, of_judge, logs, room=room)
     return engines
 
 

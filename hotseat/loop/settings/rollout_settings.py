@@ -29,7 +29,7 @@ from hotseat.loop.workers.component import ComponentSettings
 from hotseat.loop.workers.host_settings import HostImages, HostSettings, ScorerSettings
 from hotseat.loop.workers.observations import SimulationSettings
 from hotseat.placement import Plan
-from hotseat.planning.config_plan import CacheLimit, episodes_per_engine
+from hotseat.planning.config_plan import EngineRoom, episodes_per_engine
 from hotseat.planning.role_specs import engine_of, engine_slots
 from hotseat.registry.engines import engine_entry
 from hotseat.registry.estimators import estimator_entry
@@ -78,11 +78,11 @@ def engine_settings(
     eos_token_ids: tuple[int, ...],
     logs: Path,
     *,
-    limit: CacheLimit | None = None,
+    room: EngineRoom | None = None,
     adapters_alone: bool = False,
     num_slots: int | None = None,
 ) -> EngineSettings:
-    """Return the settings of the rollout engines. `logs`: the folder for their logs. `limit`: of their caches.
+    """Return the settings of the rollout engines. `logs`: the folder for their logs. `room`: the memory of each.
 
     num_slots: sequences that one engine decodes at a time; None: what the config says. Where it is fewer, prompts are
     kept in the room of the others: of simulators that an action did not change, and that are asked for again.
@@ -92,8 +92,8 @@ def engine_settings(
     lora = lora_options(config) if adapters_alone else None
     options = EngineOptions(
         tensor_parallel_size=rollout.tensor_parallel_size,
-        memory_share=rollout.memory_share if limit is None else limit.share,
-        cache_gib=None if limit is None else limit.gib,
+        memory_share=rollout.memory_share if room is None else room.share,
+        cache_gib=None if room is None else room.cache_gib,
         prefix_caching=rollout.prefix_caching,
         enforce_eager=rollout.enforce_eager,
         logs=str(logs),
@@ -121,14 +121,14 @@ def engine_settings(
 
 
 def judge_engine_settings(
-    config: Config, eos_token_ids: tuple[int, ...], logs: Path, *, limit: CacheLimit | None = None
+    config: Config, eos_token_ids: tuple[int, ...], logs: Path, *, room: EngineRoom | None = None
 ) -> EngineSettings:
-    """Return the settings of the judge's engines. `logs`: the folder for their logs. `limit`: of their caches."""
+    """Return the settings of the judge's engines. `logs`: the folder for their logs. `room`: the memory of each."""
     judge, engine = config.reward.judge, config.reward.judge.engine
     options = EngineOptions(
         tensor_parallel_size=engine.tensor_parallel_size,
-        memory_share=engine.memory_share if limit is None else limit.share,
-        cache_gib=None if limit is None else limit.gib,
+        memory_share=engine.memory_share if room is None else room.share,
+        cache_gib=None if room is None else room.cache_gib,
         prefix_caching=True,  # the votes on an answer are the same request, and all requests begin with the rubric
         enforce_eager=engine.enforce_eager,
         logs=str(logs),
