@@ -110,7 +110,7 @@ def stream(command: Sequence[str], folder: Path) -> float:
         for line in process.stdout:
             seconds = time.monotonic() - began_s
             print(f"{seconds:6.1f}  {line}", end="", flush=True)
-            if line.startswith("rl  1/") or line.startswith("rl 1/"):
+            if line.startswith(("rl  1/", "rl 1/")):
                 first_step_s = seconds
     if process.returncode:
         raise SystemExit(process.returncode)
