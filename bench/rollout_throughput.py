@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,7 +239,7 @@ def run_vllm_alone(args: argparse.Namespace) -> dict[str, Any]:
     parameters = [
         SamplingParams(
             temperature=1.0,
-            seed=request.seed,
+            seed=None if args.unseeded else request.seed,
             max_tokens=request.sampling.max_new_tokens,
             ignore_eos=True,
             logprobs=0,
@@ -265,12 +265,12 @@ class Case:
     sequences: int
     slots: int
 
-    def measure(self, directory: str, num_repeats: int, is_profiled: bool) -> dict[str, Any] | None:
+    def measure(self, directory: str, num_repeats: int, flags: Sequence[str]) -> dict[str, Any] | None:
         """Return tokens, seconds of the start and of each repetition; None if a process ended."""
         name, _, several = self.engine.partition("*")
         count, began_s = int(several or 1), time.perf_counter()
         command = [sys.executable, __file__, "--folder", directory, "--models", self.model, "--engines", name]
-        command += ["--slots", str(self.slots), "--sequences", str(self.sequences), *["--profile"] * is_profiled]
+        command += ["--slots", str(self.slots), "--sequences", str(self.sequences), *flags]
         with ExitStack() as stack:
             engines = [
                 stack.enter_context(
@@ -323,6 +323,9 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[16 if small else 1024])
     parser.add_argument("--slots", type=int, nargs="+", help="sequences at a time; as many as there are unless given")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--unseeded", action="store_true", help="vllm-alone samples with one generator for all requests"
+    )
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # in the process of an engine
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
@@ -332,6 +335,7 @@ def main() -> None:
         return
     bandwidth = read_bandwidth()
     torch.cuda.empty_cache()
+    flags = ["--profile"] * args.profile + ["--unseeded"] * args.unseeded
     table = Table(title=f"Rollout on {torch.cuda.get_device_name() if has_gpu() else 'a CPU'}")
     for column in ("model", "engine", "sequences", "slots", "start s", "first s", "best s", "tokens/s", "of the bound"):
         table.add_column(column, justify="right")
@@ -346,7 +350,7 @@ def main() -> None:
                 for engine in args.engines
                 for slots in (args.slots or [sequences])
             ):
-                result = case.measure(directory, args.repeats, args.profile and case.engine != "vllm-alone")
+                result = case.measure(directory, args.repeats, flags)
                 if result is None:
                     print(f"{case}: a process ended")
                     continue
