@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from loop_cases import make_task, rl_yaml, sft_yaml
 from paused_runs import arm, end_stopped, held, started, wait_for, wait_until_stopped
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from hotseat import faults
 from hotseat.cli.main import main
@@ -269,6 +271,23 @@ def test_a_disk_that_fills_up_in_the_background_raises_the_usual_error(tmp_path,
         save(saver, ranks, 2)
     assert ranks.written == ["behind"]
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no rank could write"), CheckpointException("write", {0: (ValueError("a pickle"), StackSummary())})],
+    ids=["Exception", "BaseException"],
+)
+def test_an_error_in_the_background_is_raised_by_the_next_save_as_it_is(tmp_path, ranks, error):
+    """The second is how torch reports what failed on some rank."""
+    assert isinstance(error, Exception) == isinstance(error, RuntimeError)
+    saver = saver_of(tmp_path, "cluster.call_timeout_s=120")
+    save(saver, ranks, 1)
+    ranks.error = error
+    with pytest.raises(type(error)) as caught:
+        save(saver, ranks, 2)
+    assert caught.value is error
+    assert ranks.written == ["behind"]
 
 
 def test_a_stop_saves_at_once_after_what_is_under_way(tmp_path, ranks):

@@ -225,12 +225,12 @@ def test_episodes_follow_sample_ids() -> None:
 
 
 def seen(*images: str, lengths: Sequence[int]) -> MicroBatch:
-    """Make segments of these lengths, each with an image."""
+    """Make segments of these lengths, each with the image of that name, or "": none."""
     return MicroBatch.from_segments(
         [torch.full((length,), 1 + index) for index, length in enumerate(lengths)],
         [torch.ones(length, dtype=torch.bool) for length in lengths],
         [f"s{index}" for index in range(len(lengths))],
-        images=[(image,) for image in images],
+        images=[(image,) if image else () for image in images],
     )
 
 
@@ -265,6 +265,16 @@ def test_cutting_by_images_takes_no_more_micro_batches_than_needed() -> None:
     assert [piece.sample_ids for piece in split_by_count(apart, 2, by_images=True)] == [
         piece.sample_ids for piece in split_by_count(apart, 2)
     ]
+    # None at all: they are no group either.
+    without = seen(*[""] * 6, lengths=lengths)
+    assert without.images == ()
+    assert cut(without, by_images=True) == cut(without, by_images=False)
+    assert [piece.sample_ids for piece in split_by_count(without, 2, by_images=True)] == [
+        piece.sample_ids for piece in split_by_count(without, 2)
+    ]
+    # Two of an image and three of none: as a group of three, the latter would be 9 and 1 beside 5 and 5.
+    mixed = seen("a", "a", "", "", "", lengths=[5, 5, 4, 5, 1])
+    assert cut(mixed, by_images=True) == [[5, 5], [1, 4, 5]]
     # A group of 3 + 3, and three alone: in order it would be 3 + 3, 7 + 3, 4.
     groups = seen("a", "a", "b", "c", "d", lengths=[3, 3, 7, 3, 4])
     assert cut(groups, by_images=True) == [[3, 3, 4], [3, 7]]

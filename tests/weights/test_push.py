@@ -92,6 +92,20 @@ def test_buckets_keep_the_dtype(dtype):
     assert unpacked["c"] == 3
 
 
+def test_tensors_of_several_types_begin_where_a_view_of_any_type_may():
+    """Three bytes, two and eight in a row would leave the latter where torch makes no view of their type."""
+    named = [
+        ("bytes", torch.arange(3, dtype=torch.uint8)),
+        ("half", torch.arange(3).bfloat16()),
+        ("double", torch.arange(3).double()),
+        ("float", torch.arange(3).float()),
+    ]
+    [bucket] = pack(named)
+    assert [entry.start % 64 for entry in bucket.entries] == [0] * 4
+    assert {name: tensor.tolist() for name, tensor in bucket} == {name: [0, 1, 2] for name, _ in named}
+    assert [tensor.dtype for _, tensor in bucket] == [tensor.dtype for _, tensor in named]
+
+
 def test_a_transposed_tensor_arrives_as_it_reads():
     tensor = torch.arange(6.0).view(2, 3).t()
     [bucket] = pack([("a", tensor)])
