@@ -212,8 +212,10 @@ def more_engines(config: Config, made: Plan) -> list[str]:
     """
     rollout = config.rollout
     count = most_engines(config)
+    if count == 1:
+        return []
     is_alone = all(process.fraction == 1 and len(process.devices) == 1 for process in made.role("rollout").processes)
-    if count == 1 or not is_alone or rollout.batch_size * rollout.samples_per_prompt < count * MIN_SEQUENCES:
+    if not is_alone or rollout.batch_size * rollout.samples_per_prompt < count * MIN_SEQUENCES:
         return []
     keys = [f"rollout.{key}" for key in ("num_engines", "memory_share") if getattr(rollout, key) is not None]
     own = f", or unset {' and '.join(keys)}, and the run starts {count} engines on a device" if keys else ""

@@ -296,6 +296,8 @@ def test_another_engine_is_recommended_for_small_models(hidden, layers, count):
         assert f"unset rollout.memory_share, and the run starts {count} engines on a device" in notes()[0]
         assert "unset rollout.num_engines and rollout.memory_share" in notes(num_engines=1)[0]
         assert "unset" not in notes(memory_share=None)[0]
+    without = loads(f"task: sft\n{actor}")
+    assert more_engines(without, make_plan(without, "1x1")) == []
     assert notes("0:0-1") == notes("0:0-1", num_engines=2) == notes(num_engines=2) == notes(batch_size=4) == []
 
 
