@@ -4,7 +4,8 @@
     .venv/bin/python bench/mutants.py packing    # those in files whose path contains the word
 
 Each mutant replaces a text that stands exactly once in a file, and names the test functions that have to notice. These
-have to pass before. Files are restored however the run ends, short of SIGKILL; a tree with uncommitted changes is
+have to pass before. Only a test that fails has caught a mutant: one that hangs or crashes does not say what is wrong,
+and is listed as such. Files are restored however the run ends, short of SIGKILL; a tree with uncommitted changes is
 refused, so that `git checkout .` restores them then.
 """
 
@@ -17,14 +18,39 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT_S = 600.0
+LIMIT_S, ALL_S = 600.0, 3600.0  # of a test without a mutant, and of all of them
+LEAST_LIMIT_S = 180.0  # of a test with one
+START_S = 300.0  # for pytest to import and collect
+NO_TESTS = 5  # pytest's exit code where it has found none
+
+# Errors of a mutant that is no program any more: a test that fails by them has noticed nothing.
+NO_CATCH = ("NameError", "UnboundLocalError", "SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of tests with a mutant.
+
+    kind: `caught`, a test has failed; `NOT CAUGHT`; `hung`, a test or pytest had to be ended, so that no test has said
+    what is wrong; `crashed`, pytest did not come to its end; `broken`, the mutant does not run. shown: pytest's output.
+    """
+
+    kind: Literal["caught", "NOT CAUGHT", "hung", "crashed", "broken"]
+    detail: str = ""  # the first test that failed, and by what
+    longest_s: float = 0.0  # that a test took
+    shown: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} by {self.detail}" if self.kind == "caught" else f"{self.kind} {self.detail}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -141,6 +167,13 @@ MUTANTS = (
         "test_what_finishes_at_the_deadline_is_not_lost",
     ),
     Mutant(
+        "rollout/stop_strings.py",
+        "a token that is a part of a character completes no stop string",
+        'is_unclear = not text or _NO_TEXT in text or " " in self._ends',
+        'is_unclear = not text or " " in self._ends',
+        "test_the_first_token_that_completes_a_string",
+    ),
+    Mutant(
         "loop/settings/rollout_settings.py",
         "engines of simulators in stages keep no prompts in the room of slots that they do not use",
         "num_kept_prompts=engine_of(config).num_kept_prompts + all_slots - num_slots",
@@ -160,7 +193,7 @@ MUTANTS = (
         "tensors begin where the last one ends, so that some are not aligned to their type",
         "end = -(-used // ALIGNMENT) * ALIGNMENT",
         "end = used",
-        "test_buckets_keep_the_dtype test_buckets_hold_every_tensor_bit_for_bit_in_order",
+        "test_tensors_of_several_types_begin_where_a_view_of_any_type_may",
     ),
     # --- loop/state
     Mutant(
@@ -175,7 +208,7 @@ MUTANTS = (
         "an error of torch that is no `Exception` ends the thread of a save without a word",
         "        except BaseException as error:  # torch raises errors",
         "        except Exception as error:  # torch raises errors",
-        "test_a_disk_that_fills_up_in_the_background_raises_the_usual_error",
+        "test_an_error_in_the_background_is_raised_by_the_next_save_as_it_is",
     ),
     # --- loop/rl
     Mutant(
@@ -258,6 +291,13 @@ MUTANTS = (
         "test_what_waits_for_a_place_does_not_begin_when_the_host_closes",
     ),
     Mutant(
+        "agents/thinking.py",
+        "an answer that ended because its time was over is asked to go on",
+        "len(completion.token_ids) == asked and left > 0",
+        "left > 0",
+        "test_a_shorter_answer_is_sampled_in_one_call",
+    ),
+    Mutant(
         "envs/simulator_child.py",
         "a batch of worlds that returns too few results is taken",
         "if len(results) != len(where):",
@@ -324,6 +364,20 @@ MUTANTS = (
         "test_what_a_checkpoint_chose_is_no_change_of_the_config",
     ),
     Mutant(
+        "config/changes.py",
+        "engines that the run chose before are a change of the config",
+        'key in ("rollout.num_engines", "rollout.num_slots")',
+        'key == "rollout.num_slots"',
+        "test_the_choice_is_no_change_when_the_run_resumes",
+    ),
+    Mutant(
+        "model_source.py",
+        "positions that are stretched already are stretched once more",
+        'if before.get("rope_type") == "linear":',
+        "if False:",
+        "test_stretched_positions_allow_longer_sequences",
+    ),
+    Mutant(
         "config/conflicts.py",
         "bounds that drop every second answer are taken",
         'if reject == "k1" and not low < 1 < high:',
@@ -343,6 +397,63 @@ MUTANTS = (
         "data.image_key is not None and not has_agent(config)",
         "data.image_key is not None",
         "test_environments_may_show_images_in_every_turn",
+    ),
+    Mutant(
+        "planning/config_plan.py",
+        "engines are recommended to runs without rollouts, which ends them",
+        "    if count == 1:\n        return []\n",
+        "",
+        "test_another_engine_is_recommended_for_small_models",
+    ),
+    Mutant(
+        "planning/engine_counts.py",
+        "a device gets engines for which a step has too few sequences",
+        "range(min(most_engines(config), num_sequences // MIN_SEQUENCES), 1, -1)",
+        "range(most_engines(config), 1, -1)",
+        "test_there_are_no_more_than_have_sequences_to_work_on",
+    ),
+    Mutant(
+        "placement/plan.py",
+        "each of several engines on a device takes all of the default share of its memory",
+        "return replace(spec, share=spec.share / max(counts.values(), default=1))",
+        "return spec",
+        "test_small_models_get_several_engines_on_a_gpu_and_the_plan_fits",
+    ),
+    Mutant(
+        "checks/plans.py",
+        "weights that may stay in their files are refused for want of memory",
+        "loaded_bytes(Path(model), dtype, are_kept=True)",
+        "loaded_bytes(Path(model), dtype)",
+        "test_ranks_that_load_a_model_together_need_host_memory_for_all_of_them",
+    ),
+    # --- script, trl, verl
+    Mutant(
+        "script/objects.py",
+        "the record of a run has the values that a function of the script reads",
+        'seen[name] = f"sha256 {hashlib.sha256(text.encode()).hexdigest()}"',
+        "seen[name] = text",
+        "test_values_that_a_function_reads_are_not_kept",
+    ),
+    Mutant(
+        "trl/conversions.py",
+        "a generation of several optimizer steps has the prompts of one",
+        "samples = draft.samples_per_update * max(1, per_rollout // accumulated)",
+        "samples = draft.samples_per_update",
+        "test_a_generation_of_several_optimizer_steps_and_passes",
+    ),
+    Mutant(
+        "verl/key_values.py",
+        "mini-batches are taken that leave prompts of a batch over",
+        "if batch % prompts:",
+        "if prompts > batch:",
+        "test_a_mini_batch_counts_prompts_as_in_verl",
+    ),
+    Mutant(
+        "verl/key_values.py",
+        "the critic beside an actor with adapters gets some though verl would train all of it",
+        "if has_critic(line) and rank > 0 and not line.has(of_critic):",
+        "if False:",
+        "test_a_critic_beside_adapters_has_some_too",
     ),
     # --- rlinf
     Mutant(
@@ -374,33 +485,54 @@ def test_files(names: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def failed_tests(names: Sequence[str]) -> list[str]:
-    """Run test functions up to the first that fails; return its name. Exits if they cannot be run."""
+def run_tests(names: Sequence[str], limit_s: float, all_s: float) -> Outcome:
+    """Run test functions up to the first that fails. Exits if they cannot be run.
+
+    limit_s: of each test. all_s: of all together, for what no limit of a test can end.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-m",
-            "",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={report}",
-        ]
-        # A file compiled from a mutant must not outlive it.
-        env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+        report, log = Path(folder) / "report.xml", Path(folder) / "log"
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider", "--tb=short"]
         # -k takes parts of names, too; the names of functions are long enough.
-        command += [*test_files(names), "-k", " or ".join(names)]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
-        if done.returncode not in (0, 1):
-            sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
-        cases = list(ElementTree.parse(report).iter("testcase"))
+        command += [f"--timeout={limit_s:.0f}", f"--junitxml={report}", *test_files(names), "-k", " or ".join(names)]
+        # A file compiled from a mutant must not outlive it, and processes of a test must not import another tree.
+        env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                code = process.wait(all_s)
+            except subprocess.TimeoutExpired:
+                return Outcome("hung", f"no end within {all_s:.0f} s")
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        shown = log.read_text(errors="replace")[-3000:]
+        if code == NO_TESTS or (code == 0 and not report.exists()):
+            sys.exit(f"{' '.join(command)} ended with {code}:\n{shown}")
+        if code not in (0, 1):
+            return Outcome("crashed", f"pytest ended with {code}", shown=shown)
+        return outcome_of(list(ElementTree.parse(report).iter("testcase")), shown)
+
+
+def outcome_of(cases: Sequence[ElementTree.Element], shown: str) -> Outcome:
+    """Read the cases of a report. Exits if all were skipped."""
     if cases and all(case.find("skipped") is not None for case in cases):
-        sys.exit(f"skipped on this machine: {' '.join(names)}")
-    return [case.get("name", "") for case in cases if any(case.find(kind) is not None for kind in ("failure", "error"))]
+        sys.exit(f"skipped on this machine: {' '.join(case.get('name', '') for case in cases)}")
+    longest_s = max((float(case.get("time", 0)) for case in cases), default=0.0)
+    for case in cases:
+        for found in (case.find("failure"), case.find("error")):
+            if found is None:
+                continue
+            test, message = case.get("name", "").partition("[")[0], found.get("message", "")
+            if "from pytest-timeout" in message:
+                return Outcome("hung", f"{test}: no end within {longest_s:.0f} s")
+            # pytest leaves the name out where it has taken the statement apart.
+            kind = "AssertionError" if message.startswith("assert ") else re.split(r"[:\s]", message)[0].split(".")[-1]
+            return Outcome("broken" if kind in NO_CATCH else "caught", f"{test}: {kind}", shown=shown)
+    return Outcome("NOT CAUGHT", longest_s=longest_s)
 
 
 def refuse_changed_tree() -> None:
@@ -420,18 +552,21 @@ def main() -> None:
     chosen = [mutant for mutant in MUTANTS if word in mutant.file]
     lines = [mutant.line() for mutant in chosen]
     names = list(dict.fromkeys(name for mutant in chosen for name in mutant.tests.split()))
-    before = failed_tests(names)
-    if before:
-        sys.exit(f"fails without a mutant: {before[0]}")
-    num_survivors = 0
+    before = run_tests(names, LIMIT_S, ALL_S)
+    if before.kind != "NOT CAUGHT":
+        sys.exit(f"fails without a mutant: {before}\n{before.shown}")
+    # A test that takes ten times as long as the longest did is taken to hang, whatever else the machine does.
+    limit_s = max(LEAST_LIMIT_S, 10 * before.longest_s)
+    kinds: Counter[str] = Counter()
     for mutant, line in zip(chosen, lines, strict=True):
         with mutant.applied():
-            failed = failed_tests(mutant.tests.split())
-        num_survivors += not failed
-        noticed = f"caught by {failed[0].partition('[')[0]}" if failed else f"NOT CAUGHT by {mutant.tests}"
-        print(f"hotseat/{mutant.file}:{line}\n    {mutant.words}\n    {noticed}", flush=True)
-    print(f"\n{len(chosen)} mutants, {len(chosen) - num_survivors} caught")
-    if num_survivors:
+            outcome = run_tests(mutant.tests.split(), limit_s, START_S + 4 * limit_s)
+        kinds[outcome.kind] += 1
+        print(f"hotseat/{mutant.file}:{line}\n    {mutant.words}\n    {outcome}", flush=True)
+        if outcome.kind == "NOT CAUGHT":
+            print(f"    by {mutant.tests}", flush=True)
+    print(f"\n{len(chosen)} mutants: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
+    if kinds["caught"] < len(chosen):
         sys.exit(1)
 
 

@@ -142,6 +142,8 @@ def test_a_mini_batch_counts_prompts_as_in_verl():
     found = config(*GRPO, "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=16", f"{ROLLOUT}.n=5")
     assert (found.rollout.batch_size, found.rollout.samples_per_prompt, found.train.batch_size) == (64, 5, 80)
     assert "given 256 prompts, must divide data.train_batch_size, 8" in refused("data.train_batch_size=8")
+    said = refused("data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=48")
+    assert "given 48 prompts, must divide data.train_batch_size, 64" in said
     said = refused(f"{ACTOR}.ppo_micro_batch_size_per_gpu=3")
     assert "given 256 prompts of 1 samples, which 8 ranks do not share evenly in micro-batches of 3" in said
 
