@@ -16,12 +16,23 @@ a constant without gradient,
 
 so a token outside the range is weighed less but never dropped.
 
+SAPO (Gao et al., "Soft Adaptive Policy Optimization", 2025) has a gate in the place of the clip. With the logistic
+function σ and a temperature τ, which is another one where A ≤ 0,
+
+    loss = −(4/τ)·σ(τ·(ρ − 1))·A
+
+whose gradient at ρ = 1 is that of −ρ·A, and fades as ρ leaves 1, on either side.
+
+GMPO (Zhao et al., "Geometric-Mean Policy Optimization", 2025) takes the geometric mean of an episode's ratios, like
+GSPO, but clips the ratio of each token before, so that one wild token moves the mean only so far.
+
 The whole loss of a token is  correction · surrogate + β·KL − c_H·entropy  with `correction_weights`, `estimate_kl` and
 `entropy_bonus`; all three terms are weighed alike by `loss_weights`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -159,6 +170,77 @@ def cispo_loss(
         ratio=ratio,
         log_ratio=log_ratio,
         clipped=weight != ratio,
+        dual_clipped=torch.zeros_like(mask),
+    )
+
+
+def sapo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    temperature_pos: float,
+    temperature_neg: float,
+) -> PolicyLoss:
+    """Compute −(4/τ)·σ(τ·(ρ − 1))·A, τ = temperature_pos where A > 0, else temperature_neg. [num_tokens] in and out.
+
+    No token counts as clipped: the gate weighs a gradient by 4·σ·(1 − σ), which is 1 at ρ = 1 and 0 nowhere.
+    """
+    if not (temperature_pos > 0 and temperature_neg > 0):
+        raise UserError(
+            f"the gate's temperatures are {temperature_pos} and {temperature_neg}: set both above 0 (1 and 1.05 are"
+            " usual)"
+        )
+    log_ratio = sampled_only(log_probs, mask) - sampled_only(old_log_probs, mask).detach()
+    ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    advantages = sampled_only(advantages, mask).detach()
+    temperature = torch.where(advantages > 0, temperature_pos, temperature_neg).to(ratio.dtype)
+    nothing = torch.zeros_like(mask)
+    return PolicyLoss(
+        loss=-torch.sigmoid(temperature * (ratio - 1)) * (4 / temperature) * advantages,
+        ratio=ratio.detach(),
+        log_ratio=log_ratio.detach(),
+        clipped=nothing,
+        dual_clipped=nothing,
+    )
+
+
+def gmpo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    layout: TokenLayout,
+    *,
+    eps_low: float,
+    eps_high: float,
+    ratio_base_log_probs: Tensor | None = None,
+) -> PolicyLoss:
+    """Compute −A·exp(mean over the episode's sampled tokens of the clipped log π − log π_old).
+
+    Each log-ratio is bounded on the side to which its advantage pulls it: above by log(1 + ε_high) where A > 0, below
+    by log(1 − ε_low) otherwise. The range is that of ratios, as for every loss here; the paper's, e^−0.4 to e^0.4, is
+    eps_low 0.33 and eps_high 0.49, and its aggregation is `sequence_mean`.
+
+    The gradient of token t is that of sg(s)·π_t/sg(π_t) with the mean s, and 0 where t is clipped, so that tokens of
+    one episode may have different advantages, as in `gspo_loss`, which says what `ratio_base_log_probs` are for.
+    """
+    _check_clips(eps_low, eps_high)
+    mask = layout.mask
+    advantages = sampled_only(advantages, mask).detach()
+    log_ratio = sampled_only(log_probs, mask) - sampled_only(old_log_probs, mask).detach()
+    based = log_ratio
+    if ratio_base_log_probs is not None:
+        based = sampled_only(log_probs, mask) - sampled_only(ratio_base_log_probs, mask).detach()
+    bounded = based.clamp(math.log1p(-eps_low) if eps_low < 1 else -math.inf, math.log1p(eps_high))
+    held = torch.where(advantages > 0, torch.minimum(based, bounded), torch.maximum(based, bounded))
+    mean = sampled_only(mean_per_episode(held.detach(), layout)[layout.token_episode], mask)
+    ratio = (mean + held - held.detach()).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return PolicyLoss(
+        loss=-ratio * advantages,
+        ratio=ratio.detach(),
+        log_ratio=log_ratio.detach(),
+        clipped=(held != based).detach(),
         dual_clipped=torch.zeros_like(mask),
     )
 

@@ -107,6 +107,12 @@ def _names(option: str, holds: Callable[[str], bool], names: list[str]) -> Besid
     return Beside(option, holds, f"is {' or '.join(names)}", because)
 
 
+def _loss_has(fact: str) -> Beside:
+    """Return the condition that a fact is true of the policy loss."""
+    names = names_that(POLICY_LOSSES, fact)
+    return _names("policy_loss", lambda name: bool(getattr(policy_loss_entry(name), fact)), names)
+
+
 def _has_option(option: str) -> Beside:
     names = names_with(PREFERENCE_LOSSES, option)
     return _names("loss", lambda name: option in preference_loss_entry(name).options, names)
@@ -308,9 +314,7 @@ DEVIATION = Condition(
         else f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation"
     ),
 )
-DUAL_CLIP = _names(
-    "policy_loss", lambda name: policy_loss_entry(name).has_dual_clip, names_that(POLICY_LOSSES, "has_dual_clip")
-)
+CLIP, GATE, DUAL_CLIP = map(_loss_has, ("has_clip", "has_gate", "has_dual_clip"))
 CORRECTION = Condition(
     f"algorithm.correction.kind is not {NO_CORRECTION}",
     lambda c: correction_kind(c) != NO_CORRECTION,

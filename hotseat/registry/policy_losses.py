@@ -16,7 +16,7 @@ class PolicyLossEntry:
     """Facts about a policy loss.
 
     function: "module:function" that takes log-probs, old ones, advantages and the layout (with `takes_mask` its mask),
-    and by name `eps_low`, `eps_high` and what the facts say. It returns a loss per token, or a `PolicyLoss`.
+    and by name what the facts say. It returns a loss per token, or a `PolicyLoss`.
     """
 
     name: str  # of `algorithm.policy_loss`
@@ -25,6 +25,8 @@ class PolicyLossEntry:
     source: str
     function: str
     takes_mask: bool = False
+    has_clip: bool = True  # takes `eps_low` and `eps_high`
+    has_gate: bool = False  # takes `temperature_pos` and `temperature_neg`
     has_dual_clip: bool = False  # takes `dual_clip`
     has_steps: bool = False  # takes `starts`: the first of the tokens that share a ratio
     has_episode_ratio: bool = False  # one per episode; takes `ratio_base_log_probs`, the engine's, to correct by it
@@ -66,6 +68,26 @@ POLICY_LOSSES = Table[PolicyLossEntry](
         takes_mask=True,
         aggregation="token_mean",
         has_lower_bound=False,
+    ),
+    PolicyLossEntry(
+        "sapo",
+        "A gate in the place of the clip: the further a token's ratio is from 1, the less it learns.",
+        "−(4/τ)·σ(τ·(ρ − 1))·A, with a τ for A > 0 and another one for the rest",
+        "SAPO, Gao et al. 2025",
+        "hotseat.algorithms.policy_loss:sapo_loss",
+        takes_mask=True,
+        has_clip=False,
+        has_gate=True,
+        aggregation="sequence_mean",
+    ),
+    PolicyLossEntry(
+        "gmpo",
+        "Geometric mean of an episode's ratios, each of which is clipped before.",
+        "−A·exp(mean over the episode of log ρ, at most log(1 + ε_high) if A > 0, at least log(1 − ε_low) if not)",
+        "GMPO, Zhao et al. 2025",
+        "hotseat.algorithms.policy_loss:gmpo_loss",
+        has_episode_ratio=True,
+        aggregation="sequence_mean",
     ),
 )
 

@@ -413,6 +413,7 @@ _AGGREGATIONS = {
     "bnpo": "token_mean",
     "cispo": "token_mean",
     "grpo": "sequence_mean",
+    "sapo": "sequence_mean",
     "dr_grpo": "constant",
 }
 
@@ -443,9 +444,15 @@ def _ratio(draft: TrlDraft, kind: str) -> None:
     """Set the policy loss and its clip range."""
     values, level = draft.values, draft.values["importance_sampling_level"]
     high = values["epsilon"] if values["epsilon_high"] is None else values["epsilon_high"]
+    if kind in ("cispo", "sapo") and level != "token":
+        draft.refuse("importance_sampling_level", f"{level} with {kind}, which has a ratio per token")
+    if kind == "sapo":
+        draft.set("loss_type", {"algorithm.policy_loss": "sapo"})
+        for side in ("pos", "neg"):
+            name = f"sapo_temperature_{side}"
+            draft.set(name, {f"algorithm.gate_temperature_{side}": values[name]})
+        return
     if kind == "cispo":
-        if level != "token":
-            draft.refuse("importance_sampling_level", f"{level} with cispo, which has a ratio per token")
         if high <= 1:
             draft.refuse("epsilon_high", f"{high:g} with cispo: the bound of the ratio, above 1, such as 5")
         draft.set("loss_type", {"algorithm.policy_loss": "cispo", "algorithm.clip_low": 1.0})

@@ -58,7 +58,6 @@ _OWN_TOKENIZER = "a tokenizer is used as its checkpoint defines it; change it th
 _NO_DROPOUT = "the model's own dropout is always off; adapters have that of `train.lora.dropout`"
 _REFERENCE_STAYS = "the reference stays what it was at the start"
 _CHAT_TEMPLATE = "of a file that ends with .jinja or .j2, and sets `apply_chat_template`; refused otherwise"
-_ONLY_SAPO = "of the loss `sapo`, which is refused"
 _ONLY_VESPO = "of the loss `vespo`, which is refused"
 _ONLY_ADAPTIVE = "of `use_adaptive_entropy`, which is refused"
 _ONLY_SERVER = 'of `vllm_mode="server"`, which is refused'
@@ -349,7 +348,9 @@ GRPO: tuple[TrlField, ...] = (
         note="in the loss and by k3: `algorithm.kl.as_loss: true`, `estimator: k3`; 0 loads no reference, in both",
     ),
     _derived("num_iterations", 1, "batches", "train.max_epochs", note="as it is"),
-    _derived("epsilon", 0.2, "loss", "algorithm.clip_low", "algorithm.clip_high", note="of `cispo` it is not used"),
+    _derived(
+        "epsilon", 0.2, "loss", "algorithm.clip_low", "algorithm.clip_high", note="of `cispo` and `sapo` it is not used"
+    ),
     _derived(
         *("delta", None, "loss", "algorithm.dual_clip"),
         note="the same for bad answers; refused up to 1 + `epsilon_high`, where it would clip good ones, too",
@@ -358,15 +359,15 @@ GRPO: tuple[TrlField, ...] = (
         *("epsilon_high", None, "loss", "algorithm.clip_high"),
         note="unset is `epsilon`; of `cispo` it is 1 + `clip_high`, which must be above 0",
     ),
-    _idle("sapo_temperature_neg", 1.05, _ONLY_SAPO),
-    _idle("sapo_temperature_pos", 1.0, _ONLY_SAPO),
+    _derived("sapo_temperature_neg", 1.05, "loss", "algorithm.gate_temperature_neg", note="of the loss `sapo`"),
+    _derived("sapo_temperature_pos", 1.0, "loss", "algorithm.gate_temperature_pos", note="of the loss `sapo`"),
     _idle("vespo_k_pos", 2.0, _ONLY_VESPO),
     _idle("vespo_lambda_pos", 3.0, _ONLY_VESPO),
     _idle("vespo_k_neg", 3.0, _ONLY_VESPO),
     _idle("vespo_lambda_neg", 2.0, _ONLY_VESPO),
     _derived(
         *("importance_sampling_level", "token", "loss", "algorithm.policy_loss"),
-        note="`token` is `ppo`, `sequence` is `gspo`; with `cispo` only `token`",
+        note="`token` is `ppo`, `sequence` is `gspo`; with `cispo` and `sapo` only `token`",
     ),
     _refused("reward_weights", None, "a reward file returns one number: weigh its parts there"),
     _refused("multi_objective_aggregation", "sum_then_normalize", "rewards are summed, then compared in their group"),
@@ -377,7 +378,8 @@ GRPO: tuple[TrlField, ...] = (
     _derived(
         *("loss_type", "dapo", "loss", "algorithm.aggregation", "algorithm.policy_loss"),
         note="`dapo` is `token_mean`, `grpo` is `sequence_mean`, `dr_grpo` is `constant`, `cispo` is its policy loss"
-        " under `token_mean`; `bnpo` is `token_mean` where a batch is not cut, else refused; others are refused",
+        " under `token_mean`, `sapo` its under `sequence_mean`; `bnpo` is `token_mean` where a batch is not cut, else"
+        " refused; others are refused",
     ),
     _copied("mask_truncated_completions", False, "algorithm.mask_truncated"),
     *_SYNC_REFERENCE,

@@ -1,6 +1,7 @@
 """Our policy losses and advantages against TRL's own code, loss and gradient in float64."""
 
 import importlib
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hotseat.algorithms.advantages import compute_advantages, group_mean_centred
 from hotseat.algorithms.aggregation import loss_weights, mask_truncated, weighted_sum
 from hotseat.algorithms.corrections import correction_weights
 from hotseat.algorithms.kl import estimate_kl
-from hotseat.algorithms.policy_loss import cispo_loss, entropy_bonus, gspo_loss, ppo_loss
+from hotseat.algorithms.policy_loss import cispo_loss, entropy_bonus, gmpo_loss, gspo_loss, ppo_loss, sapo_loss
 from hotseat.algorithms.shaping import clip_rewards
 
 pytestmark = pytest.mark.slow
@@ -92,6 +93,27 @@ def test_cispo_equals_trl(trl, seed):
     assert result.clipped.any()
     their_loss = trl.grpo_loss("cispo", LAYOUT, theirs, old, advantages, eps_high=1.28)
     _assert_same(_step_loss(result.loss, "token_mean"), their_loss, ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sapo_equals_trl(trl, seed):
+    ours, theirs, old, advantages = _inputs(seed)
+    temperatures = {"temperature_pos": 1.3, "temperature_neg": 1.7}
+    result = sapo_loss(ours, old, advantages, LAYOUT.mask, **temperatures)
+    their_loss = trl.grpo_loss("sapo", LAYOUT, theirs, old, advantages, **temperatures)
+    _assert_same(_step_loss(result.loss, "sequence_mean"), their_loss, ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gmpo_equals_trl_whose_clips_are_of_log_ratios(trl, seed):
+    ours, theirs, old, _ = _inputs(seed)
+    advantages = numbers(seed + 200, LAYOUT.num_episodes)
+    clip = {"eps_low": 1 - math.exp(-0.2), "eps_high": math.exp(0.3) - 1}
+    result = gmpo_loss(ours, old, advantages[LAYOUT.token_episode], LAYOUT, **clip)
+    assert result.clipped.any()
+    assert not result.clipped.all()
+    their_loss = trl.gmpo_loss(LAYOUT, theirs, old, advantages, low=0.2, high=0.3)
+    _assert_same(_step_loss(result.loss, "sequence_mean"), their_loss, ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(3))

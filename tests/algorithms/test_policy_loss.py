@@ -20,10 +20,12 @@ from algorithm_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotseat.algorithms.policy_loss import cispo_loss, entropy_bonus, gspo_loss, ppo_loss
+from hotseat.algorithms.policy_loss import cispo_loss, entropy_bonus, gmpo_loss, gspo_loss, ppo_loss, sapo_loss
 from hotseat.errors import UserError
 
 CLIP = {"eps_low": 0.2, "eps_high": 0.3}
+GATE = {"temperature_pos": 1.0, "temperature_neg": 2.0}
+ALL = ["ppo", "gspo", "cispo", "sapo", "gmpo"]
 
 
 def _loss(name, log_probs, old, advantages, layout, **options):
@@ -31,6 +33,10 @@ def _loss(name, log_probs, old, advantages, layout, **options):
         return ppo_loss(log_probs, old, advantages, layout.mask, **CLIP, **options)
     if name == "cispo":
         return cispo_loss(log_probs, old, advantages, layout.mask, **CLIP)
+    if name == "sapo":
+        return sapo_loss(log_probs, old, advantages, layout.mask, **GATE)
+    if name == "gmpo":
+        return gmpo_loss(log_probs, old, advantages, layout, **CLIP)
     return gspo_loss(log_probs, old, advantages, layout, **CLIP, **options)
 
 
@@ -237,7 +243,77 @@ def test_cispo_weighs_tokens_and_drops_none():
     assert without_lower.clipped.tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+def test_sapo_weighs_gradients_by_how_far_the_ratio_is():
+    # A = 2, ratio 1: -4 * sigmoid(0) * 2 = -4; the gradient is 4 * 1/4 * ratio * -A = -2.
+    # A = 1, ratio 2: -4 * sigmoid(1); the gradient -4 * sigmoid'(1) * 2.
+    # A = -1, ratio 2, temperature 2: 2 * sigmoid(2); the gradient 2 * sigmoid'(2) * 2 * 2.
+    ratios = torch.tensor([1, 2, 2], dtype=torch.float64)
+    log_probs = (ratios.log() - 1).requires_grad_()
+    advantages, old, mask = torch.tensor([2.0, 1.0, -1.0]), torch.full((3,), -1.0), torch.ones(3, dtype=torch.bool)
+    result = sapo_loss(log_probs, old, advantages, mask, **GATE)
+    one, two = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))
+    assert_close(result.loss, [-4, -4 * one, 2 * two])
+    assert not result.clipped.any()
+    result.loss.sum().backward()
+    assert_close(log_probs.grad, [-2, -8 * one * (1 - one), 8 * two * (1 - two)])
+
+
+def test_gmpo_clips_each_token_and_then_takes_the_geometric_mean():
+    # First episode, A = 1: log-ratios 0.1, 0.5, -3; the second is held at log 1.3, the third is free: only the
+    # upper bound counts. Second episode, A = -2: 0.5 is free, -3 is held at log 0.8.
+    layout = make_layout([[[0, 1, 1], [0, 1]], [[1, 1]]])
+    log_probs = torch.tensor([NAN, 0.1, 0.5, NAN, -3, 0.5, -3], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([NAN, 1, 1, NAN, 1, -2, -2], dtype=torch.float64)
+    result = gmpo_loss(log_probs, torch.zeros(7), advantages, layout, **CLIP)
+    first, second = math.exp((0.1 + math.log(1.3) - 3) / 3), math.exp((0.5 + math.log(0.8)) / 2)
+    assert_close(result.loss, [0, -first, -first, 0, -first, 2 * second, 2 * second])
+    assert_close(result.ratio, [1, first, first, 1, first, second, second])
+    assert_close(result.log_ratio, [0, 0.1, 0.5, 0, -3, 0.5, -3])
+    assert result.clipped.tolist() == [False, False, True, False, False, False, True]
+    # under sequence_mean the weight is 1 / n for each token: the gradient of -A * exp(mean), 0 where clipped
+    result.loss.sum().backward()
+    assert_close(log_probs.grad, [0, -first, 0, 0, -first, 2 * second, 0])
+
+
+@few
+@given(layout=layouts(), seed=seeds, has_engine=st.booleans())
+def test_sapo_and_gmpo_equal_loops_in_loss_and_gradient(layout, seed, has_engine):
+    """By numbers: each token learns from its own advantage, weighed by what the loop computes."""
+    old, advantages = numbers(seed, layout.num_tokens), numbers(seed + 1, layout.num_tokens)
+    engine = old + numbers(seed + 4, layout.num_tokens, scale=0.3) if has_engine else old
+    log_probs = (old + numbers(seed + 2, layout.num_tokens, scale=0.5)).requires_grad_()
+    options = {"ratio_base_log_probs": with_rubbish(engine, layout.mask)} if has_engine else {}
+    gmpo = gmpo_loss(log_probs, old, advantages, layout, **CLIP, **options)
+    [gmpo_slope] = torch.autograd.grad(gmpo.loss.sum(), [log_probs])
+    sapo = _loss("sapo", log_probs, old, advantages, layout)
+    [sapo_slope] = torch.autograd.grad(sapo.loss.sum(), [log_probs])
+    expected = torch.zeros(4, layout.num_tokens, dtype=torch.float64)
+    for episode in range(layout.num_episodes):
+        tokens = sampled_tokens(layout, episode)
+        gaps = {token: float(log_probs[token]) - float(engine[token]) for token in tokens}
+        held = {
+            token: min(gap, math.log(1.3)) if float(advantages[token]) > 0 else max(gap, math.log(0.8))
+            for token, gap in gaps.items()
+        }
+        for token in tokens:
+            of_token, ratio = float(advantages[token]), math.exp(float(log_probs[token]) - float(old[token]))
+            expected[0, token] = -of_token * math.exp(sum(held.values()) / len(held))
+            expected[1, token] = expected[0, token] if held[token] == gaps[token] else 0.0
+            temperature = 1.0 if of_token > 0 else 2.0
+            gate = 1 / (1 + math.exp(-temperature * (ratio - 1)))
+            expected[2, token] = -of_token * gate * 4 / temperature
+            expected[3, token] = -of_token * 4 * gate * (1 - gate) * ratio
+    for ours, theirs in zip((gmpo.loss, gmpo_slope, sapo.loss, sapo_slope), expected, strict=True):
+        assert_close(ours, theirs)
+
+
+def test_a_gate_without_temperature_is_refused():
+    nothing = torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.bool)
+    with pytest.raises(UserError, match=r"temperatures are 1\.0 and 0\.0: set both above 0"):
+        sapo_loss(*nothing, temperature_pos=1.0, temperature_neg=0.0)
+
+
+@pytest.mark.parametrize("name", ALL)
 @few
 @given(layout=layouts(), seed=seeds)
 def test_policy_loss_never_reads_unsampled_tokens(name, layout, seed):
@@ -253,7 +329,7 @@ def test_policy_loss_never_reads_unsampled_tokens(name, layout, seed):
     assert bool((here.loss[~layout.mask] == 0).all())
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", ALL)
 @few
 @given(episodes=episode_lists(), seed=seeds)
 def test_permuting_episodes_permutes_the_policy_loss(name, episodes, seed):
@@ -281,7 +357,7 @@ def test_entropy_bonus_equals_a_loop(seed, coefficient):
     assert_close(entropy_bonus(with_rubbish(entropies, mask), mask, coefficient), expected)
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", ALL)
 def test_policy_loss_precision(name):
     layout = make_layout([[[0, 1]]])
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
@@ -289,7 +365,7 @@ def test_policy_loss_precision(name):
         assert _loss(name, *inputs, layout).loss.dtype == expected
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", ALL)
 def test_no_gradient_flows_into_old_log_probs_or_advantages(name):
     layout = make_layout([[[0, 1, 1]]])
     log_probs, old, advantages = (numbers(i, 3, grad=True) for i in range(3))

@@ -131,6 +131,8 @@ WITHOUT_A_FLAG = {
     "algorithm.dpo.gamma",
     "algorithm.dpo.length_normalised",
     "algorithm.dpo.precompute",
+    "algorithm.gate_temperature_neg",
+    "algorithm.gate_temperature_pos",
     "algorithm.kl.allow_k1_loss",  # set beside --use_kl_loss --kl_estimator k1
     "algorithm.mask_truncated",
     "algorithm.time_step",

@@ -239,9 +239,9 @@ def test_every_condition_is_used():
         ),
         (
             "algorithm: {correction: {kind: rollout-ratio}}",
-            "rollout-ratio is the correction of algorithm.policy_loss gspo, and it is ppo: set tis or icepop or",
+            "rollout-ratio is the correction of algorithm.policy_loss gspo and gmpo, and it is ppo: set tis or icepop",
         ),
-        ("algorithm: {policy_loss: cispo, correction: {kind: rollout-ratio}}", "gspo, and it is cispo: set tis"),
+        ("algorithm: {policy_loss: cispo, correction: {kind: rollout-ratio}}", "gmpo, and it is cispo: set tis"),
         (
             "train: {full_determinism: true}\noverlap: {staleness: 1}",
             "train.full_determinism: overlap.staleness is 1: which weights sample which answer depends on time",

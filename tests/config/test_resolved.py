@@ -77,7 +77,7 @@ def test_cispo_with_dr_grpo_says_that_it_divides_by_a_constant():
     [note] = resolved_notes(config)
     assert note == (
         "algorithm.aggregation is unset and constant, which is that of algorithm.estimator dr_grpo with any policy_loss"
-        " but gspo; cispo's paper has token_mean: set algorithm.aggregation to choose another"
+        " but gspo and gmpo; cispo's paper has token_mean: set algorithm.aggregation to choose another"
     )
     chosen = loads("algorithm: {policy_loss: cispo, estimator: dr_grpo, clip_low: 1, aggregation: constant}")
     assert resolved_notes(chosen) == []

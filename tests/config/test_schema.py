@@ -186,6 +186,7 @@ WITHOUT = (
     "algorithm: {estimator: gae}\nactor: {optimizer: {schedule: constant}}\ncritic: {optimizer: {schedule: constant}}",
     "algorithm: {estimator: rloo}",
     "algorithm: {policy_loss: cispo}",
+    "algorithm: {policy_loss: sapo}",
     "algorithm: {policy_loss: gspo, correction: {kind: rollout-ratio}}",
     "algorithm: {kl: {coef: 0.1}}",
     "algorithm: {kl: {coef: 0.1, target: 1.0}}",

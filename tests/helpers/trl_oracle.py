@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
+from trl.experimental.gmpo import GMPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from hotseat.types import TokenLayout
@@ -67,6 +68,8 @@ def grpo_loss(
     entropies: Tensor | None = None,
     entropy_coef: float = 0.0,
     max_completion_length: int = 0,
+    temperature_pos: float = 1.0,
+    temperature_neg: float = 1.05,
 ) -> Tensor:
     """GRPOTrainer's loss of one batch. Advantages per token; the mask goes in as TRL's tool mask."""
     rows = Rows(layout)
@@ -80,6 +83,7 @@ def grpo_loss(
     stub.max_completion_length = max_completion_length
     stub._entropy_bonus_enabled, stub.entropy_coef, stub.use_adaptive_entropy = bool(entropy_coef), entropy_coef, False
     stub.args = SimpleNamespace(delta=delta, use_bias_correction_kl=False, steps_per_generation=1)
+    stub.args.sapo_temperature_pos, stub.args.sapo_temperature_neg = temperature_pos, temperature_neg
     inputs: dict[str, Any] = {
         "prompt_ids": torch.zeros(layout.num_episodes, 1, dtype=torch.int64),
         "prompt_mask": torch.ones(layout.num_episodes, 1, dtype=torch.int64),
@@ -95,6 +99,25 @@ def grpo_loss(
     if correction is not None:
         inputs["importance_sampling_ratio"] = rows(correction)
     return GRPOTrainer._compute_loss(stub, None, inputs)
+
+
+def gmpo_loss(
+    layout: TokenLayout, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, low: float, high: float
+) -> Tensor:
+    """GMPOTrainer's loss of one batch. Advantages per episode; the clips are of log-ratios."""
+    rows, stub = Rows(layout), _stub()
+    stub._get_per_token_logps_and_entropies.return_value = (rows(log_probs), rows(torch.zeros_like(log_probs)), None)
+    stub.epsilon_low, stub.epsilon_high, stub.beta, stub.top_entropy_quantile = low, high, 0.0, 1.0
+    inputs = {
+        "prompt_ids": torch.zeros(layout.num_episodes, 1, dtype=torch.int64),
+        "prompt_mask": torch.ones(layout.num_episodes, 1, dtype=torch.int64),
+        "completion_ids": rows.index,
+        "completion_mask": rows.exists.long(),
+        "tool_mask": rows.mask.long(),
+        "advantages": advantages,
+        "old_per_token_logps": rows(old_log_probs),
+    }
+    return GMPOTrainer._compute_loss(stub, None, inputs)
 
 
 def generated_batch(

@@ -306,6 +306,7 @@ def test_arguments_of_loading_a_model():
         ({"loss_type": "dr_grpo"}, "constant", "ppo"),
         ({"loss_type": "bnpo"}, "token_mean", "ppo"),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, "token_mean", "cispo"),
+        ({"loss_type": "sapo"}, "sequence_mean", "sapo"),
         ({"importance_sampling_level": "sequence"}, "token_mean", "gspo"),
         ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, "sequence_mean", "gspo"),
     ],
@@ -315,7 +316,7 @@ def test_loss_types(values, aggregation, policy_loss):
     assert (algorithm.aggregation, algorithm.policy_loss) == (aggregation, policy_loss)
 
 
-@pytest.mark.parametrize("kind", ["sapo", "luspo", "vespo"])
+@pytest.mark.parametrize("kind", ["luspo", "vespo"])
 def test_losses_that_do_not_exist_here_are_refused(kind):
     assert kind in refused(loss_type=kind)["loss_type"]
 
@@ -331,6 +332,12 @@ def test_clip_ranges():
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 1.5)
     algorithm = config_of(loss_type="cispo", epsilon_high=5.0).algorithm
     assert (algorithm.clip_low, algorithm.clip_high) == (1.0, 4.0)
+
+
+def test_the_gate_of_sapo_has_trls_temperatures():
+    algorithm = config_of(loss_type="sapo", sapo_temperature_pos=0.9, sapo_temperature_neg=1.2, epsilon=0.1).algorithm
+    assert (algorithm.gate_temperature_pos, algorithm.gate_temperature_neg) == (0.9, 1.2)
+    assert "a ratio per token" in str(refused(loss_type="sapo", importance_sampling_level="sequence"))
 
 
 def test_bounds_that_mean_something_else_are_refused():

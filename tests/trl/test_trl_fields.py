@@ -92,4 +92,4 @@ def test_a_row_has_both_defaults_or_the_reason():
     )
     assert "| `true`; GRPO `false` |" in rows["remove_unused_columns"]
     assert "|  | refused: engines sample by" in rows["min_p"]
-    assert "|  | no effect: of the loss `sapo`" in rows["sapo_temperature_neg"]
+    assert "|  | no effect: of the loss `vespo`" in rows["vespo_k_neg"]

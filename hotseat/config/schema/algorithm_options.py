@@ -109,10 +109,14 @@ class AlgorithmConfig(Section):
     """Normalise advantages over all tokens of a step; unset: where the estimator does."""
     policy_loss: PolicyLossName | FunctionPath = DEFAULT_POLICY_LOSS
     """Policy loss, or a custom one, `my.py:function`."""
-    clip_low: Share = 0.2
+    clip_low: Annotated[Share, when.CLIP] = 0.2
     """The ratio is clipped at 1 minus this."""
-    clip_high: AboveZero = 0.2
+    clip_high: Annotated[AboveZero, when.CLIP] = 0.2
     """The ratio is clipped at 1 plus this."""
+    gate_temperature_pos: Annotated[AboveZero, when.GATE] = 1.0
+    """Temperature of the gate for tokens whose advantage is above 0: the higher, the narrower is the gate."""
+    gate_temperature_neg: Annotated[AboveZero, when.GATE] = 1.05
+    """Temperature of the gate for the other tokens."""
     dual_clip: Annotated[AboveOne | None, when.DUAL_CLIP] = None
     """Bound on the loss of negative advantages; unset is none."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None

@@ -198,6 +198,7 @@ def _policy_objective(config: Config, kl_coefficient: float, max_lag: int) -> Po
         entropy_coefficient=algorithm.entropy_coef,
         ratio_to="rollout" if weighing.replaces_ratio else "old",
         max_lag=max_lag,
+        gate_temperatures=(algorithm.gate_temperature_pos, algorithm.gate_temperature_neg),
     )
 
 

@@ -66,6 +66,7 @@ class PolicyObjective:
     rejection_low: float | None = None
     rejection_high: float | None = None
     max_lag: int = 0
+    gate_temperatures: tuple[float, float] = (1.0, 1.05)  # for advantages above 0, and for others
 
     @property
     def needs_entropy(self) -> bool:
@@ -139,7 +140,11 @@ class PolicyObjective:
 
     def _surrogate(self, log_probs: Tensor, old: Tensor, batch: MicroBatch) -> PolicyLoss:
         entry = policy_loss_entry(self.policy_loss)
-        options: dict[str, Any] = {"eps_low": self.clip_low, "eps_high": self.clip_high}
+        options: dict[str, Any] = {}
+        if entry.has_clip:
+            options |= {"eps_low": self.clip_low, "eps_high": self.clip_high}
+        if entry.has_gate:
+            options["temperature_pos"], options["temperature_neg"] = self.gate_temperatures
         if entry.has_dual_clip:
             options["dual_clip"] = self.dual_clip
         if entry.has_steps:
