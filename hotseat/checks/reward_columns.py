@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hotseat.checks.stage import DataContext
 from hotseat.checks.user_files import parameters_of
 from hotseat.config import Config
 from hotseat.config.presence import has_reward_model, has_simulator, reward_files
-from hotseat.errors import Problem
+from hotseat.errors import Problem, UserError
 from hotseat.extensions import REWARD_FORMS
 from hotseat.rewards.function import locate
 from hotseat.rewards.function_worker import is_trl_form
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Names under which such a function gets the prompts and the answers.
 _PASSED = ("prompts", "completions", "completion_ids")
+_NO_COLUMNS = ("prompt", "completion", *_PASSED)
 
 
 def keeps_columns(config: Config) -> bool:
@@ -29,20 +30,48 @@ def keeps_columns(config: Config) -> bool:
 
 def columns(context: DataContext) -> Iterator[Problem]:
     """Find functions that are called by names and require a column that the data does not have."""
-    evaluation = context.config.eval
-    learned = [key for key, _ in reward_files(context.config)]
-    yield from _lacking(context.config, learned, context.prompts)
-    if evaluation.reward is not None:
-        yield from _lacking(context.config, ["eval.reward"], context.eval_prompts)
-    elif not evaluation.graders:  # which score evaluations without the function
-        yield from _lacking(context.config, learned, context.eval_prompts)
+    config = context.config
+    yield from _lacking(config, _keys_of_functions(config, "data.path"), context.prompts)
+    yield from _lacking(config, _keys_of_functions(config, "eval.path"), context.eval_prompts)
+
+
+def left_out_notes(config: Config, source: str, left_out: Mapping[str, str]) -> list[str]:
+    """Return warnings about columns that functions cannot get. Raises if a function requires one.
+
+    source: the key that names the data. left_out: why, by column.
+    """
+    reasons = {
+        name: f"the column {name} is not passed to reward functions, since {why} in it: store it as text or numbers"
+        for name, why in left_out.items()
+        if name not in _NO_COLUMNS
+    }
+    used = _keys_of_functions(config, source)
+    for key, path, parameters, form in _functions(config):
+        if key not in used or parameters is None or not is_trl_form(parameters):
+            continue
+        if required := [name for name in reasons if parameters.get(name)]:
+            raise UserError(
+                f"{source}: {key} {path}: it has a parameter {form}, and it requires {', '.join(required)}:"
+                f" {'; '.join(reasons[name] for name in required)}"
+            )
+    return [f"warning: {source}: {reason}" for reason in reasons.values()]
+
+
+def _keys_of_functions(config: Config, source: str) -> list[str]:
+    """Return the keys of the functions that score the data that the key `source` names."""
+    learned = [key for key, _ in reward_files(config)]
+    if source == "data.path":
+        return learned
+    if config.eval.reward is not None:
+        return ["eval.reward"]
+    return [] if config.eval.graders else learned  # graders score evaluations without the function
 
 
 def _lacking(config: Config, used: Sequence[str], prompts: Sequence[Prompt]) -> Iterator[Problem]:
     """Find that a function of the keys `used` requires a column that these prompts do not have."""
     if not prompts:
         return
-    there = [name for name in prompts[0].columns or () if name not in ("prompt", "completion", *_PASSED)]
+    there = [name for name in prompts[0].columns or () if name not in _NO_COLUMNS]
     for key, path, parameters, form in _functions(config):
         if key not in used or parameters is None or not is_trl_form(parameters):
             continue

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from hotseat.data.chat_rendering import ChatTemplate, messages_of
+from hotseat.data.columns import NotPassed, passed
 from hotseat.data.images import RowImages
 from hotseat.data.row_problems import BadValue, LostRow, RowReport, from_rows, text_of, value_of
 from hotseat.data.rows import Row
@@ -39,24 +40,22 @@ def make_prompts(
     `input_template` is not used; otherwise the input is a string that replaces the `{}` in `input_template`. A label
     is the row's value as it is, or "" without `label_key`. No special tokens are added to those in the text. limit: the
     option that sets `prompt_max_length`, and how to raise it, for the message if no prompt is short enough. image_key:
-    the rows went through `images.prepare_rows`, which left their images there. columns: to keep of every row, which has
-    None where it lacks one, as in `datasets`; None: none are kept.
+    the rows went through `images.prepare_rows`, which left their images there. columns: to keep of every row, of those
+    that `columns_of` returns; a row has None where it lacks one, as in `datasets`. None: none are kept.
     """
     template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs) if apply_chat_template else None
     check_input_template(input_template)
 
-    def draft_of(row: Row) -> tuple[str, Any]:
+    def draft_of(row: Row) -> tuple[str, Any, Any]:
         text = _text(row.values, input_key, template, input_template)
-        if columns is not None and not _is_json(row.values[input_key]):
-            raise BadValue(f"{input_key}: holds more than JSON can, and the reward function is called by names")
-        return text, _label(row.values, label_key)
+        return text, _label(row.values, label_key), None if columns is None else _kept(row.values, columns, input_key)
 
-    texts, labels = zip(*from_rows(rows, draft_of), strict=True) if rows else ((), ())
+    texts, labels, kept = zip(*from_rows(rows, draft_of), strict=True) if rows else ((), (), ())
     encoded = [ids for at in range(0, len(texts), CHUNK) for ids, _ in encode(tokenizer, [*texts[at : at + CHUNK]])]
     prompts: list[Prompt] = []
     report = RowReport(len(rows))
 
-    def add(row: Row, text: str, label: Any, ids: list[int]) -> None:
+    def add(row: Row, text: str, label: Any, values: dict[str, Any] | None, ids: list[int]) -> None:
         images: RowImages | None = None if image_key is None else row.values[image_key]
         ids = _with_images(ids, images, text, input_key)
         report.longest = max(report.longest, len(ids))
@@ -65,13 +64,10 @@ def make_prompts(
             return
         source = next((row.values[key] for key in _SOURCE_KEYS if row.values.get(key) is not None), None)
         paths = () if images is None else images.paths
-        kept = None
-        if columns is not None:
-            kept = {**{name: row.values.get(name) for name in columns}, "prompt": row.values[input_key]}
         source = "" if source is None else str(source)
-        prompts.append(Prompt(len(prompts), text, tuple(ids), label, source, paths, kept))
+        prompts.append(Prompt(len(prompts), text, tuple(ids), label, source, paths, values))
 
-    from_rows(rows, add, texts, labels, encoded)
+    from_rows(rows, add, texts, labels, kept, encoded)
     if not prompts:
         source, fix = limit
         because = f", the limit by {source}" if source else ""
@@ -100,18 +96,12 @@ def _with_images(ids: list[int], images: RowImages | None, text: str, key: str) 
     return ids
 
 
-def columns_of(rows: Sequence[Row], image_key: str | None = None) -> list[str]:
-    """Return the columns whose values are JSON in every row, in the order in which rows have them."""
-    names = dict.fromkeys(name for row in rows for name in row.values)
-    return [name for name in names if name != image_key and all(_is_json(row.values.get(name)) for row in rows)]
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_json, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) for key in value) and all(map(_is_json, value.values()))
-    return value is None or isinstance(value, str | int | float)
+def _kept(values: Mapping[str, Any], columns: Sequence[str], input_key: str) -> dict[str, Any]:
+    """Return the columns for functions that are called by names, and the input as `prompt`."""
+    try:
+        return {**{name: passed(values.get(name)) for name in columns}, "prompt": passed(values[input_key])}
+    except NotPassed as error:
+        raise BadValue(f"{input_key}: has {error} in it, which the reward function cannot get") from None
 
 
 def _label(values: Mapping[str, Any], key: str | None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -117,6 +117,7 @@ class RowReport:
     num_cut: int = 0
     longest: int = 0  # tokens
     first: LostRow | None = None
+    left_out: dict[str, str] = field(default_factory=dict)  # column that reward functions cannot get -> why
 
     @property
     def num_lost(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from hotseat.agents.environments.environment_agent import check_environment, environment_rows
 from hotseat.checks.pipeline import DATA, LAUNCHED_RANKS, MODELS, PLACEMENT, TOKENIZERS, TRAINING
 from hotseat.checks.plans import is_cluster_there
-from hotseat.checks.reward_columns import keeps_columns
+from hotseat.checks.reward_columns import keeps_columns, left_out_notes
 from hotseat.checks.stage import DataContext, PlanContext, RanksContext, TokenizerContext, TrainingContext, run_checks
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, batch_algebra, left_over_note
@@ -179,8 +179,7 @@ def _evaluation_set(config: Config, tokenizer: Any, section: EvaluationSetConfig
     config = config.with_options({key: value for key, value in keys.items() if value is not None})
     max_samples = config.eval.max_samples if section.max_samples is None else section.max_samples
     rows = _rows(config, section.path, section.split or config.eval.split, None, max_samples)
-    made: tuple[list[Prompt], RowReport] = _prompts(config, tokenizer, rows)
-    return made
+    return _prompts(config, tokenizer, rows)
 
 
 def _simulated(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
@@ -324,11 +323,11 @@ def _label_key(config: Config) -> str | None:
 
 
 def _lost(config: Config, source: str, report: RowReport) -> list[str]:
-    """Return warnings about rows that are too long. Raises if too many are."""
+    """Return warnings about rows that are too long, and columns that functions cannot get. Raises if too many are."""
     limit, fix = f"data.max_length {config.data.max_length}", "raise data.max_length"
     if config.has_rollouts:
         limit, fix = prompt_limit(config)
-    return check_lost(
+    too_long = check_lost(
         report,
         source=source,
         limit=limit,
@@ -336,11 +335,13 @@ def _lost(config: Config, source: str, report: RowReport) -> list[str]:
         max_fraction=config.data.max_lost_fraction,
         warn_above=DataConfig().max_lost_fraction,
     )
+    return [*too_long, *left_out_notes(config, source, report.left_out)]
 
 
-def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
+def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> tuple[list[Prompt], RowReport]:
     data = config.data
-    return make_prompts(
+    columns, left_out = columns_of(rows, data.image_key) if keeps_columns(config) else (None, {})
+    prompts, report = make_prompts(
         _with_images(config, tokenizer, rows, data.input_key),
         tokenizer,
         input_key=data.input_key,
@@ -352,8 +353,9 @@ def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         prompt_max_length=prompt_max_length(config),
         limit=prompt_limit(config),
         image_key=data.image_key,
-        columns=columns_of(rows, data.image_key) if keeps_columns(config) else None,
+        columns=columns,
     )
+    return prompts, replace(report, left_out=left_out)
 
 
 def _chat_template(config: Config, tokenizer: Any) -> str | None:

@@ -102,7 +102,7 @@ class RewardFunction(Scorer):
         labels = [label_text(label) for label in group.labels] if self._is_builtin else group.labels
         message: dict[str, Any] = {"queries": group.queries, "prompts": group.prompts, "labels": labels}
         if group.named is not None:
-            message["named"] = vars(group.named)
+            message["named"] = group.named.message
         if self._seed is not None:
             text = f"{self._seed}/{'/'.join(group.ids)}"
             message["seed"] = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
@@ -248,7 +248,7 @@ def try_reward(
     if columns is not None:
         answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
         ids = [list(answer.encode()) for answer in answers]  # no tokenizer is loaded yet
-        message["named"] = vars(NamedArguments(columns, answers, ids))
+        message["named"] = NamedArguments(columns, answers, ids).message
     deadline_s = time.monotonic() + timeout_s
     options: dict[str, Any] = {"max_memory_bytes": max_memory_bytes, "is_silent": True, "extra_path": tuple(extra_path)}
     options["kwargs"] = kwargs or {}

@@ -8,6 +8,7 @@ was started with.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import copy
 import faulthandler
@@ -19,7 +20,9 @@ import random
 import runpy
 import sys
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -98,18 +101,19 @@ def takes_names(function: Any) -> bool:
 def named_arguments(function: Any, named: dict[str, Any] | None) -> dict[str, Any]:
     """Return the arguments that TRL's GRPOTrainer passes, as far as the function takes them.
 
-    named: `columns` of the row, `completions` as text, and `completion_ids`; None: the caller has no columns.
+    named: `columns` of the row, packed, `completions` as text, and `completion_ids`; None: the caller has no columns.
     """
     if named is None:
         raise ArgumentMissing("it has a parameter completions, and so is called by names, but there are no columns")
-    prompt, texts = named["columns"]["prompt"], named["completions"]
+    values = {name: unpacked(value) for name, value in named["columns"].items()}
+    prompt, texts = values["prompt"], named["completions"]
     is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict) and "role" in prompt[0]
     offered = {
         "prompts": _copies(prompt, len(texts)),
         "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
         "completion_ids": named["completion_ids"],
     }
-    columns = {name: value for name, value in named["columns"].items() if name not in _PASSED_OTHERWISE}
+    columns = {name: value for name, value in values.items() if name not in _PASSED_OTHERWISE}
     offered |= {name: _copies(value, len(texts)) for name, value in columns.items()}
     parameters = inspect.signature(function).parameters.values()
     for parameter in parameters:
@@ -126,6 +130,42 @@ def named_arguments(function: Any, named: dict[str, Any] | None) -> dict[str, An
 
 def _copies(value: Any, count: int) -> list[Any]:
     return [copy.deepcopy(value) for _ in range(count)]
+
+
+def packed(value: Any) -> Any:
+    """Return the value of a column as JSON. What is no text, number or list is an object: {name of its type: ...}."""
+    if isinstance(value, list):
+        return [packed(each) for each in value]
+    if isinstance(value, dict):
+        return {"dict": {name: packed(each) for name, each in value.items()}}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, timedelta):
+        return {"timedelta": [value.days, value.seconds, value.microseconds]}
+    if isinstance(value, date | time):  # a datetime is a date
+        return {type(value).__name__: value.isoformat()}
+    return {"Decimal": str(value)} if isinstance(value, Decimal) else value
+
+
+def unpacked(value: Any) -> Any:
+    """Return the value of which `packed` made JSON."""
+    if isinstance(value, list):
+        return [unpacked(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    [(kind, content)] = value.items()
+    return _KINDS[kind](content)
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "dict": lambda content: {name: unpacked(each) for name, each in content.items()},
+    "bytes": base64.b64decode,
+    "timedelta": lambda content: timedelta(*content),
+    "datetime": datetime.fromisoformat,
+    "date": date.fromisoformat,
+    "time": time.fromisoformat,
+    "Decimal": Decimal,
+}
 
 
 def seed_everything(seed: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from hotseat.closing import Closing
 from hotseat.failed import Failed
 from hotseat.rewards.answers import Score
+from hotseat.rewards.function_worker import packed
 
 T = TypeVar("T")
 
@@ -24,6 +25,12 @@ class NamedArguments:
     columns: Mapping[str, Any]  # "prompt" is the input
     completions: Sequence[str]  # without special tokens
     completion_ids: Sequence[Sequence[int]]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The arguments as JSON, of which `function_worker.named_arguments` makes those of a function."""
+        columns = {name: packed(value) for name, value in self.columns.items()}
+        return {"columns": columns, "completions": [*self.completions], "completion_ids": [*self.completion_ids]}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -29,6 +31,15 @@ from hotseat.types import Episode, Prompt, SampleKey, Segment
 WAIT_S = 300.0
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos>{% endfor %}assistant: "
 PLAIN = [{"prompt": "1+1=", "answer": "2", "level": {"of": [1, None]}}, {"prompt": "1+2=", "answer": "3"}]
+TYPED = [
+    {
+        "prompt": "1+1=",
+        "at": datetime(2026, 11, 19, 8, 30, 1, 250, timezone(timedelta(hours=1))),
+        "meta": {"days": [date(2026, 1, 2)], "from": time(8, 30), "took": timedelta(-1, 5, 7), "dict": {"bytes": 1}},
+        "price": Decimal("0.10"),
+        "raw": b"\x00\xff",
+    }
+]
 CHATS = [{"prompt": [{"role": "user", "content": "1+1?"}], "answer": 2, "level": 1.5}]
 TEXTS = ("2<eos>", "<eos>", "a long answer")
 
@@ -61,10 +72,10 @@ def ours(values: list[dict], function, is_chat: bool, row: int = 0) -> dict:
     """The arguments that a function gets here for one row of some data, after the worker's pipe."""
     rows, template = as_rows(values), TEMPLATE if is_chat else None
     options = {"input_key": "prompt", "apply_chat_template": is_chat, "chat_template": template}
-    prompts, _ = make_prompts(rows, TOKENIZER, columns=columns_of(rows), **options)
+    prompts, _ = make_prompts(rows, TOKENIZER, columns=columns_of(rows)[0], **options)
     recorder = Recorder()
     submit_group(recorder, group_of(prompts[row]), TOKENIZER)
-    return named_arguments(function, json.loads(json.dumps(vars(recorder.named))))
+    return named_arguments(function, json.loads(json.dumps(recorder.named.message)))
 
 
 def anything(prompts, completions, **kwargs):
@@ -92,6 +103,15 @@ def test_plain_text_comes_as_text_with_the_columns_as_lists():
     assert ours(PLAIN, anything, is_chat=False, row=1)["level"] == [None] * 3  # a column that only other rows have
 
 
+def test_values_of_other_types_come_as_they_are():
+    got = ours(TYPED, anything, is_chat=False)
+    for name, value in TYPED[0].items():
+        assert got["prompts" if name == "prompt" else name] == [value] * 3
+    assert type(got["at"][0]) is datetime
+    assert got["at"][0].utcoffset() == timedelta(hours=1)
+    assert type(got["meta"][0]["days"][0]) is date
+
+
 def test_conversations_come_as_messages():
     got = ours(CHATS, anything, is_chat=True)
     assert got["prompts"] == [[{"role": "user", "content": "1+1?"}]] * 3
@@ -112,7 +132,7 @@ def test_what_one_sample_changes_does_not_reach_the_others():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", [PLAIN[:1], CHATS], ids=["plain", "conversational"])
+@pytest.mark.parametrize("values", [PLAIN[:1], CHATS, TYPED], ids=["plain", "conversational", "typed"])
 def test_the_arguments_are_those_that_trl_passes(values):
     """TRL's own code decodes the answers and calls the function."""
     from trl import GRPOTrainer
@@ -176,7 +196,7 @@ def config_of(here: Path, source: str, *overrides: str):
 
 def prompts_of(here: Path) -> list[Prompt]:
     rows = as_rows(PLAIN)
-    return make_prompts(rows, TOKENIZER, input_key="prompt", columns=columns_of(rows))[0]
+    return make_prompts(rows, TOKENIZER, input_key="prompt", columns=columns_of(rows)[0])[0]
 
 
 def check_columns(config: Config, prompts: list[Prompt], eval_prompts: Sequence[Prompt] = ()) -> None:
@@ -238,10 +258,11 @@ def test_none_does_not_apply_and_is_not_asked_for_again(tmp_path):
         "async def reward_func(prompts, completions, answer, **kwargs):\n"
         "    global calls\n"
         "    calls += 1\n"
-        "    return [float(calls), None, float(completions[2] == answer[2])]\n"
+        "    assert type(answer[2]).__name__ == 'Decimal'\n"
+        "    return [float(calls), None, float(completions[2] == str(answer[2]))]\n"
     )
     with RewardFunction(tmp_path / "reward.py") as function:
-        named = NamedArguments({"prompt": "1+1=", "answer": "2"}, ["2", "3", "2"], [[1], [2], [1]])
+        named = NamedArguments({"prompt": "1+1=", "answer": Decimal(2)}, ["2", "3", "2"], [[1], [2], [1]])
         args = (["1+1=2"] * 3, ["1+1="] * 3, [""] * 3, ["0/0/0", "0/0/1", "0/0/2"])
         first, second, third = function.submit(*args, named).result(WAIT_S)
     assert (first, third) == (Score(1.0, 1.0), Score(1.0, 1.0))  # one call, and so one attempt
