@@ -93,7 +93,7 @@ def _made(
 
     _check_callbacks(callbacks)
     objects = ScriptObjects(tokenizer)
-    named = named_run(_with_keywords(_checked(config, overrides, objects), keywords, objects))
+    named = named_run(checked_config(config, overrides, keywords, objects))
     if objects:
         place = objects.place(Path(named.run_dir) / str(named.name))
         placed = loads(place(to_yaml(named)))
@@ -121,32 +121,40 @@ def _check_callbacks(callbacks: Any) -> None:
         raise UserError(f"callbacks: given {shown}, must be a list of objects whose classes inherit from Callback")
 
 
-def _with_keywords(config: Config, keywords: Mapping[str, Any], objects: ScriptObjects) -> Config:
-    """Set the keys for which keywords stand. Raises for a key that the config has, too."""
-    from hotseat.config import loads, to_yaml
+def checked_config(
+    config: Source | Config, overrides: Sequence[str], keywords: Mapping[str, Any], objects: ScriptObjects
+) -> Config:
+    """Return the config with the keys for which keywords stand. Raises for a key that it has already."""
+    from hotseat.config.load import keys_in, loads
     from hotseat.errors import ConfigError, Problem
 
-    given = {name: value for name, value in keywords.items() if value is not None}
-    problems = []
-    for name in given:
-        section, _, option = _KEYWORDS[name].partition(".")
-        if getattr(getattr(config, section), option) is not None:
-            problems.append(Problem(_KEYWORDS[name], f"set in the config and by {name}=: give one of them"))
+    text, file = _text_of(config, objects)
+    present = keys_in(text, overrides, file)
+    added, problems = [], []
+    for name, value in keywords.items():
+        if value is not None:
+            override = objects.override(_KEYWORDS[name], value)
+            key = override.partition("=")[0]
+            added.append(override)
+            if not present.isdisjoint({key, _KEYWORDS[name]}):
+                problems.append(Problem(key, f"set in the config and by {name}=: give one of them"))
     if problems:
         raise ConfigError(problems)
-    overrides = [objects.override(_KEYWORDS[name], value) for name, value in given.items()]
-    return loads(to_yaml(config), overrides) if overrides else config
+    # All at once: options of the config may have an effect only with what a keyword stands for.
+    return loads(text, [*overrides, *added], file)
 
 
-def _checked(config: Source | Config, overrides: Sequence[str], objects: ScriptObjects) -> Config:
-    from hotseat.config import Config, load, loads, to_yaml
+def _text_of(config: Source | Config, objects: ScriptObjects) -> tuple[str, str | None]:
+    """Return the text of a config, and the file that it is from."""
+    from hotseat.config import Config, to_yaml
+    from hotseat.config.load import text_of
 
     if isinstance(config, str) and ("\n" in config or ": " in config):
-        return loads(config, overrides)
+        return config, None
     if isinstance(config, str | Path):
-        return load(config, overrides)
+        return text_of(config), str(config)
     if isinstance(config, Config):
-        return loads(to_yaml(config), overrides)
+        return to_yaml(config), None
     import yaml
 
-    return loads(yaml.safe_dump(objects.replace(config), sort_keys=False), overrides)
+    return yaml.safe_dump(objects.replace(config), sort_keys=False), None

@@ -12,10 +12,12 @@ import pytest
 
 import hotseat
 from hotseat import ConfigError, Run, UserError, demo, rlinf
+from hotseat.api import checked_config
 from hotseat.config import load
 from hotseat.envs import families, simulator
 from hotseat.loop.state.run_dir import named_run
 from hotseat.observe import JsonLines
+from hotseat.script.objects import ScriptObjects
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "python.md"
@@ -217,6 +219,27 @@ def test_what_cannot_run_is_refused_as_on_the_command_line(tmp_path):
     for text in ("task: sft\n", "task: sft", "task: rl", "{task: rl}"):  # YAML, not the path of a file
         with pytest.raises(UserError, match=r"actor\.model: not set"):
             hotseat.run(text, f"run_dir={tmp_path}")
+
+
+def test_options_of_the_config_have_an_effect_with_what_keywords_stand_for():
+    """Each of them is refused where it has none."""
+    options = {"data": {"label_key": "a"}, "eval": {"every": 3}, "reward": {"timeout_s": 7}}
+    options["agent"] = {"tool_timeout_s": 5}
+    rows = [{"input": "a"}]
+    keywords = {"train": rows, "eval": rows, "reward": lambda queries, prompts, labels: [0.0], "agent": "agent.py"}
+    found = checked_config(options, (), keywords, ScriptObjects())
+    assert (found.eval.every, found.reward.timeout_s, found.agent.tool_timeout_s) == (3, 7, 5)
+    for name, key in (("eval", "eval.every"), ("reward", "reward.timeout_s"), ("agent", "agent.tool_timeout_s")):
+        with pytest.raises(ConfigError, match=f"{key}: has no effect"):
+            checked_config(options, (), {**keywords, name: None}, ScriptObjects())
+
+
+def test_a_problem_of_a_file_names_its_line(tmp_path):
+    (tmp_path / "rl.yaml").write_text("actor: {model: m}\neval:\n  every: 3\n")
+    with pytest.raises(ConfigError, match=r"rl\.yaml:3: eval\.every: has no effect"):
+        checked_config(tmp_path / "rl.yaml", (), {}, ScriptObjects())
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read"):
+        checked_config(tmp_path / "none.yaml", (), {}, ScriptObjects())
 
 
 @pytest.mark.slow

@@ -25,13 +25,16 @@ _FORMAT = f"{_SAVED}3\n"  # changes when a default does
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a config file. Overrides are dotted `key=value`, values written as in the file."""
+    return loads(text_of(path), overrides, file=str(path))
+
+
+def text_of(path: str | Path) -> str:
     try:
-        text = Path(path).read_text()
+        return Path(path).read_text()
     except OSError as error:
         raise ConfigError([Problem("", f"cannot be read: {error.strerror}", file=str(path))]) from None
     except UnicodeDecodeError:
         raise ConfigError([Problem("", "is not a text file", file=str(path))]) from None
-    return loads(text, overrides, file=str(path))
 
 
 def loads(text: str, overrides: Sequence[str] = (), file: str | None = None, *, forget_idle: bool = False) -> Config:
@@ -47,15 +50,25 @@ def loads_in_effect(text: str, overrides: Sequence[str] = ()) -> tuple[Config, l
 def _read(
     text: str, overrides: Sequence[str], file: str | None, *, forget_idle: bool
 ) -> tuple[Config, list[tuple[str, str]]]:
-    document = read_yaml(text, file)
-    for override in overrides:
-        _apply_override(document, override)
+    document = _read_document(text, overrides, file)
     _forget_evaluation(document)
     idle = _forget_idle(document) if forget_idle else []
     config, problems = check(document)
     if problems:
         raise ConfigError(sorted(problems, key=lambda problem: (problem.file != file, problem.line or 0)))
     return config, idle
+
+
+def _read_document(text: str, overrides: Sequence[str], file: str | None) -> Document:
+    document = read_yaml(text, file)
+    for override in overrides:
+        _apply_override(document, override)
+    return document
+
+
+def keys_in(text: str, overrides: Sequence[str] = (), file: str | None = None) -> set[str]:
+    """Return the options that a config's text and overrides set, whether or not they can stay together."""
+    return {dotted(path) for path in set_keys(_read_document(text, overrides, file).values)}
 
 
 def check(document: Document) -> tuple[Config, list[Problem]]:

@@ -201,6 +201,11 @@ def test_what_is_no_callback_or_returns_no_numbers_is_refused(task):
 def test_a_key_is_not_set_twice(task):
     with pytest.raises(ConfigError, match=r"data\.path: set in the config and by train=: give one of them"):
         hotseat.run(rl_yaml(task), train=rows_of(task / "prompts.jsonl"))
+    with pytest.raises(ConfigError, match=r"actor\.model: set in the config and by model="):
+        hotseat.run({}, "actor.model=m", model="other")
+    both = {"reward": {"functions": [{"function": "r.py"}]}}
+    with pytest.raises(ConfigError, match=r"reward\.functions: set in the config and by reward="):
+        hotseat.run(both, reward=[reward_of(task)])
 
 
 def test_nothing_of_a_run_that_was_stopped_or_failed_is_left_in_the_process(task):
