@@ -54,6 +54,7 @@ class Agent(Protocol):
     name: str = ""  # for messages; without one, that of the class
     samples_by_itself: bool = False  # may sample under its own settings; such answers are not learned
     makes_checked_episodes: bool = False  # out of what the engine returned, so that nothing is left to check
+    runs_here: bool = True  # code of the user's runs in the process of the host
 
     async def run(
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
@@ -67,6 +68,8 @@ class Agent(Protocol):
 
 class SingleTurn(Agent):
     """Asks the engine once: the prompt and its answer are the episode."""
+
+    runs_here = False
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer

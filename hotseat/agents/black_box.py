@@ -22,6 +22,7 @@ from hotseat.agents.agent import Agent, AgentError, SampleFunction, episode_seed
 from hotseat.agents.blocking_calls import OwnThread
 from hotseat.agents.branches import Answer, in_order, segments_of
 from hotseat.agents.environments.environment_worker import PolicyClient
+from hotseat.agents.episode_output import current_log
 from hotseat.agents.gateway.gateway_server import Gateway
 from hotseat.agents.gateway.message_images import content_of
 from hotseat.agents.gateway.program_session import ProgramSession, ServedPolicy
@@ -98,6 +99,8 @@ class PlayFunction(BlackBox):
 class Program(BlackBox):
     """Runs a command for each episode, in a fresh folder. Its result is the file that $HOTSEAT_RESULT names."""
 
+    runs_here = False
+
     def __init__(self, policy: ServedPolicy):
         super().__init__(policy)
         assert self._settings.command is not None, "a program without a command"
@@ -129,6 +132,8 @@ class Program(BlackBox):
                 code, written = await programs.run(self._command, folder, env, json.dumps(task).encode() + b"\n")
             except OSError as error:
                 raise AgentError(f"the program cannot be started: {error}") from None
+            if written and (log := current_log.get()) is not None:
+                log.write(f"{written}\n")
             if code != 0:
                 raise AgentError(
                     f"the program ended with {exit_words(code)}" + (f": {written[-_MAX_SHOWN:]}" if written else "")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import inspect
 import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ class OwnThread:
             self._thread.start()
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
-        self._calls.put((loop, result, function, args, kwargs))
+        self._calls.put((loop, result, partial(contextvars.copy_context().run, function), args, kwargs))
         value = await result
         return await value if inspect.isawaitable(value) else value
 
@@ -73,4 +75,5 @@ def _settle(result: asyncio.Future[Any], value: Any, error: BaseException | None
     elif isinstance(error, Exception) and not isinstance(error, StopIteration):
         result.set_exception(error)
     else:
-        result.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+        # With its traceback, which names the user's line.
+        result.set_exception(RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__))

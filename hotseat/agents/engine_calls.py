@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hotseat.agents.agent import AgentError, OutOfTimeError
+from hotseat.agents.crash_record import CrashRecord
 from hotseat.agents.episode_jobs import Deadlines, EpisodeJob, EpisodeJobs, Outcome
 from hotseat.errors import UserError, WorkerError
 from hotseat.types import Completion, Episode, Request, Sampling, ScoredEpisode, Segment, WhenSampled
@@ -48,6 +49,7 @@ class EngineCalls:
     run_seed: int
     has_own_sampling: bool  # requests may be sampled under other settings than the run's
     are_recorded: bool  # jobs keep completions, by which their episodes are checked
+    crashes: CrashRecord | None = None  # notes whose code runs
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     async def sample(
@@ -74,9 +76,8 @@ class EngineCalls:
             request = replace(request, streams=True)
             self.requests.listen(name, when_sampled)
         asked_s = time.monotonic() - job.started
+        self._end_code(job)
         job.in_flight.add(name)
-        if job.tool_clock is not None:
-            job.tool_clock.stop()
         try:
             completion = await self._ask_in_time(job, request)
         except asyncio.CancelledError:
@@ -94,8 +95,8 @@ class EngineCalls:
             raise
         finally:
             job.in_flight.discard(name)
-            if not job.in_flight and job.tool_clock is not None and not job.future.done():
-                job.tool_clock.start()
+            if not job.in_flight and not job.future.done():
+                self._begin_code(job)
         if completion.finish == "abort":
             raise AgentError(f"request {name} was aborted")
         if not completion.token_ids:
@@ -104,6 +105,30 @@ class EngineCalls:
         if self.are_recorded:
             job.completions[request.token_ids, completion.token_ids] = completion
         return completion
+
+    @contextlib.contextmanager
+    def code_running(self, job: EpisodeJob) -> Iterator[None]:
+        """Enclose the code of an episode's agent, whose time without requests is bounded."""
+        if self.crashes is not None:
+            self.crashes.enter(str(job.key))
+        yield
+        self._end_code(job)
+
+    def _begin_code(self, job: EpisodeJob) -> None:
+        if job.tool_clock is not None:
+            job.tool_clock.start()
+        if self.crashes is not None:
+            self.crashes.enter(str(job.key))
+
+    def _end_code(self, job: EpisodeJob) -> None:
+        """Fail the episode if it took longer than tools may: a loop that it blocked has not fired the timer."""
+        if self.crashes is not None:
+            self.crashes.leave(str(job.key))
+        clock = job.tool_clock
+        if clock is not None:
+            if not job.in_flight and clock.is_over():
+                raise AgentError(clock.reason)
+            clock.stop()
 
     def abort(self, names: list[str]) -> None:
         """End requests whose answers nobody waits for any more."""

@@ -36,20 +36,49 @@ class Deadlines:
 
 @dataclass(eq=False)
 class ToolClock:
-    """Calls `when_over` once nothing has been asked of the policy for `limit_s`. Used in one event loop."""
+    """Calls `when_over` once nothing has been asked of the policy for `limit_s`. Used in one event loop.
+
+    lost_s: returns the seconds that others have kept the loop from running, which do not count.
+    """
 
     limit_s: float
+    loop: asyncio.AbstractEventLoop
     when_over: Callable[[], object]
+    lost_s: Callable[[], float]
     _timer: asyncio.TimerHandle | None = None
+    _began_s: float = math.inf
+    _lost_before_s: float = 0.0
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"environment, tools or program took longer than {self.limit_s:g} s between answers (agent.tool_timeout_s)"
+        )
 
     def start(self) -> None:
         self.stop()
-        self._timer = asyncio.get_running_loop().call_later(self.limit_s, self.when_over)
+        self._began_s, self._lost_before_s = self.loop.time(), self.lost_s()
+        self._timer = self.loop.call_later(self.limit_s, self._look)
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            self._began_s = math.inf
+
+    def is_over(self) -> bool:
+        """Tell whether the time is over, also while the loop cannot fire the timer."""
+        return self._left_s() <= 0
+
+    def _left_s(self) -> float:
+        return self._began_s + self.limit_s + max(0.0, self.lost_s() - self._lost_before_s) - self.loop.time()
+
+    def _look(self) -> None:
+        left_s = self._left_s()
+        if left_s > 0.001:
+            self._timer = self.loop.call_later(left_s, self._look)
+        else:
+            self.when_over()
 
 
 class EpisodeFuture(Future[Outcome]):
@@ -74,6 +103,7 @@ class EpisodeJob:
     engine_error: BaseException | None = None  # what the engine raised instead of returning a completion
     tool_clock: ToolClock | None = None  # runs while nothing is in flight
     is_out_of_time: bool = False  # the episode's time ended while the policy was asked
+    blocked_s: float = 0.0  # for how long it has blocked the event loop
 
 
 class EpisodeJobs:
@@ -82,8 +112,9 @@ class EpisodeJobs:
     def __init__(self, name: str):
         self.is_broken = False
         self.closed: str | None = None  # the reason why no job is taken any more
-        self._name = name
+        self.name = name
         self._open: set[EpisodeJob] = set()
+        self._playing: set[EpisodeJob] = set()
         self._lock = threading.Lock()
 
     def add(self, jobs: Iterable[EpisodeJob]) -> None:
@@ -100,6 +131,26 @@ class EpisodeJobs:
         with self._lock:
             return list(self._open)
 
+    def begin(self, job: EpisodeJob) -> None:
+        """Count a job among those whose agents run, until `leave`: it may have an outcome before."""
+        with self._lock:
+            self._playing.add(job)
+
+    def leave(self, job: EpisodeJob) -> bool:
+        """Return whether the job was counted so far."""
+        with self._lock:
+            is_new = job in self._playing
+            self._playing.discard(job)
+            return is_new
+
+    def playing(self) -> list[EpisodeJob]:
+        with self._lock:
+            return list(self._playing)
+
+    @property
+    def num_playing(self) -> int:
+        return len(self._playing)
+
     def close(self) -> None:
         with self._lock:
             self.closed = self.closed or "the agent host is closed"
@@ -111,7 +162,7 @@ class EpisodeJobs:
             self.closed = reason
 
     def fail(self, job: EpisodeJob, reason: str) -> None:
-        self.finish(job, Failed(f"{self._name}: sample {job.key}: {reason}"))
+        self.finish(job, Failed(f"{self.name}: sample {job.key}: {reason}"))
 
     def finish(self, job: EpisodeJob, outcome: Outcome | BaseException) -> None:
         with self._lock:
@@ -127,4 +178,4 @@ class EpisodeJobs:
 
     def finish_all(self, kind: type[RunError]) -> None:
         for job in self.open():
-            self.finish(job, kind(f"{self._name}: sample {job.key}: {self.closed}"))
+            self.finish(job, kind(f"{self.name}: sample {job.key}: {self.closed}"))

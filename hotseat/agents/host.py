@@ -5,28 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import os
+import logging
 import selectors
-import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from hotseat.agents.agent import Agent, AgentError, SingleTurn
+from hotseat.agents.crash_record import CrashRecord
 from hotseat.agents.engine_calls import Ask, EngineCalls, OpenRequests, checked
 from hotseat.agents.episode_jobs import SCORING_S, Deadlines, EpisodeFuture, EpisodeJob, EpisodeJobs, Outcome, ToolClock
+from hotseat.agents.episode_output import EpisodeLog, EpisodeOutput, current_log
+from hotseat.agents.loop_watch import LoopWatch
 from hotseat.agents.multi_turn import MultiTurn
+from hotseat.agents.user_lines import describe_error
 from hotseat.closing import Closing
 from hotseat.errors import RunError, UserError, WorkerError
 from hotseat.types import Episode, EpisodeFacts, Prompt, SampleKey, Sampling, ScoredEpisode
 
-_NOT_THE_USERS = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))
-_BEAT_S = 0.1
+logger = logging.getLogger(__name__)
+
 _EVENTS = 4  # that the loop handles before it looks at its timers
 _CANCEL_S = 1.0  # how long a cancelled episode is waited for before it is abandoned
 
@@ -44,9 +47,13 @@ class AgentHost(Closing):
     Errors that are not the episode's own failure are raised by its future: a `UserError`, and those of the engine.
 
     The loop runs in a thread of its own. It takes episodes from `submit` in order, gives each outcome to its future,
-    and waits for the agents; `close` wakes it. A second thread checks whether an agent blocks the loop, for `blocked_s`
-    and beyond an episode's deadline. If so, that agent's episode becomes `Failed`, all others raise `WorkerError`,
-    `is_broken` is true, and the process has to be replaced. The same happens if an agent ends the loop.
+    and waits for the agents; `close` wakes it. A second thread, `LoopWatch`, checks whether an agent blocks the loop,
+    and whether for `blocked_s` beyond a deadline of its episode. If so, that agent's episode becomes `Failed`, all
+    others raise `WorkerError`, `is_broken` is true, and the process has to be replaced. The same happens if an agent
+    ends the loop. `when_broken` is called just before the others raise, and need not return.
+
+    crashes: episodes that processes before this one have died of; they are played one at a time, or not at all.
+    output: keeps what agents print.
     """
 
     def __init__(
@@ -60,8 +67,14 @@ class AgentHost(Closing):
         blocked_s: float = 10.0,
         requests: OpenRequests | None = None,
         deadlines: Deadlines | None = None,
+        crashes: CrashRecord | None = None,
+        output: EpisodeOutput | None = None,
+        when_broken: Callable[[], object] = lambda: None,
     ):
         self._agent = agent
+        self._crashes = crashes if agent.runs_here else None
+        self._output = output
+        self._when_broken = when_broken
         self._jobs = EpisodeJobs(agent.name or type(agent).__name__)
         self._calls = EngineCalls(
             ask,
@@ -73,14 +86,22 @@ class AgentHost(Closing):
             has_own_sampling=agent.samples_by_itself,
             # Our own agents' episodes need no check: they are made of what the engine returned.
             are_recorded=not (type(agent) in (SingleTurn, MultiTurn) or agent.makes_checked_episodes),
+            crashes=self._crashes,
         )
         self._waiting: deque[EpisodeJob] = deque()  # for a place among the episodes that are played at a time
-        self._playing: set[EpisodeJob] = set()
         self._max_concurrent = max_concurrent
         self._loop = _new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
-        self._watch = _LoopWatch(self._loop, self._thread, self._jobs, timeout_s, blocked_s)
+        self._watch = LoopWatch(
+            self._loop,
+            self._thread,
+            self._jobs,
+            timeout_s=timeout_s,
+            blocked_s=blocked_s,
+            warn=logger.warning,
+            when_broken=self._break,
+        )
         self._thread.start()
         self._watch.start()
 
@@ -110,6 +131,14 @@ class AgentHost(Closing):
             if thread is not threading.current_thread():
                 thread.join(5.0)
         self._jobs.finish_all(RunError)
+        if self._crashes is not None:
+            self._crashes.clear()
+
+    def _break(self, job: EpisodeJob | None, reason: str) -> None:
+        """Note what the process has to be replaced for. job: the episode to blame, which has failed."""
+        if job is not None and self._crashes is not None:
+            self._crashes.blame(str(job.key), reason, has_failed=True)
+        self._when_broken()
 
     # --- in the loop's thread -----------------------------------------------------------------------------------------
 
@@ -119,7 +148,9 @@ class AgentHost(Closing):
         try:
             self._loop.run_until_complete(self._stop.wait())
         except BaseException as error:  # a user's task raised something that is no Exception, which ends the loop
-            self._jobs.stop_broken(f"an agent ended the event loop of its host: {_describe(error)}")
+            reason = f"an agent ended the event loop of its host: {describe_error(error)}"
+            self._jobs.stop_broken(reason)
+            self._break(None, reason)
             self._jobs.finish_all(WorkerError)
         finally:
             self._end_tasks()
@@ -141,26 +172,42 @@ class AgentHost(Closing):
 
     def _give_places(self, added: Sequence[EpisodeJob] = ()) -> None:
         self._waiting.extend(added)
-        while self._waiting and len(self._playing) < self._max_concurrent and self._jobs.closed is None:
+        struck: list[EpisodeJob] = []  # those that have to wait for another one
+        while self._waiting and self._jobs.num_playing < self._max_concurrent and self._jobs.closed is None:
             job = self._waiting.popleft()
-            if job.future.done() or not job.future.set_running_or_notify_cancel():
+            if job.future.done():
                 self._jobs.discard(job)
-                continue
-            self._playing.add(job)
-            self._begin(job)
+            elif self._is_struck(job) and any(map(self._is_struck, self._jobs.playing())):
+                struck.append(job)
+            elif not job.future.set_running_or_notify_cancel():
+                self._jobs.discard(job)
+            else:
+                self._begin(job)
+        self._waiting.extendleft(reversed(struck))
+
+    def _is_struck(self, job: EpisodeJob) -> bool:
+        return self._crashes is not None and self._crashes.is_struck(str(job.key))
 
     def _begin(self, job: EpisodeJob) -> None:
+        reason = None if self._crashes is None else self._crashes.reason_to_skip(str(job.key))
+        if reason is not None:
+            job.future.started_s = time.monotonic()
+            self._jobs.fail(job, reason)
+            return
+        self._jobs.begin(job)
         job.started = job.future.started_s = time.monotonic()
+        tool_s = self._calls.deadlines.tool_s
+        if tool_s is not None:
+            job.tool_clock = clock = ToolClock(
+                tool_s,
+                self._loop,
+                lambda: self._cancel(job, clock.reason),
+                lambda: self._watch.lost_s() - job.blocked_s,
+            )
+            clock.start()
         job.task = self._loop.create_task(self._episode(job))
         job.task.add_done_callback(lambda _: self._leave(job))
         job.deadline = self._loop.call_later(self._calls.timeout_s, self._end_overdue, job)
-        tool_s = self._calls.deadlines.tool_s
-        if tool_s is not None:
-            reason = (
-                f"environment, tools or program took longer than {tool_s:g} s between answers (agent.tool_timeout_s)"
-            )
-            job.tool_clock = ToolClock(tool_s, partial(self._cancel, job, reason))
-            job.tool_clock.start()
 
     def _end_overdue(self, job: EpisodeJob) -> None:
         reason = f"the agent took longer than {self._calls.timeout_s:g} s"
@@ -181,9 +228,10 @@ class AgentHost(Closing):
 
     def _leave(self, job: EpisodeJob) -> None:
         """End what belongs to an episode that has ended, or is abandoned, and give its place to the next."""
-        if job not in self._playing:
+        if not self._jobs.leave(job):
             return
-        self._playing.discard(job)
+        if self._crashes is not None:
+            self._crashes.leave(str(job.key))
         if not job.future.done() and self._jobs.closed is None:
             self._jobs.fail(job, "the agent cancelled itself")
         if job.deadline is not None:
@@ -194,8 +242,11 @@ class AgentHost(Closing):
         self._give_places()
 
     async def _episode(self, job: EpisodeJob) -> None:
+        log = EpisodeLog(str(job.key), self._output)
+        current_log.set(log)
         try:
-            made = await self._agent.run(job.prompt, job.key, job.sampling, partial(self._calls.sample, job))
+            with self._calls.code_running(job):
+                made = await self._agent.run(job.prompt, job.key, job.sampling, partial(self._calls.sample, job))
             self._jobs.finish(job, _with_times(checked(made, job) if self._calls.are_recorded else made, job))
         except UserError as error:
             self._jobs.finish(job, error)
@@ -207,52 +258,10 @@ class AgentHost(Closing):
             elif isinstance(error, AgentError):
                 self._jobs.fail(job, str(error))
             elif not isinstance(error, asyncio.CancelledError):
-                self._jobs.fail(job, f"the agent raised {_describe(error)}")
-
-
-class _LoopWatch(threading.Thread):
-    """Checks whether an agent blocks the event loop, for `blocked_s` and beyond the deadline of its episode."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        thread: threading.Thread,
-        jobs: EpisodeJobs,
-        timeout_s: float,
-        blocked_s: float,
-    ):
-        super().__init__(name="agents-watch", daemon=True)
-        self.is_ending = threading.Event()
-        self._loop = loop
-        self._loop_thread = thread
-        self._jobs = jobs
-        self._overdue_s = timeout_s + blocked_s
-        self._blocked_s = blocked_s
-        self._beat = time.monotonic()
-
-    def show_life(self) -> None:
-        """Note that the loop runs, again and again. Called in the loop."""
-        self._beat = time.monotonic()
-        self._loop.call_later(_BEAT_S, self.show_life)
-
-    def run(self) -> None:
-        while not self.is_ending.wait(_BEAT_S):
-            now = time.monotonic()
-            overdue = [job for job in self._jobs.open() if now - job.started > self._overdue_s]
-            if overdue and now - self._beat > self._blocked_s:
-                self._give_up(overdue)
-                return
-
-    def _give_up(self, overdue: list[EpisodeJob]) -> None:
-        """Fail the episode that the loop is executing (the overdue ones if unknown), and break off the others."""
-        current = asyncio.current_task(self._loop)
-        blamed = [job for job in self._jobs.open() if job.task is not None and job.task is current] or overdue
-        frame = sys._current_frames().get(self._loop_thread.ident or 0)
-        where = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"
-        self._jobs.stop_broken(f"an agent blocks the event loop of its host, at {where}")
-        for job in blamed:
-            self._jobs.fail(job, f"the agent blocks the event loop of its host, at {where}")
-        self._jobs.finish_all(WorkerError)
+                log.write("".join(traceback.format_exception(error)))
+                self._jobs.fail(job, f"the agent raised {describe_error(error)}")
+        finally:
+            log.end()
 
 
 def _with_times(made: Outcome, job: EpisodeJob) -> Outcome:
@@ -263,15 +272,6 @@ def _with_times(made: Outcome, job: EpisodeJob) -> Outcome:
     facts = EpisodeFacts(turns, job.started - job.submitted, time.monotonic() - job.started)
     episode = replace(episode, facts=facts)
     return replace(made, episode=episode) if isinstance(made, ScoredEpisode) else episode
-
-
-def _describe(error: BaseException) -> str:
-    """Format an error with its place: the innermost line that is neither ours nor a library's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    others = (*_NOT_THE_USERS, "<frozen")
-    own = [frame for frame in frames if not frame.filename.startswith(others) and "site-packages" not in frame.filename]
-    frame = (own or frames)[-1]
-    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

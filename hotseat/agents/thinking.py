@@ -21,6 +21,7 @@ class BudgetedThinking(Agent):
     """Asks the engine for at most `budget` tokens, and, unless the answer has ended, for the rest."""
 
     makes_checked_episodes = True
+    runs_here = False
 
     def __init__(self, tokenizer: Any, budget: int, max_length: int):
         self._tokenizer = tokenizer

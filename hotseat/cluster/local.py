@@ -99,14 +99,19 @@ class LocalGroup(WorkerGroup[W_co]):
                 self.on_call(self.name, rank, method, started_s, time.time())
 
     def states(self) -> list[str]:
-        return ["gone" if self.is_closed else "running" for _ in self.ranks]
+        """Return "gone" also for an object that says by `has_to_be_replaced` that it can do nothing any more."""
+        useless = [self.is_closed or getattr(each, "has_to_be_replaced", False) for each in self._objects]
+        return ["gone" if each else "running" for each in useless]
 
     def holders(self) -> tuple[Holder, ...]:
         pid = os.getpid()
         return tuple(Holder(self.name, process.rank, pid, start_time(pid), process.node) for process in self._processes)
 
     def restart(self, rank: int) -> None:
+        replaced = self._objects[rank]
         self._construct(rank)
+        if getattr(replaced, "has_to_be_replaced", False):  # it may never end what it does
+            threading.Thread(target=self._close_object, args=(replaced.close, _GRACE_S), daemon=True).start()
 
     def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
         if self.is_closed:

@@ -348,7 +348,9 @@ def test_an_agent_that_blocks_the_loop_is_found_out():
     host = AgentHost(Does(run), Script(lambda request: "a"), run_seed=0, timeout_s=0.1, blocked_s=1.0)
     try:
         blocking, other = host.submit_many([(prompt_of("q"), SampleKey(0, 0, at)) for at in range(2)], SAMPLING)
-        assert "sample 0/0/0: the agent blocks the event loop of its host, at " in blocking.result(WAIT_S).reason
+        reason = blocking.result(WAIT_S).reason
+        assert "sample 0/0/0: the agent took longer than 0.1 s, where " in reason
+        assert reason.endswith("test_host.py:345 blocks the event loop of all episodes")
         with pytest.raises(WorkerError, match="an agent blocks the event loop of its host"):
             other.result(WAIT_S)
         assert host.is_broken

@@ -35,6 +35,8 @@ _READY = 0  # the id of the first message of a process
 class EnvironmentAgent(BlackBox):
     """Has episodes played by processes in which an environment's library runs, a few for many episodes at once."""
 
+    runs_here = False
+
     def __init__(self, policy: ServedPolicy, environment: EnvironmentSettings):
         super().__init__(policy)
         self._environment = environment

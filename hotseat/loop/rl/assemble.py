@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from hotseat.agents.crash_record import num_given_up
 from hotseat.checks.reward_columns import label_hint
 from hotseat.config import Config
 from hotseat.config.presence import has_accuracy, has_simulator
@@ -37,7 +38,7 @@ from hotseat.loop.rl.stream import Recording, ReplayStream, Stream, SynchronousS
 from hotseat.loop.rl.sync import Pusher, Routes, sender_host
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.settings.training_settings import weight_transports
-from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
+from hotseat.loop.state.run_dir import LOGS, ROLLOUTS, SPOOL
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
 from hotseat.placement import GIB, Plan, shares_devices
@@ -95,7 +96,7 @@ def assemble(
         guard = CanaryGuard(canary, prompts, groups.actor, groups.engines, groups.inference, meter.lease, warn)
         restarts: Counter[str] = Counter()
         pusher = Pusher(groups, _routes(context, groups), state, guard, meter, scheduler, restarts, journal.say)
-        recovery = _recovery(context, groups, scheduler, pusher, restarts, partial(journal.say, kind="fault"))
+        recovery = _recovery(context, groups, scheduler, pusher, restarts, run_dir, partial(journal.say, kind="fault"))
         components = _components(config, groups, meter)
         carries_over = config.overlap.staleness > 0 and shares_devices(plan)
         runner = RolloutRunner(groups, phase_settings, meter, guard, pusher, recovery, carries_over, components)
@@ -178,6 +179,7 @@ def _recovery(
     scheduler: DeviceScheduler,
     pusher: Pusher,
     restarts: Counter[str],
+    run_dir: Path,
     say: Callable[[str], object],
 ) -> Recovery:
     roles = [
@@ -199,6 +201,7 @@ def _recovery(
         say=say,
         rejoins_in_lease=context.config.overlap.staleness == 0 or shares_devices(context.plan),
         restarts=restarts,
+        num_given_up=partial(num_given_up, run_dir / LOGS),
     )
 
 

@@ -51,6 +51,7 @@ class Recovery:
     push: sends the current weights to engines of these ranks, and proves that they arrived. rejoin: has hosts send
     requests to them. rejoins_in_lease: new engines rejoin when `use_new_engines` is called, which is in a lease of the
     rollout; otherwise as soon as they have the weights. restarts: how many processes were replaced, by their noun.
+    num_given_up: counts the episodes that are not played any more since hosts died of them; such deaths come to an end.
     """
 
     roles: Sequence[Replaceable]
@@ -60,10 +61,12 @@ class Recovery:
     say: Callable[[str], object]
     rejoins_in_lease: bool = False
     restarts: Counter[str] = field(default_factory=Counter)
+    num_given_up: Callable[[], int] = lambda: 0
     _new_engines: set[int] = field(default_factory=set, init=False)  # replaced, and not in use yet
     # By noun, of other roles: replaced, and not connected yet.
     _new: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set), init=False)
     _num_deaths: int = field(default=0, init=False)
+    _num_given_up: int = field(default=0, init=False)
 
     def start_counting(self) -> None:
         """Count deaths from 0 again, since a rollout succeeded."""
@@ -103,6 +106,10 @@ class Recovery:
             dead = self._find_dead(error)
             if not dead:
                 raise error
+            num_given_up = self.num_given_up()
+            if num_given_up > self._num_given_up:
+                self._num_given_up = num_given_up
+                self.start_counting()
             self._num_deaths += 1
             if self._num_deaths > MAX_DEATHS:
                 raise WorkerError(

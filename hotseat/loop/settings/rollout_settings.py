@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 
 from hotseat.agents import Deadlines, ProgramSettings
@@ -24,7 +25,7 @@ from hotseat.data.images import ImageLimits
 from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.errors import UserError
 from hotseat.loop.settings.training_settings import lora_options
-from hotseat.loop.state.run_dir import EPISODE_IMAGES, NOTES, ROLLOUTS, SPOOL
+from hotseat.loop.state.run_dir import EPISODE_IMAGES, LOGS, NOTES, ROLLOUTS, SPOOL
 from hotseat.loop.workers.component import ComponentSettings
 from hotseat.loop.workers.host_settings import HostImages, HostSettings, ScorerSettings
 from hotseat.loop.workers.observations import SimulationSettings
@@ -188,6 +189,9 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
         max_thinking_tokens=config.rollout.max_thinking_tokens,
+        logs=None if run_dir is None else str(folder / LOGS),
+        crashes=None if run_dir is None else str(folder / LOGS / f"crashes-{secrets.token_hex(4)}"),
+        is_own_process=config.cluster.runtime == "ray",
         images=_host_images(config, run_dir),
     )
 
@@ -195,7 +199,7 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
 def scorer_settings(config: Config, run_dir: Path | None) -> ScorerSettings:
     """Return the settings of the scorers of rollout hosts. run_dir: of the run; None where nothing is trained."""
     notes = None
-    if run_dir is not None and config.cluster.runtime == "ray":
+    if run_dir is not None:
         notes = str(run_dir.absolute() / NOTES)
     return ScorerSettings(
         reward=config.reward,

@@ -84,6 +84,9 @@ class HostSettings:
     spool: str | None = None  # folder for finished groups; None: they stay in memory
     kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
     max_thinking_tokens: int | None = None  # of an answer, where no agent plays; None: no bound
+    logs: str | None = None  # folder for what agents print; None: it is not kept
+    crashes: str | None = None  # folder of this start of the run, in which hosts note what they die of; None: nowhere
+    is_own_process: bool = False  # which ends where it has to be replaced, instead of only saying so
     images: HostImages | None = None  # for environments that show some; None: the run has none, or no environment
 
 

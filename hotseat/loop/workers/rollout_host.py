@@ -25,6 +25,7 @@ from hotseat.loop.workers.engine_client import EngineClient, TakesRequests, engi
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.group_facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.host_settings import HostSettings, make_agent, make_eval_scorer, make_scorer
+from hotseat.loop.workers.hosted_code import HostedCode
 from hotseat.loop.workers.records import SampleRecord, record_of
 from hotseat.loop.workers.simulation import Player
 from hotseat.loop.workers.spool import Finished, Spool
@@ -47,6 +48,7 @@ class RolloutHost(DeviceWorker):
         self._agent = self._player or make_agent(settings, tokenizer)
         self._settings = settings
         self._agents: AgentHost | None = None
+        self._code = HostedCode(settings)
         self._reward = make_scorer(settings.scorers)
         self._eval_reward = make_eval_scorer(settings.scorers)
         self._tokenizer = tokenizer
@@ -91,6 +93,7 @@ class RolloutHost(DeviceWorker):
             when_lost=self._lose,
             preferred=() if settings.simulation is None else engines_of_host(rank, num_hosts, engines.size),
         )
+        crashes = self._code.crashes(f"host-{rank}") if self._agent.runs_here else None
         self._agents = AgentHost(
             self._agent,
             self._client.generate,
@@ -103,7 +106,15 @@ class RolloutHost(DeviceWorker):
             timeout_s=settings.episode_timeout_s,
             requests=OpenRequests(self._client.abort, self._client.listen),
             deadlines=settings.deadlines,
+            crashes=crashes,
+            output=self._code.output(f"agents-{rank}.log"),
+            when_broken=self._code.end_process,
         )
+
+    @property
+    def has_to_be_replaced(self) -> bool:
+        """Whether an agent has made this host useless, which is the end of its process where that is its own."""
+        return self._agents is not None and self._agents.is_broken
 
     def connect_judge(self, client: str, engines: WorkerGroup[TakesRequests], num_hosts: int = 1) -> None:
         """Connect to the engines of the judge, as `connect` does to those of the policy."""
@@ -371,6 +382,7 @@ class RolloutHost(DeviceWorker):
                 scorer.close()
         if self._player is not None:
             self._player.end()
+        self._code.close()
 
     # --- a role with devices: env -------------------------------------------------------------------------------------
 

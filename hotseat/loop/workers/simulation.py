@@ -166,6 +166,7 @@ class Player(Agent):
     """Plays one episode for each prompt in a free simulator of any stage."""
 
     makes_checked_episodes = True  # of what the engine returned
+    runs_here = False
 
     def __init__(self, settings: SimulationSettings, tokenizer: Any, max_length: int):
         self.name = settings.simulator.path
