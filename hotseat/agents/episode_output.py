@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_EPISODE_CHARS = 1 << 16
+MAX_ERROR_CHARS = 1 << 13
 MAX_FILE_BYTES = 1 << 26  # of the newest file, beside which the one before it is kept
 MAX_ECHO_CHARS = 1 << 16  # that a process shows on its console
 
@@ -46,12 +47,11 @@ class EpisodeLog:
             if newline:
                 self.output.append(self.key, whole)
 
-    def end(self) -> None:
-        """Write a line that has no end."""
-        with self._lock:
-            if self._begun and self.output is not None:
-                self.output.append(self.key, self._begun)
-            self._begun = ""
+    def end(self, error: str = "") -> None:
+        """Write a line that has no end, and the traceback of what ended the episode, beyond the bound too."""
+        last = [each for each in (self._begun, error[-MAX_ERROR_CHARS:].rstrip()) if each]
+        if last and self.output is not None:
+            self.output.append(self.key, "\n".join(last))
 
 
 class EpisodeOutput:

@@ -242,7 +242,7 @@ class AgentHost(Closing):
         self._give_places()
 
     async def _episode(self, job: EpisodeJob) -> None:
-        log = EpisodeLog(str(job.key), self._output)
+        log, shown = EpisodeLog(str(job.key), self._output), ""
         current_log.set(log)
         try:
             with self._calls.code_running(job):
@@ -258,10 +258,10 @@ class AgentHost(Closing):
             elif isinstance(error, AgentError):
                 self._jobs.fail(job, str(error))
             elif not isinstance(error, asyncio.CancelledError):
-                log.write("".join(traceback.format_exception(error)))
+                shown = "".join(traceback.format_exception(error))
                 self._jobs.fail(job, f"the agent raised {describe_error(error)}")
         finally:
-            log.end()
+            log.end(shown)
 
 
 def _with_times(made: Outcome, job: EpisodeJob) -> Outcome:

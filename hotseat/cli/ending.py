@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from hotseat import interrupts
 from hotseat.errors import HotseatError, UserError
@@ -11,7 +15,10 @@ from hotseat.interrupts import STOPPED
 
 # Exit codes: done; failed while running; refused before anything ran. `STOPPED`: by Ctrl-C or SIGTERM.
 OK, FAILED, REFUSED = 0, 1, 2
-__all__ = ["FAILED", "OK", "REFUSED", "STOPPED", "last_words", "reported"]
+_THREADS_S = 3.0
+_LOOK_EVERY_S = 0.25
+_WAITING = {("threading.py", "_shutdown"), ("thread.py", "_python_exit")}  # where Python waits for threads at its end
+__all__ = ["FAILED", "OK", "REFUSED", "STOPPED", "last_words", "leave", "reported"]
 
 
 def reported(command: str, run: Callable[[], int]) -> int:
@@ -32,6 +39,36 @@ def reported(command: str, run: Callable[[], int]) -> int:
         except KeyboardInterrupt as interrupt:
             print(last_words(command, interrupt), file=sys.stderr)
             return STOPPED
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, which is a command that is over, with an exit code.
+
+    Python waits for threads that are not daemons, such as those of an agent or a reward, and of their executors. A
+    thread that does not end by itself is waited for `_THREADS_S`.
+    """
+    threading.Thread(target=_end_despite_threads, args=(code,), name="ending", daemon=True).start()
+    sys.exit(code)
+
+
+def _end_despite_threads(code: int) -> None:
+    """End the process once Python has waited long enough for other threads. A thread of its own."""
+    main = threading.main_thread().ident or 0
+    waited_s = 0.0
+    while waited_s < _THREADS_S:
+        time.sleep(_LOOK_EVERY_S)
+        frame, waits = sys._current_frames().get(main), False
+        while frame is not None:
+            waits = waits or (os.path.basename(frame.f_code.co_filename), frame.f_code.co_name) in _WAITING
+            frame = frame.f_back
+        waited_s = waited_s + _LOOK_EVERY_S if waits else 0.0
+    ours = {threading.current_thread(), threading.main_thread()}
+    names = sorted({each.name for each in threading.enumerate() if each not in ours and not each.daemon})
+    which = f": {', '.join(names)}" if names else ""
+    print(f"hotseat: threads of user code were still running at the end, and are left{which}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def last_words(command: str, interrupt: KeyboardInterrupt) -> str:

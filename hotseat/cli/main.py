@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hotseat import __version__, clock, interrupts
 from hotseat.cli import completion, help_texts, new, offline_arguments, serving
-from hotseat.cli.ending import OK, REFUSED, reported
+from hotseat.cli.ending import OK, REFUSED, leave, reported
 from hotseat.errors import UserError
 from hotseat.openmp import wait_passively
 
@@ -35,7 +35,7 @@ def entry() -> None:
     wait_passively()
     if sys.argv[1:2] in [[name] for name in _PRINTING]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hotseat import clock, interrupts
-from hotseat.cli.ending import OK, reported
+from hotseat.cli.ending import OK, leave, reported
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.openmp import wait_passively
 from hotseat.openrlhf.argv import hide_secrets
@@ -27,7 +27,7 @@ def entry(command: str) -> None:
     wait_passively()
     argv = sys.argv[1:]
     sys.argv[1:] = hide_secrets(command, argv)
-    sys.exit(main(command, argv, start=_start))
+    leave(main(command, argv, start=_start))
 
 
 def main(

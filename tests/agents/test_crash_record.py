@@ -60,7 +60,12 @@ def run_until_it_ends(tmp_path, end):
 def test_an_episode_that_exits_its_process_twice_fails_with_file_line_and_code_and_the_others_go_on(tmp_path):
     codes, outcomes, agent = run_until_it_ends(tmp_path, "os._exit(3)")
     assert codes == [3, 3, 0]
-    assert [each.partition("(")[0] for each in outcomes] == ["ScoredEpisode", "ScoredEpisode", "Failed", "ScoredEpisode"]
+    assert [each.partition("(")[0] for each in outcomes] == [
+        "ScoredEpisode",
+        "ScoredEpisode",
+        "Failed",
+        "ScoredEpisode",
+    ]
     assert f"{agent}: sample 0/0/2: the process of its rollout host ended twice with it: exit code 3" in outcomes[2]
     assert f"by os._exit at {agent}:10" in outcomes[2]
     assert num_given_up(tmp_path) == 1
