@@ -234,6 +234,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(str(item.path), len(LARGE)))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(item.get_closest_marker("ray") for item in session.items):
+        preloaded.fork_templates()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """End a run of many files with those that took longest, so that the next slow one is seen."""
     seconds: Counter[str] = Counter()

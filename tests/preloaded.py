@@ -4,9 +4,12 @@
     done = run([sys.executable, "-c", code], capture_output=True, timeout=300)
 
 Importing them takes longer than most tests of a process. Nothing of this project is imported before the fork: each
-process reads the environment and the arguments that it was started with. What starts, and what is loaded first, is not
-tested with processes like these; drivers of Ray are not either. On machines with CUDA devices they are ordinary
-processes: CUDA does not survive a fork, and libraries look for devices while they are imported.
+process reads the environment and the arguments that it was started with, and shows them to others, who find processes
+by them. What starts, and what is loaded first, is not tested with processes like these. On machines with CUDA devices
+they are ordinary processes: CUDA does not survive a fork, and libraries look for devices while they are imported.
+
+A run on Ray has a template, from which its workers are forked: `fork_templates` has it forked off, too, as it is in
+each `hotseat` that is started here.
 
 The workers of pytest-xdist are forked off the same process, which imports for all of them (`conftest.py`): it is
 started with `start_server`, and `preloaded.py -c CODE` becomes a process of it.
@@ -36,8 +39,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from types import SimpleNamespace, TracebackType
+from typing import IO, Any, NoReturn
 
 PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
 ADDRESS = "PRELOADED_ADDRESS"  # of the one that all workers of a test run share
@@ -63,10 +66,14 @@ FOR_WORKERS = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
+    "trl",
 )
 LOADED = (*FOR_WORKERS, "torch.utils.tensorboard", "deepspeed")
 PR_SET_PDEATHSIG = 1
+# Of the process that forks others: forked processes write their own over its arguments and its environment.
+SPACE = {"arguments": 1 << 13, "environment": 1 << 16}
 _LENGTH = struct.Struct("!q")
+_address = ""  # of the process that forked this one
 
 
 # --- the side of the tests --------------------------------------------------------------------------------------------
@@ -140,7 +147,7 @@ class Process:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for stream in (self.stdout, self.stderr):
+        for stream in (self.stdin, self.stdout, self.stderr):
             if stream is not None:
                 stream.close()
         self.wait()
@@ -151,16 +158,17 @@ def popen(
     *,
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
+    stdin: int = DEVNULL,
     stdout: int | IO[Any] | None = None,
     stderr: int | IO[Any] | None = None,
     text: bool = False,
     process_group: int | None = None,
 ) -> Process:
-    """Start `python -m MODULE`, `python -c CODE` or `python FILE`, as `subprocess.Popen` does."""
+    """Start `python -m MODULE`, `python -c CODE` or `python [-P] FILE`, as `subprocess.Popen` does."""
     assert argv[0] == sys.executable, argv
     if has_devices():
         options = {"env": env, "cwd": cwd, "stdout": stdout, "stderr": stderr, "process_group": process_group}
-        return subprocess.Popen(argv, stdin=DEVNULL, text=text, **options)  # type: ignore[return-value]
+        return subprocess.Popen(argv, stdin=stdin, text=text, **options)  # type: ignore[return-value]
     ends: list[IO[Any] | None] = [None, None, None]
     ours: list[int] = []
 
@@ -174,13 +182,14 @@ def popen(
             return fds[1]
         if wanted == PIPE:
             read, write = os.pipe()
-            ours.append(write)
-            ends[number] = os.fdopen(read, "r" if text else "rb")
-            return write
+            own, given = (write, read) if number == 0 else (read, write)
+            ours.append(given)
+            ends[number] = os.fdopen(own, ("w" if number == 0 else "r") + ("" if text else "b"))
+            return given
         assert not isinstance(wanted, int)
         return wanted.fileno()
 
-    fds = [stream(0, DEVNULL)]
+    fds = [stream(0, stdin)]
     fds.append(stream(1, stdout))
     fds.append(stream(2, stderr))
     request = {
@@ -214,6 +223,22 @@ def run(
         return subprocess.CompletedProcess(process.args, process.wait(), out, error)
 
 
+def fork_templates(address: str = "") -> None:
+    """Have the templates of workers that this process starts (`hotseat/cluster/on_ray/template.py`) forked off.
+
+    Only those that load transformers: others are started as they are without tests. address: of what forks them.
+    """
+    from hotseat.cluster.on_ray import template
+
+    global _address
+    _address = address
+
+    def start(argv: Sequence[str], **options: Any) -> Any:
+        return (popen if "transformers" in argv else subprocess.Popen)(argv, **options)
+
+    template.subprocess = SimpleNamespace(Popen=start, PIPE=PIPE, DEVNULL=DEVNULL)  # type: ignore[assignment]
+
+
 def has_devices() -> bool:
     """Tell whether this machine has CUDA devices, so that processes are not forked off."""
     return Path("/dev/nvidiactl").exists()
@@ -225,10 +250,9 @@ def start_server() -> str:
     address = f"{directory}/socket"
     # Its libraries must not start threads: they would not survive a fork. Forked processes start theirs.
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    env |= {"OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    process = subprocess.Popen(
-        [sys.executable, __file__, "serve", address], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    env |= {"OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PRELOADED_SPACE": " " * SPACE["environment"]}
+    command = [sys.executable, __file__, "serve", address, " " * SPACE["arguments"]]
+    process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     if process.stdout.readline() != b"ready\n":
         raise RuntimeError(f"the process that forks others did not start: exit code {process.wait()}")
@@ -246,7 +270,7 @@ def start_server() -> str:
 
 def _server_address() -> str:
     """Return the address of the test run's server, or of this process's own, started when it is first asked for."""
-    return os.environ.get(ADDRESS) or _own_server(os.getpid())
+    return _address or os.environ.get(ADDRESS) or _own_server(os.getpid())
 
 
 @functools.cache
@@ -372,15 +396,18 @@ def _read(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     return pickle.loads(data) if data else None, fds
 
 
-def _become(request: dict[str, Any], path: list[str]) -> None:
-    """Make this process one that was started with these arguments, in this environment."""
+def _become(request: dict[str, Any], path: list[str], address: str) -> None:
+    """Make this process one that was started with these arguments, in this environment.
+
+    address: of the process that forked it.
+    """
     import numpy
     import torch
 
-    atexit.register(gc.unfreeze)
     env, argv = request["env"], request["argv"]
     os.environ.clear()
     os.environ.update(env)
+    _show([sys.executable, *argv], env)
     os.chdir(request["cwd"])
     numpy.random.seed()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in its background ignores it
@@ -388,7 +415,13 @@ def _become(request: dict[str, Any], path: list[str]) -> None:
     if "OMP_NUM_THREADS" in env:  # libraries have read it when they were loaded
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     sys.path[:] = ["", *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *path]
-    if argv[0] == "-m":
+    if argv[:2] == ["-m", "hotseat.cli.main"]:
+        fork_templates(address)
+    if argv[0] == "-P":
+        sys.argv[:] = argv[1:]
+        del sys.path[0]
+        runpy.run_path(argv[1], run_name="__main__")
+    elif argv[0] == "-m":
         sys.argv[:] = argv[1:]
         sys.path[0] = request["cwd"]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -403,10 +436,51 @@ def _become(request: dict[str, Any], path: list[str]) -> None:
         runpy.run_path(argv[0], run_name="__main__")
 
 
+def _show(argv: Sequence[str], env: Mapping[str, str]) -> None:
+    """Show these arguments and this environment in /proc, where those of the process that forks others are."""
+    own = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    arguments, environment = (range(int(own[at]), int(own[at + 1])) for at in (45, 47))
+    assert len(environment) > SPACE["environment"], "the kernel does not say where the environment is"
+    for where, words in ((arguments, argv), (environment, [f"{name}={value}" for name, value in env.items()])):
+        text = b"".join(word.encode("utf-8", "surrogateescape") + b"\0" for word in words)
+        assert where is arguments or len(text) <= len(where), "no space for the environment"
+        ctypes.memmove(where.start, text[: len(where) - 1].ljust(len(where), b"\0"), len(where))
+
+
+def _end(code: Any) -> NoReturn:
+    """End this process as Python does, but for taking all modules apart, which would take two seconds of a core.
+
+    code: of `sys.exit`. Threads are waited for; what was registered for the end is called; output is written.
+    """
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    status = code if isinstance(code, int) else int(code is not None)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            status = status or 120
+    ctypes.CDLL(None).fflush(None)  # what libraries print
+    os._exit(status & 255)
+
+
 def _main() -> None:
     if sys.argv[1] == "serve":
         path = sys.path[1:]
-        _become(_serve(sys.argv[2]), path)
+        request = _serve(sys.argv[2])
+        try:
+            _become(request, path, sys.argv[2])
+        except SystemExit as ended:
+            _end(ended.code)
+        except KeyboardInterrupt:
+            gc.unfreeze()  # or libraries complain at the end about what was not freed
+            raise
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            _end(1)
+        _end(0)
     else:
         sys.exit(_be_a_worker([word for word in sys.argv[1:] if word not in ("-u", "-B")]))
 

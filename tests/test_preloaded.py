@@ -7,9 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import preloaded
 import pytest
+
+from hotseat.processes.supervisor import marked
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +57,50 @@ def test_it_may_lead_a_group_of_its_own():
             [sys.executable, "-c", code], process_group=process_group, capture_output=True, text=True, timeout=860
         )
         assert done.stdout == f"{is_leader}\n"
+
+
+AT_THE_END = """
+import atexit, sys, tempfile, threading
+
+def last():
+    threading.main_thread().join()
+    print("a thread", flush=True)
+
+threading.Thread(target=last).start()
+atexit.register(print, "atexit")
+print("kept for the end", end=" ")
+if sys.argv[1] == "raise":
+    raise ValueError("of the program")
+if sys.argv[1] != "return":
+    sys.exit({"words": "words", "none": None, "true": True}.get(sys.argv[1]) if sys.argv[1].isalpha() else 300)
+"""
+
+
+def test_it_ends_as_any_other_process_does():
+    for ending in ("return", "300", "words", "none", "true", "raise"):
+        command = [sys.executable, "-c", AT_THE_END, ending]
+        options = {"capture_output": True, "text": True, "timeout": 860}
+        ours, plain = (run(command, **options) for run in (preloaded.run, subprocess.run))
+        assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
+        assert ours.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:]
+
+
+def test_others_see_its_arguments_and_its_environment():
+    """By which they find processes: tests, that nothing is left of a run, and those who end what is left."""
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    command = [sys.executable, "-c", "print('up', flush=True); input()", "a", "b"]
+    env = {**os.environ, "TEST_PRELOADED": mark}
+    with preloaded.popen(command, env=env, stdin=preloaded.PIPE, stdout=preloaded.PIPE, text=True) as process:
+        assert process.stdout.readline() == "up\n"
+        assert marked("TEST_PRELOADED", [mark]) == [process.pid]
+        shown = [Path(f"/proc/{process.pid}/{file}").read_bytes() for file in ("cmdline", "environ")]
+        assert shown[0].rstrip(b"\0").decode().split("\0") == command
+        seen = dict(word.split("=", 1) for word in shown[1].rstrip(b"\0").decode().split("\0"))
+        assert seen == env
+        process.stdin.write("end\n")
+        process.stdin.flush()
+        assert process.wait(860) == 0
+    assert marked("TEST_PRELOADED", [mark]) == []
 
 
 def test_what_takes_too_long_is_ended():

@@ -2,13 +2,13 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import preloaded
 from environments import own_environment
 from loop_cases import make_task, rl_yaml
 from safetensors.torch import load_file
@@ -99,7 +99,7 @@ class Faulty:
             self.task, "disturbed", self.num_passes, self.placement, self.transport, self.overlap, **self.cluster
         )
         (self.task / "disturbed.yaml").write_text(text)
-        self.process: subprocess.Popen | None = None
+        self.process: preloaded.Process | None = None
 
     def arm(self, *faults: Fault) -> None:
         for fault in faults:
@@ -115,10 +115,10 @@ class Faulty:
             if self.run_dir.exists():
                 arguments.append("checkpoint.resume=true")  # it did not come to its first checkpoint
         env = own_environment()
-        self.process = subprocess.Popen(
+        self.process = preloaded.popen(
             [sys.executable, "-m", "hotseat.cli.main", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=preloaded.PIPE,
+            stderr=preloaded.PIPE,
             text=True,
             env={**env, MARK: self.mark, VARIABLE: str(self.faults)},
             process_group=0,  # as a shell or a batch scheduler starts it: some tests signal all of the group

@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import preloaded
 import pytest
 from environments import hear_interrupts, own_environment
 from loop_cases import make_task, rl_yaml
@@ -121,15 +122,8 @@ def test_nothing_is_left_of_a_run_that_is(ending, tmp_path):
     mark = f"{os.getpid()}-{ending.name}"
     env = own_environment()
     command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / "run.yaml"), "train.num_episodes=10000"]
-    driver = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**env, MARK: mark},
-        preexec_fn=hear_interrupts,
-        process_group=0,
-    )
+    pipes = {"stdout": preloaded.PIPE, "stderr": preloaded.PIPE, "text": True}
+    driver = preloaded.popen(command, **pipes, env={**env, MARK: mark}, process_group=0)
     try:
         metrics = task / "runs" / "run" / "metrics.jsonl"
         assert wait_for(lambda: metrics.exists() and len(read_lines(metrics)) > 3, 300)

@@ -4,7 +4,6 @@ Where nobody has used them before, Warp compiles the kernels of the smallest tes
 tests that step are long. `test_processes.py` tests batches of worlds without Warp.
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,6 @@ import simulator_conformance as conformance
 from hotseat.envs.family_loading import SimulatorSettings, import_problem
 from hotseat.envs.processes import ProcessEnv, _digest
 from hotseat.errors import UserError
-
-if import_problem("mujoco_warp") is None:
-    sys.path.insert(0, str(Path(__file__).parents[3]))
-    from bench.lib.tabletop_expert import advise
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,6 +25,15 @@ def settings(max_steps: int | None = 8, **kwargs) -> SimulatorSettings:
     return SimulatorSettings(
         "mujoco_warp", TASKS, max_steps, {"device": "cpu", "observe": "both", "pixels": 32, **kwargs}
     )
+
+
+def advise(worlds, where) -> np.ndarray:
+    """Return the action of a script that solves the tasks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[3])
+        from bench.lib import tabletop_expert  # which loads Warp
+
+    return tabletop_expert.advise(worlds, where)
 
 
 @pytest.mark.long
