@@ -470,7 +470,9 @@ def _write_data(value: Any, path: Path) -> None:
             try:
                 file.write(json.dumps(dict(row), ensure_ascii=False, default=_as_json) + "\n")
             except TypeError as error:
-                raise UserError(f"row {number}: {error}; a datasets.Dataset may have images and arrays") from None
+                raise UserError(
+                    f"row {number}: {error}; a datasets.Dataset may have dates, bytes, images and arrays"
+                ) from None
 
 
 def _is_plain(data_set: Any) -> bool:

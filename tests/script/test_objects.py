@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 import threading
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
 import pandas
@@ -60,6 +62,13 @@ def test_a_data_frame_has_rows(tmp_path):
     objects, path = made(tmp_path, "eval.path", pandas.DataFrame({"input": ["a", "b"], "label": [1, 2]}))
     with objects.written():
         assert [dict(row.values) for row in load_rows(path)] == [{"input": "a", "label": 1}, {"input": "b", "label": 2}]
+
+
+def test_dates_bytes_and_decimals_of_a_data_set_stay_what_they_are(tmp_path):
+    row = {"at": datetime(2026, 1, 2, 3, 4, 5, 6), "price": Decimal("1.50"), "raw": b"\x00", "text": "a"}
+    objects, path = made(tmp_path, "data.path", Dataset.from_list([row]))
+    with objects.written():
+        assert [dict(each.values) for each in load_rows(path)] == [row]
 
 
 def test_files_are_there_for_this_user_alone_and_only_while_the_script_trains(tmp_path):
@@ -184,6 +193,10 @@ def test_objects_where_none_fits_are_refused_by_their_key(values, problem):
         ([], "there are no rows"),
         ([1], "row 0 is int, must be a dict of columns"),
         ([{"image": object()}], "row 0: a column has object, which JSON does not know; a datasets.Dataset may have"),
+        (
+            [{"at": datetime(2026, 1, 2)}],
+            "row 0: a column has datetime.datetime, which JSON does not know; a datasets.Dataset",
+        ),
         (DatasetDict(train=Dataset.from_list(ROWS[:1])), r"give one of them, such as \['train'\]"),
     ],
 )
