@@ -510,9 +510,9 @@ def run_tests(names: Sequence[str], limit_s: float, all_s: float) -> Outcome:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         shown = log.read_text(errors="replace")[-3000:]
-        if code == NO_TESTS or (code == 0 and not report.exists()):
+        if code == NO_TESTS:
             sys.exit(f"{' '.join(command)} ended with {code}:\n{shown}")
-        if code not in (0, 1):
+        if code not in (0, 1) or not report.exists():
             return Outcome("crashed", f"pytest ended with {code}", shown=shown)
         return outcome_of(list(ElementTree.parse(report).iter("testcase")), shown)
 

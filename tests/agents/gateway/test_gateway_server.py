@@ -407,11 +407,12 @@ def test_of_equal_requests_at_once_a_retry_gets_the_answer_of_the_one_that_was_g
         while not any(held.cancelled() for held in engine.held):
             await asyncio.sleep(0.01)
         engine.is_holding = False
-        retried = await post(client, "/chat/completions", body, **{"x-stainless-retry-count": "1"})
+        retried = asyncio.ensure_future(post(client, "/chat/completions", body, **{"x-stainless-retry-count": "1"}))
+        await asyncio.wait([retried], timeout=60)  # it does not wait for the other one, which has no answer yet
         [waiting] = [held for held in engine.held if not held.cancelled()]
         ids = tuple(tokenizer_of("smollm2")("other<|im_end|>", add_special_tokens=False)["input_ids"])
         waiting.set_result(Completion("x", ids, (-1.0,) * len(ids), (0,) * len(ids), "stop"))
-        answers = [reply["choices"][0]["message"]["content"] for _, reply in (retried, await stays)]
+        answers = [reply["choices"][0]["message"]["content"] for _, reply in (await retried, await stays)]
         again = await post(client, "/chat/completions", body, **{"x-stainless-retry-count": "2"})
         assert again[1]["choices"][0]["message"]["content"] in answers
         return {"reward": 0.0, "extra": {"differ": answers == ["cab", "other"]}}
