@@ -319,6 +319,13 @@ MUTANTS = (
         "token_ids",
         "test_the_largest_image_is_one_that_a_context_has_room_for",
     ),
+    Mutant(
+        "loop/inputs.py",
+        "columns that no reward function can get are left out without a word",
+        "return [*too_long, *left_out_notes(config, source, report.left_out)]",
+        "return too_long",
+        "test_a_column_that_no_function_gets_is_named_once_for_each_data_set",
+    ),
     # --- cluster
     Mutant(
         "cluster/lease.py",
@@ -427,6 +434,13 @@ MUTANTS = (
         "test_ranks_that_load_a_model_together_need_host_memory_for_all_of_them",
     ),
     # --- script, trl, verl
+    Mutant(
+        "api.py",
+        "the config of a script is checked without what its keywords stand for, too",
+        "return loads(text, [*overrides, *added], file)",
+        "return loads(text, overrides, file) and loads(text, [*overrides, *added], file)",
+        "test_options_of_the_config_have_an_effect_with_what_keywords_stand_for",
+    ),
     Mutant(
         "script/objects.py",
         "the record of a run has the values that a function of the script reads",
