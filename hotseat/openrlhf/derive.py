@@ -204,9 +204,12 @@ def _critic(draft: ConfigDraft) -> None:
 def _reward(draft: ConfigDraft) -> None:
     line, fields = draft.line, draft.fields
     source = reward_source(line)
+    if source == "--agent_func_path" and line["--remote_rm_url"]:
+        source = "--remote_rm_url"  # scores the episodes to which the agent gives no reward
     for name in ("--remote_rm_url", "--reward_pretrain"):
         if source is not None and source != name:
-            draft.ignore(f"rewards come from {draft.named(source)}", name)
+            decides = reward_source(line) or source
+            draft.ignore(f"rewards come from {draft.named(decides)}", name)
     if source == "--reward_pretrain":
         fields["reward.model"] = line[source]
     if source != "--remote_rm_url":

@@ -237,6 +237,9 @@ _RL: tuple[Flag, ...] = (
     switch("--partial_rollout", "--train.partial_rollout_enable", _PARTIAL, by="overlap"),
     text("--agent_func_path", "--train.agent_func_path", None, "agent.path"),
     integer("--max_steps", None, None, "agent.max_steps"),
+    decimal("--agent_timeout", None, 1200.0, "agent.timeout_s"),
+    decimal("--agent_turn_timeout", None, None, "agent.turn_timeout_s"),
+    decimal("--agent_tool_timeout", None, None, "agent.tool_timeout_s"),
     # batches and lengths
     integer("--rollout_batch_size", "--rollout.batch_size", 1024, "rollout.batch_size"),
     integer_or_auto(

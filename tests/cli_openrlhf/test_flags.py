@@ -116,11 +116,8 @@ WITHOUT_A_FLAG = {
     "agent.pass_env",
     "agent.python",
     "agent.sampling",
-    "agent.timeout_s",
     "agent.tool_parser",
-    "agent.tool_timeout_s",
     "agent.turn_length",  # set beside --agent_func_path
-    "agent.turn_timeout_s",
     "algorithm.batch_norm",
     "algorithm.aggregation",  # set beside --advantage_estimator dr_grpo
     "algorithm.correction.normalise",

@@ -287,13 +287,26 @@ def test_a_reward_that_is_neither_is_refused(url):
     ]
 
 
-def test_rewards_have_one_source():
+def test_a_remote_reward_scores_the_episodes_to_which_an_agent_gives_none():
     found = split("--agent_func_path a.py --remote_rm_url r.py --reward_pretrain m")
+    assert (found.config.agent.path, found.config.reward.function) == ("a.py", "r.py")
+    assert found.config.reward.model is None
+    assert found.no_effect == [("--reward_pretrain", "rewards come from --agent_func_path")]
+    assert split("--agent_func_path a.py --remote_rm_url http://h/s").config.reward.url == "http://h/s"
+
+
+def test_the_deadlines_of_agents_have_flags():
+    agent = split(
+        "--agent_func_path a.py --agent_timeout 60 --agent_turn_timeout 5 --agent_tool_timeout 7"
+    ).config.agent
+    assert (agent.timeout_s, agent.turn_timeout_s, agent.tool_timeout_s) == (60, 5, 7)
+    assert split("--agent_func_path a.py").config.agent.timeout_s == 1200
+
+
+def test_rewards_have_one_source():
+    found = split("--agent_func_path a.py --reward_pretrain m")
     assert (found.config.reward.function, found.config.reward.model) == (None, None)
-    assert found.no_effect == [
-        ("--remote_rm_url", "rewards come from --agent_func_path"),
-        ("--reward_pretrain", "rewards come from --agent_func_path"),
-    ]
+    assert found.no_effect == [("--reward_pretrain", "rewards come from --agent_func_path")]
     assert ("--reward_pretrain", "rewards come from --remote_rm_url") in split(
         "--remote_rm_url r.py --reward_pretrain m"
     ).no_effect

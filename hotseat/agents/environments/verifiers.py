@@ -18,6 +18,7 @@ import verifiers
 
 try:
     from verifiers.clients import OpenAIChatCompletionsClient
+    from verifiers.errors import EmptyModelResponseError
 except ModuleNotFoundError:
     raise ImportError(
         f"verifiers {verifiers.__version__} has no load_environment: install 'verifiers>=0.3,<0.4'"
@@ -27,6 +28,23 @@ except ModuleNotFoundError:
 _OVER = ("(agent.max_steps)", "(agent.timeout_s)", "(data.max_length)")
 
 NEEDS_NAME = "verifiers needs the name of an environment, or a file with load_environment"
+
+
+class _AnyAnswer(OpenAIChatCompletionsClient):
+    """The library's client, for which an answer without text is one, too: it is scored, not an error."""
+
+    async def raise_from_native_response(self, response: Any) -> None:
+        try:
+            await super().raise_from_native_response(response)
+        except EmptyModelResponseError:
+            if response is None or not response.choices:
+                raise
+
+    async def from_native_response(self, response: Any) -> Any:
+        made = await super().from_native_response(response)
+        if made.message.content is None and not made.message.tool_calls:
+            made.message.content = ""
+        return made
 
 
 class VerifiersTasks:
@@ -45,9 +63,7 @@ class VerifiersTasks:
         # Reading certificates would take longer than an episode: the gateway has none.
         http = openai.DefaultAsyncHttpxClient(verify=False)
         async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key, http_client=http) as client:
-            output = await self._environment.run_rollout(
-                self._row(number), OpenAIChatCompletionsClient(client), policy.model, {}
-            )
+            output = await self._environment.run_rollout(self._row(number), _AnyAnswer(client), policy.model, {})
         error = output.get("error")
         if error is not None and not any(bound in str(error) for bound in _OVER):
             raise RuntimeError(f"the environment ended with {error}")

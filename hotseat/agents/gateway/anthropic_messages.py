@@ -20,7 +20,17 @@ _KNOWN = (
 )  # fmt: skip
 
 
+async def count_tokens(body: Mapping[str, Any], session: ProgramSession) -> dict[str, int]:
+    """Return how many tokens the policy would read for a request. Nothing is sampled."""
+    asked = _asked({**body, "max_tokens": 1}, session)
+    return {"input_tokens": await session.num_context_tokens(asked)}
+
+
 async def create(body: Mapping[str, Any], session: ProgramSession, begin: Begin | None = None) -> Reply:
+    return await reply_to(_asked(body, session), session, partial(_Message, body), begin)
+
+
+def _asked(body: Mapping[str, Any], session: ProgramSession) -> Asked:
     fields.check(body, _KNOWN, ("temperature", "top_p", "top_k"))
     if body.get("max_tokens") is None:
         raise BadRequest("max_tokens: not set", "max_tokens")
@@ -33,7 +43,7 @@ async def create(body: Mapping[str, Any], session: ProgramSession, begin: Begin 
         raise BadRequest("thinking: not an object", "thinking")
     if (body.get("thinking") or {}).get("type") == "enabled":
         own["thinking"] = body["thinking"]
-    asked = Asked(
+    return Asked(
         messages=_messages(body.get("messages"), body.get("system")),
         tools=[] if kind == "none" else fields.tools({"tools": _tools(body.get("tools"))}),
         max_tokens=fields.integer(body, "max_tokens"),
@@ -41,7 +51,6 @@ async def create(body: Mapping[str, Any], session: ProgramSession, begin: Begin 
         own=own,
         is_learned=fields.flag(body, "learn", default=True),
     )
-    return await reply_to(asked, session, partial(_Message, body), begin)
 
 
 def _tools(value: Any) -> Any:

@@ -35,6 +35,8 @@ _STREAM_BYTES = 1 << 16  # of a stream that are written at a time
 
 Handler = Callable[[Mapping[str, Any], ProgramSession, Begin | None], Coroutine[Any, Any, Reply]]
 
+_COUNT = "/v1/messages/count_tokens"
+
 _HANDLERS: dict[str, Handler] = {
     "/v1/chat/completions": chat_completions.chat,
     "/v1/completions": chat_completions.completions,
@@ -203,6 +205,7 @@ class Gateway:
         app.router.add_get("/v1/models/{name}", self._models)
         for path in _HANDLERS:
             app.router.add_post(path, self._answer, expect_handler=expect_nothing_yet)
+        app.router.add_post(_COUNT, self._answer, expect_handler=expect_nothing_yet)
         runner = self._connections.runner(app, _SHUTDOWN_S, ends_handlers=True)
         await runner.setup()
         try:
@@ -266,6 +269,8 @@ class Gateway:
                 raise BadRequest(f"the body is not JSON: {error}") from None
             if not isinstance(body, dict):
                 raise BadRequest("the body is not a JSON object")
+            if request.path == _COUNT:
+                return web.json_response(await anthropic_messages.count_tokens(body, episode.session))
             return await self._reply(episode, request, bytes(raw), body)
         finally:
             episode.num_open -= 1
@@ -361,7 +366,7 @@ def _error(
         status, "api_error" if status >= 500 else "invalid_request_error"
     )
     headers = {} if is_retried else {"x-should-retry": "false"}
-    if request.path == "/v1/messages":
+    if request.path.startswith("/v1/messages"):
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     else:
         body = {"error": {"message": message, "type": kind, "param": param, "code": code}}

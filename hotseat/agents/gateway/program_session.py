@@ -148,12 +148,7 @@ class ProgramSession:
         policy = self._policy
         sampling, is_learned = self._sampling(asked.own)
         is_learned = is_learned and asked.is_learned
-        if asked.messages is not None and policy.preparer is not None:
-            asked = replace(asked, messages=await self._with_images(asked.messages, policy.preparer))
-        try:
-            context = await policy.work(self._context, asked)
-        except ConversationError as error:
-            raise BadRequest(str(error), "prompt" if asked.messages is None else "messages") from error
+        context = await self._context_of(asked)
         room = policy.max_length - len(context.token_ids)
         if room <= 0 or not context.token_ids:
             raise BadRequest(
@@ -168,7 +163,8 @@ class ProgramSession:
                 code="max_steps",
             )
         limit = min(sampling.max_new_tokens, room, asked.max_tokens or room)
-        sampling = replace(sampling, max_new_tokens=limit)
+        stops = dict.fromkeys((*sampling.stop, *asked.stop))
+        sampling = replace(sampling, max_new_tokens=limit, stop=tuple(stops))
         if watch is None:
             completions = await self._complete(context, sampling, [None] * asked.num_answers)
             return await policy.work(self._give, context, completions, asked, is_learned)
@@ -189,6 +185,19 @@ class ProgramSession:
         for each, answer in zip(growing, answers, strict=True):
             each.finish(answer)
         return answers
+
+    async def num_context_tokens(self, asked: Asked) -> int:
+        """Return the length of what the policy would read for a request. Nothing is sampled or recorded."""
+        return len((await self._context_of(asked)).token_ids)
+
+    async def _context_of(self, asked: Asked) -> Context:
+        policy = self._policy
+        if asked.messages is not None and policy.preparer is not None:
+            asked = replace(asked, messages=await self._with_images(asked.messages, policy.preparer))
+        try:
+            return await policy.work(self._context, asked)
+        except ConversationError as error:
+            raise BadRequest(str(error), "prompt" if asked.messages is None else "messages") from error
 
     def _certain(self, context: Context, stops: tuple[str, ...], token_ids: tuple[int, ...]) -> str:
         """Return the text that an answer has for clients if it begins with these tokens; empty if that is not known."""
@@ -363,7 +372,7 @@ class ProgramSession:
         return answer, completion
 
     def _cut(self, context: Context, completion: Completion, stop: str) -> Completion:
-        """Return a completion up to the token that completes a stop string: an engine would have stopped there."""
+        """Return a completion up to the token that completes a stop string, where an engine stops by itself."""
         ids = completion.token_ids
         lengths = range(1, len(ids))
         end = 1 + bisect_left(lengths, True, key=lambda end: stop in self.conversation.text_of(context, ids[:end]))

@@ -20,7 +20,18 @@ from hotseat.agents.transcript import decode, decode_after
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.openrlhf.agents.agent_turns import InstanceTurns, logs_of
 from hotseat.openrlhf.agents.sampling_params import read_back
-from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode, Segment, WhenSampled
+from hotseat.types import (
+    Completion,
+    Episode,
+    EpisodeFacts,
+    Prompt,
+    SampleKey,
+    Sampling,
+    ScoredEpisode,
+    Segment,
+    TurnFacts,
+    WhenSampled,
+)
 from hotseat.vision import PreparedImage
 
 _MAX_UNCLAIMED = 65536  # completions of a server's calls that no episode has returned yet
@@ -225,6 +236,7 @@ class ExecutorEpisode:
             episodes[-1],
             segments=tuple(segment for episode in episodes for segment in episode.segments),
             turn_lengths=tuple(length for episode in episodes for length in episode.turn_lengths),
+            facts=EpisodeFacts(tuple(turn for episode in episodes if episode.facts for turn in episode.facts.turns)),
         )
         last = parts[-1]
         return replace(last, episode=whole, turn_rewards=()) if isinstance(last, ScoredEpisode) else whole
@@ -239,13 +251,14 @@ class ExecutorEpisode:
         ranges = [(int(begin), int(end)) for begin, end in result["action_ranges"]]
         if not ranges:
             raise AgentError("AgentExecutor.execute returned no action_ranges")
-        segment, lengths, images = self._segment(tokens, ranges)
+        segment, lengths, images, turns = self._segment(tokens, ranges)
         episode = Episode(
             self.key,
             (segment,) if lengths else (),  # nothing is left to learn where other samples have the same tokens
             self._query(tokens, images),
             bool(result.get("truncated", False)),
             lengths,
+            EpisodeFacts(turns),
         )
         if result.get("reward") is None:
             return episode
@@ -269,9 +282,9 @@ class ExecutorEpisode:
 
     def _segment(
         self, tokens: list[int], ranges: list[tuple[int, int]]
-    ) -> tuple[Segment, tuple[int, ...], tuple[PreparedImage, ...]]:
-        """Return the tokens up to the last action, the lengths of the actions learned from here, and the images."""
-        lengths = []
+    ) -> tuple[Segment, tuple[int, ...], tuple[PreparedImage, ...], tuple[TurnFacts, ...]]:
+        """Return the tokens up to the last action, the lengths and times of the actions learned, and the images."""
+        lengths, turns = [], []
         end = ranges[-1][1]
         prompted = tuple(map(PreparedImage.of_file, self.prompt.images))
         last = self._call(tokens, *ranges[-1], prompted)
@@ -295,12 +308,14 @@ class ExecutorEpisode:
                 continue
             completion = call.completion
             lengths.append(stop - begin)
+            if completion.span_s is not None:
+                turns.append(TurnFacts(*completion.span_s))
             mask[begin:stop] = True
             log_probs[begin:stop] = torch.tensor(completion.log_probs)
             versions[begin:stop] = torch.tensor(completion.versions, dtype=torch.int32)
         paths = tuple(image.path for image in images)
         segment = Segment(torch.tensor(tokens[:end], dtype=torch.int64), mask, log_probs, versions, paths)
-        return segment, tuple(lengths), images
+        return segment, tuple(lengths), images, tuple(turns)
 
     def _call(
         self, tokens: list[int], begin: int, end: int, images: tuple[PreparedImage, ...]

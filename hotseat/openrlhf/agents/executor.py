@@ -48,6 +48,8 @@ class ExecutorAgent(Agent):
             "result_queue": ResultQueue(),
         }
         self._executor = executor_cls(**accepted(executor_cls.__init__, offered, "AgentExecutor.__init__", True))
+        if getattr(self._executor, "llm_engine", self) is None:  # one whose constructor takes no engine
+            self._executor.llm_engine = offered["llm_engine"]
 
     async def run(
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction

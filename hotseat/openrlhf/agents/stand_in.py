@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
 import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from hotseat.errors import UnsupportedError
 from hotseat.openrlhf import helpers
-from hotseat.openrlhf.agents.episodes import current_episode
+from hotseat.openrlhf.agents.episodes import CURRENT_EPISODE, current_episode
 
 _LOADING = threading.RLock()
+_NUM_TASKS = 128  # episodes of an executor at a time, in OpenRLHF
 
 
 @contextmanager
@@ -73,6 +77,7 @@ class AgentExecutorBase:
     """Stand-in for OpenRLHF's base class of executors; it accepts the constructor arguments of all versions."""
 
     agent_instance_cls: Any = None
+    llm_engine: Any = None
 
     def __init__(self, agent_instance_cls: Any = None, *args: Any, **kwargs: Any):
         self.agent_instance_cls = agent_instance_cls
@@ -82,8 +87,17 @@ class AgentExecutorBase:
         for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
             setattr(self, name, value)
 
+    @cached_property
+    def semaphore(self) -> asyncio.Semaphore:
+        """Bound of the episodes that an executor plays at a time, which executors of the first version enter."""
+        return asyncio.Semaphore(int(os.environ.get("OPENRLHF_ASYNC_NUM_TASKS", _NUM_TASKS)))
+
     async def generate(self, prompt_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
-        episode = current_episode("AgentExecutor.generate")
+        episode = CURRENT_EPISODE.get()
+        if episode is None or not episode.open_episodes.is_open(episode):  # a server's thread asks
+            if self.llm_engine is None:
+                return current_episode("AgentExecutor.generate")
+            return await self.llm_engine.generate(prompt_ids, sampling_params, multi_modal_data=multi_modal_data)
         shown = await episode.open_episodes.look(multi_modal_data, episode.prompt)
         return await episode.generate(list(prompt_ids), sampling_params, shown)
 

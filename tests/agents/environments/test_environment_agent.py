@@ -193,6 +193,9 @@ def test_verifiers_environments_with_and_without_tools(tmp_path):
     assert check(first, engine, 1).reward == 1.0
     assert first.extra["has_letter"] == 1.0
     assert check(second, other, 1).reward == 0.0
+    engine = Engine("")  # nothing but the token that ends an answer
+    [outcome] = play(settings, engine)
+    assert check(outcome, engine, 1).reward == 0.0
     with pytest.raises(UserError, match="there is no task 8: the environment's data set has 8"):
         environment_rows(settings, 7, 8)
 

@@ -172,6 +172,7 @@ def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it():
     tokenizer = tokenizer_of("smollm2")
     assert tokenizer.decode(segment.token_ids) == "Q: add\nObs: 7bad<|im_end|>"
     assert tokenizer.decode(segment.token_ids[segment.mask]) == "add\nObbad<|im_end|>"  # not "s: made up"
+    assert [request.sampling.stop for request in engine.requests] == [("\nOb",), ()]  # nothing is sampled in vain
     assert len(outcome.episode.facts.turns) == 2  # the time of the answer that was cut is known too
 
 
@@ -771,11 +772,33 @@ def test_anthropics_protocol_with_a_tool_whole_and_streamed():
                 anthropic.BadRequestError, match="an answer that is begun by the client is not supported"
             ):
                 await theirs.messages.create(messages=[*QUESTION, {"role": "assistant", "content": "A"}], **fixed)
+            counted = await theirs.messages.count_tokens(messages=QUESTION, model="x", system="ace", tools=[tool])
+            assert counted.input_tokens == reply.usage.input_tokens
             with pytest.raises(anthropic.AuthenticationError):
                 await theirs.with_options(api_key="guessed").messages.create(messages=QUESTION, **fixed)
         return 0.0
 
     check_two_turns_with_a_tool(program)
+
+
+def test_tokens_of_a_request_are_counted_without_sampling():
+    async def program(prompt, client):
+        headers = {"x-api-key": client.api_key}
+        async with aiohttp.ClientSession(client.root_url, headers=headers) as session:
+            body = {"model": "x", "messages": QUESTION}
+            async with session.post("/v1/messages/count_tokens", json=body) as counted:
+                assert counted.status == 200, await counted.text()
+                num_tokens = (await counted.json())["input_tokens"]
+            async with session.post("/v1/messages/count_tokens", json={"messages": []}) as refusal:
+                assert refusal.status == 400
+                assert (await refusal.json())["type"] == "error"
+            assert not engine.requests
+            async with session.post("/v1/messages", json={**body, "max_tokens": 5}) as reply:
+                assert (await reply.json())["usage"]["input_tokens"] == num_tokens == len(engine.requests[0].token_ids)
+        return 1.0
+
+    engine = Engine("ace")
+    assert isinstance(play(program, engine), ScoredEpisode)
 
 
 def test_what_the_other_protocols_cannot_is_refused_with_the_reason():

@@ -532,6 +532,26 @@ def test_calls_from_a_server_thread_belong_to_who_returns_their_tokens(load):
     assert len({request.seed for request in script.requests}) == 24
 
 
+@pytest.mark.parametrize("constructor", ["", "def __init__(self, llm_engine, hf_tokenizer, **more):\n        pass"])
+def test_the_executors_own_generate_works_from_a_server_thread_and_its_semaphore_bounds_episodes(load, constructor):
+    text = SERVER.replace("import asyncio\n", "import asyncio\nimport contextvars\n", 1)
+    text = text.replace(
+        "asyncio.run_coroutine_threadsafe(self.engine.generate(tokens, params, multi_modal_data=None), self.loop)",
+        "contextvars.Context().run(asyncio.run_coroutine_threadsafe, self.generate(tokens, params), self.loop)",
+    )
+    text = text.replace("    async def execute(", f"    {constructor}\n\n    async def execute(")
+    text = text.replace("        tokens = hf", "        await self.semaphore.acquire()\n        tokens = hf")
+    text = text.replace("        return {", "        self.semaphore.release()\n        return {")
+    agent = load(text)
+    scored = play(agent, Script(["aa", "b"]))
+    agent._executor.loop.call_soon_threadsafe(agent._executor.loop.stop)
+    assert isinstance(scored, ScoredEpisode), scored
+    assert marked(scored.episode) == ["q:[aab]"]
+    turns = scored.episode.facts.turns  # the policy's time is known of each
+    assert len(turns) == 2
+    assert all(turn.asked_s <= turn.answered_s for turn in turns)
+
+
 def test_a_servers_call_outside_of_any_episode_is_refused(load):
     agent = load(SERVER)
     with AgentHost(agent, Script(["aa", "b"]), run_seed=5, timeout_s=WAIT_S) as host:
