@@ -10,7 +10,8 @@ import torch
 from loop_cases import make_group, make_segment, rl_yaml, same, weights
 from safetensors.torch import load_file
 
-from hotseat.algorithms.advantages import Advantages, compute_advantages, group_normalised
+from hotseat.algorithms.advantages import Advantages, compute_advantages
+from hotseat.algorithms.baselines import group_normalised
 from hotseat.algorithms.policy_loss import call_policy_loss, cispo_loss
 from hotseat.checks.pipeline import startup_problems
 from hotseat.checks.plans import user_functions
@@ -236,7 +237,7 @@ def test_paths_mean_the_same_in_every_process(tmp_path, monkeypatch):
 
 
 OWN = """
-from hotseat.algorithms.advantages import group_normalised
+from hotseat.algorithms.baselines import group_normalised
 from hotseat.algorithms.policy_loss import ppo_loss
 
 

@@ -12,9 +12,11 @@ each turn is credited with: see `compute_advantages`, which does the whole compu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,82 +30,6 @@ from hotseat.extensions import load
 from hotseat.registry.estimators import ESTIMATORS, USER_ESTIMATOR, EstimatorEntry, estimator_entry
 from hotseat.registry.lookup import names_that
 from hotseat.types import TokenLayout
-
-# ---------------------------------------------------------------------------------------------- baselines per episode
-
-
-def group_mean_centred(rewards: Tensor, groups: Tensor) -> Tensor:
-    """r − mean(group): Dr. GRPO, and REINFORCE++-baseline before its normalisation.
-
-    Here as in the next two: `rewards` is [num_episodes] or [num_episodes, columns] (each column on its own), `groups`
-    is [num_episodes] ids in any order, of groups of any size but one: an episode would be its own baseline.
-    """
-    return _Groups(groups).centred(rewards)
-
-
-def group_normalised(rewards: Tensor, groups: Tensor, *, eps: float = 1e-9, with_std: bool = True) -> Tensor:
-    """(r − mean) / (std + eps) with the sample standard deviation (n − 1): GRPO. r − mean without `with_std`.
-
-    The eps is OpenRLHF's; verl has 1e-6, TRL 1e-4.
-    """
-    grouped = _Groups(groups)
-    centred = grouped.centred(rewards)
-    return (centred / (grouped.std(rewards) + eps)).to(centred.dtype) if with_std else centred
-
-
-def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
-    """r − mean of its siblings, which is (r − mean) · n / (n − 1): RLOO."""
-    return _Groups(groups).minus_siblings(rewards)
-
-
-class _Groups:
-    """Statistics per group, repeated for each episode of the group: [num_episodes, ...] in and out."""
-
-    def __init__(self, groups: Tensor):
-        ids, self.index, self.sizes = torch.unique(groups, return_inverse=True, return_counts=True)
-        if bool((self.sizes == 1).any()):
-            alone = ids[self.sizes == 1].tolist()
-            named = ", ".join(map(str, alone[:5])) + (", ..." if len(alone) > 5 else "")
-            raise UserError(
-                f"{'group' if len(alone) == 1 else 'groups'} {named}: only one sample, and a baseline needs siblings;"
-                " set rollout.samples_per_prompt to 2 or more, and drop groups of which only one sample is left"
-            )
-
-    def mean(self, values: Tensor) -> Tensor:
-        totals = values.new_zeros(len(self.sizes), *values.shape[1:]).index_add(0, self.index, values)
-        return self._per_episode(totals, values) / self._per_episode(self.sizes, values)
-
-    def centred(self, rewards: Tensor) -> Tensor:
-        shifted = self._shifted(rewards)
-        return (shifted - self.mean(shifted)).to(floating(rewards).dtype)
-
-    def std(self, rewards: Tensor) -> Tensor:
-        shifted = self._shifted(rewards)
-        variance = self.mean((shifted - self.mean(shifted)).square()) * self._bessel(shifted)
-        return variance.sqrt()
-
-    def minus_siblings(self, rewards: Tensor) -> Tensor:
-        shifted = self._shifted(rewards)
-        return ((shifted - self.mean(shifted)) * self._bessel(shifted)).to(floating(rewards).dtype)
-
-    def _shifted(self, rewards: Tensor) -> Tensor:
-        """Subtract the group's least reward, in float64, so that the differences of equal rewards are exactly 0.
-
-        In float32, three rewards of 0.1 have a mean that is not 0.1, and (r − mean) / (std + 1e-9) is nowhere near 0.
-        """
-        exact = rewards.to(torch.float64)
-        index = self.index.reshape(-1, *[1] * (exact.dim() - 1)).expand_as(exact)
-        least = exact.new_full((len(self.sizes), *exact.shape[1:]), torch.inf)
-        return exact - least.scatter_reduce(0, index, exact, "amin")[self.index]
-
-    def _bessel(self, like: Tensor) -> Tensor:
-        sizes = self._per_episode(self.sizes, like)
-        return sizes / (sizes - 1)
-
-    def _per_episode(self, per_group: Tensor, like: Tensor) -> Tensor:
-        per_episode = per_group[self.index].to(like.dtype)
-        return per_episode.reshape(*per_episode.shape, *[1] * (like.dim() - per_episode.dim()))
-
 
 # ------------------------------------------------------------------------------------------------- rewards on tokens
 
@@ -294,6 +220,8 @@ def compute_advantages(
     turn_rewards: Tensor | None = None,
     turns: Tensor | None = None,
     totals: Tensor | None = None,
+    parts: Mapping[str, Tensor] | None = None,
+    part_weights: Mapping[str, float] | None = None,
     turn_credit: TurnCredit = "to_go",
     kl: Tensor | None = None,
     kl_coefficient: float = 0.0,
@@ -313,6 +241,10 @@ def compute_advantages(
     normalisation. `rewards` and `groups` are [num_episodes]; `values` (for gae) and `kl` are [num_tokens]; turn
     rewards are as in `place_rewards`. `divide_by_std=False` is OpenRLHF's no_advantage_std_norm: no estimator divides
     by a standard deviation then. `over_batch`: whether to normalise over the batch; None: as the table says.
+
+    parts, part_weights: the rewards that make up the total, by name, [num_episodes] each, with their weights, for an
+    estimator that compares them apart: see `parts_normalised`. Its result is normalised over the episodes of the step,
+    unless `over_batch` says otherwise: true is over its tokens, false not at all.
 
     With several ranks, each has whole groups, and `add_up` turns this rank's moments into the sum over all.
 
@@ -358,8 +290,8 @@ def compute_advantages(
         _refuse_failed("turn", turn_rewards)
         if totals is None:
             totals = rewards.double().index_add(0, layout.token_episode[turns], turn_rewards.double())
-            parts = rewards.double().abs().index_add(0, layout.token_episode[turns], turn_rewards.double().abs())
-            totals = without_rounding(totals, parts)
+            magnitudes = rewards.double().abs().index_add(0, layout.token_episode[turns], turn_rewards.double().abs())
+            totals = without_rounding(totals, magnitudes)
         totals = totals.to(rewards)
         if turn_credit == "sum" or facts.compares_episodes:
             rewards, turn_rewards = totals, None
@@ -367,12 +299,15 @@ def compute_advantages(
     credits = None  # [num_sampled]
     if function is not None and groups is not None:
         divides = facts.normalisation == "group" and divide_by_std
-        if facts.normalisation == "group":
+        if facts.normalisation in ("group", "episodes"):
             function = partial(function, eps=eps, with_std=divide_by_std)
         groups = groups.to(rewards.device)
         compare = partial(_compared, function, groups, alive, rewards.dtype)
         if facts.compares_episodes:
-            rewards = _compared_episodes(function, layout, rewards, groups, log_probs)
+            given = {"parts": parts or {}, "part_weights": part_weights or {}}
+            rewards = _compared_episodes(function, layout, rewards, groups, log_probs, given)
+            if facts.normalisation == "episodes" and over_batch is None:
+                rewards = normalise_by(rewards, alive, add_up(moments(rewards, alive)), with_std=divide_by_std)
         elif turn_rewards is None or turns is None:
             rewards = compare(rewards.unsqueeze(1)).squeeze(1)
         else:
@@ -409,7 +344,13 @@ def compute_advantages(
 
 
 def call_estimator(
-    function: Callable[..., Tensor], rewards: Tensor, groups: Tensor, lengths: Tensor, log_probs: Tensor | None
+    function: Callable[..., Tensor],
+    rewards: Tensor,
+    groups: Tensor,
+    lengths: Tensor,
+    log_probs: Tensor | None,
+    parts: Mapping[str, Tensor] = MappingProxyType({}),
+    part_weights: Mapping[str, float] = MappingProxyType({}),
 ) -> Tensor:
     """Call an estimator of whole episodes, such as a user's. [num_episodes] in and out.
 
@@ -419,6 +360,8 @@ def call_estimator(
 
         lengths     [num_episodes] int64: how many tokens the policy sampled in each episode
         log_probs   [sum of lengths]: the engine's log-prob of each of them, episode after episode
+        parts       the rewards that make up the total, by name: [num_episodes] each, NaN where one does not apply
+        part_weights  the weight of each of them in the total
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -426,7 +369,7 @@ def call_estimator(
         parameters = []
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     names = {each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY}
-    further = {"lengths": lengths, "log_probs": log_probs}
+    further = {"lengths": lengths, "log_probs": log_probs, "parts": parts, "part_weights": part_weights}
     named = {name: value for name, value in further.items() if takes_all or name in names}
     if "log_probs" in names and log_probs is None:
         raise UserError("the estimator takes log_probs, and there are none: pass those of the engine")
@@ -434,7 +377,12 @@ def call_estimator(
 
 
 def _compared_episodes(
-    function: Callable[..., Tensor], layout: TokenLayout, rewards: Tensor, groups: Tensor, log_probs: Tensor | None
+    function: Callable[..., Tensor],
+    layout: TokenLayout,
+    rewards: Tensor,
+    groups: Tensor,
+    log_probs: Tensor | None,
+    given: Mapping[str, Any],
 ) -> Tensor:
     """Return what `call_estimator` makes of the rewards of episodes with sampled tokens; 0 for other episodes."""
     lengths = layout.sampled_per_episode
@@ -444,7 +392,10 @@ def _compared_episodes(
     if log_probs is not None:
         sampled, episode = sampled_steps(layout)
         log_probs = floating(log_probs)[sampled[episode.argsort(stable=True)]]
-    compared = call_estimator(function, rewards[alive], groups[alive], lengths[alive], log_probs)
+    parts = {name: values.to(alive.device)[alive] for name, values in given["parts"].items()}
+    compared = call_estimator(
+        function, rewards[alive], groups[alive], lengths[alive], log_probs, parts, given["part_weights"]
+    )
     if compared.shape != rewards[alive].shape or not compared.isfinite().all():
         raise UserError(
             f"the estimator returned the shape {list(compared.shape)}, {int(compared.isfinite().sum())} numbers finite,"

@@ -4,7 +4,7 @@ A policy loss is called as `gspo_loss` is, an estimator by `call_estimator`, a s
 
     def my_loss(log_probs, old_log_probs, advantages, layout, *, eps_low, eps_high): ...   # [num_tokens] or PolicyLoss
     def my_estimator(rewards, groups): ...                                                 # [num_episodes]
-    def my_estimator(rewards, groups, lengths, log_probs): ...                             # see `call_estimator`
+    def my_estimator(rewards, groups, lengths, log_probs, parts, part_weights): ...        # see `call_estimator`
     def my_sampler(num, pass_rates, num_draws, rng): ...                                   # num positions
 
 A loss must not depend on the other episodes of its micro-batch, nor an estimator on other groups: batches are cut
@@ -17,6 +17,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -84,14 +85,21 @@ def policy_loss_problem(function: Callable[..., Any], *, eps_low: float, eps_hig
 
 
 @_trial
-def estimator_problem(function: Callable[..., Any], samples_per_prompt: int) -> str | None:
-    """Return why a user's estimator cannot be used; None if it can, as far as toy groups show."""
+def estimator_problem(
+    function: Callable[..., Any], samples_per_prompt: int, part_weights: Mapping[str, float] = MappingProxyType({})
+) -> str | None:
+    """Return why a user's estimator cannot be used; None if it can, as far as toy groups show.
+
+    part_weights: those of the rewards that it may compare apart, by name.
+    """
     lengths = torch.tensor([2, 3, 1, 4, 2])
 
     def call(rewards: list[float], groups: list[int]) -> Any:
         sizes = lengths[: len(rewards)]
         log_probs = -torch.arange(1.0, int(sizes.sum()) + 1) / 8
-        return call_estimator(function, torch.tensor(rewards), torch.tensor(groups), sizes.clone(), log_probs)
+        parts = {name: torch.tensor(rewards).double() for name in part_weights}
+        given = (torch.tensor(rewards), torch.tensor(groups), sizes.clone(), log_probs, parts, part_weights)
+        return call_estimator(function, *given)
 
     advantages = call([0.0, 1.0, 1.0, 0.5, 0.25], [0, 0, 1, 1, 1])
     problem = _tensor_problem(advantages, 5, "episode")

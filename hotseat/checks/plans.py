@@ -11,7 +11,7 @@ from hotseat.checks.weight_files import loaded_bytes
 from hotseat.config import Config
 from hotseat.config.precision import Dtype, dtype_of, with_dtype
 from hotseat.config.presence import has_critic
-from hotseat.config.resolved import critic_model
+from hotseat.config.resolved import critic_model, reward_parts
 from hotseat.errors import PlacementError, Problem
 from hotseat.machine import available_bytes, has_gpu
 from hotseat.placement.memory_terms import GIB
@@ -165,7 +165,7 @@ def _tried(config: Config) -> Iterator[tuple[str, str, str | None]]:
         problem = policy_loss_problem(algorithm.policy_loss, eps_low=algorithm.clip_low, eps_high=algorithm.clip_high)
         yield "algorithm.policy_loss", algorithm.policy_loss, problem
     if is_own(algorithm.estimator):
-        problem = estimator_problem(algorithm.estimator, config.rollout.samples_per_prompt)
+        problem = estimator_problem(algorithm.estimator, config.rollout.samples_per_prompt, reward_parts(config))
         yield "algorithm.estimator", algorithm.estimator, problem
     if config.data.sampler is not None:
         yield "data.sampler", config.data.sampler, sampler_problem(config.data.sampler)

@@ -38,6 +38,7 @@ from hotseat.registry.estimators import ESTIMATORS, estimator_entry
 from hotseat.registry.lookup import names_that, names_with
 from hotseat.registry.policy_losses import POLICY_LOSSES, policy_loss_entry
 from hotseat.registry.preference_losses import PREFERENCE_LOSSES, preference_loss_entry
+from hotseat.user_functions import is_own
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
@@ -274,6 +275,12 @@ PYTHON = Condition(
     "it runs an agent.environment, or the function play of agent.path: neither is set",
 )
 FAMILY, COMMAND = _is_set("family"), _is_set("command")
+NO_STALENESS = Beside(
+    "overlap.staleness",
+    lambda staleness: staleness == 0,
+    "is 0",
+    "{key} is {value}: there overlap.order arrival takes the groups that are finished first, and loses none",
+)
 AHEAD = _is_above_0("staleness", ", so a rollout ends before the training on it begins")
 
 # Data
@@ -304,6 +311,14 @@ DISCOUNT = Condition(
     f"algorithm.estimator is {' or '.join(_DISCOUNTING)}",
     lambda c: estimator_entry(c.algorithm.estimator).discounts,
     lambda c: f"algorithm.estimator {c.algorithm.estimator} does not discount; {' and '.join(_DISCOUNTING)} do",
+)
+PARTS = Condition(
+    f"algorithm.estimator is {' or '.join(names_that(ESTIMATORS, 'compares_parts'))} or a custom one",
+    lambda c: is_own(c.algorithm.estimator) or estimator_entry(c.algorithm.estimator).compares_parts,
+    lambda c: (
+        f"algorithm.estimator {c.algorithm.estimator} compares sums of rewards;"
+        f" {' and '.join(names_that(ESTIMATORS, 'compares_parts'))} compares each of them"
+    ),
 )
 DEVIATION = Condition(
     "advantages are divided by a deviation",

@@ -33,7 +33,7 @@ from hotseat.config.resolved import (
     shortest_kl_horizon,
     uses_k1_loss,
 )
-from hotseat.config.reward_conflicts import REWARD_CHECKS
+from hotseat.config.reward_conflicts import REWARD_CHECKS, missing_parts
 from hotseat.config.rope import rope_scaling_problem
 from hotseat.config.schema import Config, conditions_of, tasks_of
 from hotseat.registry.backends import BACKENDS, backend_entry
@@ -103,6 +103,7 @@ def _missing_in_rl(config: Config) -> Problems:
             f"{samples}: a group of one has no advantage under {config.algorithm.estimator}; set it to 2 or more,"
             " usually 8",
         )
+    yield from missing_parts(config)
 
 
 # --- agent and env: who plays the episodes ----------------------------------------------------------------------------

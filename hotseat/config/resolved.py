@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from hotseat.config.presence import has_agent, has_simulator
+from hotseat.config.presence import has_agent, has_judge, has_simulator, name_of_function
 from hotseat.model_source import ModelSource
 from hotseat.registry.correction_kinds import NO_CORRECTION, OFF_POLICY_CORRECTION, OFF_POLICY_EPISODE_CORRECTION
 from hotseat.registry.estimators import estimator_entry
@@ -64,7 +64,24 @@ def is_batch_normalised(config: Config) -> bool:
 
 def divides_by_deviation(config: Config) -> bool:
     """Return whether advantages are divided by a deviation: that of the step, or that of their group."""
-    return is_batch_normalised(config) or estimator_entry(config.algorithm.estimator).normalisation == "group"
+    normalisation = estimator_entry(config.algorithm.estimator).normalisation
+    return is_batch_normalised(config) or normalisation in ("group", "episodes")
+
+
+def reward_parts(config: Config) -> dict[str, float]:
+    """Return the rewards that an estimator may compare apart, by their names in metrics, with their weights."""
+    reward = config.reward
+    if reward.parts is not None:
+        return dict(reward.parts)
+    parts = {name_of_function(each): each.weight for each in reward.functions}
+    parts |= {grader.name or grader.kind: grader.weight for grader in reward.graders}
+    if has_judge(config):
+        parts[reward.judge.name] = reward.judge.weight
+    if parts and (reward.function is not None or reward.url is not None):
+        parts["function"] = 1.0
+    if parts and reward.model is not None:
+        parts["model"] = 1.0
+    return parts
 
 
 def kl_estimator(config: Config) -> KlEstimator:

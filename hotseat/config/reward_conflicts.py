@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hotseat.config.presence import has_judge, name_of_function
-from hotseat.config.resolved import max_sampled_tokens
+from hotseat.config.resolved import max_sampled_tokens, reward_parts
 from hotseat.config.schema import Config
 from hotseat.config.schema.reward_options import GraderConfig
 from hotseat.config.urls import as_list, url_problems
+from hotseat.registry.estimators import estimator_entry
 
 
 def _rewards(config: Config) -> Iterator[tuple[str, str]]:
@@ -107,4 +108,32 @@ def _judge(config: Config) -> Iterator[tuple[str, str]]:
         yield "reward.judge.name", f"{judge.name!r} is taken: give the judge a name of its own"
 
 
-REWARD_CHECKS = (_rewards, _graders, _judge)
+def _parts(config: Config) -> Iterator[tuple[str, str]]:
+    reward, estimator = config.reward, config.algorithm.estimator
+    if not estimator_entry(estimator).compares_parts:
+        return
+    changes = {
+        "reward.overlong.buffer_length": reward.overlong.buffer_length > 0,
+        "reward.truncation_penalty": reward.truncation_penalty is not None,
+        "components": bool(config.components),
+    }
+    for key in (key for key, is_set in changes.items() if is_set):
+        yield (
+            key,
+            f"it changes the sum of rewards, and algorithm.estimator {estimator} compares each of them: unset it, and"
+            " put what it says into a function of reward.functions",
+        )
+
+
+def missing_parts(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield a problem where an estimator compares rewards apart, and fewer than two are known."""
+    estimator, parts = config.algorithm.estimator, reward_parts(config)
+    if estimator_entry(estimator).compares_parts and len(parts) < 2:
+        yield (
+            "reward.parts",
+            f"of the rewards that algorithm.estimator {estimator} compares apart there is {', '.join(parts) or 'none'}:"
+            " give two or more in reward.functions or reward.graders, or name numbers of extra_logs in reward.parts",
+        )
+
+
+REWARD_CHECKS = (_rewards, _graders, _judge, _parts)

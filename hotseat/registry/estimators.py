@@ -15,7 +15,7 @@ class EstimatorEntry:
     """Facts about an advantage estimator.
 
     compare: "module:function" that compares rewards with those of the group, as `group_mean_centred` does, or with the
-    normalisation `group` as `group_normalised` does; None: rewards are not compared. returns: "module:function" that
+    normalisations of groups as `group_normalised` does; None: rewards are not compared. returns: "module:function" that
     makes returns of the rewards on tokens, as `discounted_returns` does, or with a critic as `gae` does.
     """
 
@@ -25,10 +25,12 @@ class EstimatorEntry:
     source: str
     compare: str | None = None
     compares_episodes: bool = False  # by their totals alone: `compare` is called by `call_estimator`
+    compares_parts: bool = False  # of rewards instead of their totals: `compare` takes `parts` and `part_weights`
     returns: str = "hotseat.algorithms.advantages:discounted_returns"
     needs_critic: bool = False
     discounts: bool = False  # other estimators have γ = 1, as in OpenRLHF
-    normalisation: Literal["batch", "group"] | None = None  # divides by the deviation of the step, or the group
+    # Divides by the deviation of the step's tokens, of the group, or of the group and then of the step's episodes.
+    normalisation: Literal["batch", "group", "episodes"] | None = None
     aggregation: Aggregation | None = None  # of its paper, where the policy loss is not one of episodes
 
     @property
@@ -73,14 +75,14 @@ ESTIMATORS = Table[EstimatorEntry](
         "Reward less the mean of the other answers.",
         "r − mean of the others",
         "RLOO, Ahmadian et al. 2024",
-        compare="hotseat.algorithms.advantages:leave_one_out",
+        compare="hotseat.algorithms.baselines:leave_one_out",
     ),
     EstimatorEntry(
         "reinforce_baseline",
         "Reward less the mean of the group, normalised over the step.",
         "r − mean(group)",
         "REINFORCE++-baseline, Hu et al. 2025",
-        compare="hotseat.algorithms.advantages:group_mean_centred",
+        compare="hotseat.algorithms.baselines:group_mean_centred",
         normalisation="batch",
     ),
     EstimatorEntry(
@@ -88,7 +90,7 @@ ESTIMATORS = Table[EstimatorEntry](
         "Reward less the mean of the group, by its deviation.",
         "(r − mean) / (std + eps)",
         "GRPO, Shao et al. 2024",
-        compare="hotseat.algorithms.advantages:group_normalised",
+        compare="hotseat.algorithms.baselines:group_normalised",
         normalisation="group",
     ),
     EstimatorEntry(
@@ -96,8 +98,18 @@ ESTIMATORS = Table[EstimatorEntry](
         "Reward less the mean of the group.",
         "r − mean",
         "Dr. GRPO, Liu et al. 2025",
-        compare="hotseat.algorithms.advantages:group_mean_centred",
+        compare="hotseat.algorithms.baselines:group_mean_centred",
         aggregation="constant",
+    ),
+    EstimatorEntry(
+        "gdpo",
+        "Each of several rewards less its mean of the group, by its deviation; then their sum, over the episodes.",
+        "A = Σ_k w_k (r_k − mean_k) / (std_k + eps), then (A − mean(A)) / std(A) of the step's episodes",
+        "GDPO, Liu et al. 2026",
+        compare="hotseat.algorithms.baselines:parts_normalised",
+        compares_episodes=True,
+        compares_parts=True,
+        normalisation="episodes",
     ),
 )
 

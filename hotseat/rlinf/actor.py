@@ -10,7 +10,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from hotseat.algorithms.advantages import Moments, group_normalised, moments, normalise_by
+from hotseat.algorithms.advantages import Moments, moments, normalise_by
+from hotseat.algorithms.baselines import group_normalised
 from hotseat.errors import DataError, UserError
 from hotseat.loop.devices.held_memory import device_of_process
 from hotseat.loop.workers.cutting import BatchSettings

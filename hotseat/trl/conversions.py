@@ -398,6 +398,17 @@ def kl(draft: TrlDraft) -> None:
 
 
 def advantages(draft: TrlDraft) -> None:
+    how = draft.values["multi_objective_aggregation"]
+    if how == "normalize_then_sum":
+        draft.set("multi_objective_aggregation", {"algorithm.estimator": "gdpo"})
+        draft.differ(
+            "multi_objective_aggregation",
+            "TRL divides by deviations + 1e-4, here each reward by its own + 1e-9 and the step by the root of its mean"
+            " square; give two or more reward.functions",
+        )
+        return
+    if how != "sum_then_normalize":
+        draft.refuse("multi_objective_aggregation", f"{how}: sum_then_normalize or normalize_then_sum")
     scale = {True: "group", False: "none"}.get(draft.values["scale_rewards"], draft.values["scale_rewards"])
     if scale == "group":
         draft.set("scale_rewards", {"algorithm.estimator": "group_norm"})

@@ -369,8 +369,12 @@ GRPO: tuple[TrlField, ...] = (
         *("importance_sampling_level", "token", "loss", "algorithm.policy_loss"),
         note="`token` is `ppo`, `sequence` is `gspo`; with `cispo` and `sapo` only `token`",
     ),
-    _refused("reward_weights", None, "a reward file returns one number: weigh its parts there"),
-    _refused("multi_objective_aggregation", "sum_then_normalize", "rewards are summed, then compared in their group"),
+    _refused("reward_weights", None, "`reward.functions` have the weights, beside the functions"),
+    _derived(
+        *("multi_objective_aggregation", "sum_then_normalize", "advantages", "algorithm.estimator"),
+        note="`normalize_then_sum` is `gdpo`, whatever `scale_rewards` is; give two or more `reward.functions`, which"
+        " have the weights",
+    ),
     _derived(
         *("scale_rewards", "group", "advantages", "algorithm.estimator"),
         note="`group` is `group_norm`, `none` is `dr_grpo`; `batch` is refused",

@@ -29,20 +29,19 @@ from hotseat.algorithms.advantages import (
     compute_advantages,
     discounted_returns,
     gae,
-    group_mean_centred,
-    group_normalised,
-    leave_one_out,
     moments,
     normalise_by,
     place_rewards,
 )
+from hotseat.algorithms.baselines import group_mean_centred, group_normalised, leave_one_out, parts_normalised
 from hotseat.algorithms.time_steps import step_starts
 from hotseat.algorithms.turns import turn_ends
 from hotseat.errors import RewardError, UserError
 from hotseat.registry.estimators import ESTIMATORS
 
 BASELINES = (group_mean_centred, group_normalised, leave_one_out)
-GROUP_ESTIMATORS = [name for name, facts in ESTIMATORS.items() if facts.needs_group]
+TOTALS = [name for name, facts in ESTIMATORS.items() if not facts.compares_parts]
+GROUP_ESTIMATORS = [name for name in TOTALS if ESTIMATORS[name].needs_group]
 TWO = [[[0, 1, 1]], [[0, 1]]]  # two episodes, of 2 and 1 sampled tokens
 
 
@@ -557,7 +556,7 @@ turn_lists = st.lists(st.lists(st.integers(-30, 30), min_size=1, max_size=4), mi
 
 
 @pytest.mark.parametrize("credit", ["to_go", "own", "sum"])
-@pytest.mark.parametrize("estimator", [*ESTIMATORS, "user"])
+@pytest.mark.parametrize("estimator", [*TOTALS, "user"])
 @few
 @given(rows=turn_lists, rest=st.sampled_from([0, 1, 10_001]), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_no_credit_of_turns_blows_up(estimator, credit, rows, rest, dtype):
@@ -738,7 +737,7 @@ def _any_estimator(estimator, layout, rewards, values, kl, **options):
     )
 
 
-@pytest.mark.parametrize("estimator", list(ESTIMATORS))
+@pytest.mark.parametrize("estimator", TOTALS)
 @few
 @given(episodes=episode_lists(4, 6), seed=seeds, divide_by_std=st.booleans())
 def test_estimators_equal_a_loop_from_the_formulas(estimator, episodes, seed, divide_by_std):
@@ -773,7 +772,7 @@ def test_estimators_equal_a_loop_from_the_formulas(estimator, episodes, seed, di
     assert_close(result.advantages, advantages, 1e-8)
 
 
-@pytest.mark.parametrize("estimator", list(ESTIMATORS))
+@pytest.mark.parametrize("estimator", TOTALS)
 @few
 @given(episodes=episode_lists(4, 6), seed=seeds)
 def test_what_stands_at_unsampled_tokens_never_matters(estimator, episodes, seed):
@@ -787,7 +786,7 @@ def test_what_stands_at_unsampled_tokens_never_matters(estimator, episodes, seed
     assert bool((clean.advantages[~layout.mask] == 0).all())
 
 
-@pytest.mark.parametrize("estimator", list(ESTIMATORS))
+@pytest.mark.parametrize("estimator", TOTALS)
 @few
 @given(episodes=episode_lists(4, 6), seed=seeds)
 def test_tokens_of_the_environment_change_no_advantage(estimator, episodes, seed):
@@ -806,7 +805,7 @@ def test_tokens_of_the_environment_change_no_advantage(estimator, episodes, seed
     assert_close(there.advantages[longer.mask], here.advantages[layout.mask])
 
 
-@pytest.mark.parametrize("estimator", list(ESTIMATORS))
+@pytest.mark.parametrize("estimator", TOTALS)
 @few
 @given(episodes=episode_lists(4, 6), seed=seeds)
 def test_permuting_episodes_permutes_their_advantages(estimator, episodes, seed):
@@ -835,7 +834,7 @@ def test_constant_rewards_give_no_advantage(estimator, dtype, episodes, reward):
     assert_close(result.advantages, torch.zeros(layout.num_tokens, dtype=dtype), 1e-9)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", TOTALS)
 def test_ranks_with_whole_groups_compute_what_one_place_computes(estimator):
     episodes = [[[0, 1, 1]], [[0, 1]], [[1, 0], [1]], [[1, 1, 1]], [[1]], [[0, 0, 1]]]
     groups, rewards = torch.tensor([0, 0, 1, 1, 1, 0]), numbers(3, 6)
@@ -860,7 +859,7 @@ def test_ranks_with_whole_groups_compute_what_one_place_computes(estimator):
         assert_close(result.advantages, together.advantages[ranks[rank][1]], 1e-9)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", TOTALS)
 def test_no_sampled_token_anywhere_gives_zeros(estimator):
     # none sampled, no tokens at all, and a rank that was left without episodes
     for episodes in ([[[0, 0]], [[0]]], [[[]], [[]]], []):
@@ -876,7 +875,7 @@ def test_no_sampled_token_anywhere_gives_zeros(estimator):
         assert_close(result.advantages, torch.zeros(layout.num_tokens))
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", TOTALS)
 def test_precision_and_gradients_of_advantages(estimator):
     layout, groups = make_layout(TWO), torch.tensor([0, 0])
     for given_dtype, expected in ((torch.int64, torch.float32), (torch.float64, torch.float64)):
@@ -886,6 +885,87 @@ def test_precision_and_gradients_of_advantages(estimator):
         )
         assert result.advantages.dtype == result.returns.dtype == expected
         assert not result.advantages.requires_grad
+
+
+# ------------------------------------------------------------------------------------------ several rewards, each apart
+
+
+def test_each_reward_is_normalised_before_they_are_summed():
+    # right: 1, 0, 0 and cheap: 2, 4 in two groups. Means 1/3 and 3, deviations sqrt(1/3) and sqrt(2).
+    # style: 10, 30, none, then 5, 5: mean 20 and deviation sqrt(200) of the two; equal ones have exactly 0.
+    groups = torch.tensor([0, 0, 0, 1, 1])
+    parts = {
+        "right": torch.tensor([1.0, 0, 0, 2, 4], dtype=torch.float64),
+        "style": torch.tensor([10, 30, NAN, 5, 5], dtype=torch.float64),
+    }
+    weights = {"right": 1.0, "style": 0.5}
+    third, half = 1 / math.sqrt(1 / 3), 1 / math.sqrt(2)
+    expected = [third * 2 / 3 - half / 2, -third / 3 + half / 2, -third / 3, -half, half]
+    totals = torch.zeros(5, dtype=torch.float64)
+    assert_close(parts_normalised(totals, groups, parts=parts, part_weights=weights, eps=1e-30), expected)
+    # the sum would have compared 6, 15, 0 instead, where style outweighs the rest twelve times
+    without = parts_normalised(totals, groups, parts=parts, part_weights=weights, with_std=False)
+    assert_close(without, [2 / 3 - 5, -1 / 3 + 5, -1 / 3, -1, 1])
+
+
+def test_a_reward_that_applies_to_one_sample_of_a_group_says_nothing():
+    parts = {"a": torch.tensor([NAN, 3.0, NAN]), "b": torch.tensor([1.0, 0.0, 1.0])}
+    weights = {"a": 5.0, "b": 1.0}
+    alone = parts_normalised(torch.zeros(3), torch.zeros(3), parts=parts, part_weights=weights)
+    assert_close(alone, parts_normalised(torch.zeros(3), torch.zeros(3), parts={"b": parts["b"]}, part_weights=weights))
+    assert alone.abs().min() > 0
+
+
+@few
+@given(seed=seeds, over_batch=st.sampled_from([None, True, False]))
+def test_gdpo_equals_a_loop_over_ranks_with_whole_groups(seed, over_batch):
+    episodes = [[[0, 1, 1]], [[0, 1]], [[1, 0], [1]], [[1, 1, 1]], [[1]], [[0, 0, 1]]]
+    groups, layout = torch.tensor([0, 0, 1, 1, 1, 0]), make_layout(episodes)
+    parts = {name: numbers(seed + at, 6, scale=10.0**at) for at, name in enumerate("abc")}
+    weights = {"a": 1.0, "b": -0.5, "c": 2.0}
+    sums = []
+    for episode in range(6):
+        members = [other for other in range(6) if groups[other] == groups[episode]]
+        sums.append(0.0)
+        for name, values in parts.items():
+            of_group = [float(values[other]) for other in members]
+            mean = sum(of_group) / len(of_group)
+            std = math.sqrt(sum((value - mean) ** 2 for value in of_group) / (len(of_group) - 1))
+            sums[-1] += weights[name] * (float(values[episode]) - mean) / (std + 1e-9)
+    counts = layout.sampled_per_episode.tolist() if over_batch else [1] * 6
+    mean = sum(n * value for n, value in zip(counts, sums, strict=True)) / sum(counts)
+    std = math.sqrt(sum(n * (value - mean) ** 2 for n, value in zip(counts, sums, strict=True)) / sum(counts))
+    expected = sums if over_batch is False else [(value - mean) / std for value in sums]
+
+    sent = []
+
+    def on_rank(members, add_up):
+        own, _ = permuted(episodes, members)
+        mine = {name: values[members] for name, values in parts.items()}
+        totals = torch.full((3,), 7.0, dtype=torch.float64)  # which is not read
+        options = {"parts": mine, "part_weights": weights, "over_batch": over_batch, "add_up": add_up}
+        found = compute_advantages("gdpo", own, totals, groups=groups[members], **options).advantages
+        return zip(own.token_episode[own.mask].tolist(), found[own.mask].tolist(), strict=True)
+
+    ranks = [0, 1, 5], [2, 3, 4]
+    for members in ranks:
+        on_rank(members, lambda local: sent.append(local) or local)
+    for members in ranks:
+        for at, advantage in on_rank(members, lambda local: reduce(add, sent)):
+            assert advantage == pytest.approx(expected[members[at]], abs=1e-8)
+
+
+def test_a_custom_estimator_gets_the_rewards_apart():
+    given = {"right": torch.tensor([1.0, 0.0]), "style": torch.tensor([NAN, 4.0])}
+
+    def mine(rewards, groups, parts, part_weights):
+        assert part_weights == {"right": 1.0, "style": 0.25}
+        return parts["right"] - parts["style"].nan_to_num(0.0)
+
+    weights = {"right": 1.0, "style": 0.25}
+    rewards, groups = torch.tensor([1.0, 1.0]), torch.tensor([0, 0])
+    found = compute_advantages(mine, make_layout(TWO), rewards, groups=groups, parts=given, part_weights=weights)
+    assert found.advantages.tolist() == [0, 1, 1, 0, -4]
 
 
 def test_what_cannot_be_computed_is_refused():

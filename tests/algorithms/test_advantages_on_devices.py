@@ -4,8 +4,9 @@ import pytest
 import torch
 from algorithm_cases import make_layout, numbers
 
-from hotseat.algorithms.advantages import compute_advantages, group_normalised
+from hotseat.algorithms.advantages import compute_advantages
 from hotseat.algorithms.aggregation import loss_weights, mask_truncated
+from hotseat.algorithms.baselines import group_normalised
 from hotseat.algorithms.corrections import correction_weights, rejection_weights
 from hotseat.algorithms.kl import estimate_kl
 from hotseat.algorithms.policy_loss import cispo_loss, gspo_loss, ppo_loss

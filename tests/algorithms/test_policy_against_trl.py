@@ -7,8 +7,9 @@ import pytest
 import torch
 from algorithm_cases import assert_close, make_layout, numbers
 
-from hotseat.algorithms.advantages import compute_advantages, group_mean_centred, group_normalised, leave_one_out
+from hotseat.algorithms.advantages import compute_advantages
 from hotseat.algorithms.aggregation import loss_weights, mask_truncated, weighted_sum
+from hotseat.algorithms.baselines import group_mean_centred, group_normalised, leave_one_out, parts_normalised
 from hotseat.algorithms.corrections import correction_weights
 from hotseat.algorithms.kl import estimate_kl
 from hotseat.algorithms.policy_loss import cispo_loss, entropy_bonus, gmpo_loss, gspo_loss, ppo_loss, sapo_loss
@@ -230,6 +231,28 @@ def test_group_baselines_equal_trl(trl, seed):
     assert_close(group_normalised(rewards, groups, eps=1e-4), grpo)
     assert_close(group_mean_centred(rewards, groups), dr_grpo)
     assert_close(leave_one_out(rewards, groups), rloo)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("has_gaps", [False, True])
+def test_gdpo_equals_trl_normalise_then_sum(trl, has_gaps, seed):
+    # As below, and 9 episodes: 9/8 is exact in float32.
+    layout, groups = make_layout([[[1, 1]]] * 9), torch.arange(9) // 3
+    rewards, weights = numbers(seed, 9, 3) * torch.tensor([1.0, 20.0, 0.1]), torch.tensor([1.0, -0.5, 3.0])
+    if has_gaps:
+        rewards[1, 0] = rewards[4, 2] = rewards[4, 0] = torch.nan
+    sums = "normalize_then_sum"
+    theirs = trl.generated_batch(trl.GRPOTrainer, rewards, 3, aggregation=sums, reward_weights=weights)["advantages"]
+    parts = dict(zip("abc", rewards.T, strict=True))
+    of_parts = dict(zip("abc", weights.tolist(), strict=True))
+    options = {"groups": groups, "parts": parts, "part_weights": of_parts, "eps": 1e-4}
+    ours = compute_advantages("gdpo", layout, torch.zeros(9), **options).advantages.reshape(9, 2)[:, 0]
+    apart = compute_advantages("gdpo", layout, torch.zeros(9), **options, over_batch=False).advantages[::2].double()
+    # TRL divides by the sample deviation + 1e-4, here it is that of the population.
+    scale = (apart.std() + 1e-4) / apart.std(correction=0)
+    assert_close(ours.double(), theirs * scale, 1e-6)
+    exact = parts_normalised(torch.zeros(9, dtype=torch.float64), groups, parts=parts, part_weights=of_parts, eps=1e-4)
+    assert_close((exact - exact.mean()) / (exact.std() + 1e-4), theirs)
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "dr_grpo", "rloo"])

@@ -12,7 +12,7 @@ from hotseat.algorithms.advantages import compute_advantages
 from hotseat.algorithms.time_steps import step_starts
 from hotseat.registry.estimators import ESTIMATORS
 
-GROUP_ESTIMATORS = [name for name, facts in ESTIMATORS.items() if facts.needs_group]
+GROUP_ESTIMATORS = [name for name, facts in ESTIMATORS.items() if facts.needs_group and not facts.compares_parts]
 
 
 def draw_case(draw):

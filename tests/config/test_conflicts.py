@@ -5,6 +5,7 @@ import pytest
 from hotseat.config import conditions, loads, roles_of
 from hotseat.config.conflicts import missing
 from hotseat.config.load import valid_keys
+from hotseat.config.resolved import reward_parts
 from hotseat.config.schema import conditions_of
 from hotseat.errors import ConfigError
 
@@ -499,6 +500,27 @@ def test_a_group_of_one_is_refused_only_where_a_group_is_needed():
     [(key, message)] = missing(loads(base + "algorithm: {estimator: rloo}"))
     assert key == "rollout.samples_per_prompt"
     assert "group of one has no advantage under rloo" in message
+
+
+def test_rewards_to_compare_apart_are_at_least_two_and_nothing_changes_their_sum():
+    base = "actor: {model: m}\ndata: {path: d}\nrollout: {samples_per_prompt: 2}\nalgorithm: {estimator: gdpo}\n"
+    two = "reward: {functions: [{function: 'r.py:a'}, {function: 'r.py:b', weight: 0.5, name: c}]}"
+    assert missing(loads(base + two)) == []
+    assert reward_parts(loads(base + two)) == {"a": 1.0, "c": 0.5}
+    mixed = "reward: {function: r.py, graders: [{kind: exact, weight: 2.0}], judge: {rubric: r, model: m}}"
+    assert reward_parts(loads(base + mixed)) == {"exact": 2.0, "judge": 1.0, "function": 1.0}
+    named = loads(base + "reward: {function: r.py, parts: {right: 1.0, short: 0.1}}")
+    assert missing(named) == []
+    assert reward_parts(named) == {"right": 1.0, "short": 0.1}
+    [(key, message)] = missing(loads(base + "reward: {function: r.py}"))
+    assert (key, "there is none: give two or more" in message) == ("reward.parts", True)
+    for changes in ("overlong: {buffer_length: 2}", "truncation_penalty: 0.5"):
+        with pytest.raises(ConfigError, match="changes the sum of rewards, and algorithm.estimator gdpo compares each"):
+            loads(base + two.replace("reward: {", f"reward: {{{changes}, "))
+    with pytest.raises(ConfigError, match="components: it changes the sum of rewards"):
+        loads(base + two + "\ncomponents: {mine: {path: 'a.py:Mine'}}")
+    with pytest.raises(ConfigError, match="group_norm compares sums of rewards; gdpo compares each of them"):
+        loads("reward: {function: r.py, parts: {a: 1.0}}")
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ VALUES: Mapping[str, Any] = {
     "reference.teacher_weights": {"a": 1.0},
     "reward.judge.choices": {"good": 1.0},
     "reward.graders": [{"kind": "exact"}],
+    "reward.parts": {"a": 1.0},
     "eval.graders": [{"kind": "exact"}],
     "algorithm.dual_clip": 3.0,
     "algorithm.dpo.label_smoothing": 0.1,

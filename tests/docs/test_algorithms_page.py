@@ -9,6 +9,7 @@ from typing import get_args
 from hotseat.algorithms import (
     advantages,
     aggregation,
+    baselines,
     corrections,
     filtering,
     kl,
@@ -36,7 +37,10 @@ def _rows():
     return rows
 
 
-MODULES = (advantages, aggregation, corrections, filtering, kl, policy_loss, shaping, supervised_loss, value_loss)
+MODULES = (
+    *(advantages, aggregation, baselines, corrections, filtering, kl),
+    *(policy_loss, shaping, supervised_loss, value_loss),
+)
 FUNCTIONS = {"step_starts": time_steps.step_starts, "turn_ends": turns.turn_ends} | {
     name: function
     for module in MODULES
@@ -75,7 +79,12 @@ def _table(header, rows):
 
 
 def test_the_page_has_the_tables_of_estimators_and_losses():
-    divisors = {None: "", "batch": "the step", "group": "the group"}
+    divisors = {
+        None: "",
+        "batch": "the step",
+        "group": "the group",
+        "episodes": "the group, then the step's episodes",
+    }
     estimators = _table(
         "| estimator | in words | formula | source | samples | critic | γ | normalised over | aggregation |",
         (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from weight_changes import assert_changed_alike
 
-from hotseat.algorithms.advantages import group_normalised
+from hotseat.algorithms.baselines import group_normalised
 from hotseat.loop.workers.experience import AdvantageSettings, Share
 from hotseat.loop.workers.losses import PolicyObjective
 from hotseat.loop.workers.model_workers import ActorWorker, BatchSettings, PolicySettings

@@ -131,6 +131,8 @@ def generated_batch(
     beta: float = 0.0,
     reward_clip: tuple[float, float] | None = None,
     scale_rewards: str = "group",
+    aggregation: str = "sum_then_normalize",
+    reward_weights: Tensor | None = None,
     correction: str | None = None,
     low: float | None = None,
     high: float | None = None,
@@ -138,7 +140,8 @@ def generated_batch(
 ) -> dict[str, Tensor]:
     """What the trainer makes of samples and rewards before its loss: advantages and importance ratios.
 
-    Log-probs are [episodes, tokens], every token sampled; groups are neighbours, all of one size.
+    Log-probs are [episodes, tokens], every token sampled; groups are neighbours, all of one size. Rewards are
+    [episodes], or with weights [episodes, functions].
     """
     count = len(rewards)
     old = torch.zeros(count, 2, dtype=torch.float64) if old_log_probs is None else old_log_probs
@@ -148,16 +151,18 @@ def generated_batch(
     stub.mask_truncated_completions = truncated is not None
     stub.pad_to_multiple_of, stub._tokenizer.pad_token_id, stub.eos_token_ids = None, 0, [2]
     stub.num_generations, stub.num_iterations, stub.beta = group_size, 1, beta
-    stub.reward_weights, stub.reward_func_names, stub.reward_funcs = torch.ones(1), ["reward"], [None]
+    rewards = rewards.reshape(count, -1)
+    stub.reward_weights = torch.ones(1) if reward_weights is None else reward_weights
+    stub.reward_func_names = stub.reward_funcs = [f"reward {at}" for at in range(rewards.shape[1])]
     stub.reward_clip_range, stub.normalize_advantages = reward_clip, False
-    stub.multi_objective_aggregation, stub.scale_rewards = "sum_then_normalize", scale_rewards
+    stub.multi_objective_aggregation, stub.scale_rewards = aggregation, scale_rewards
     stub.use_vllm = stub.vllm_importance_sampling_correction = correction is not None
     stub.vllm_importance_sampling_mode = correction
     stub.vllm_importance_sampling_clip_min, stub.vllm_importance_sampling_clip_max = low, high
     stub.args.steps_per_generation = stub.args.gradient_accumulation_steps = 1
     stub.args.gradient_checkpointing_kwargs = None
     stub._pending_extra_logs, stub._pending_metrics = {}, {}
-    stub._calculate_rewards.return_value = rewards.unsqueeze(1)
+    stub._calculate_rewards.return_value = rewards
     stub._get_per_token_logps_and_entropies.side_effect = lambda model, *args, **kwargs: (
         reference_log_probs if model is stub.ref_model else old,
         None,

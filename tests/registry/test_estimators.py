@@ -8,7 +8,8 @@ import torch
 from loop_cases import make_task, rl_yaml, same, weights
 
 import hotseat
-from hotseat.algorithms.advantages import compute_advantages, group_mean_centred
+from hotseat.algorithms.advantages import compute_advantages
+from hotseat.algorithms.baselines import group_mean_centred
 from hotseat.algorithms.corrections import correction_weights
 from hotseat.algorithms.policy_loss import ppo_loss
 from hotseat.algorithms.supervised_loss import PreferenceLoss

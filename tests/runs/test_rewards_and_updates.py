@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from loop_cases import REWARD, make_task, rl_yaml
 from safetensors.torch import load_file
 
@@ -15,6 +16,39 @@ from hotseat.loop.run import start
 from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow
+
+
+PARTS = """
+def sevens(queries, prompts, labels):
+    return [float(query[len(prompt):].count("7")) for query, prompt in zip(queries, prompts)]
+
+def ones(queries, prompts, labels):
+    return [float(query[len(prompt):].count("1")) for query, prompt in zip(queries, prompts)]
+
+def many_ones(queries, prompts, labels):
+    return [1000 * one for one in ones(queries, prompts, labels)]
+"""
+
+
+def flat_weights(path: Path) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in load_file(path / "model.safetensors").values()])
+
+
+def test_rewards_that_are_compared_apart_have_no_scales(task):
+    """With a reward a thousand times as large, GDPO learns the same, and GRPO something else."""
+    (task / "parts.py").write_text(PARTS)
+    learned = {}
+    for estimator in ("gdpo", "group_norm"):
+        for ones in ("ones", "many_ones"):
+            functions = [{"function": f"{task}/parts.py:{each}", "name": each[-4:]} for each in ("sevens", ones)]
+            name = f"{estimator}-{ones}"
+            reward = f"{{functions: {json.dumps(functions)}, clip: null}}"
+            start(loads(rl_yaml(task, name=name, reward=reward, algorithm=f"{{estimator: {estimator}}}")))
+            learned[name] = flat_weights(task / "runs" / name / "model")
+            records = read_lines(task / "runs" / name / "metrics.jsonl")
+            assert any(record.get("grad_norm", 0) > 0 for record in records)
+    assert torch.allclose(learned["gdpo-ones"], learned["gdpo-many_ones"], atol=1e-5)
+    assert not torch.allclose(learned["group_norm-ones"], learned["group_norm-many_ones"], atol=1e-3)
 
 
 def run(task: Path, name: str, *overrides: str, reward: str | None = None) -> list[dict]:

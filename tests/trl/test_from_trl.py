@@ -349,6 +349,13 @@ def test_bounds_that_mean_something_else_are_refused():
     )
 
 
+def test_rewards_that_are_normalised_apart_are_gdpo():
+    found = translated(multi_objective_aggregation="normalize_then_sum", scale_rewards="batch")
+    assert found.config.algorithm.estimator == "gdpo"
+    assert any("give two or more reward.functions" in line for line in found.differences)
+    assert "sum_then_normalize or" in refused(multi_objective_aggregation="product")["multi_objective_aggregation"]
+
+
 def test_beta_is_k3_in_the_loss():
     kl = config_of(beta=0.04, use_bias_correction_kl=False).algorithm.kl
     assert (kl.coef, kl.as_loss, kl.estimator) == (0.04, True, "k3")

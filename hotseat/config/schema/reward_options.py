@@ -131,6 +131,8 @@ class RewardConfig(Section):
     """Several functions instead of `function`; the reward is the weighted sum of theirs, each of which is recorded."""
     graders: Annotated[list[GraderConfig], when.SCORED] = []
     """Built-in graders; the reward is the weighted sum of their verdicts, plus the reward of `function`, if set."""
+    parts: Annotated[dict[str, float] | None, when.PARTS] = None
+    """Rewards to compare apart, by name in metrics, with weights; unset: functions, graders, judge with theirs."""
     judge: Annotated[JudgeConfig, when.JUDGE] = JudgeConfig()
     """A model as judge, on if `rubric` is set; its verdict is added to the reward as a grader's is."""
     sandbox: Annotated[SandboxConfig, when.CODE_GRADER] = SandboxConfig()

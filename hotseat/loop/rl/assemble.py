@@ -13,7 +13,7 @@ from hotseat.agents.crash_record import num_given_up
 from hotseat.checks.reward_columns import label_hint
 from hotseat.config import Config
 from hotseat.config.presence import has_accuracy, has_simulator
-from hotseat.config.resolved import overlap_queue
+from hotseat.config.resolved import overlap_queue, reward_parts
 from hotseat.loop.devices.held_memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.inputs import RlInputs
@@ -234,10 +234,12 @@ def _routes(context: ClusterContext, groups: Groups) -> Routes:
 
 
 def _alarms(config: Config, journal: Journal, prompts: Sequence[Prompt]) -> Alarms:
+    entry = estimator_entry(config.algorithm.estimator)
     return Alarms(
         journal.say,
-        has_groups=estimator_entry(config.algorithm.estimator).needs_group,
+        has_groups=entry.needs_group and not entry.compares_parts,
         spike_factor=config.train.spike_factor,
         on_spike=config.train.on_spike,
         hint=partial(label_hint, config, prompts),
+        parts=tuple(reward_parts(config)) if entry.compares_parts else (),
     )

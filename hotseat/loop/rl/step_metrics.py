@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -183,7 +183,8 @@ NUM_NAMED = 8  # samples that a warning names
 class Alarms:
     """Checks the metrics of each step and warns.
 
-    has_groups: the estimator compares samples with their siblings. spike_factor: a gradient norm above this many times
+    has_groups: the estimator compares the totals of samples with their siblings'. parts: the rewards that it compares
+    apart, by name. spike_factor: a gradient norm above this many times
     the median of recent ones is a spike. hint: returns one at the cause of equal rewards, or nothing.
     """
 
@@ -192,6 +193,7 @@ class Alarms:
     spike_factor: float
     on_spike: Literal["warn", "stop"]
     hint: Callable[[], str] = str
+    parts: Iterable[str] = ()
     _norms: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED), init=False)
     _num_spikes: int = field(default=0, init=False)  # in a row
     _was_alike: bool = field(default=False, init=False)
@@ -208,8 +210,20 @@ class Alarms:
                 kind="warning",
             )
         self._was_alike = is_alike
+        self._look_for_parts(step, collected)
         self._look_at_gap(step, metrics)
         self._look_for_spike(step, metrics, collected)
+
+    def _look_for_parts(self, step: int, collected: Collected) -> None:
+        """Warn in the first step of rewards that no sample has."""
+        seen = {name for facts in collected.groups for extra in facts.extra for name in extra}
+        unseen, self.parts = [name for name in self.parts if name not in seen], ()
+        if unseen:
+            self.say(
+                f"step {step}: no sample has the reward {', '.join(unseen)}, which is to be compared apart and adds"
+                f" nothing; they have {', '.join(sorted(seen))}. reward.parts names what is compared",
+                kind="warning",
+            )
 
     def _look_at_gap(self, step: int, metrics: Mapping[str, float]) -> None:
         is_apart = not metrics.get("engine_gap_use", 0.0) <= 1.0

@@ -24,6 +24,7 @@ from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
 from hotseat.registry.backends import backend_entry
 from hotseat.registry.correction_kinds import correction_entry
+from hotseat.registry.estimators import estimator_entry
 from hotseat.train.backend import AdamW, LoraOptions, Muon, Precision, TrainOptions, ZeroOptions
 from hotseat.train.schedule import Schedule
 from hotseat.user_functions import absolute
@@ -221,6 +222,8 @@ def _advantage_settings(config: Config, kl_in_reward: float) -> AdvantageSetting
         time_step=algorithm.time_step,
         ratio_step=resolved.ratio_step(config),
         turn_credit=algorithm.turn_credit,
+        reward_parts=tuple(resolved.reward_parts(config).items()),
+        needs_parts=estimator_entry(algorithm.estimator).compares_parts,
     )
 
 

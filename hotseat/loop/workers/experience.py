@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from hotseat.algorithms.kl import KlEstimator, distillation_advantages, estimate
 from hotseat.algorithms.shaping import overlong_penalty, penalise_truncation
 from hotseat.algorithms.time_steps import mean_on_tokens, step_starts
 from hotseat.algorithms.turns import TurnCredit
+from hotseat.errors import RewardError
 from hotseat.loop.workers.group_format import columns_of, row_of, samples_of
 from hotseat.loop.workers.losses import (
     ADVANTAGES,
@@ -56,6 +57,9 @@ class AdvantageSettings:
     distill_coefficient: float = 0.0  # of the teacher's log-probs in advantages; the reference is the teacher
     turn_credit: TurnCredit = "to_go"
     over_batch: bool | None = None  # normalise over the batch; None: where the estimator does
+    # (name, weight) of the rewards that the estimator may compare apart; they are in samples' `extra`.
+    reward_parts: tuple[tuple[str, float], ...] = ()
+    needs_parts: bool = False  # it compares nothing else
 
 
 @dataclass(frozen=True)
@@ -297,6 +301,8 @@ def with_advantages(
         turn_rewards=turn_rewards,
         turns=turns,
         totals=totals.to(torch.float32),
+        parts=parts_of(groups, dict(settings.reward_parts), is_needed=settings.needs_parts),
+        part_weights=dict(settings.reward_parts),
         turn_credit=settings.turn_credit,
         kl=kl,
         kl_coefficient=settings.kl_in_reward,
@@ -321,6 +327,23 @@ def with_advantages(
             teacher = mean_on_tokens(teacher, shared, batch.mask)
         of_tokens = of_tokens + settings.distill_coefficient * teacher
     return with_fields(batch, {ADVANTAGES: of_tokens, **learned})
+
+
+def parts_of(groups: Sequence[PromptGroup], names: Iterable[str], *, is_needed: bool) -> dict[str, Tensor]:
+    """Return each of the named rewards of all samples, NaN where a sample has none: [num_episodes] float64.
+
+    is_needed: a sample without any of them is an error.
+    """
+    names = list(names)
+    samples = [sample for group in groups for sample in group.samples]
+    for sample in samples:
+        if is_needed and not any(name in sample.extra for name in names):
+            raise RewardError(
+                f"sample {sample.episode.key} has none of the rewards {', '.join(names)}, only"
+                f" {', '.join(sample.extra) or 'their sum'}: name in reward.parts what is to be compared apart"
+            )
+    columns = ([sample.extra.get(name, math.nan) for sample in samples] for name in names)
+    return {name: torch.tensor(column, dtype=torch.float64) for name, column in zip(names, columns, strict=True)}
 
 
 def _without_turns(groups: Sequence[PromptGroup], batch: MicroBatch, totals: Tensor, turns: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Alarms: what is out of the ordinary, said once and not for ever."""
 
+from dataclasses import replace
+
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.step_metrics import NUM_NEEDED, Alarms
 from hotseat.loop.workers.group_facts import GroupFacts
@@ -48,6 +50,17 @@ def test_where_samples_have_no_siblings_being_alike_means_nothing():
     said: list[str] = []
     alarms(said, has_groups=False).look(1, numbers(alike=1.0), COLLECTED)
     assert said == []
+
+
+def test_a_reward_that_no_sample_has_is_warned_of_once():
+    said: list[str] = []
+    mine, collected = alarms(said, parts=("right", "rigth")), replace(FACTS, extra=({"right": 1.0}, {}, {"x": 0.0}))
+    for step in (1, 2):
+        mine.look(step, numbers(), Collected((collected,), 1, (), 0))
+    assert said == [
+        "step 1: no sample has the reward rigth, which is to be compared apart and adds nothing; they have right, x."
+        " reward.parts names what is compared"
+    ]
 
 
 def test_a_spike_is_warned_of_with_its_samples_and_does_not_raise_the_median():

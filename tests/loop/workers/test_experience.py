@@ -13,6 +13,7 @@ from loop_cases import make_group, make_segment
 
 from hotseat.algorithms.advantages import Moments
 from hotseat.config import loads
+from hotseat.errors import RewardError
 from hotseat.loop.settings.training_settings import policy_settings
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
@@ -20,6 +21,7 @@ from hotseat.loop.workers.experience import (
     assign,
     cut_into_steps,
     flatten,
+    parts_of,
     shaped_rewards,
     totals_of,
     weighted,
@@ -48,6 +50,20 @@ def settings(**changes) -> AdvantageSettings:
         "max_sampled": 4,
     }
     return AdvantageSettings(**(values | changes))
+
+
+def test_rewards_apart_are_those_that_samples_have_by_name():
+    group = make_group(0, [1.0, 2.0])
+    first, second = group.samples
+    extras = {"a": 1.0, "b": 2.0, "other": 5.0}, {"b": 3.0}
+    group = replace(group, samples=(replace(first, extra=extras[0]), replace(second, extra=extras[1])))
+    parts = parts_of([group], {"a": 1.0, "b": 0.5}, is_needed=True)
+    assert parts["b"].tolist() == [2, 3]
+    assert parts["a"][0] == 1
+    assert parts["a"][1].isnan()
+    with pytest.raises(RewardError, match=r"sample 0/0/1 has none of the rewards a, only b: name in reward\.parts"):
+        parts_of([group], ["a"], is_needed=True)
+    assert parts_of([group], ["a"], is_needed=False)["a"].isnan().tolist() == [False, True]
 
 
 def alone(moments):
@@ -245,7 +261,7 @@ def groups_with_equal_rewards(draw: random.Random, num_groups: int):
 def test_equal_rewards_have_exactly_no_advantage_however_turns_divide_them(estimator, tmp_path):
     if estimator == "user":
         file = tmp_path / "mine.py"
-        file.write_text("from hotseat.algorithms.advantages import group_normalised as mine\n")
+        file.write_text("from hotseat.algorithms.baselines import group_normalised as mine\n")
         estimator = f"{file}:mine"
     groups = groups_with_equal_rewards(random.Random(3), 100)
     batch = flatten(groups)
