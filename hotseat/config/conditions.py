@@ -38,7 +38,6 @@ from hotseat.registry.estimators import ESTIMATORS, estimator_entry
 from hotseat.registry.lookup import names_that, names_with
 from hotseat.registry.policy_losses import POLICY_LOSSES, policy_loss_entry
 from hotseat.registry.preference_losses import PREFERENCE_LOSSES, preference_loss_entry
-from hotseat.user_functions import is_own
 
 if TYPE_CHECKING:
     from hotseat.config.schema import Config
@@ -314,7 +313,7 @@ DISCOUNT = Condition(
 )
 PARTS = Condition(
     f"algorithm.estimator is {' or '.join(names_that(ESTIMATORS, 'compares_parts'))} or a custom one",
-    lambda c: is_own(c.algorithm.estimator) or estimator_entry(c.algorithm.estimator).compares_parts,
+    lambda c: estimator_entry(c.algorithm.estimator).takes_parts,
     lambda c: (
         f"algorithm.estimator {c.algorithm.estimator} compares sums of rewards;"
         f" {' and '.join(names_that(ESTIMATORS, 'compares_parts'))} compares each of them"

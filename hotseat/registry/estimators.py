@@ -25,7 +25,8 @@ class EstimatorEntry:
     source: str
     compare: str | None = None
     compares_episodes: bool = False  # by their totals alone: `compare` is called by `call_estimator`
-    compares_parts: bool = False  # of rewards instead of their totals: `compare` takes `parts` and `part_weights`
+    takes_parts: bool = False  # `compare` gets the rewards apart, by `parts` and `part_weights`, if it asks for them
+    compares_parts: bool = False  # it compares these, and not their totals
     returns: str = "hotseat.algorithms.advantages:discounted_returns"
     needs_critic: bool = False
     discounts: bool = False  # other estimators have γ = 1, as in OpenRLHF
@@ -108,13 +109,14 @@ ESTIMATORS = Table[EstimatorEntry](
         "GDPO, Liu et al. 2026",
         compare="hotseat.algorithms.baselines:parts_normalised",
         compares_episodes=True,
+        takes_parts=True,
         compares_parts=True,
         normalisation="episodes",
     ),
 )
 
 # What is known of `FILE.py:FUNCTION`.
-USER_ESTIMATOR = EstimatorEntry("FILE.py:FUNCTION", "Custom.", "", "", compares_episodes=True)
+USER_ESTIMATOR = EstimatorEntry("FILE.py:FUNCTION", "Custom.", "", "", compares_episodes=True, takes_parts=True)
 
 
 def estimator_entry(name: str) -> EstimatorEntry:

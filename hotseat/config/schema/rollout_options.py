@@ -39,6 +39,8 @@ class RolloutConfig(Section):
     """Prompts per step."""
     samples_per_prompt: Positive = 1
     """Answers sampled for each prompt, which form its group."""
+    oversample: Annotated[Amount, when.SCORED, when.NO_STALENESS] = 0.0
+    """Prompts sampled beyond those of a step, as a share of them; the first complete groups stay: short ones gain."""
     micro_batch_size: Annotated[Positive | Literal["auto"], when.NO_TOKEN_BUDGET, MayChange.MICRO_BATCHES] = "auto"
     """Samples per rank in one forward when log-probs are computed; `auto`: as many tokens as fit on the device."""
     max_tokens_per_device: Annotated[Positive | None, MayChange.MICRO_BATCHES] = None

@@ -2,8 +2,8 @@
 
     begun      groups that hosts sample from now on, and the version that is served then
     arrived    a finished group, and why it was dropped, if it was
-    taken      the groups of a step, in the order in which they are trained, the dropped ones, and for all of them the
-               seconds that each episode took, and then the rewards
+    taken      the groups of a step, in the order in which they are trained, the dropped ones, those that were given
+               up, and for all others the seconds that each episode took, and then the rewards
     trained    the next version is served
     restored   the run was resumed after a step: what was recorded after that step's update is void
 
@@ -47,6 +47,8 @@ class Arrivals:
         all_facts = batch.all_groups
         seconds = [[round(s, 4) for s in (*facts.episode_s, facts.scoring_s)] for facts in all_facts]
         line = {"event": "taken", "step": step, "groups": groups, "dropped": dropped, **numbers, "seconds": seconds}
+        if batch.given_up:
+            line["given_up"] = [each.key for each in batch.given_up]
         if num_turns := sum(facts.num_turns for facts in all_facts):
             line |= {"num_turns": num_turns, "policy_s": round(sum(facts.policy_s for facts in all_facts), 4)}
         self._write(line)

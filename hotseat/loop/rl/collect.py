@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hotseat.algorithms.filtering import reason_to_drop
 from hotseat.errors import RunError
-from hotseat.loop.workers.group_facts import GroupFacts
+from hotseat.loop.workers.group_facts import GivenUp, GroupFacts
 from hotseat.loop.workers.observations import SUCCESS
 from hotseat.rewards import RewardTally
 from hotseat.types import Failed
@@ -43,6 +43,7 @@ class Collected:
     num_generated: int  # groups
     dropped: tuple[tuple[GroupFacts, str], ...]  # groups, and why
     num_failed: int  # samples without a reward
+    given_up: tuple[GivenUp, ...] = ()  # groups that were sampled beyond those that were needed
 
     @property
     def all_groups(self) -> list[GroupFacts]:
@@ -157,6 +158,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "samples_failed": float(collected.num_failed),
         "groups_dropped": float(len(collected.dropped)),
     }
+    metrics |= given_up_metrics(collected.given_up)
     tasks = sorted({facts.source for facts in groups if facts.source})
     for task in tasks if len(tasks) > 1 else []:
         members = [facts for facts in groups if facts.source == task]
@@ -167,6 +169,19 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
             extra[name] for facts in groups for extra in facts.extra if name in extra
         )
     return metrics
+
+
+def given_up_metrics(given_up: Sequence[GivenUp]) -> dict[str, float]:
+    """Return the metrics of groups that were not waited for; none without any.
+
+    `length_given_up` is the mean length of their answers that had ended, `answers_cut` how many others there were.
+    """
+    if not given_up:
+        return {}
+    lengths = [length for each in given_up for length in each.lengths]
+    metrics = {"groups_given_up": float(len(given_up))}
+    metrics["answers_cut"] = float(sum(each.num_samples for each in given_up) - len(lengths))
+    return metrics | ({"length_given_up": statistics.fmean(lengths)} if lengths else {})
 
 
 def _standard_deviation(values: Sequence[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from hotseat.cluster.runtime import Launch
 from hotseat.errors import RunError
 from hotseat.loop.workers.engine_client import TakesRequests
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.group_facts import Fetched, GroupFacts, GroupKey, Job
+from hotseat.loop.workers.group_facts import Fetched, GivenUp, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.model_workers import ActorWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.records import SampleRecord
 from hotseat.loop.workers.rollout_host import RolloutHost
@@ -74,15 +75,29 @@ class RolloutHosts:
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
-    def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
-        """Have jobs answered and scored; return facts in the order of the jobs, or none if a model scores."""
+    def collect(self, jobs: Sequence[Job], sampling: Sampling, num_needed: int | None = None) -> list[GroupFacts]:
+        """Have jobs answered and scored; return facts in the order of the jobs, or none if a model scores.
+
+        num_needed: how many of them are enough. Each host waits for its part of them, those that are complete first.
+        """
         dealt = self._dealt(jobs, [job.key for job in jobs])
         if len(dealt) == 1:
             [(rank, mine)] = dealt.items()
-            answers = self.workers.on(rank).call(RolloutHost.collect, mine, sampling)
-        else:
+            answers = self.workers.on(rank).call(RolloutHost.collect, mine, sampling, num_needed)
+        elif num_needed is None:
             answers = self.workers.on(*dealt).scatter(RolloutHost.collect, list(dealt.values()), sampling)
+        else:
+            parts = shares_of(num_needed, [len(mine) for mine in dealt.values()])
+            started = {
+                rank: self.workers.on(rank).start(RolloutHost.collect, mine, sampling, part)
+                for (rank, mine), part in zip(dealt.items(), parts, strict=True)
+            }
+            answers = [answer for _, answer in _answers(started)]
         return in_order_of(jobs, [facts for answer in answers for facts in answer])
+
+    def given_up(self) -> list[GivenUp]:
+        """Return the groups that the last `collect` did not wait for."""
+        return [each for mine in self.workers.call(RolloutHost.given_up) for each in mine]
 
     def begin(self, jobs: Sequence[Job], sampling: Sampling) -> Iterator[tuple[list[GroupKey], list[GroupKey]]]:
         """Begin jobs; yield for each host what it has taken, and what of it is sampled now.
@@ -200,9 +215,15 @@ def _answers(started: Mapping[int, Pending[R]]) -> Iterator[tuple[int, R]]:
 
 
 def in_order_of(jobs: Sequence[Job], facts: Sequence[GroupFacts]) -> list[GroupFacts]:
-    """Sort the facts of these jobs in their order; none stay none."""
+    """Sort the facts of some of these jobs in their order."""
     by_key = {each.key: each for each in facts}
-    return [by_key[job.key] for job in jobs] if facts else []
+    return [by_key[job.key] for job in jobs if job.key in by_key]
+
+
+def shares_of(num: int, sizes: Sequence[int]) -> list[int]:
+    """Share out a number by sizes, as evenly as whole numbers allow."""
+    ends = [num * end // sum(sizes) for end in itertools.accumulate(sizes)]
+    return [end - begin for begin, end in itertools.pairwise([0, *ends])]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from hotseat.words import cause_of
 
 RUN_STOPPED = "the run stopped in this step"
 LEFT_OVER = "left over at the end: a step takes more prompts than were left"
+GIVEN_UP = "given up: enough other groups of the step were complete before (rollout.oversample)"
 NEVER_SAMPLED = -1  # `LedgerEntry.version` of samples that no weights have sampled
 
 
@@ -66,6 +67,9 @@ class Ledger:
                 LedgerEntry(facts.epoch, facts.prompt, (sample,), "failed", step, oldest, why)
                 for sample, why in facts.failures
             ]
+        for each in collected.given_up:
+            samples = tuple(range(each.num_samples))
+            lines.append(LedgerEntry(*each.key, samples, "dropped", step, version, GIVEN_UP))
         self._append(lines)
 
     def record_left_over(self, step: int, prompts: Iterable[GroupKey], group_size: int) -> None:

@@ -46,13 +46,16 @@ class RolloutRunner:
     carries_over: bool = False
     components: Components | None = None
 
-    def answer(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
+    def answer(self, jobs: Sequence[Job], sampling: Sampling, num_needed: int | None = None) -> list[GroupFacts]:
         """Have prompts answered and the answers scored: by the hosts, or by a model in its own lease.
 
+        num_needed: how many of the groups are enough. Those that are complete first are returned, the others end.
         Custom components see what is to be learned, and evaluations if they ask for them.
         """
         with self.sampling():
-            facts = self.groups.hosts.collect(jobs, sampling)
+            facts = self.groups.hosts.collect(jobs, sampling, num_needed)
+            if num_needed is not None and num_needed < len(jobs):
+                self.groups.reconnect()  # ends what nobody waits for: no request is open in the next lease
         has_model = self.groups.reward is not None or self.groups.judge is not None
         if has_model and not facts:  # else `eval.reward` has scored them
             facts = in_order_of(jobs, self.score())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.settings.rollout_settings import rollout_sampling
 from hotseat.loop.state.run_dir import ARRIVALS, ROLLOUTS
-from hotseat.loop.workers.group_facts import GroupFacts, GroupKey, Job
+from hotseat.loop.workers.group_facts import GivenUp, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.spool import Spool
 from hotseat.rewards import RewardTally
 from hotseat.types import Prompt
@@ -101,7 +102,7 @@ class SynchronousStream(Stream):
         def work() -> tuple[Collected, T]:
             nonlocal batch
             if self.runner.recovery.restarts[HOST] > self._num_host_restarts:
-                batch = self._sample_until_done()
+                batch = self._sample_until_done() if not batch.given_up else self._sample_again(batch)
             return batch, use(batch)
 
         return self.runner.recovery.during(work)
@@ -110,7 +111,8 @@ class SynchronousStream(Stream):
         """Let the hosts drop the groups of a batch; the order of prompts gets their scores."""
         groups = batch.all_groups
         self.run_state.order.record({facts.prompt: fmean(facts.scores) for facts in groups if facts.scores})
-        self.runner.recovery.during(lambda: self.runner.groups.hosts.forget([facts.key for facts in groups]))
+        keys = [facts.key for facts in groups] + [each.key for each in batch.given_up]
+        self.runner.recovery.during(lambda: self.runner.groups.hosts.forget(keys))
         self.runner.recovery.start_counting()
 
     def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
@@ -131,8 +133,32 @@ class SynchronousStream(Stream):
         self._num_host_restarts = self.runner.recovery.restarts[HOST]
         return batch
 
+    def _sample_again(self, batch: Collected) -> Collected:
+        """Sample the groups of a batch again. Which ones were complete first is settled: time does not choose anew."""
+        config = self.runner.settings.config
+        keys = [facts.key for facts in batch.all_groups]
+        jobs = [Job(self.prompts[index], epoch, config.rollout.samples_per_prompt) for epoch, index in keys]
+
+        def answer() -> list[GroupFacts]:
+            return self.runner.answer(jobs, rollout_sampling(config))
+
+        again = {facts.key: facts for facts in self.runner.recovery.during(answer)}
+        self._num_host_restarts = self.runner.recovery.restarts[HOST]
+        dropped = tuple((again[facts.key], reason) for facts, reason in batch.dropped)
+        return replace(batch, groups=tuple(again[facts.key] for facts in batch.groups), dropped=dropped)
+
+    def _given_up(self, jobs: Sequence[Job], answered: Sequence[GroupFacts]) -> list[GivenUp]:
+        """Return the jobs that were not waited for, with what their hosts know of them: one may have died since."""
+        keys = {facts.key for facts in answered}
+        rest = [job for job in jobs if job.key not in keys]
+        known = {each.key: each for each in self.runner.groups.hosts.given_up()} if rest else {}
+        return [known.get(job.key, GivenUp(*job.key, job.num_samples)) for job in rest]
+
     def _sample(self) -> Collected:
-        """Sample prompts in order until enough groups are kept: the next prompts replace dropped groups."""
+        """Sample prompts in order until enough groups are kept: the next prompts replace dropped groups.
+
+        With `rollout.oversample` there are more prompts than needed, and the groups that are complete first stay.
+        """
         # Sampling again gives the same samples: a request's seed is made from its key.
         self.run_state.order = self.run_state.order.at(self._order_before)
         config = self.runner.settings.config
@@ -141,10 +167,14 @@ class SynchronousStream(Stream):
         dropped: list[tuple[GroupFacts, str]] = []
         tally = RewardTally(keep.max_failed_fraction, keep.hint)
         self._unfinished = NOTHING
+        given_up: list[GivenUp] = []
         for _ in range(MAX_REFILLS):
-            keys = self.run_state.order.next(num_groups - len(kept))
+            num_needed = num_groups - len(kept)
+            keys = self.run_state.order.next(num_needed + math.ceil(num_needed * config.rollout.oversample))
             jobs = [Job(self.prompts[index], epoch, config.rollout.samples_per_prompt) for epoch, index in keys]
-            for facts in self.runner.answer(jobs, rollout_sampling(config)):
+            answered = self.runner.answer(jobs, rollout_sampling(config), num_needed)
+            given_up += self._given_up(jobs, answered)
+            for facts in answered:
                 add_rewards(tally, facts)
                 reason = keep.reason_to_drop(facts)
                 if reason is None:
@@ -152,7 +182,7 @@ class SynchronousStream(Stream):
                 else:
                     dropped.append((facts, reason))
             num_generated = len(kept) + len(dropped)
-            self._unfinished = Collected(tuple(kept), num_generated, tuple(dropped), tally.num_failed)
+            self._unfinished = Collected(tuple(kept), num_generated, tuple(dropped), tally.num_failed, tuple(given_up))
             tally.check()
             if len(kept) == num_groups:
                 return self._unfinished

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from hotseat.agents import AgentHost
 from hotseat.agents.episode_jobs import EpisodeFuture
 from hotseat.errors import RunError
-from hotseat.loop.workers.group_facts import Job
+from hotseat.loop.workers.group_facts import GivenUp, GroupKey, Job
 from hotseat.rewards import Score, Scorer
 from hotseat.rewards.scorer import NamedArguments
 from hotseat.types import Episode, Failed, Prompt, SampleKey, Sampling, ScoredEpisode
@@ -33,6 +33,13 @@ class OpenGroup:
     def episodes(self) -> list[Episode]:
         """Return the episodes that their agent did not score."""
         return [outcome for outcome in self.outcomes if isinstance(outcome, Episode)]
+
+    @property
+    def given_up(self) -> GivenUp:
+        """Return the facts of a group that nobody waits for any more."""
+        made = (outcome.episode if isinstance(outcome, ScoredEpisode) else outcome for outcome in self.outcomes)
+        lengths = tuple(episode.num_sampled for episode in made if isinstance(episode, Episode))
+        return GivenUp(*self.job.key, self.job.num_samples, lengths)
 
     def scored(self, scores: Sequence[Score | Failed]) -> list[ScoredEpisode | Failed]:
         """Return the outcome of each sample, with scores for those that the agent did not score."""
@@ -74,10 +81,12 @@ class Collecting:
         self._scoring = scoring
         self._reach = reach
         self._done: SimpleQueue[_Done | RunError] = SimpleQueue()
+        self.open: dict[GroupKey, OpenGroup] = {}  # those that `next` has not returned
 
     def add(self, jobs: Sequence[Job], sampling: Sampling) -> None:
         """Start the episodes of jobs. Returns at once."""
         groups = [OpenGroup(job, [None] * job.num_samples, job.num_samples, [0.0] * job.num_samples) for job in jobs]
+        self.open |= {group.job.key: group for group in groups}
         samples = [(group, sample) for group in groups for sample in range(group.job.num_samples)]
         requests = [
             (group.job.prompt, SampleKey(group.job.epoch, group.job.prompt.index, sample)) for group, sample in samples
@@ -90,6 +99,11 @@ class Collecting:
 
         Raises what an engine or a scorer raised, and what `interrupt` was called with.
         """
+        group, scores = self._next()
+        del self.open[group.job.key]
+        return group, scores
+
+    def _next(self) -> tuple[OpenGroup, list[Score | Failed] | None]:
         while True:
             item = self._done.get()
             if isinstance(item, RunError):

@@ -24,6 +24,23 @@ class Job:
 
 
 @dataclass(frozen=True)
+class GivenUp:
+    """A group that was sampled beyond those of a step, and was not complete when enough others were.
+
+    lengths: tokens that the policy sampled in each of its answers that had ended.
+    """
+
+    epoch: int
+    prompt: int
+    num_samples: int
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> GroupKey:
+        return self.epoch, self.prompt
+
+
+@dataclass(frozen=True)
 class Fetched:
     """Report of a host on the groups that it works on."""
 

@@ -23,7 +23,7 @@ from hotseat.loop.devices.held_memory import DeviceWorker, Held
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests, engines_of_host
 from hotseat.loop.workers.experience import Share
-from hotseat.loop.workers.group_facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
+from hotseat.loop.workers.group_facts import EVALUATION, Fetched, GivenUp, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.host_settings import HostSettings, make_agent, make_eval_scorer, make_scorer
 from hotseat.loop.workers.hosted_code import HostedCode
 from hotseat.loop.workers.records import SampleRecord, record_of
@@ -65,6 +65,7 @@ class RolloutHost(DeviceWorker):
         self._lost: RunError | None = None  # the last of them, until its engine is replaced
         self._has_engines = True
         self._is_hurried = False
+        self._given_up: list[GivenUp] = []
         self._client: EngineClient | None = None
 
     def sees(self, path: str) -> bool:
@@ -137,20 +138,25 @@ class RolloutHost(DeviceWorker):
             if self._collection is not None and not is_any_left:
                 self._collection.collecting.interrupt(lost)
 
-    def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
+    def collect(self, jobs: Sequence[Job], sampling: Sampling, num_needed: int | None = None) -> list[GroupFacts]:
         """Answer and score every job. A group is scored as soon as it is complete, while others are still generated.
 
         Where a reward model scores, this returns nothing yet: `take_rewards` returns the facts. With a judge on engines
         of its own, `judge` returns them.
+        num_needed: how many groups are enough, those that are complete first. The others go on until the host is
+        connected anew; `given_up` has them.
         Raises if no engine is left; called again, it continues what is in progress. What was answered for an earlier
         call is not sampled again before `forget`.
         """
         scoring = self._scoring(is_evaluation=jobs[0].epoch == EVALUATION)
         collection = self._collect(jobs, sampling, scoring)
         groups, facts = collection.groups, collection.facts
-        keys = {job.key for job in jobs}
-        while self._take_next(collection, keys):
+        keys, num_needed = {job.key for job in jobs}, len(jobs) if num_needed is None else num_needed
+        while self._take_next(collection, keys, num_needed):
             pass
+        first = set([key for key in groups if key in keys][:num_needed])  # in the order in which they were complete
+        self._given_up = [group.given_up for key, group in collection.collecting.open.items() if key in keys]
+        jobs = [job for job in jobs if job.key in first]
         if scoring.waits_for_model:
             with self._changed:
                 # They come after this evaluation; those of an evaluation that is repeated are of no use.
@@ -159,6 +165,10 @@ class RolloutHost(DeviceWorker):
                 self._waiting.groups = [groups[job.key] for job in jobs]
             return []
         return [facts[job.key] for job in jobs]
+
+    def given_up(self) -> list[GivenUp]:
+        """Return the groups that the last `collect` did not wait for."""
+        return self._given_up
 
     def _check_engines(self) -> None:
         with self._changed:
@@ -179,14 +189,14 @@ class RolloutHost(DeviceWorker):
             collection.collecting.add(new, sampling)
         return collection
 
-    def _take_next(self, collection: _Collection, keys: set[GroupKey]) -> bool:
-        """Wait for a group if not all of these are answered. Return whether they were not.
+    def _take_next(self, collection: _Collection, keys: set[GroupKey], num_needed: int) -> bool:
+        """Wait for a group if not enough of these are answered. Return whether they were not.
 
         An earlier call may still wait for the same groups: its caller has not, since another host died meanwhile.
         """
         groups, facts = collection.groups, collection.facts
         with collection.lock:
-            if groups.keys() >= keys:
+            if len(groups.keys() & keys) >= num_needed:
                 return False
             if collection.error is not None:  # which an earlier call got
                 raise collection.error
