@@ -12,6 +12,7 @@ from hotseat.checks import (
     hub,
     model_configs,
     named_files,
+    nodes,
     plans,
     reward_columns,
     reward_sources,
@@ -19,6 +20,7 @@ from hotseat.checks import (
     run_directory,
     tokenizers,
 )
+from hotseat.checks.nodes import NodesContext
 from hotseat.checks.stage import (
     CheckContext,
     DataContext,
@@ -68,6 +70,8 @@ MODELS: Stage[CheckContext] = (model_configs.models,)
 TOKENIZERS: Stage[TokenizerContext] = (tokenizers.readers, tokenizers.chat_template_variables)
 DATA: Stage[DataContext] = (reward_columns.columns, model_configs.teachers)
 TRAINING: Stage[TrainingContext] = (capabilities.backends, capabilities.critic_warmup)
+# On a cluster that exists, once its nodes are known.
+NODES: Stage[NodesContext] = (nodes.alike,)
 # On the devices of the cluster, right before models load.
 DEVICES: Stage[DeviceContext] = (capabilities.fp8, capabilities.engine_dtype)
 # Of commands without training, on the devices of this machine.

@@ -55,6 +55,13 @@ see also: `hotseat config CONFIG` checks a config without running it; `hotseat p
 memory.
 
 {EXIT_CODES}""",
+    "launch": """\
+examples:
+  hotseat launch slurm rl.yaml --nodes 2 --gpus-per-node 8 --setup "source .venv/bin/activate" > job.sh
+  hotseat launch slurm rl.yaml --nodes 2 --gpus-per-node 8 --sbatch=--time=24:00:00 --sbatch=--partition=gpu | sbatch
+
+The script starts Ray on all nodes, and the run on the first. Before the time limit the run saves its step; the job is
+queued again and resumes. docs/multi-node.md has more.""",
     "resume": """\
 examples:
   hotseat resume runs/rl-1

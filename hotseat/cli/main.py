@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotseat import __version__, clock, interrupts
-from hotseat.cli import completion, help_texts, new, offline_arguments, serving
+from hotseat.cli import completion, help_texts, launch, new, offline_arguments, serving
 from hotseat.cli.ending import OK, REFUSED, leave, reported
 from hotseat.errors import UserError
 from hotseat.openmp import wait_passively
@@ -118,6 +118,10 @@ def _add_runs(commands: _Commands, command: str) -> None:
 
     run = _command(commands, "run", _run, "train: run a config to its end")
     _add_config_arguments(run)
+
+    launch.add_arguments(
+        _command(commands, "launch", launch.run_slurm, "print a script that runs a config on a cluster")
+    )
 
     resume = _command(commands, "resume", _resume, "resume a run from its newest checkpoint")
     resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")

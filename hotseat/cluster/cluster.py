@@ -19,9 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+from hotseat.cluster.environment import own_folder
 from hotseat.cluster.group import CallObserver, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.local import LocalRuntime
+from hotseat.cluster.node_facts import NodeFacts
 from hotseat.cluster.on_ray.template import Template
 from hotseat.cluster.runtime import ClusterNode, Launch, NodeService, Runtime, devices_of
 from hotseat.cluster.session import Session
@@ -238,6 +240,15 @@ class Cluster:
         """
         self._refuse_if_closed()
         return self._runtime.service(service, node)
+
+    @property
+    def home(self) -> int:
+        """Return the node of this process."""
+        return self._runtime.home
+
+    def facts(self, nodes: Sequence[int], paths: Sequence[str]) -> dict[int, NodeFacts]:
+        """Return what processes on these nodes find there, under paths as they are written here; see `NodeFacts`."""
+        return self._runtime.facts(nodes, own_folder(), paths)
 
     def device_memory(self, device: int) -> DeviceMemory | None:
         """Measure the memory in use on a device of this node; None on other nodes, and without a GPU behind it."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import socket
+import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from hotseat.placement.locate import Process
 
@@ -44,18 +49,81 @@ def rank_env(processes: Sequence[Process], rank: int, address: str, port: int) -
 
 
 _PASSED_ON = "HOTSEAT_PASSED_ON"
+# Below Ray's temporary directory: copies of the working directories of jobs, one on each node.
+COPIES = "runtime_resources/working_dir_files"
+_SIOCGIFADDR = 0x8915  # Linux's request for an interface's address
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")  # of collectives on the host
 
 
-def pass_on_nccl() -> dict[str, str]:
-    """Return the variable by which workers get this process's `NCCL_*`; none if there are none.
+@dataclass(frozen=True)
+class PassedOn:
+    """What a worker on another machine gets from the driver, and its node's own address.
 
-    On a cluster that exists, workers have the environment with which Ray was started on their node.
+    folder: the driver's current one, from which relative paths start; None: Ray gives each node a copy.
+    variables: `NCCL_*` and interfaces that the driver has. address: by which other nodes reach this one.
     """
-    variables = {key: value for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")}
-    return {_PASSED_ON: json.dumps(variables)} if variables else {}
+
+    folder: str | None
+    variables: Mapping[str, str]
+    address: str
+
+    def env(self) -> dict[str, str]:
+        """Return the variable by which a worker gets this."""
+        return {_PASSED_ON: json.dumps([self.folder, dict(self.variables), self.address])}
+
+
+def own_folder() -> str | None:
+    """Return this process's folder, unless it is a copy that has another path on each node."""
+    folder = os.getcwd()
+    return None if f"/{COPIES}/" in f"{folder}/" else folder
+
+
+def pass_on(address: str) -> PassedOn:
+    """Return what a worker on the node with this address gets.
+
+    On a cluster that exists, workers have the environment and the folder with which Ray was started on their node.
+    """
+    names = sorted(name for name in os.environ if name.startswith("NCCL_") or name in _INTERFACES)
+    return PassedOn(own_folder(), {name: os.environ[name] for name in names}, address)
 
 
 def take_passed_on() -> None:
-    """Set the variables that the driver passed on, unless they are set on this node: interfaces may differ there."""
-    for key, value in json.loads(os.environ.pop(_PASSED_ON, "{}")).items():
-        os.environ.setdefault(key, value)
+    """Take over what the driver passed on. What is set on this node counts: interfaces may differ there.
+
+    Collectives on the host are kept to the interface that has the node's address. By themselves they listen on the
+    address that the host name stands for, which in Debian's `/etc/hosts` is one that no other machine reaches.
+    """
+    text = os.environ.pop(_PASSED_ON, None)
+    if text is None:
+        return
+    passed_on = PassedOn(*json.loads(text))
+    own = interface_of(passed_on.address)
+    there = [name for _, name in socket.if_nameindex()]
+    for key, value in passed_on.variables.items():
+        if key not in _INTERFACES or value in there:
+            os.environ.setdefault(key, value)
+    for key in _INTERFACES if own else ():
+        os.environ.setdefault(key, own)
+    if passed_on.folder is not None and os.path.isdir(passed_on.folder):
+        os.chdir(passed_on.folder)
+
+
+def interface_of(address: str) -> str:
+    """Return the name of this machine's network interface with the address; nothing if none has it."""
+    return next((name for _, name in socket.if_nameindex() if address in addresses_of(name)), "")
+
+
+def addresses_of(interface: str) -> list[str]:
+    """Return the addresses of an interface of this machine: its first of IPv4, and all of IPv6."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):
+        request = struct.pack("256s", interface.encode()[:15])
+        found.append(socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]))
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        found += [
+            socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[:32]))
+            for line in lines
+            if line.endswith(f" {interface}")
+        ]
+    return found

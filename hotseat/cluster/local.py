@@ -21,6 +21,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 from hotseat.cluster.environment import environment, rank_env, restore_environment
 from hotseat.cluster.group import Arguments, Pending, WorkerGroup, under_way_at_restart, worker_error
 from hotseat.cluster.lease import Holder
+from hotseat.cluster.node_facts import NodeFacts
 from hotseat.cluster.ports import free_port
 from hotseat.cluster.refs import Ref, resolve
 from hotseat.cluster.runtime import ClusterNode, Launch, NodeService
@@ -253,6 +254,7 @@ class LocalRuntime:
 
     def __init__(self, num_devices: int):
         self.nodes = (ClusterNode(0, num_devices),)
+        self.home = 0
         self._groups: dict[str, LocalGroup[Any]] = {}
         self._env_before: dict[str, str | None] = {}
 
@@ -272,6 +274,10 @@ class LocalRuntime:
 
     def service(self, service: type[NodeService[Any]], node: int | None) -> None:
         """Return None: within a process no other serves."""
+
+    def facts(self, nodes: Sequence[int], folder: str | None, paths: Sequence[str]) -> dict[int, NodeFacts]:
+        """Return nothing: there is no other node."""
+        return {}
 
     def device_memory(self, device: int) -> None:
         """Return None: there is no GPU behind a logical device."""

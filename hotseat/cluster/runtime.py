@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
+from hotseat.cluster.node_facts import NodeFacts
 from hotseat.placement.locate import Process
 
 T = TypeVar("T")
@@ -83,6 +84,10 @@ class Runtime(Protocol):
     @property
     def nodes(self) -> tuple[ClusterNode, ...]: ...
 
+    @property
+    def home(self) -> int:
+        """Return the node of this process."""
+
     def reserve(self, devices: Mapping[int, Sequence[int]], timeout_s: float) -> None:
         """Reserve these devices of each node, for all groups to come."""
 
@@ -94,6 +99,9 @@ class Runtime(Protocol):
 
     def service(self, service: type[NodeService[A]], node: int | None) -> A | None:
         """Return the address of a service on a node, by default the driver's; None: everything is in this process."""
+
+    def facts(self, nodes: Sequence[int], folder: str | None, paths: Sequence[str]) -> dict[int, NodeFacts]:
+        """Return what these nodes have; nothing if everything is in this process."""
 
     def device_memory(self, device: int) -> DeviceMemory | None:
         """Measure the memory in use on a device of this node; None on other nodes, and without a GPU behind it."""

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hotseat import clock, faults, interrupts
 from hotseat.checks.cpu import slow_dtype
+from hotseat.checks.nodes import NodesContext
+from hotseat.checks.pipeline import NODES
 from hotseat.checks.plans import is_cluster_there
+from hotseat.checks.stage import run_checks
 from hotseat.config import Config, loads_saved
 from hotseat.config.precision import idle_in_fp32, with_dtype, with_dtype_of
 from hotseat.data import check_saved, digest_of
@@ -153,10 +156,19 @@ def cluster_context(
         )
         plan = config_plan.plan_on(config, cluster)
         save_plan(run.run_dir, plan)
+        _check_nodes(config, cluster, plan, journal)
         silence_s = config.cluster.silence_timeout_s
         stack.enter_context(watch_processes(cluster, journal, run.run_dir, silence_s, pinged))
         stack.enter_context(notes_shown(run.run_dir / NOTES, lambda note: journal.say(note, kind="warning")))
         yield ClusterContext(config, cluster, plan, has_new_budgets)
+
+
+def _check_nodes(config: Config, cluster: Cluster, plan: Plan, journal: Journal) -> None:
+    """Raise if a node of the plan lacks what its processes need, before any of them starts."""
+    context = NodesContext(config=config, plan=plan, nodes=cluster.nodes, home=cluster.home, ask=cluster.facts)
+    run_checks(context, NODES)
+    for note in context.notes:
+        journal.say(note, kind="warning")
 
 
 def record_plan(journal: Journal, context: ClusterContext, notes: Sequence[str] = ()) -> None:

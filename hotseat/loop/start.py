@@ -19,6 +19,7 @@ from hotseat.caches import keep_compiled
 from hotseat.checks.agent_trial import agent_trial
 from hotseat.checks.pipeline import check_config, check_user_code
 from hotseat.cluster import started_template
+from hotseat.cluster.environment import COPIES
 from hotseat.config import Config
 from hotseat.loop.steering import Steering
 from hotseat.observe import LiveView
@@ -97,16 +98,12 @@ def make_view(config: Config, launched: bool) -> LiveView:
     return LiveView(config.task, console=Console(quiet=not is_shown))
 
 
-# Below Ray's temporary directory: copies of the working directories of jobs. A copy goes when no job uses it.
-_COPIES = "runtime_resources/working_dir_files"
-
-
 def check_job_directory(config: Config, directory: Path) -> list[str]:
     """Return a note if files of the run would go into Ray's copy of a job's working directory, which Ray deletes.
 
     directory: the current one, from which relative paths start.
     """
-    if f"/{_COPIES}/" not in f"{directory}/":
+    if f"/{COPIES}/" not in f"{directory}/":
         return []
     paths = {
         "run_dir": config.run_dir,

@@ -16,6 +16,7 @@ class EngineEntry:
     title: str  # in messages
     summary: str  # for the docs
     kind: str  # "module:attribute" of its `rollout.kinds.EngineKind`
+    package: str | None = None  # that it needs besides torch and transformers
     options: frozenset[str] = frozenset()  # that not every engine has, by their names in `rollout`
     instead: Mapping[str, str] = field(default_factory=dict)  # what it does instead of having an option
     memory_share: float | None = None  # of a device, which its cache fills; None: its cache is what its slots need
@@ -54,6 +55,7 @@ ENGINES = Table[EngineEntry](
         "vLLM",
         "vLLM's scheduler and kernels.",
         "hotseat.rollout.vllm_kind:VllmKind",
+        package="vllm",
         options=frozenset(
             {
                 "memory_share",

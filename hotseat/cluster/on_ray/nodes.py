@@ -6,9 +6,11 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from hotseat.cluster.node_facts import NodeFacts, node_facts
 from hotseat.cluster.on_ray.connection import RayConnection
 from hotseat.cluster.ports import free_port
 from hotseat.cluster.runtime import NodeService
@@ -36,6 +38,9 @@ class NodeHere:
 
     def process_state(self, pid: int, started: int | None) -> str:
         return supervisor.process_state(pid, started)
+
+    def facts(self, folder: str | None, paths: Sequence[str]) -> NodeFacts:
+        return node_facts(folder, paths)
 
     def end_workers(self, workers: list[str]) -> None:
         """End the processes that carry these marks, and whatever they started."""
@@ -104,6 +109,12 @@ class NodeProcesses:
             with contextlib.suppress(RunError):  # on a lost node they ended with it
                 if node == self._connection.home or node in self._connection.live_nodes():
                     self._ask(node, NodeHere.end_workers, list(workers))
+
+    def facts(self, nodes: Sequence[int], folder: str | None, paths: Sequence[str]) -> dict[int, NodeFacts]:
+        """Ask all nodes at once, since each may have to start its agent."""
+        with ThreadPoolExecutor(max_workers=32) as threads:
+            asked = {node: threads.submit(self._ask, node, NodeHere.facts, folder, paths) for node in nodes}
+            return {node: answer.result() for node, answer in asked.items()}
 
     def service(self, service: type[NodeService[A]], node: int) -> A:
         """Return the address of a service on this node; it is started when first asked for."""

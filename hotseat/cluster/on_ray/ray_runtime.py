@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from hotseat.cluster.device_memory import device_memory
 from hotseat.cluster.lease import DeviceMemory, Holder
+from hotseat.cluster.node_facts import NodeFacts
 from hotseat.cluster.on_ray.connection import RayConnection
 from hotseat.cluster.on_ray.daemons import RayWatch, watch_daemons, watch_nodes
 from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
@@ -101,6 +102,13 @@ class RayRuntime:
 
     def service(self, service: type[NodeService[A]], node: int | None) -> A:
         return self._processes.service(service, self._connection.home if node is None else node)
+
+    @property
+    def home(self) -> int:
+        return self._connection.home
+
+    def facts(self, nodes: Sequence[int], folder: str | None, paths: Sequence[str]) -> dict[int, NodeFacts]:
+        return self._processes.facts(nodes, folder, paths)
 
     # --- devices and processes ------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hotseat.cluster import activity
 from hotseat.cluster.device_memory import own_device_name
-from hotseat.cluster.environment import pass_on_nccl
+from hotseat.cluster.environment import pass_on
 from hotseat.cluster.on_ray.connection import RayConnection
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError
@@ -68,12 +68,12 @@ class Reservation:
         # The doctor reads activity files on the driver's node only.
         is_home = node == self._connection.home
         activity_env = {activity.DIRECTORY: os.environ[activity.DIRECTORY]} if is_home else {}
-        nccl_env = {} if self._connection.is_own else pass_on_nccl()
+        passed_on = {} if self._connection.is_own else pass_on(self._connection.nodes[node].address).env()
         return {
             "num_cpus": 0,
             "num_gpus": 0,
             "scheduling_strategy": strategy,
-            "runtime_env": {"env_vars": {**self._session.env(), **activity_env, **nccl_env, **env}},
+            "runtime_env": {"env_vars": {**self._session.env(), **activity_env, **passed_on, **env}},
         }
 
     def release(self) -> None:

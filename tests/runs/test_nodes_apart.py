@@ -1,0 +1,216 @@
+"""Runs across nodes that are really apart: own network, host name, processes, `/tmp` and `/dev/shm`."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from apart import is_possible, nodes
+from environments import own_environment
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not is_possible(), reason="namespaces with links need root and Linux's tools"),
+]
+PORT = 6379
+BINARIES = Path(sys.executable).parent
+EVERYWHERE = (
+    "train.dtype=fp32",
+    "cluster.num_nodes=2",
+    'cluster.component_placement={"actor": "0-1", "rollout": "0-1"}',
+    "eval.path=null",
+    "eval.every=null",
+)
+
+
+def join(node, head):
+    """Start Ray on a node by the documented command."""
+    where = (
+        ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        if node is head
+        else ["--address", head.env["RAY_ADDRESS"]]
+    )
+    sizes = ("--num-gpus=1", "--num-cpus=2", "--object-store-memory=200000000")
+    env = {key: value for key, value in node.env.items() if key != "RAY_ADDRESS"}
+    node.run("ray", "start", *where, "--node-ip-address", node.address, *sizes, env=env)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Two nodes with one logical device each, and a task in a folder that both have."""
+    folder = tmp_path_factory.mktemp("apart")
+    with nodes(2, shared=[folder]) as (head, other):
+        env = own_environment("WANDB_") | {
+            "PATH": f"{BINARIES}:{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "HF_HUB_OFFLINE": "1",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ADDRESS": f"{head.address}:{PORT}",
+        }
+        head.env = other.env = env
+        join(head, head)
+        join(other, head)
+        head.run("hotseat", "new", "rl", folder / "task")
+        yield folder / "task", head, other
+
+
+def command(task, *words):
+    return ["env", "-C", str(task), "hotseat", *words]
+
+
+def records(run):
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_run_across_two_nodes_learns_by_relative_paths(cluster):
+    task, head, other = cluster
+    done = head.run(*command(task, "run", "rl.yaml", "name=whole", "train.num_episodes=2", *EVERYWHERE), check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert [record["step"] for record in records(task / "runs" / "whole")][-1] == 8
+    assert (task / "runs" / "whole" / "model" / "config.json").is_file()
+    assert "hotseat" not in other.run("ps", "-eo", "args").stdout  # nothing of ours is left there
+
+
+def test_a_folder_that_is_not_shared_is_refused_before_processes_start(cluster):
+    task, head, other = cluster
+    other.hide(task)
+    try:
+        done = head.run(*command(task, "run", "rl.yaml", "name=hidden", *EVERYWHERE), check=False)
+    finally:
+        other.unhide(task)
+    assert done.returncode == 2, done.stdout[-4000:] + done.stderr[-4000:]
+    where = f"node 1 ({other.name}, {other.address})"
+    assert f"actor.model: {where} has no tiny_model" in done.stderr
+    assert f"reward.function: {where} has no reward.py" in done.stderr
+    assert "starting processes" not in done.stdout
+
+
+def test_a_node_that_is_cut_off_ends_the_run_with_its_name_and_another_run_resumes(cluster):
+    task, head, other = cluster
+    words = command(task, "run", "rl.yaml", "name=cut", "train.num_episodes=40", "checkpoint.every=2", *EVERYWHERE)
+    run = head.start(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    while len(records(task / "runs" / "cut")) < 3:
+        assert run.poll() is None, run.stdout.read()[-4000:]
+        time.sleep(0.2)
+    other.cut_off()
+    printed = run.communicate(timeout=1800)[0]
+    assert run.returncode == 1, printed[-4000:]
+    assert f"node 1 ({other.name}, {other.address})" in printed, printed[-4000:]
+    assert "hotseat resume runs/cut" in printed
+    other.connect()
+    other.run("ray", "stop", "--force", check=False)
+    join(other, head)
+    last = records(task / "runs" / "cut")[-1]["step"]
+    resumed = head.start(*command(task, "resume", "runs/cut"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    while records(task / "runs" / "cut")[-1]["step"] < last + 3:
+        assert resumed.poll() is None, resumed.stdout.read()[-4000:]
+        time.sleep(0.2)
+    driver = psutil.Process(resumed.pid).children()[0]
+    driver.send_signal(signal.SIGTERM)
+    printed = resumed.communicate(timeout=600)[0]
+    steps = [record["step"] for record in records(task / "runs" / "cut")]
+    assert steps == sorted(set(steps)), printed[-4000:]
+
+
+STUBS = {
+    "scontrol": """
+case $1 in
+    requeue) echo "$2" >> "$QUEUE/requeued";;
+esac
+""",
+    # Slurm starts it on the other nodes; here the test does, which can enter them.
+    "srun": """
+while [ "${1#--}" != "$1" ]; do shift; done
+printf '%s\\0' "$@" > "$QUEUE/wanted.new"
+mv "$QUEUE/wanted.new" "$QUEUE/wanted"
+sleep infinity
+""",
+}
+
+
+def test_the_script_for_slurm_starts_ray_and_the_run_and_queues_the_job_again(tmp_path):
+    """The job is stopped before its time limit, and resumes from the step that it saved."""
+    for name, text in STUBS.items():
+        stub = tmp_path / "bin" / name
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text(f"#!/bin/bash\n{text}")
+        stub.chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{BINARIES}:{os.environ['PATH']}"
+    env = own_environment("WANDB_") | {
+        "PATH": path,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "HF_HUB_OFFLINE": "1",
+        "SLURM_JOB_ID": "77",
+        "SLURMD_NODENAME": "node1",
+        "QUEUE": str(tmp_path),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    subprocess.run(["hotseat", "new", "rl", tmp_path / "task"], env=env, check=True, capture_output=True)
+    words = ("--nodes", "2", "--gpus-per-node", "1", "--cpus-per-node", "2", "train.num_episodes=40", *EVERYWHERE)
+    made = subprocess.run(
+        [
+            "hotseat",
+            "launch",
+            "slurm",
+            "rl.yaml",
+            *(word for word in words if not word.startswith("cluster.num_nodes")),
+        ],
+        env=env,
+        cwd=tmp_path / "task",
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    (tmp_path / "task" / "job.sh").write_text(made.stdout)
+    metrics = tmp_path / "task" / "runs" / "slurm-77"
+    lasts = [run_job(tmp_path, env, metrics, restarts) for restarts in range(2)]
+    assert (tmp_path / "requeued").read_text() == "77\n77\n"
+    steps = [record["step"] for record in records(metrics)]
+    assert steps == list(range(1, len(steps) + 1))  # no step was lost, none made twice
+    assert lasts[1] > lasts[0]
+
+
+def run_job(folder, env, metrics, restarts):
+    """Run the job on two new nodes for two steps, stop it as Slurm does, and return the last step."""
+    (folder / "wanted").unlink(missing_ok=True)
+    before = len(records(metrics))
+    with nodes(2, shared=[folder]) as (first, other):
+        first.env = other.env = {**env, "SLURM_RESTART_COUNT": str(restarts)}
+        pid = folder / "pid"
+        script = f"echo $$ > {pid}; exec bash job.sh"
+        with (folder / f"job-{restarts}.log").open("w") as log:
+            words = ("env", "-C", folder / "task", "bash", "-c", script)
+            job = first.start(*words, stdout=log, stderr=subprocess.STDOUT)
+        printed = (folder / f"job-{restarts}.log").read_text
+        other_ray = None
+        while len(records(metrics)) < before + 2:
+            assert job.poll() is None, printed()[-4000:]
+            if other_ray is None and (folder / "wanted").exists():
+                wanted = (folder / "wanted").read_text().split("\0")[:-1]
+                token = job_environment(first, pid)
+                other.env = {**other.env, **token}
+                other_ray = other.start(*wanted, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            time.sleep(0.2)
+        first.run("kill", "-TERM", pid.read_text().strip())
+        assert job.wait(timeout=900) == 130, printed()[-4000:]
+    return records(metrics)[-1]["step"]
+
+
+def job_environment(node, pid):
+    """Return what the script exports, which srun hands on."""
+    child = "cat /proc/$(pgrep --parent $(cat $0) | head -1)/environ"
+    text = node.run("sh", "-c", child, pid).stdout
+    exported = dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+    return {name: exported[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS")}
