@@ -55,6 +55,14 @@ see also: `hotseat config CONFIG` checks a config without running it; `hotseat p
 memory.
 
 {EXIT_CODES}""",
+    "check": """\
+examples:
+  hotseat check                   packages, devices and limits of this machine, and how to fix what fails
+  hotseat check rl.yaml           the same, and whether this run could start
+  RAY_ADDRESS=10.0.0.1:6379 hotseat check --cluster /shared/me
+                                  links, sums and short runs over all nodes and devices, in some minutes
+
+The exit code is 2 if something would stop every run.""",
     "launch": """\
 examples:
   hotseat launch slurm rl.yaml --nodes 2 --gpus-per-node 8 --setup "source .venv/bin/activate" > job.sh

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
-import socket
 import sys
-import time
 from string import Template
+from typing import TYPE_CHECKING
 
 from hotseat.cli.offline_arguments import add_overrides
-from hotseat.config import Config, load
-from hotseat.errors import RunError, UserError
+from hotseat.errors import UserError
+
+if TYPE_CHECKING:
+    from hotseat.config import Config
 
 GRACE_S = 300  # before the time limit, for a run to finish its step and save it
 MOST_REQUEUES = 10
@@ -41,7 +41,7 @@ env -u RAY_ADDRESS ray start --block --head --port="$${RAY_ADDRESS##*:}" --node-
     $ray_resources --include-dashboard=false &
 trap 'kill $$(jobs -p) 2>/dev/null' EXIT
 $workers
-hotseat launch wait --nodes=$nodes || exit
+python -m hotseat.cli.wait_for_nodes $nodes || exit
 
 # Slurm sends TERM before the time limit: the run saves its step, and the job is queued again.
 hotseat run $run &
@@ -54,7 +54,7 @@ while kill -0 "$$run" 2>/dev/null; do
     wait "$$run"
     code=$$?
 done
-if [ -n "$$is_stopped" ] && [ "$${SLURM_RESTART_COUNT:-0}" -lt $requeues ]; then
+if { [ -n "$$is_stopped" ] || [ "$$code" = 75 ]; } && [ "$${SLURM_RESTART_COUNT:-0}" -lt $requeues ]; then
     scontrol requeue "$$SLURM_JOB_ID"
 fi
 exit "$$code"
@@ -69,29 +69,23 @@ srun --nodes=$others --ntasks=$others --ntasks-per-node=1 --exclude="$$SLURMD_NO
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(title="launchers", metavar="LAUNCHER", required=True)
-    slurm = kinds.add_parser("slurm", help="print a script for sbatch")
-    slurm.add_argument("config", metavar="CONFIG", help="YAML file")
-    add_overrides(slurm, "settings that replace the file's, such as rollout.top_p=0.9")
-    slurm.add_argument("--nodes", type=int, required=True, metavar="N", help="machines")
-    slurm.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="devices of each; 0: none")
-    slurm.add_argument("--cpus-per-node", type=int, metavar="N", help="cores of each; default: what Slurm gives a task")
-    slurm.add_argument(
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("launcher", choices=("slurm",), metavar="LAUNCHER", help="slurm: print a script for sbatch")
+    command.add_argument("config", metavar="CONFIG", help="YAML file")
+    add_overrides(command, "settings that replace the file's, such as rollout.top_p=0.9")
+    command.add_argument("--nodes", type=int, required=True, metavar="N", help="machines")
+    command.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="devices of each; 0: none")
+    command.add_argument("--cpus-per-node", type=int, metavar="N", help="cores of each; default: as Slurm gives a task")
+    command.add_argument(
         "--setup", default="", metavar="COMMANDS", help="shell commands before all, such as `source .venv/bin/activate`"
     )
-    slurm.add_argument(
+    command.add_argument(
         "--sbatch",
         action="append",
         default=[],
         metavar="OPTION",
         help="a further option of sbatch, such as --sbatch=--time=24:00:00; may be given several times",
     )
-    slurm.set_defaults(run=run_slurm)
-    wait = kinds.add_parser("wait", help="wait until a Ray cluster has so many nodes; scripts call it")
-    wait.add_argument("--nodes", type=int, required=True, metavar="N")
-    wait.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="default: %(default)s")
-    wait.set_defaults(run=run_wait)
 
 
 def run_slurm(arguments: argparse.Namespace) -> int:
@@ -101,6 +95,7 @@ def run_slurm(arguments: argparse.Namespace) -> int:
 
 def slurm_script(arguments: argparse.Namespace) -> str:
     """Return the script. Raises if the run could not be placed on these nodes: before it waits in a queue."""
+    from hotseat.config import load
     from hotseat.planning.config_plan import make_plan
 
     for name, least in (("nodes", 1), ("gpus_per_node", 0)):
@@ -148,42 +143,3 @@ def notes(config: Config) -> list[str]:
     if config.checkpoint.is_made:
         return []
     return ["no checkpoints are made: a job that is queued again begins at step 1; set checkpoint.every"]
-
-
-def run_wait(arguments: argparse.Namespace) -> int:
-    """Wait for the nodes. Ray's head may only be starting."""
-    address = os.environ.get("RAY_ADDRESS", "")
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdigit()):
-        raise UserError(f"RAY_ADDRESS is {address!r}; set it to the host:port of the cluster's head")
-    until_s = time.monotonic() + arguments.timeout
-    while not _answers(host, int(port)):
-        _refuse_after(until_s, f"no Ray cluster answers at {address}", arguments.timeout)
-    import ray
-
-    ray.init(log_to_driver=False, logging_level="error")
-    shown = 0
-    try:
-        while (count := sum(node["Alive"] for node in ray.nodes())) < arguments.nodes:
-            if count != shown:
-                print(f"{count} of {arguments.nodes} nodes are there", flush=True)
-            shown = count
-            _refuse_after(until_s, f"{count} of {arguments.nodes} nodes are there", arguments.timeout)
-    finally:
-        ray.shutdown()
-    return 0
-
-
-def _answers(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-def _refuse_after(until_s: float, what: str, timeout_s: float) -> None:
-    """Wait for a moment, or raise once it has been too long."""
-    if time.monotonic() > until_s:
-        raise RunError(f"{what} after {timeout_s:.0f} s: look at what `ray start` printed above")
-    time.sleep(1)

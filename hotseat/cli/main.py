@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotseat import __version__, clock, interrupts
-from hotseat.cli import completion, help_texts, launch, new, offline_arguments, serving
+from hotseat.cli import check_command, completion, help_texts, launch, new, offline_arguments, serving
 from hotseat.cli.ending import OK, REFUSED, leave, reported
 from hotseat.errors import UserError
 from hotseat.openmp import wait_passively
@@ -81,6 +81,9 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     _add_runs(commands, command)
     _add_offline(commands)
     _add_planning(commands)
+    check_command.add_arguments(
+        _command(commands, "check", check_command.run_check, "show what this machine, or a cluster, has for runs")
+    )
     show = _command(commands, "config", _config, "check a config and print what differs from the defaults")
     _add_config_arguments(show)
 

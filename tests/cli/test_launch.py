@@ -5,6 +5,8 @@ import subprocess
 import pytest
 
 from hotseat.cli.main import main
+from hotseat.cli.wait_for_nodes import wait_for_nodes
+from hotseat.errors import RunError, UserError
 
 CONFIG = """
 task: rl
@@ -74,10 +76,14 @@ def test_a_run_without_checkpoints_has_a_note(config, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("address", [None, "auto", "127.0.0.1:1"])
-def test_waiting_needs_a_cluster(monkeypatch, capsys, address):
-    monkeypatch.setenv("RAY_ADDRESS", address or "")
-    words = ["launch", "wait", "--nodes", "2", "--timeout", "0"]
-    assert main(words) == (1 if address == "127.0.0.1:1" else 2)
-    told = "no Ray cluster answers at 127.0.0.1:1 after 0 s" if address == "127.0.0.1:1" else "set it to the host:port"
-    assert told in capsys.readouterr().err
+@pytest.mark.parametrize("address", ["", "auto"])
+def test_waiting_for_nodes_needs_an_address(monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(UserError, match="set it to the host:port of the cluster's head"):
+        wait_for_nodes(2)
+
+
+def test_waiting_for_nodes_ends(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(RunError, match="no Ray cluster answers at 127.0.0.1:1 after 0 s"):
+        wait_for_nodes(2, timeout_s=0)

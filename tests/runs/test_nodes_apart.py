@@ -14,6 +14,8 @@ import pytest
 from apart import is_possible, nodes
 from environments import own_environment
 
+from hotseat.loop.state.checkpoints import CheckpointStore
+
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
@@ -83,6 +85,14 @@ def test_a_run_across_two_nodes_learns_by_relative_paths(cluster):
     assert "hotseat" not in other.run("ps", "-eo", "args").stdout  # nothing of ours is left there
 
 
+def test_a_cluster_is_checked_by_links_sums_and_runs(cluster):
+    task, head, _ = cluster
+    done = head.run(*command(task, "check", "--cluster", task / "checked"), check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    for what in ("node 0", "node 1", "nodes 0 and 1", "sum over all devices", "SFT by FSDP2 on all", "GRPO on all"):
+        assert f"✓  {what}" in done.stdout, done.stdout
+
+
 def test_a_folder_that_is_not_shared_is_refused_before_processes_start(cluster):
     task, head, other = cluster
     other.hide(task)
@@ -101,14 +111,15 @@ def test_a_node_that_is_cut_off_ends_the_run_with_its_name_and_another_run_resum
     task, head, other = cluster
     words = command(task, "run", "rl.yaml", "name=cut", "train.num_episodes=40", "checkpoint.every=2", *EVERYWHERE)
     run = head.start(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    while len(records(task / "runs" / "cut")) < 3:
+    saved = CheckpointStore(task / "runs" / "cut" / "checkpoints")
+    while not saved.steps():
         assert run.poll() is None, run.stdout.read()[-4000:]
         time.sleep(0.2)
     other.cut_off()
     printed = run.communicate(timeout=1800)[0]
     assert run.returncode == 1, printed[-4000:]
     assert f"node 1 ({other.name}, {other.address})" in printed, printed[-4000:]
-    assert "hotseat resume runs/cut" in printed
+    assert "hotseat resume runs/cut" in printed, printed[-4000:]
     other.connect()
     other.run("ray", "stop", "--force", check=False)
     join(other, head)
