@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,6 +74,12 @@ class _Spots:
 
 def locate(inventory: Inventory, requests: Sequence[RoleRequest]) -> dict[str, Located]:
     """Assign the processes of every role. Raises PlacementError where a selection cannot be satisfied."""
+    return dict(_located(inventory, *((r.role, r.selection, r.engine_size, r.num_procs) for r in requests)))
+
+
+@functools.lru_cache(maxsize=4)  # a search for token budgets plans with the same places again and again
+def _located(inventory: Inventory, *asked: tuple[str, Selection, int | None, int | None]) -> dict[str, Located]:
+    requests = [RoleRequest(*each) for each in asked]
     by_role = {request.role: request for request in requests}
     targets = {request.role: _follow(request, by_role) for request in requests}
     spots: dict[str, _Spots] = {}
@@ -428,9 +435,10 @@ def _divisor_at_most(number: int, limit: int) -> int:
 
 
 def _one_node(inventory: Inventory, request: RoleRequest, rank: int, devices: tuple[int, ...]) -> int:
+    first = inventory.node_of(min(devices))
+    if inventory.node_of(max(devices)) == first:
+        return first
     nodes = sorted({inventory.node_of(device) for device in devices})
-    if len(nodes) == 1:
-        return nodes[0]
     sizes = sorted({inventory.nodes[node].num_devices for node in nodes})
     if request.engine_size is not None:
         fits = _divisor_at_most(sizes[0], min(request.engine_size, len(devices) - 1))
