@@ -109,7 +109,16 @@ def test_a_folder_that_is_not_shared_is_refused_before_processes_start(cluster):
 
 def test_a_node_that_is_cut_off_ends_the_run_with_its_name_and_another_run_resumes(cluster):
     task, head, other = cluster
-    words = command(task, "run", "rl.yaml", "name=cut", "train.num_episodes=40", "checkpoint.every=2", *EVERYWHERE)
+    words = command(
+        task,
+        "run",
+        "rl.yaml",
+        "name=cut",
+        "train.num_episodes=40",
+        "checkpoint.every=2",
+        "run.max_restarts=0",
+        *EVERYWHERE,
+    )
     run = head.start(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     saved = CheckpointStore(task / "runs" / "cut" / "checkpoints")
     while not saved.steps():
