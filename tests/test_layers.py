@@ -98,7 +98,7 @@ ROWS_OF = {
         ("runtime",),
         ("group",),
         ("worker_process", "device_memory", "session"),
-        ("activity", "environment", "lease", "ports", "refs"),
+        ("activity", "environment", "lease", "links", "node_facts", "ports", "refs"),
     ),
     "openrlhf": (
         ("__init__",),
@@ -166,7 +166,7 @@ ROWS_OF = {
         ("connection", "daemons"),
         ("template",),
         ("forked", "template_process", "lean_agent"),
-        ("library",),
+        ("library", "waiting"),
     ),
 }
 

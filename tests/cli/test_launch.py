@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from hotseat.cli.main import main
-from hotseat.cli.wait_for_nodes import wait_for_nodes
+from hotseat.cluster.on_ray.waiting import wait_for_nodes
 from hotseat.errors import RunError, UserError
 
 CONFIG = """
