@@ -22,6 +22,19 @@ _IDLE_S = 75.0  # between two requests
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def bound_at(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address and does not listen yet. Raises `OSError` if that cannot be used."""
+    [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    bound = socket.socket(family, kind)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
 class TokenConnections:
     """The connections of one holder of a token, in the order in which they became its own."""
 

@@ -13,6 +13,7 @@ from hotseat.checks import (
     model_configs,
     named_files,
     nodes,
+    opened_ports,
     plans,
     reward_columns,
     reward_sources,
@@ -38,6 +39,8 @@ from hotseat.errors import Problem
 CONFIG_AND_FILES: Stage[CheckContext] = (
     named_files.options,
     named_files.flow,
+    opened_ports.endpoint,
+    opened_ports.dashboard,
     named_files.user_files,
     named_files.simulators,
     reward_sources.graders,

@@ -77,6 +77,23 @@ examples:
 
 KEY=VALUE is written as for `hotseat run`; without any, the run ends as if it had never been interrupted.
 """,
+    "status": """\
+examples:
+  hotseat status runs/rl-1
+  hotseat status runs/rl-1 --json
+  hotseat status runs/rl-1 > /dev/null || hotseat resume runs/rl-1
+
+Everything is read from RUN_DIR, which may be on a disk that another machine writes to.
+
+exit codes:
+  0    it runs and makes progress, or is finished: nothing is to be done
+  1    the status could not be read
+  2    RUN_DIR holds no run
+  3    stuck: it runs, and has made no progress for longer than it may
+  4    stopped by Ctrl-C or SIGTERM
+  5    failed: it ended with an error
+  6    died: killed, or its machine was lost
+  7    unknown: no process of it runs here, and it has left no sign of life""",
     "replay": """\
 examples:
   hotseat replay runs/rl-1                      the same weights, bit for bit, in runs/rl-1-replay-1

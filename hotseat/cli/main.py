@@ -144,6 +144,11 @@ def _add_runs(commands: _Commands, command: str) -> None:
     if command == "resume":
         resume.epilog = f"{resume.epilog}\n{_what_may_change()}\n\n{help_texts.EXIT_CODES}"
 
+    text = "show how a run is: its step and phase, whether it makes progress, or how it ended"
+    status = _command(commands, "status", "cli.status_view:run_status", text)
+    status.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
+    status.add_argument("--json", action="store_true", help="print a JSON object instead")
+
     replay = _command(
         commands, "replay", "cli.replay:run_replay", "train a recorded run again from its kept groups, without engines"
     )

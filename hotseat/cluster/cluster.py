@@ -42,6 +42,7 @@ class Cluster:
     num_devices: logical devices of a cluster started here; by default its GPUs (one in the local runtime).
     timeout_s: the deadline of calls that state none.
     template: a process with libraries loaded, from which processes of a cluster started here are forked.
+    has_dashboard: Ray's dashboard is started with a cluster that is started here.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class Cluster:
         object_store_bytes: int = 2 << 30,
         timeout_s: float = 600.0,
         template: Template | None = None,
+        has_dashboard: bool = False,
     ):
         if runtime not in ("ray", "local"):
             raise PlacementError(f"runtime is {runtime!r}; it can be 'ray' or 'local'")
         self.timeout_s = timeout_s
+        self.dashboard_url: str | None = None  # of Ray's dashboard, if it was started here
         self.on_call: CallObserver | None = None  # is called for each call to groups that are launched from then on
         self.groups: dict[str, WorkerGroup[Any]] = {}
         self._node_env: dict[int, Mapping[str, str]] = {}
@@ -79,7 +82,9 @@ class Cluster:
                     num_cpus=num_cpus,
                     object_store_bytes=object_store_bytes,
                     template=template,
+                    has_dashboard=has_dashboard,
                 )
+                self.dashboard_url = connection.dashboard_url
                 self._runtime = RayRuntime(connection, self._session)
         except BaseException:
             self._session.close(killed=[])
@@ -253,6 +258,10 @@ class Cluster:
     def device_memory(self, device: int) -> DeviceMemory | None:
         """Measure the memory in use on a device of this node; None on other nodes, and without a GPU behind it."""
         return self._runtime.device_memory(device)
+
+    def device_busy(self, device: int) -> float | None:
+        """Return the share of the last moments in which a device computed; None as for `device_memory`."""
+        return self._runtime.device_busy(device)
 
     def is_gone(self, holder: Holder) -> bool:
         """Tell whether a process no longer exists, for leases. In the local runtime it is never gone."""

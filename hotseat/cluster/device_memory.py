@@ -1,4 +1,4 @@
-"""Measures memory of this node's GPUs through the driver's management library, without a CUDA context of our own."""
+"""Measures memory and use of this node's GPUs through the driver's management library, without a CUDA context."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))  # percent of the driver's last period, up to 1 s
+
+
 def device_memory(name: str) -> DeviceMemory | None:
     """Measure the device that CUDA_VISIBLE_DEVICES calls by this name, an index or a UUID. None: no such GPU."""
     library = _library()
@@ -24,6 +28,16 @@ def device_memory(name: str) -> DeviceMemory | None:
     if library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
         return None
     return DeviceMemory(used=memory.used, total=memory.total)
+
+
+def device_busy(name: str) -> float | None:
+    """Return the share of the last moments in which this device computed; None: no such GPU, or it does not tell."""
+    library = _library()
+    handle = None if library is None else _handle(name)
+    if library is None or handle is None:
+        return None
+    use = _Utilization()
+    return use.gpu / 100 if library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(use)) == 0 else None
 
 
 def own_device_name(index: int) -> str:

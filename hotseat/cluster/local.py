@@ -282,6 +282,9 @@ class LocalRuntime:
     def device_memory(self, device: int) -> None:
         """Return None: there is no GPU behind a logical device."""
 
+    def device_busy(self, device: int) -> None:
+        """Return None: there is no GPU behind a logical device."""
+
     def is_gone(self, holder: Holder) -> bool:
         """Return False: all objects live as long as this process."""
         return False

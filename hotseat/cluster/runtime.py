@@ -106,6 +106,9 @@ class Runtime(Protocol):
     def device_memory(self, device: int) -> DeviceMemory | None:
         """Measure the memory in use on a device of this node; None on other nodes, and without a GPU behind it."""
 
+    def device_busy(self, device: int) -> float | None:
+        """Return the share of the last moments in which a device of this node computed; None where it is not known."""
+
     def is_gone(self, holder: Holder) -> bool:
         """Tell whether a process no longer exists."""
 

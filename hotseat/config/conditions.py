@@ -180,6 +180,8 @@ INFERENCE = Condition(
 MUON = _is("kind", "muon")
 DECAYING_SCHEDULE = _is("schedule", "cosine", "linear")
 
+RAY = _is("runtime", "ray", because="{key} is {value}, so there is no Ray")
+
 # Simulators
 ENV = Condition(
     "env.path is set, or cluster.component_placement places env",
@@ -384,4 +386,5 @@ SAVES = Condition(
 SAVES_OR_RESUMES = Condition("checkpoints are made or resumed from", lambda c: c.checkpoint.is_used, SAVES.because)
 PUSHED = _is_set("push_to_hub", ", so nothing is pushed")
 RESUMES = _is("resume", True, because="{key} is false, so the run starts anew")
+SERVED = _is_set("port", ", so nothing is served")
 RECORDED_SAMPLES = _is_above_0("samples_per_step", ", so no sample is recorded")

@@ -1,7 +1,8 @@
-"""Checks of the addresses of reward servers, as written."""
+"""Checks of addresses, as written: of reward servers, and of our own."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
@@ -11,6 +12,14 @@ from hotseat.words import without_url_secrets
 def as_list(value: str | Sequence[str] | None) -> list[str]:
     """Return the addresses that the value of `reward.url` holds."""
     return [value] if isinstance(value, str) else list(value or ())
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach what listens at an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def url_problems(

@@ -35,6 +35,7 @@ from hotseat.loop.state.run_dir import (
     write_config,
 )
 from hotseat.loop.state.saving import MODEL, Saver, critic_folder, for_ranks
+from hotseat.loop.state.watched import devices_of, watched
 from hotseat.loop.workers.exports import Origin, is_exported, run_of
 from hotseat.loop.workers.folder_proof import FolderProof, witness
 from hotseat.observe import LiveView
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from hotseat.cluster import Cluster, Template, WorkerGroup
     from hotseat.loop.inputs import Inputs
     from hotseat.loop.steering import Steering
-    from hotseat.observe import Journal
+    from hotseat.observe import Journal, Monitor
 
 RESUME = "hotseat resume {run_dir}"  # the command that continues a run
 PUSH = "hotseat push {run_dir}"  # the command that pushes its model again
@@ -65,6 +66,7 @@ class OpenRun:
     checkpoint: Checkpoint | None  # to resume from
     journal: Journal
     evaluation: dict[str, float] | None  # the last one of a run that is finished already; None: there are steps to make
+    monitor: Monitor | None = None  # of a run that has steps to make, in its driver
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,11 @@ def open_run(
             return
         journal = stack.enter_context(_journal(config, run_dir, inputs, columns, view, checkpoint))
         stack.callback(_report, run_dir, journal)
+        monitor = stack.enter_context(watched(config, run_dir, journal))
         if steering is not None:
             journal.stepped = steering.stepped
             steering.begin(run_dir, saver, journal.say)
-        yield OpenRun(config, run_dir, saver, checkpoint, journal, None)
+        yield OpenRun(config, run_dir, saver, checkpoint, journal, None, monitor)
 
 
 @contextmanager
@@ -145,8 +148,16 @@ def cluster_context(
         section, is_there = run.config.cluster, is_cluster_there(run.config)
         num_devices = None if is_there else 1 + max(devices, default=0)  # an existing cluster has devices of its own
         cluster = stack.enter_context(
-            Cluster(section.runtime, num_devices=num_devices, timeout_s=section.call_timeout_s, template=template)
+            Cluster(
+                section.runtime,
+                num_devices=num_devices,
+                timeout_s=section.call_timeout_s,
+                template=template,
+                has_dashboard=section.ray_dashboard,
+            )
         )
+        if cluster.dashboard_url is not None:
+            journal.say(f"Ray's dashboard: {cluster.dashboard_url}, with the token in RAY_AUTH_TOKEN")
         stack.callback(faults.reach, "closing")
         interrupts.current().check()
         has_gpus = not config_plan.are_devices_logical(cluster)
@@ -157,6 +168,8 @@ def cluster_context(
         plan = config_plan.plan_on(config, cluster)
         save_plan(run.run_dir, plan)
         _check_nodes(config, cluster, plan, journal)
+        if run.monitor is not None:
+            run.monitor.watch_devices(devices_of(cluster, plan))
         silence_s = config.cluster.silence_timeout_s
         stack.enter_context(watch_processes(cluster, journal, run.run_dir, silence_s, pinged))
         stack.enter_context(notes_shown(run.run_dir / NOTES, lambda note: journal.say(note, kind="warning")))
@@ -379,7 +392,7 @@ def _journal(
     view: LiveView,
     checkpoint: Checkpoint | None,
 ) -> Journal:
-    from hotseat.observe import Journal
+    from hotseat.observe import Journal, QuietLimits
 
     num_steps = inputs.algebra.num_steps or 0
     view.expect(num_steps, columns)
@@ -388,6 +401,7 @@ def _journal(
         view,
         num_steps=num_steps,
         log_every=config.log.every,
+        limits=QuietLimits(config.cluster.silence_timeout_s, config.cluster.call_timeout_s),
         tensorboard=Path(config.log.tensorboard_path) if config.log.tensorboard_path else None,
         last_step=None if checkpoint is None else checkpoint.step,
         started_s=clock.began_s(),

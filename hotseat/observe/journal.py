@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 from hotseat.closing import Closing
 from hotseat.observe.live import LiveView
 from hotseat.observe.metric_files import JsonLines, TensorBoard
+from hotseat.observe.run_progress import QuietLimits, RunProgress
 from hotseat.observe.timeline import Timeline
 
 METRICS = "metrics.jsonl"
@@ -63,6 +64,7 @@ class Journal(Closing):
         *,
         num_steps: int,
         log_every: int = 1,
+        limits: QuietLimits | None = None,
         tensorboard: Path | None = None,
         last_step: int | None = None,
         started_s: float | None = None,
@@ -70,17 +72,17 @@ class Journal(Closing):
     ):
         """Open the files of a run directory.
 
-        started_s: when the command began. for_trackers: returns the metrics of a step as trackers get them.
+        started_s: when the command began. for_trackers: returns the metrics of a step as trackers get them. limits: of
+        the time without progress.
         """
+        self.run_progress = RunProgress(num_steps, last_step, limits)
+        self.measured: Callable[[], Mapping[str, Any]] = dict  # returns how the machine was used since the last step
         # Returns further metrics of a step, from a script that watches the run.
         self.stepped: Callable[[int, Mapping[str, Any]], Mapping[str, Any]] = lambda step, metrics: {}
         self._for_trackers = for_trackers
         self._view = view
-        self._num_steps = num_steps
         self._log_every = log_every
-        self._step = -1 if last_step is None else last_step  # step 0 is the evaluation before training
         self._phase: tuple[str, float, int] | None = None  # its name, beginning and step
-        self._has_stepped = False
         self._lock = threading.Lock()
         self._stack = ExitStack()
         with ExitStack() as stack:
@@ -97,7 +99,7 @@ class Journal(Closing):
         self._sinks: list[Sink] = [board]
         text = "started" if last_step is None else f"resumed after step {last_step}"
         when_s = time.time() if started_s is None else started_s
-        self._files[EVENTS].write({"time": when_s, "step": max(0, self._step), "kind": "start", "text": text})
+        self._files[EVENTS].write({"time": when_s, "step": self.run_progress.steps_made, "kind": "start", "text": text})
 
     def add(self, sink: Sink) -> None:
         """Add a sink, which gets the metrics of each step and is closed before the journal's own files."""
@@ -107,8 +109,10 @@ class Journal(Closing):
     def phase(self, name: str) -> None:
         """Begin a phase, and end the one before."""
         self.end_phase()
-        self._phase = name, time.time(), self._step if name in AFTERWARDS else self._step + 1
-        if self._has_stepped:
+        self.run_progress.begin(name)
+        step = self.run_progress.step
+        self._phase = name, time.time(), step if name in AFTERWARDS else step + 1
+        if self.run_progress.has_stepped:
             self._view.phase(name)
         else:
             if name in ("rollout", "update"):
@@ -117,6 +121,7 @@ class Journal(Closing):
 
     def stage(self, text: str, processes: Callable[[], list[str]] | None = None) -> None:
         """Show a stage of the start-up. processes: returns a line about each process that the stage waits for."""
+        self.run_progress.begin(text)
         self._view.processes = processes
         self._view.stage(text)
 
@@ -132,22 +137,25 @@ class Journal(Closing):
 
     def _record(self, text: str, kind: Kind) -> None:
         with self._lock:  # the thread that watches the processes records events, too
-            self._files[EVENTS].write({"time": time.time(), "step": max(0, self._step), "kind": kind, "text": text})
+            self._files[EVENTS].write(
+                {"time": time.time(), "step": self.run_progress.steps_made, "kind": kind, "text": text}
+            )
+        self.run_progress.note(kind)
         if kind == "fault":
             self.timeline.instant("phases", "phases", text.splitlines()[0][:200])
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record the metrics of a finished step."""
-        self._step = step
-        self._has_stepped = self._has_stepped or step > 0
         self._view.processes = None
-        metrics = {**metrics, **self.stepped(step, metrics)}
+        metrics = {**metrics, **(self.measured() if step > 0 else {})}
+        metrics |= self.stepped(step, metrics)
+        self.run_progress.end_step(step, metrics)
         self._files[METRICS].write({"step": step} | metrics)
         tracked = self._for_trackers(step, metrics)
         for sink in self._sinks:
             sink.write(step, tracked)
         self.timeline.flush()
-        if metrics and (step % self._log_every == 0 or step == self._num_steps):
+        if metrics and (step % self._log_every == 0 or step == self.run_progress.num_steps):
             self._view.step(step, metrics)
 
     def distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:

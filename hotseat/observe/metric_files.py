@@ -47,6 +47,23 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def read_last_line(path: Path) -> dict[str, Any] | None:
+    """Read the last complete line; None if there is none, or the file is missing."""
+    end = b""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            while size > 0 and end.count(b"\n") < 2:
+                length = min(size, 1 << 16)
+                size = file.seek(size - length)
+                end = file.read(length) + end
+        lines = end[: end.rfind(b"\n") + 1].splitlines()
+        line = json.loads(lines[-1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return line if isinstance(line, dict) else None
+
+
 class TensorBoard:
     def __init__(self, path: Path, last_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter

@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 from hotseat.errors import UserError
 
-TOKEN = "HOTSEAT_REWARD_TOKEN"  # environment variable with the bearer token
+# Environment variables with bearer tokens: of reward servers, and of the endpoint of a run.
+TOKEN, METRICS_TOKEN = "HOTSEAT_REWARD_TOKEN", "HOTSEAT_METRICS_TOKEN"
 
 
 def bearer_token(environment: Mapping[str, str] | None = None, name: str = TOKEN) -> str | None:

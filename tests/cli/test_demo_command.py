@@ -89,7 +89,7 @@ def test_the_demo_learns_and_the_single_file_ends_where_it_does(tmp_path, seed):
 @pytest.mark.ray
 @pytest.mark.timeout(1200)
 def test_the_same_seed_gives_the_same_curve_to_the_last_digit(tmp_path):
-    timing = ("time/", "memory/", "sync/", "step_s", "tokens_per_s")
+    timing = ("time/", "memory/", "machine/", "sync/", "step_s", "tokens_per_s")
     first, second = (run_demo_command(tmp_path / name, 0) for name in ("a", "b"))
     assert len(first) == 81
     for a, b in zip(first, second, strict=True):

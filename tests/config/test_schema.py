@@ -167,6 +167,7 @@ PAIRS = {"train": "{dtype: fp32, batch_size: 128, micro_batch_size: 64}", "eval"
 # Configs in which conditions do not hold, beside the empty one.
 WITHOUT = (
     "checkpoint: {every_minutes: 0}",
+    "cluster: {runtime: local}",
     "log: {samples_per_step: 0}",
     "data: {path: d}",
     "data: {path: d, sampler: 'a.py:sample'}",

@@ -49,6 +49,7 @@ def make_run(
     write_lines(path / "samples.jsonl", samples)
     write_lines(path / "ledger.jsonl", ledger(num_steps))
     write_lines(path / "events.jsonl", events(num_steps, attack))
+    write_lines(path / "machine.jsonl", machine(num_steps))
     lines = ",\n".join(json.dumps(event) for event in timeline(chance, num_steps))
     (path / "timeline.json").write_text(f"[\n{lines},\n")
     return path
@@ -56,6 +57,13 @@ def make_run(
 
 def write_lines(path: Path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def machine(num_steps):
+    for number in range(4 * num_steps):
+        shares = {"machine/cpu": 0.3, "machine/device 0/busy": 0.9 if number % 4 else 0.1}
+        gib = {"machine/memory": 12.0, "machine/device 0/memory": 60.0 + number % 4}
+        yield {"time": 1.8e9 + 2.0 * number, "step": number // 4, "over_s": 2.0} | shares | gib
 
 
 def progress(step: int, num_steps: int) -> float:

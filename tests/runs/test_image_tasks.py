@@ -73,7 +73,7 @@ def metrics(task, name):
 
 
 def timeless(records):
-    timing = ("time/", "memory/", "sync/", "step_s", "tokens_per_s")
+    timing = ("time/", "memory/", "machine/", "sync/", "step_s", "tokens_per_s")
     return [{key: value for key, value in record.items() if not key.startswith(timing)} for record in records]
 
 

@@ -320,7 +320,7 @@ def test_a_run_with_a_critic_resumes_bit_for_bit(task, monkeypatch, step, is_beh
         with pytest.raises(Stop):
             run(task, "broken", *options)
     assert main(["resume", str(task / "runs" / "broken")]) == 0
-    timing = ("time/", "memory/", "sync/", "step_s", "tokens_per_s")
+    timing = ("time/", "memory/", "machine/", "sync/", "step_s", "tokens_per_s")
     for a, b in zip(whole, read_lines(task / "runs" / "broken" / "metrics.jsonl"), strict=True):
         assert {k: v for k, v in a.items() if not k.startswith(timing)} == {
             k: v for k, v in b.items() if not k.startswith(timing)

@@ -47,7 +47,7 @@ def run(task: Path, kind: str, name: str, *overrides: str) -> list[dict]:
 
 
 def facts(records: list[dict]) -> list[dict]:
-    timing = ("time/", "memory/", "sync/", "step_s", "tokens_per_s")
+    timing = ("time/", "memory/", "machine/", "sync/", "step_s", "tokens_per_s")
     return [{k: v for k, v in record.items() if not k.startswith(timing)} for record in records]
 
 

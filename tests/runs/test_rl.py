@@ -88,7 +88,7 @@ def test_evaluation_sets_have_metrics_of_their_own_and_may_choose_the_best_check
 
 def test_the_same_seed_gives_the_same_curve_to_the_last_digit(task):
     first, second = run(task, "name=a"), run(task, "name=b")
-    timing = ("time/", "memory/", "sync/", "step_s", "tokens_per_s")
+    timing = ("time/", "memory/", "machine/", "sync/", "step_s", "tokens_per_s")
     for a, b in zip(first, second, strict=True):
         assert {k: v for k, v in a.items() if not k.startswith(timing)} == {
             k: v for k, v in b.items() if not k.startswith(timing)

@@ -49,7 +49,7 @@ def run_command(task: Path, name: str, *overrides: str, limits: dict[str, float]
 
 
 def outcome(task: Path, name: str) -> tuple[list[dict], dict]:
-    timing = ("time/", "memory/", "sync/", "step_s", "tokens_per_s")
+    timing = ("time/", "memory/", "machine/", "sync/", "step_s", "tokens_per_s")
     records = read_lines(task / "runs" / name / "metrics.jsonl")
     weights = load_file(task / "runs" / name / "model" / "model.safetensors")
     return (

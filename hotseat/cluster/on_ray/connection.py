@@ -38,7 +38,7 @@ def is_start_too_slow(error: Exception) -> bool:
 class RayConnection:
     """Ray in this process. `close` ends a cluster that was started here, and leaves one that was there.
 
-    num_devices, num_cpus, object_store_bytes: of a cluster that is started here.
+    num_devices, num_cpus, object_store_bytes, has_dashboard: of a cluster that is started here.
     template: has the Python processes of such a cluster forked.
     """
 
@@ -50,8 +50,10 @@ class RayConnection:
         num_cpus: int | None,
         object_store_bytes: int,
         template: Template | None = None,
+        has_dashboard: bool = False,
     ):
         self._template = template
+        self._has_dashboard = has_dashboard
         self.ray = ray = import_ray()
         self._session = session
         self._env_before: dict[str, str | None] = {}
@@ -84,6 +86,14 @@ class RayConnection:
     def daemons(self) -> Mapping[str, Sequence[Any]]:
         """Return the processes of a cluster that was started here, by Ray's names for them."""
         return self.ray._private.worker._global_node.all_processes
+
+    @property
+    def dashboard_url(self) -> str | None:
+        """Return the address of Ray's dashboard, if it was started here."""
+        if not (self.is_own and self._has_dashboard):
+            return None
+        address = self.ray._private.worker._global_node.webui_url
+        return f"http://{address}" if address else None
 
     def live_nodes(self) -> set[int]:
         """Return the ranks of the nodes that Ray has not lost."""
@@ -130,11 +140,12 @@ class RayConnection:
         if on_network is not None:
             constants.ENABLE_RAY_CLUSTER = False  # in case Ray was imported before we could say so
         try:
-            with _lean_daemons(self._template):
+            with _lean_daemons(self._template, self._has_dashboard):
                 ray.init(
                     address="local",
                     **resources,
-                    include_dashboard=False,
+                    include_dashboard=self._has_dashboard,
+                    dashboard_host="127.0.0.1",
                     log_to_driver=False,
                     logging_level="error",
                     _temp_dir=os.path.join(self._session.directory, "ray"),
@@ -231,12 +242,13 @@ def _signals_left_alone(ray: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lean_daemons(template: Template | None) -> Iterator[None]:
+def _lean_daemons(template: Template | None, has_dashboard: bool = False) -> Iterator[None]:
     """Start only the daemons that a run needs, in groups of their own, and have their Python processes forked.
 
     `timeout` and batch schedulers send SIGTERM to the whole group of this process. It is meant for the driver, which
-    then saves: with its cluster dead it could not. Left out are the dashboard, the autoscaler and the monitor of logs:
-    each is a Python process whose start Ray waits for, or that takes a core from those who start.
+    then saves: with its cluster dead it could not. Left out are the autoscaler, the monitor of logs, and the dashboard
+    unless it is asked for: each is a Python process whose start Ray waits for, or that takes a core from those who
+    start.
     """
     from ray._private import node, services
 
@@ -245,9 +257,9 @@ def _lean_daemons(template: Template | None) -> Iterator[None]:
             faults.reach("ray")
             if options.get("env"):  # workers keep the handler that prints where they crashed
                 options["env"] = {name: value for name, value in options["env"].items() if name != _NO_HANDLER}
-            super().__init__(_lean_command(command, template), *args, process_group=0, **options)
+            super().__init__(_lean_command(command, template, has_dashboard), *args, process_group=0, **options)
 
-    unneeded = ["start_monitor", "start_api_server", "start_log_monitor"]
+    unneeded = ["start_monitor", "start_log_monitor", *([] if has_dashboard else ["start_api_server"])]
     before = [(node.Node, name, getattr(node.Node, name)) for name in unneeded if hasattr(node.Node, name)]
     before.append((services, "ConsolePopen", services.ConsolePopen))
     for owner, name, _ in before[:-1]:
@@ -260,12 +272,15 @@ def _lean_daemons(template: Template | None) -> Iterator[None]:
             setattr(owner, name, usual)
 
 
-def _lean_command(command: Any, template: Template | None) -> Any:
-    """Change the command of the raylet: its agent collects nothing, and its Python processes are forked."""
+def _lean_command(command: Any, template: Template | None, has_dashboard: bool = False) -> Any:
+    """Change the command of the raylet: its Python processes are forked, and its agent collects nothing.
+
+    With a dashboard, which shows what agents collect, they are Ray's own.
+    """
     if not isinstance(command, list) or os.path.basename(command[0]) != "raylet":
         return command
     for_workers = () if template is None else template.for_workers
-    for_agents = () if template is None else template.for_agents
+    for_agents = () if template is None or has_dashboard else template.for_agents
     prefixes = {"python_worker": for_workers, "dashboard_agent": for_agents, "runtime_env_agent": for_agents}
     python, changed = subprocess.list2cmdline([sys.executable]), []
     for argument in command:
@@ -274,7 +289,7 @@ def _lean_command(command: Any, template: Template | None) -> Any:
         if name in prefixes and argument.startswith(start):
             rest = argument.removeprefix(start)
             words = [start.rstrip(), subprocess.list2cmdline(prefixes[name]), rest]
-            if name == "dashboard_agent" and " --minimal" not in rest:
+            if name == "dashboard_agent" and not has_dashboard and " --minimal" not in rest:
                 words.append("--minimal")
             argument = " ".join(filter(None, words))
         changed.append(argument)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import re
 import sys
 from collections.abc import Sequence
@@ -16,6 +14,7 @@ from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
 from hotseat.cluster.on_ray.reservation import Reservation
 from hotseat.cluster.runtime import Launch
 from hotseat.cluster.worker_process import AsyncObjectHost, ObjectHost, ProcessIdentity, is_async
+from hotseat.config.urls import is_loopback
 from hotseat.errors import PlacementError
 from hotseat.openmp import thread_env
 from hotseat.placement.locate import Process
@@ -115,13 +114,7 @@ def _interface_env(address: str) -> dict[str, str]:
 
     Otherwise they would listen on whatever address the host name stands for.
     """
-    if not _is_loopback(address):
+    if not is_loopback(address):
         return {}
     interface = "lo" if sys.platform.startswith("linux") else "lo0"
     return dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
-
-
-def _is_loopback(address: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
-    return address == "localhost"

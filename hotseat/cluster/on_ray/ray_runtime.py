@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from hotseat.cluster.device_memory import device_memory
+from hotseat.cluster.device_memory import device_busy, device_memory
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.node_facts import NodeFacts
 from hotseat.cluster.on_ray.connection import RayConnection
@@ -113,10 +113,18 @@ class RayRuntime:
     # --- devices and processes ------------------------------------------------------------------------------------
 
     def device_memory(self, device: int) -> DeviceMemory | None:
+        name = self._name_here(device)
+        return None if name is None else device_memory(name)
+
+    def device_busy(self, device: int) -> float | None:
+        name = self._name_here(device)
+        return None if name is None else device_busy(name)
+
+    def _name_here(self, device: int) -> str | None:
+        """Return the name of a device of the first node; None on other nodes, and without a GPU behind it."""
         if self._reservation is None or device not in devices_of(self.nodes, 0):
             return None
-        name = self._reservation.device_name(device)
-        return None if name is None else device_memory(name)
+        return self._reservation.device_name(device)
 
     def is_gone(self, holder: Holder) -> bool:
         return holder.pid is not None and self.process_state(holder.node, holder.pid, holder.started) == "gone"

@@ -51,6 +51,8 @@ class ClusterConfig(Section):
     """File of `hotseat profile`, by which the seconds of a step are predicted, for the report."""
     threads_per_process: Positive = 1
     """CPU threads of each worker process; never inherited, because sums depend on their number."""
+    ray_dashboard: Annotated[bool, when.RAY] = False
+    """Start Ray's dashboard on loopback, with a Ray that is started here; it asks for the token in RAY_AUTH_TOKEN."""
     call_timeout_s: Seconds = 1800.0
     """Longest that one call to a worker may take, or its start, which has at least 300 s, before it is an error."""
     silence_timeout_s: Seconds = 30.0

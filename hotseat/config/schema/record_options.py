@@ -6,7 +6,7 @@ from typing import Annotated
 
 from hotseat.config import conditions as when
 from hotseat.config.annotations import RL
-from hotseat.config.schema.section import AboveZero, Amount, NotNegative, Positive, Section
+from hotseat.config.schema.section import AboveZero, Amount, NotNegative, Port, Positive, Section
 
 DEFAULT_MINUTES = 10.0  # between checkpoints, where the config does not say when to save
 
@@ -105,6 +105,13 @@ class TrackioConfig(Section):
     """Beginning of the run's name in Trackio, which four digits follow; unset is the run's own name."""
 
 
+class EndpointConfig(Section):
+    port: Port | None = None
+    """Port of `/metrics`, for Prometheus, and `/healthz`; 0 takes any that is free, unset serves nothing."""
+    host: Annotated[str, when.SERVED] = "127.0.0.1"
+    """Address to serve at; one that other machines can reach needs a token, in HOTSEAT_METRICS_TOKEN."""
+
+
 class LogConfig(Section):
     every: Positive = 1
     """Steps between printed lines of metrics."""
@@ -118,6 +125,8 @@ class LogConfig(Section):
     """Keep all groups in `rollouts`, for `hotseat replay`: 17 bytes for each token, and the texts."""
     openrlhf_names: bool = True
     """Give TensorBoard and the trackers OpenRLHF's names of metrics beside ours, where they mean the same."""
+    endpoint: EndpointConfig = EndpointConfig()
+    """HTTP endpoint of the run, in the driver's process."""
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
     mlflow: MlflowConfig = MlflowConfig()

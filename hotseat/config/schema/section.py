@@ -15,6 +15,7 @@ Amount = Annotated[float, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0)]
 AboveOne = Annotated[float, Field(gt=1)]
 Seconds = AboveZero
+Port = Annotated[int, Field(ge=0, le=65535)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 FUNCTION, CLASS = r"^.+\.py:\w+$", r"^.+:\w+$"
 FORMS = {FUNCTION: "FILE.py:FUNCTION", CLASS: "FILE.py:CLASS or package.module:CLASS"}  # patterns in words

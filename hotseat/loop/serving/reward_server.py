@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import math
 import signal
@@ -16,7 +15,15 @@ from dataclasses import dataclass, field
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from hotseat.connections import Connections, TokenConnections, ask_for_body, encoding_problem, expect_nothing_yet
+from hotseat.config.urls import is_loopback
+from hotseat.connections import (
+    Connections,
+    TokenConnections,
+    ask_for_body,
+    bound_at,
+    encoding_problem,
+    expect_nothing_yet,
+)
 from hotseat.errors import RunError, UserError
 from hotseat.loop.serving.batching import Batcher, Rejected, Round, ScoresTexts
 from hotseat.rewards.addresses import TOKEN
@@ -48,26 +55,15 @@ def bound_socket(options: ServerOptions, hint: str = "--host 127.0.0.1") -> sock
     hint: the option by which only this machine is served. Raises `UserError` for an address that cannot be used, or
     that others can reach while there is no token.
     """
-    if options.token is None and not _is_loopback(options.host):
+    if options.token is None and not is_loopback(options.host):
         raise UserError(
             f"host {options.host}: other machines could use the server, and there is no token: set the environment"
             f" variable {TOKEN} here and where requests come from, or serve only this machine ({hint})"
         )
     try:
-        [(family, kind, _, _, address), *_] = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
-        bound = socket.socket(family, kind)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        return bound_at(options.host, options.port)
     except OSError as error:
         raise UserError(f"cannot listen on port {options.port} of {options.host}: {error.strerror or error}") from None
-    return bound
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class _Metrics:

@@ -22,6 +22,7 @@ from hotseat.errors import HotseatError, RunError, UserError
 from hotseat.loop.inputs import supervised_inputs
 from hotseat.loop.opening import OpenRun, are_budgets_tried, for_devices, open_run, push_model, stoppable
 from hotseat.loop.state.saving import Saver, for_ranks
+from hotseat.loop.state.watched import devices_here
 from hotseat.loop.supervised.supervised_loop import columns, train_and_export, worker_arguments
 from hotseat.loop.supervised.supervised_worker import SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof, witness
@@ -168,6 +169,8 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
                 run = stack.enter_context(open_run(config, inputs, columns(inputs.data), view, AGAIN))
                 if run.evaluation is not None:
                     return run, False
+                if run.monitor is not None:
+                    run.monitor.watch_devices(devices_here(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))))
                 has_gpus = memory_gib is not None
                 chosen, is_new = for_devices(run, has_gpus, lambda config: _budgets(config, num_ranks, memory_gib))
                 return replace(run, config=chosen), is_new

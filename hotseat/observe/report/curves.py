@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hotseat.observe.machine_use import PREFIX
 from hotseat.observe.report.reading import encoded, finite, json_lines, significant
 
 NOT_FINITE = ("nan", "inf", "-inf")
@@ -18,6 +20,7 @@ NOT_FINITE = ("nan", "inf", "-inf")
 NO_PHASE = ("driver_cpu", "save")
 REST = "between phases"
 MAX_PHASE_COLUMNS = 240
+MAX_MACHINE_POINTS = 400
 MAX_ROWS = 32
 LOGARITHMIC = ("engine_gap",)
 SMALLEST = 1e-6  # lower end of logarithmic scales; below it, engine and trainer agree
@@ -168,6 +171,23 @@ def make_phases(table: Table) -> dict[str, Any] | None:
             for name, values in spent.items()
         ],
     }
+
+
+def make_machine(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the use of the machine over the time since its first record: shares, and GiB of memory, by name."""
+    kept = [line for line in lines if finite(line.get("time")) is not None]
+    if not kept:
+        return None
+    names = [name for name in dict.fromkeys(chain.from_iterable(kept)) if name.startswith(PREFIX)]
+    made: dict[str, Any] = {"shares": {}, "gib": {}}
+    for name in names:
+        values = np.array([np.nan if (value := finite(line.get(name))) is None else value for line in kept])
+        is_memory = name.endswith("memory")
+        mean, _, high = thin(values, MAX_MACHINE_POINTS)
+        made["gib" if is_memory else "shares"][name.removeprefix(PREFIX)] = _rounded(high if is_memory else mean, 4)
+    edges = bucket_edges(len(kept), MAX_MACHINE_POINTS)
+    made["seconds"] = _rounded(np.array([kept[end - 1]["time"] - kept[0]["time"] for end in edges[1:]]), 6)
+    return made
 
 
 # --- distributions of rewards, lengths and others, as the cells of heat maps ------------------------------------------

@@ -17,6 +17,7 @@ from hotseat import __version__
 from hotseat.config.hiding import without_secrets
 from hotseat.errors import UserError
 from hotseat.files import write_whole
+from hotseat.observe.machine_use import MACHINE
 from hotseat.observe.report import curves, reading
 from hotseat.observe.report.key_figures import headline_metric, make_facts, read_prediction, read_total
 from hotseat.observe.report.reading import as_written, encoded, json_lines, largest_that_fits, shortened
@@ -33,8 +34,8 @@ POINT_LIMITS = (1_500, 1_000, 600, 400, 200, 100, 50, 20, 8)
 EVENT_LIMITS = (400, 200, 100, 50, 10)
 COLUMN_LIMITS = (160, 80, 40, 20)
 SCRIPTS = (
-    "base", "charts", "overview", "curves", "timeline", "phases", "memory", "heatmaps", "conversation", "samples",
-    "setup", "main",
+    "base", "charts", "overview", "curves", "timeline", "phases", "memory", "machine", "heatmaps", "conversation",
+    "samples", "setup", "main",
 )  # fmt: skip
 
 
@@ -137,6 +138,7 @@ def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = 
         "plan": reading.read_plan(run_dir),
         "events": largest_that_fits(lambda count: reading.read_events(run_dir, count), EVENT_LIMITS, budget // 10),
         "phases": curves.make_phases(table),
+        "machine": curves.make_machine(list(json_lines(run_dir / MACHINE))),
         "distributions": largest_that_fits(
             lambda columns: curves.make_heat_maps(distributions, columns), COLUMN_LIMITS, budget // 8
         ),

@@ -23,7 +23,7 @@ from hotseat.observe.report.curves import (
     without_surplus,
 )
 from hotseat.observe.report.key_figures import duration, num_restarts
-from hotseat.observe.report.page import MAX_RUNS, SCRIPTS, label_runs, make_page
+from hotseat.observe.report.page import MAX_RUNS, SCRIPTS, label_runs, make_page, read_run
 from hotseat.observe.report.reading import encoded, read_config, read_events, significant
 from hotseat.observe.report.samples import MAX_TOKENS, covering_order, halving_order, in_runs, pack, read_samples
 from hotseat.observe.report.timeline_view import Span, choose_windows, read_timeline
@@ -662,3 +662,23 @@ def test_a_made_sample_has_the_documented_keys():
     made = sample(random.Random(0), 1, 0, 5)
     assert set(made) == set(documented)
     assert set(made["segments"][0]) == set(documented["segments"][0])
+
+
+def test_the_use_of_the_machine_is_drawn_over_the_time_of_the_whole_run(tmp_path):
+    """Each value is worked by hand: of a bucket of two lines, the mean share and the most memory."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("task: rl\n")
+    lines = [
+        {"time": 100.0 + 2 * n, "step": n, "over_s": 2.0, "machine/cpu": n / 1000, "machine/memory": float(n)}
+        for n in range(800)
+    ]
+    (run / "machine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"time": 5')
+    machine = read_run(run, "run", 1_000_000)["machine"]
+    assert machine["seconds"][:2] == [2, 6]
+    assert machine["seconds"][-1] == 2 * 799
+    assert machine["shares"]["cpu"][:2] == [0.0005, 0.0025]
+    assert machine["gib"]["memory"][:2] == [1, 3]
+    assert machine["gib"]["memory"][-1] == 799
+    (run / "machine.jsonl").unlink()
+    assert read_run(run, "run", 1_000_000)["machine"] is None

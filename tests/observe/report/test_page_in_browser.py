@@ -22,7 +22,7 @@ ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
-SECTIONS = ("overview", "curves", "timeline", "phases", "memory", "distributions", "gap", "samples", "setup")
+SECTIONS = ("overview", "curves", "timeline", "phases", "memory", "machine", "distributions", "gap", "samples", "setup")
 
 pytestmark = pytest.mark.slow
 
@@ -160,7 +160,8 @@ def every_section_shows_something(page):
     assert any(text.startswith("Steps\n60") for text in tiles)
     await_number(page, "#curves canvas", 6)
     assert page.locator("#phases tbody tr").count() == 6
-    for section, num_charts in {"timeline": 1, "phases": 1, "memory": 2, "distributions": 2, "gap": 2}.items():
+    num_charts_of = {"timeline": 1, "phases": 1, "memory": 2, "machine": 2, "distributions": 2, "gap": 2}
+    for section, num_charts in num_charts_of.items():
         page.locator(f"#{section} .chart").last.scroll_into_view_if_needed()
         await_number(page, f"#{section} .chart canvas", num_charts)
 
@@ -390,7 +391,7 @@ def several_runs_share_curves_and_take_turns_elsewhere(page):
 
 def a_run_of_examples_says_what_is_absent(page):
     await_number(page, "#curves canvas", 1)
-    for section in ("timeline", "phases", "memory", "distributions", "gap", "samples"):
+    for section in ("timeline", "phases", "memory", "machine", "distributions", "gap", "samples"):
         assert page.locator(f"#{section} .absent").count() == 1, section
 
 

@@ -6,13 +6,14 @@ const ALL_SECTIONS = [
   ['timeline', 'Timeline', showTimeline],
   ['phases', 'Phases', showPhases],
   ['memory', 'Memory', showMemory],
+  ['machine', 'Machine', showMachine],
   ['distributions', 'Distributions', showDistributions],
   ['gap', 'Log-prob gap', showGap],
   ['samples', 'Samples', showSamples],
   ['setup', 'Setup', showSetup],
 ];
 // An evaluation takes no steps: it has answers, and nothing that happens over time.
-const OF_TRAINING = ['timeline', 'phases', 'memory', 'gap'];
+const OF_TRAINING = ['timeline', 'phases', 'memory', 'machine', 'gap'];
 const SECTIONS = ALL_SECTIONS.filter(([id]) => !OF_TRAINING.includes(id) || runs.some((run) => !run.is_evaluation));
 
 const systemTheme = matchMedia('(prefers-color-scheme: dark)');
