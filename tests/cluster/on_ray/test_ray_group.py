@@ -40,10 +40,13 @@ def wait_until_gone(*pids: int, timeout_s: float = 60.0) -> None:
 
 @pytest.fixture(scope="module")
 def pair(ray_cluster):
-    """Two processes: the first has devices 0 and 1, the second shares device 1."""
+    """Two processes: the first has devices 0 and 1, the second shares device 1.
+
+    Their variable is one that workers may set for themselves, so that both are forked off the template.
+    """
     processes = [Process(0, 0, (1, 0)), Process(1, 0, (1,))]
     return ray_cluster.launch(
-        "pair", Plain, args=(10,), processes=processes, num_threads=2, env={"HOTSEAT_TEST_VALUE": "seven"}
+        "pair", Plain, args=(10,), processes=processes, num_threads=2, env={"NCCL_SOCKET_IFNAME": "seven"}
     )
 
 
@@ -130,7 +133,7 @@ def test_the_inventory(ray_cluster):
 
 
 def test_device_visibility_ranks_and_threads_follow_the_plan(pair):
-    names = ["CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "HOTSEAT_TEST_VALUE"]
+    names = ["CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "NCCL_SOCKET_IFNAME"]
     assert pair.call(Plain.environment, *names) == [
         dict(zip(names, ["1,0", "0", "2", "0", "127.0.0.1", "seven"], strict=True)),
         dict(zip(names, ["1", "1", "2", "1", "127.0.0.1", "seven"], strict=True)),
