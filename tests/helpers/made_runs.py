@@ -61,8 +61,8 @@ def write_lines(path: Path, records):
 
 def machine(num_steps):
     for number in range(4 * num_steps):
-        shares = {"machine/cpu": 0.3, "machine/device 0/busy": 0.9 if number % 4 else 0.1}
-        gib = {"machine/memory": 12.0, "machine/device 0/memory": 60.0 + number % 4}
+        shares = {"machine/cpu": 0.3, "machine/device 0/busy": 0.9 if number % 4 else 0.1, "machine/device 1/busy": 0.5}
+        gib = {"machine/memory": 12.0, "machine/device 0/memory": 60.0 + number % 4, "machine/device 1/memory": 40.0}
         yield {"time": 1.8e9 + 2.0 * number, "step": number // 4, "over_s": 2.0} | shares | gib
 
 

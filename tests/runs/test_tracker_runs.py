@@ -90,7 +90,10 @@ def test_offline_a_run_is_kept_for_later(task):
     assert warnings(said) == []
     [kept] = (task / "runs" / "offline" / "wandb").glob("offline-run-*/run-*.wandb")
     assert kept.stat().st_size > 1000
-    assert b"group_reward_std" in kept.read_bytes()
+    sent = kept.read_bytes()
+    assert b"group_reward_std" in sent
+    assert b"machine/cpu" in sent
+    assert b"machine/memory" in sent
 
 
 @pytest.mark.parametrize(

@@ -83,3 +83,16 @@ def test_a_port_that_is_taken_costs_a_run_nothing_but_its_endpoint(tmp_path):
     assert warning["kind"] == "warning"
     assert f"port {port} of 127.0.0.1 (Address already in use)" in warning["text"]
     assert (tmp_path / "runs/run/model").is_dir()
+
+
+@pytest.mark.ray
+@pytest.mark.long
+def test_a_run_says_where_the_dashboard_is_that_its_config_asks_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 2)
+    task = make_task(tmp_path)
+    data = f"{{path: {task}/prompts.jsonl, label_key: label, max_length: 16, max_samples: 4}}"
+    start(loads(rl_yaml(task, cluster="{ray_dashboard: true}", data=data)))
+    texts = [event["text"] for event in read_lines(tmp_path / "runs/run/events.jsonl")]
+    [said] = [text for text in texts if text.startswith("Ray's dashboard: ")]
+    assert said.startswith("Ray's dashboard: http://127.0.0.1:")
+    assert (tmp_path / "runs/run/model").is_dir()

@@ -166,6 +166,22 @@ def every_section_shows_something(page):
         await_number(page, f"#{section} .chart canvas", num_charts)
 
 
+def every_part_of_the_machine_has_a_colour_of_its_own(page):
+    lists = page.locator("#machine .legend").all()
+    assert [each.locator("li").all_inner_texts() for each in lists] == [
+        ["processors", "device 0", "device 1"],
+        ["host", "device 0", "device 1"],
+    ]
+    swatches = "list => [...list.querySelectorAll('.swatch')].map((each) => getComputedStyle(each).backgroundColor)"
+    shares, memory = (each.evaluate(swatches) for each in lists)
+    assert shares == memory
+    assert len(set(shares)) == 3
+    page.locator("#machine canvas").first.hover()
+    tip = page.locator("#machine .tip").first
+    tip.wait_for()
+    assert "device 1\n50%" in tip.inner_text().replace("\t", "\n")
+
+
 def test_changes_of_a_resumed_run_are_marked_in_curves_and_listed(open_report):
     card = '[data-metric="reward"]'
     page = open_report("changed")
@@ -429,6 +445,7 @@ def nothing_is_wider_than_the_window(page):
             "one",
             (
                 every_section_shows_something,
+                every_part_of_the_machine_has_a_colour_of_its_own,
                 smoothing_changes_the_curve,
                 the_axis_can_be_time,
                 dark_and_light,

@@ -34,7 +34,7 @@ function machineCard(title, seconds, series, format, most) {
     tooltip: tooltip('axis', (parameters) =>
       tooltipContent(
         formatSeconds(parameters[0].value[0]),
-        parameters.map(({ seriesName, value }) => [namedColour(seriesName), seriesName, format(value[1])]),
+        parameters.map(({ seriesName, value }) => [partColour(seriesName), partName(seriesName), format(value[1])]),
       ),
     ),
     series: Object.entries(series).map(([name, values]) => ({
@@ -42,10 +42,30 @@ function machineCard(title, seconds, series, format, most) {
       name,
       data: values.map((value, index) => [seconds[index], value]),
       showSymbol: false,
-      lineStyle: { color: namedColour(name), width: 2 },
-      itemStyle: { color: namedColour(name) },
+      lineStyle: { color: partColour(name), width: 2 },
+      itemStyle: { color: partColour(name) },
     })),
   }));
-  const names = el('ul', { class: 'legend' }, ...Object.keys(series).map((name) => el('li', {}, phaseName(name))));
+  const names = el('ul', { class: 'legend' }, ...Object.keys(series).map((name) => el('li', {}, partLegend(name))));
   return el('article', { class: 'card' }, el('div', { class: 'card-head' }, el('h3', {}, title), names), container);
+}
+
+/** 'device 3' of 'device 3/busy'; what is not of a device is the host's. */
+function partName(name) {
+  if (name.startsWith('device ')) return name.split('/')[0];
+  return name === 'cpu' ? 'processors' : 'host';
+}
+
+/** A device has the same colour in both charts, and the host another one than the first devices. */
+function partVariable(name) {
+  const device = /^device (\d+)/.exec(name);
+  return device ? `run-${device[1] % RUN_COLOURS}` : 'muted';
+}
+
+function partColour(name) {
+  return colour(partVariable(name));
+}
+
+function partLegend(name) {
+  return el('span', { class: 'run-name' }, swatch(`var(--${partVariable(name)})`), partName(name));
 }
