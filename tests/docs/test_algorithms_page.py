@@ -11,6 +11,7 @@ from hotseat.algorithms import (
     aggregation,
     baselines,
     corrections,
+    distillation,
     filtering,
     kl,
     policy_loss,
@@ -21,6 +22,7 @@ from hotseat.algorithms import (
     value_loss,
 )
 from hotseat.registry.correction_kinds import CORRECTIONS
+from hotseat.registry.divergences import DIVERGENCES
 from hotseat.registry.estimators import ESTIMATORS
 from hotseat.registry.lookup import names_that
 from hotseat.registry.policy_losses import POLICY_LOSSES
@@ -38,7 +40,7 @@ def _rows():
 
 
 MODULES = (
-    *(advantages, aggregation, baselines, corrections, filtering, kl),
+    *(advantages, aggregation, baselines, corrections, distillation, filtering, kl),
     *(policy_loss, shaping, supervised_loss, value_loss),
 )
 FUNCTIONS = {"step_starts": time_steps.step_starts, "turn_ends": turns.turn_ends} | {
@@ -78,7 +80,7 @@ def _table(header, rows):
     return "\n".join([*lines, *("| " + " | ".join(cell or "–" for cell in row) + " |" for row in rows)])
 
 
-def test_the_page_has_the_tables_of_estimators_and_losses():
+def test_the_page_has_the_tables_of_estimators_losses_and_divergences():
     divisors = {
         None: "",
         "batch": "the step",
@@ -118,7 +120,11 @@ def test_the_page_has_the_tables_of_estimators_and_losses():
             for entry in POLICY_LOSSES.values()
         ),
     )
-    for table in (estimators, losses):
+    divergences = _table(
+        "| divergence | in words | formula | source |",
+        ((f"`{entry.name}`", entry.summary, entry.formula, entry.source) for entry in DIVERGENCES.values()),
+    )
+    for table in (estimators, losses, divergences):
         assert table in PAGE.read_text(), f"docs/algorithms.md has to have this table:\n{table}"
 
 
