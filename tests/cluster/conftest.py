@@ -1,4 +1,4 @@
-"""One Ray cluster for the tests of a file that can share it. Its workers are forked off a template, as those of runs are.
+"""One Ray cluster for the tests of a file that can share it. Its workers are forked off a template, as in a run.
 
 Not for more: until it is closed, its variables are in the environment of this process, where other tests run next.
 """
