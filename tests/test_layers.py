@@ -98,6 +98,7 @@ ROWS_OF = {
         ("runtime",),
         ("group",),
         ("worker_process", "device_memory", "session"),
+        ("sighting",),
         ("activity", "environment", "lease", "links", "node_facts", "ports", "refs"),
     ),
     "openrlhf": (

@@ -1,10 +1,8 @@
-"""`hotseat check --cluster`: measures and proves a cluster, by links, sums and short runs over all of its devices."""
+"""`hotseat check --cluster`: its nodes, links and sums are here, the runs that prove it in `cluster_runs`."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,12 +19,12 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 300.0
 _SLOW = 0.25  # of the median link: a link that has less is named
-_STEPS = 2
 MIB = 2**20
 
 
 def cluster_findings(folder: str) -> Iterator[Finding]:
     """Check the cluster at RAY_ADDRESS. folder: shared by its nodes, for the files of short runs."""
+    from hotseat.cli.cluster_runs import run_findings
     from hotseat.cluster import Cluster
 
     if not os.environ.get("RAY_ADDRESS"):
@@ -42,9 +40,8 @@ def cluster_findings(folder: str) -> Iterator[Finding]:
         yield from link_findings(cluster, everyone)
         if on_devices:
             yield from sum_findings(cluster, on_devices)
-        num_devices = len(on_devices)
-    if num_devices:
-        yield from run_findings(place, num_devices)
+    if on_devices:
+        yield from run_findings(place, [process.node for process in on_devices])
 
 
 def node_findings(cluster: Cluster, place: Path) -> Iterator[Finding]:
@@ -114,90 +111,3 @@ def sum_findings(cluster: Cluster, processes: Sequence[Process]) -> Iterator[Fin
         return
     how = "NCCL" if device == "cuda" else "gloo, on logical devices"
     yield Finding("sum over all devices", f"right on {len(speeds)}, {min(speeds) / MIB:,.0f} MiB/s by {how}")
-
-
-RUNS = {
-    "SFT on one device": ("sft", ["cluster.component_placement.actor=0", "cluster.num_nodes=1"]),
-    "SFT by FSDP2 on all": ("sft", ["cluster.component_placement.actor=all"]),
-    "SFT by ZeRO-3 on all": ("sft", ["cluster.component_placement.actor=all", "train.backend=deepspeed"]),
-    "GRPO on all": ("rl", ["cluster.component_placement.actor=all", "cluster.component_placement.rollout=all"]),
-}
-
-
-def run_findings(place: Path, num_devices: int) -> Iterator[Finding]:
-    """Train for two steps in each way, and compare weights with those of one device."""
-    from hotseat.cli.new import write_files
-
-    models: dict[str, Path] = {}
-    for kind in ("sft", "rl"):
-        write_files(kind, place)
-    rows = (place / "chats.jsonl").read_text().splitlines()
-    batch = max(16, 2 * num_devices)
-    (place / "chats.jsonl").write_text("\n".join((rows * (1 + _STEPS * batch // len(rows)))[: _STEPS * batch]) + "\n")
-    for number, (what, (kind, settings)) in enumerate(RUNS.items()):
-        if "deepspeed" in settings[-1] and not has_deepspeed():
-            continue
-        sizes = [f"train.batch_size={batch}", "train.max_epochs=1"] if kind == "sft" else rl_sizes(num_devices)
-        name = f"run-{number}"
-        started_s = time.monotonic()
-        words = [f"name={name}", "train.dtype=fp32", "eval.path=null", "eval.every=null", *sizes, *settings]
-        done = subprocess.run(
-            [sys.executable, "-m", "hotseat", "run", f"{kind}.yaml", *words],
-            cwd=place,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        seconds = time.monotonic() - started_s
-        if done.returncode != 0:
-            last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-            yield Finding(
-                what, f"failed after {seconds:.0f} s", f"{''.join(last)} (see {place / 'runs' / name})", stops=True
-            )
-            continue
-        models[what] = place / "runs" / name / "model"
-        yield _learned(what, models, place / "runs" / name, seconds)
-
-
-def has_deepspeed() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("deepspeed") is not None
-
-
-def rl_sizes(num_devices: int) -> list[str]:
-    """Two steps, with at least one sample for each device."""
-    prompts = max(8, num_devices)
-    return [
-        f"rollout.batch_size={prompts}",
-        f"train.batch_size={8 * prompts}",
-        f"data.max_samples={2 * prompts}",
-        "train.num_episodes=1",
-    ]
-
-
-def _learned(what: str, models: dict[str, Path], run: Path, seconds: float) -> Finding:
-    alone = next(iter(models))
-    if what == alone or "SFT" not in what:
-        steps = len((run / "metrics.jsonl").read_text().splitlines())
-        proof = ", every weight that was pushed proven by digests" if "SFT" not in what else ""
-        return Finding(what, f"{steps} steps in {seconds:.0f} s{proof}")
-    gap = largest_gap(models[alone], models[what])
-    is_right = gap < 1e-3
-    text = f"{seconds:.0f} s, weights within {gap:.1e} of those of one device, relative to the largest"
-    return Finding(
-        what, text, "" if is_right else "ranks compute another model than one device does", stops=not is_right
-    )
-
-
-def largest_gap(first: Path, second: Path) -> float:
-    """Return the largest difference of two models' weights, relative to the largest weight of its tensor."""
-    from safetensors.torch import load_file
-
-    ours, theirs = (
-        {key: value for file in sorted(model.glob("*.safetensors")) for key, value in load_file(file).items()}
-        for model in (first, second)
-    )
-    if ours.keys() != theirs.keys():
-        return float("inf")
-    return max(float((ours[key] - theirs[key]).abs().max() / ours[key].abs().max().clamp_min(1e-12)) for key in ours)

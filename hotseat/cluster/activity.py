@@ -41,7 +41,7 @@ class Activity:
     def keep_in(self, directory: str, name: str) -> None:
         """Keep the record in a file too, from now on."""
         with contextlib.suppress(OSError):  # a worker does its work without it
-            Path(directory).mkdir(parents=True, exist_ok=True)
+            make_private(directory)
             self._file = os.open(Path(directory) / name, os.O_CREAT | os.O_RDWR, 0o600)
 
     @contextlib.contextmanager
@@ -75,6 +75,13 @@ class Activity:
             os.pwrite(self._file, json.dumps(entries).encode() + b"\0", 0)
 
 
+def make_private(directory: str) -> None:
+    """Make a folder, and the one around it, for this user alone."""
+    for folder in (os.path.dirname(directory), directory):
+        if folder:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+
+
 def read_activity(directory: str, name: str) -> list[Operation]:
     """Read what a process on this machine was doing when it last recorded it."""
     try:
@@ -87,7 +94,7 @@ def read_activity(directory: str, name: str) -> list[Operation]:
 def show_stacks_on_signal(directory: str) -> None:
     """Have SIGUSR2 write the stacks of this process's threads to a file, for machines without py-spy."""
     with contextlib.suppress(OSError, ValueError):
-        Path(directory).mkdir(parents=True, exist_ok=True)
+        make_private(directory)
         file = (Path(directory) / f"{os.getpid()}.stack").open("w")  # stays open: the handler writes to it
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 

@@ -6,25 +6,20 @@ second, and ends a process that is stopped or does not answer, so that calls tha
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from hotseat.cluster.activity import DIRECTORY, Operation, activity, read_activity
+from hotseat.cluster.activity import DIRECTORY, Operation, activity
 from hotseat.cluster.group import WorkerGroup
+from hotseat.cluster.sighting import STACK_TIMEOUT_S, stack_of
 from hotseat.errors import DeadlineError, WorkerError
 
-_STACK_TIMEOUT_S = 10.0
 _COLLECTIVE = ("torch/distributed", "/ranks.py")  # in the stack of a rank that waits for the others
 
 
@@ -37,6 +32,11 @@ class ProcessReport:
     state: str
     doing: tuple[Operation, ...]
     stack: str
+    hostname: str = ""  # of its node, if that is not the driver's
+
+    @property
+    def identity(self) -> str:
+        return f"(pid {self.pid} on {self.hostname})" if self.hostname else f"(pid {self.pid})"
 
     @property
     def is_in_collective(self) -> bool:
@@ -45,7 +45,7 @@ class ProcessReport:
     def __str__(self) -> str:
         doing = "; ".join(map(str, self.doing)) or "nothing that it reported"
         shared = ", in a collective with the other ranks" if self.is_in_collective else ""
-        return f"{self.name} (pid {self.pid}) is {self.state}: {doing}{shared}"
+        return f"{self.name} {self.identity} is {self.state}: {doing}{shared}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Diagnosis:
 
     def text(self) -> str:
         """Return the summary with the stacks of all processes."""
-        stacks = (f"--- {process.name} (pid {process.pid})\n{process.stack.rstrip()}\n" for process in self.processes)
+        stacks = (f"--- {process.name} {process.identity}\n{process.stack.rstrip()}\n" for process in self.processes)
         return self.summary() + "\n\n" + "\n".join(stacks)
 
 
@@ -70,7 +70,8 @@ def examine(groups: Iterable[WorkerGroup[Any]], error: BaseException | None = No
     """Examine every process. `error`: what a wait that ran out raised; `waits`: in words, where there is no error."""
     awaited = awaited_in(error)
     processes = [process for group in groups for process in _reports_of(group)]
-    processes.append(ProcessReport("driver", os.getpid(), "running", tuple(activity.now()), _stack(os.getpid())))
+    own_stack = stack_of(os.getpid(), os.environ.get(DIRECTORY, ""))
+    processes.append(ProcessReport("driver", os.getpid(), "running", tuple(activity.now()), own_stack))
     return Diagnosis(_blame(processes, awaited), waits or _first_line(error), tuple(processes))
 
 
@@ -101,10 +102,9 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def _reports_of(group: WorkerGroup[Any]) -> Iterator[ProcessReport]:
-    for rank, (state, pid) in enumerate(zip(group.states(), group.known_pids(), strict=True)):
-        doing = read_activity(os.environ.get(DIRECTORY, ""), f"{group.name}-{rank}")
-        stack = _stack(pid) if pid is not None and state in ("running", "stopped") else ""
-        yield ProcessReport(f"{group.name} rank {rank}", pid, state, tuple(doing), stack)
+    for rank, state in enumerate(group.states()):
+        seen = group.look(rank, with_stack=state in ("running", "stopped"))
+        yield ProcessReport(f"{group.name} rank {rank}", seen.pid, state, seen.doing, seen.stack, seen.hostname)
 
 
 def _blame(processes: Sequence[ProcessReport], awaited: Sequence[str]) -> str:
@@ -112,7 +112,7 @@ def _blame(processes: Sequence[ProcessReport], awaited: Sequence[str]) -> str:
     for state in ("gone", "stopped"):
         for process in sorted(processes, key=lambda process: process.name not in awaited):
             if process.state == state:
-                return f"{process.name} (pid {process.pid}), which is {state}"
+                return f"{process.name} {process.identity}, which is {state}"
     suspect = next((by_name[name] for name in awaited if name in by_name), None)
     if suspect is None:
         return "unknown: every process is alive, and none says what it waits for"
@@ -122,7 +122,7 @@ def _blame(processes: Sequence[ProcessReport], awaited: Sequence[str]) -> str:
         later = _waits_for(suspect, processes)
         if later is None:
             doing = f" ({suspect.doing[0]})" if suspect.doing else ""
-            return f"{suspect.name} (pid {suspect.pid}), which waits for nobody{doing}"
+            return f"{suspect.name} {suspect.identity}, which waits for nobody{doing}"
         suspect = later
     return f"{' and '.join(seen)}, which wait for each other"
 
@@ -135,34 +135,6 @@ def _waits_for(process: ProcessReport, processes: Sequence[ProcessReport]) -> Pr
             return late[0]
     names = [name for doing in sorted(process.doing, key=lambda doing: doing.since_s) for name in doing.whom]
     return next((other for name in names for other in processes if other.name == name), None)
-
-
-# --- stacks -----------------------------------------------------------------------------------------------------------
-
-
-def _stack(pid: int) -> str:
-    """Return the stacks of a process on this machine: by py-spy where there is one, else by its own handler."""
-    beside = Path(sys.executable).with_name("py-spy")
-    tool = str(beside) if beside.exists() else shutil.which("py-spy")
-    if tool is not None:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            command = [tool, "dump", "--nonblocking", "--pid", str(pid)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_STACK_TIMEOUT_S)
-            if done.returncode == 0:
-                return done.stdout
-    path = Path(os.environ.get(DIRECTORY, "")) / f"{pid}.stack"
-    if not path.is_file():
-        return "(no stack: py-spy is not installed)"
-    before = path.stat().st_size
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGUSR2)
-    written = ""
-    for _ in range(20):
-        time.sleep(0.05)
-        last, written = written, path.read_text()[before:]
-        if written and written == last:  # threads are written one by one: wait until nothing is added
-            break
-    return written or "(no stack: the process does not react to signals, and py-spy is not installed)"
 
 
 # --- the watch --------------------------------------------------------------------------------------------------------
@@ -197,7 +169,7 @@ class Watch:
 
     def close(self) -> None:
         self._is_closing.set()
-        self._thread.join(self._limit_s + _STACK_TIMEOUT_S)
+        self._thread.join(self._limit_s + STACK_TIMEOUT_S)
 
     def _run(self) -> None:
         last = time.monotonic()

@@ -21,15 +21,17 @@ import asyncio
 import concurrent.futures
 import contextlib
 import math
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from hotseat.cluster.activity import activity
+from hotseat.cluster.activity import DIRECTORY, activity
 from hotseat.cluster.lease import Holder
 from hotseat.cluster.refs import Ref
+from hotseat.cluster.sighting import Sighting, look_at
 from hotseat.cluster.worker_process import Failure
 from hotseat.errors import DeadlineError, RunError, WorkerError
 
@@ -181,6 +183,11 @@ class WorkerGroup(Calling[W_co]):
     def known_pids(self) -> list[int | None]:
         """Return the pids on this machine, without waiting for processes that are starting."""
         return [holder.pid for holder in self.holders()]
+
+    def look(self, rank: int, *, with_stack: bool) -> Sighting:
+        """Return what a rank's process is doing, as the node sees it on which it runs."""
+        pid = self.known_pids()[rank]
+        return look_at(pid, f"{self.name}-{rank}", os.environ.get(DIRECTORY, ""), with_stack=with_stack)
 
     def ready(self) -> None:
         """Wait until the objects of a group that was launched with `wait=False` are made."""

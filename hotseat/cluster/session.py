@@ -37,7 +37,11 @@ class Session:
         )
         self._env_before = {name: os.environ.get(name) for name in (supervisor.SHM_PREFIX, activity.DIRECTORY)}
         os.environ[supervisor.SHM_PREFIX] = self.shm_prefix
-        os.environ[activity.DIRECTORY] = os.path.join(self.directory, "activity")
+        os.environ[activity.DIRECTORY] = activity_folder(self.directory)
+
+    def directory_on(self, node: int) -> str:
+        """Return the directory of the session on a node other than the driver's."""
+        return f"{self.directory}-{node}"
 
     def env(self) -> dict[str, str]:
         """Return the variables that every process of the session gets."""
@@ -53,6 +57,11 @@ class Session:
         shutil.rmtree(self.directory, ignore_errors=True)
         restore_environment(self._env_before)
         supervisor.dismiss_supervisor(self.guard)
+
+
+def activity_folder(directory: str) -> str:
+    """Return the folder, in the session's directory on a node, in which processes there say what they do."""
+    return os.path.join(directory, "activity")
 
 
 def _make_directory() -> str:

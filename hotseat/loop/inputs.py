@@ -69,8 +69,7 @@ class SupervisedInputs(Inputs):
 def rl_inputs(config: Config) -> RlInputs:
     """Read tokenizer and data of a reinforcement run. Raises for everything that would stop it."""
     # Placement and batch sizes first: they need neither tokenizer nor data.
-    plan = make_plan(config, local_inventory(config))
-    num_ranks = num_data_parallel(config, plan)
+    plan, num_ranks = dry_plan(config)
     batch_algebra(config, num_ranks)
     run_checks(PlanContext(config=config, plan=plan), PLACEMENT)
     tokenizer = load_tokenizer(config)
@@ -91,9 +90,8 @@ def supervised_inputs(config: Config, num_launched: int | None = None) -> Superv
     data = supervised(config, tokenizer)
     plan = None
     if num_launched is None:
-        plan = make_plan(config, local_inventory(config))
+        plan, num_ranks = dry_plan(config)
         run_checks(PlanContext(config=config, plan=plan), PLACEMENT)
-        num_ranks = num_data_parallel(config, plan)
     else:
         run_checks(RanksContext(config=config, num_launched=num_launched), LAUNCHED_RANKS)
         num_ranks = num_launched // config.train.num_model_parallel
@@ -117,6 +115,16 @@ def _left_over(config: Config, algebra: BatchAlgebra) -> list[str]:
     """Return the note on rows that are not learned from; a user's sampler chooses rows without an end."""
     note = None if config.data.sampler is not None else left_over_note(algebra, config)
     return [] if note is None else [note]
+
+
+def dry_plan(config: Config) -> tuple[Plan, int]:
+    """Plan without a cluster; return the number of data-parallel ranks too, by which batches have to divide.
+
+    On an existing cluster the placement may stand for any number: 1 until its devices are known.
+    """
+    inventory = local_inventory(config)
+    plan = make_plan(config, inventory)
+    return plan, 1 if inventory is None else num_data_parallel(config, plan)
 
 
 def local_inventory(config: Config) -> Inventory | None:

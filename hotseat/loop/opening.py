@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from hotseat import clock, faults, interrupts
 from hotseat.checks.cpu import slow_dtype
 from hotseat.checks.nodes import NodesContext
-from hotseat.checks.pipeline import NODES
+from hotseat.checks.pipeline import NODES, PLACEMENT
 from hotseat.checks.plans import is_cluster_there
-from hotseat.checks.stage import run_checks
+from hotseat.checks.stage import PlanContext, run_checks
 from hotseat.config import Config, loads_saved
+from hotseat.config.batches import batch_algebra
 from hotseat.config.precision import idle_in_fp32, with_dtype, with_dtype_of
 from hotseat.data import check_saved, digest_of
 from hotseat.errors import CheckpointError, HotseatError, RunError, UserError
@@ -166,6 +167,7 @@ def cluster_context(
             run, has_gpus, lambda config: config_plan.budgets_on(config, cluster), inventory
         )
         plan = config_plan.plan_on(config, cluster)
+        check_plan(config, plan)
         save_plan(run.run_dir, plan)
         _check_nodes(config, cluster, plan, journal)
         if run.monitor is not None:
@@ -174,6 +176,12 @@ def cluster_context(
         stack.enter_context(watch_processes(cluster, journal, run.run_dir, silence_s, pinged))
         stack.enter_context(notes_shown(run.run_dir / NOTES, lambda note: journal.say(note, kind="warning")))
         yield ClusterContext(config, cluster, plan, has_new_budgets)
+
+
+def check_plan(config: Config, plan: Plan) -> None:
+    """Raise if batches do not divide over the ranks of the plan for the cluster, or roles do not go together there."""
+    batch_algebra(config, config_plan.num_data_parallel(config, plan))
+    run_checks(PlanContext(config=config, plan=plan), PLACEMENT)
 
 
 def _check_nodes(config: Config, cluster: Cluster, plan: Plan, journal: Journal) -> None:

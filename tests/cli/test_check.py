@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from hotseat.checks import machine
 from hotseat.checks.machine import Finding, findings
-from hotseat.cli.cluster_check import largest_gap, node_findings, pairs
+from hotseat.cli.cluster_check import node_findings, pairs
+from hotseat.cli.cluster_runs import ShortRun, judged, largest_gap, neighbours, short_runs
 from hotseat.cli.main import main
 from hotseat.cluster.node_facts import node_facts
 from hotseat.cluster.ports import free_port
@@ -110,6 +111,34 @@ def test_weights_are_compared_relative_to_the_largest_of_each(tmp_path):
     assert largest_gap(tmp_path / "one", tmp_path / "one") == 0
     save_file({"a": weights["a"]}, tmp_path / "two" / "model.safetensors")
     assert largest_gap(tmp_path / "one", tmp_path / "two") == float("inf")
+
+
+def rl_run(folder, weight, gap):
+    (folder / "model").mkdir(parents=True)
+    save_file({"a": torch.tensor([weight])}, folder / "model" / "model.safetensors")
+    (folder / "metrics.jsonl").write_text(f'{{"step": 1}}\n{{"step": 2, "engine_gap": {gap}}}\n')
+    return folder
+
+
+def test_runs_are_judged_by_engines_and_by_the_run_that_they_have_to_equal(tmp_path):
+    one, other = rl_run(tmp_path / "one", 1.0, 1e-6), rl_run(tmp_path / "other", 1.1, 0.5)
+    run = ShortRun("pushed by gloo", "rl", (), like="pushed")
+    [fine] = judged(run, one, one, 3.0)
+    assert not fine.stops
+    assert "1.0e-06 apart" in fine.text
+    [wrong] = judged(run, other, one, 3.0)
+    assert wrong.stops
+    assert "engine and trainer are further apart" in wrong.advice
+    assert "learned another model than pushed" in wrong.advice
+    [not_a_number] = judged(run, rl_run(tmp_path / "nan", 1.0, "NaN"), None, 3.0)
+    assert not_a_number.stops
+
+
+def test_a_cluster_gets_the_runs_that_its_devices_allow():
+    assert [neighbours(nodes) for nodes in ([0], [0, 1], [0, 0, 1], [0, 1, 1])] == [None, None, (0, 1), (1, 2)]
+    alone, apart, pairs_of_two = ({run.what.strip() for run in short_runs(nodes)} for nodes in ([0], [0, 1], [0, 0, 1]))
+    assert apart - alone == {"GRPO, weights pushed", "pushed by gloo"}
+    assert pairs_of_two - apart == {"over two devices"}
 
 
 def test_every_pair_of_nodes_is_measured_once():

@@ -12,9 +12,10 @@ from contextlib import closing
 import pytest
 from cluster_workers import Plain, wait_until
 
-from hotseat.cluster import doctor
+from hotseat.cluster import sighting
 from hotseat.cluster.activity import DIRECTORY, Activity, Operation, read_activity
 from hotseat.cluster.doctor import ProcessReport, Watch, _blame, awaited_in, examine, is_hang
+from hotseat.cluster.sighting import stack_of
 from hotseat.errors import DeadlineError, WorkerError
 
 PYTHON = sys.executable
@@ -145,13 +146,13 @@ deep()
 
 def test_without_a_tool_a_process_shows_its_own_stack(tmp_path, monkeypatch):
     monkeypatch.setenv(DIRECTORY, str(tmp_path))
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "python"))  # beside which there is none
+    monkeypatch.setattr(sighting.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sighting.sys, "executable", str(tmp_path / "python"))  # beside which there is none
     process = subprocess.Popen([PYTHON, "-c", SLEEPS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "ready\n"
         for _ in range(2):  # a second look shows nothing of the first
-            stack = doctor._stack(process.pid)
+            stack = stack_of(process.pid, str(tmp_path))
             assert stack.count("in deep") == 1
             assert stack.rstrip().endswith("in <module>")
     finally:

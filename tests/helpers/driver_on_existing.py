@@ -8,11 +8,13 @@
 import json
 import os
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from cluster_workers import Plain
 
-from hotseat.cluster import Cluster, Process
+from hotseat.cluster import Cluster, Process, WorkerGroup
 from hotseat.rlinf.queues import QueueDirectory
 
 
@@ -43,6 +45,7 @@ def work(cluster: Cluster) -> dict:
         pending.result(60)
     return {
         "pid": os.getpid(),
+        "waiting": waiting(rollout),
         "session": cluster.session,
         "nodes": [[node.rank, node.num_devices] for node in cluster.nodes],
         "node_ids": [node.id for node in cluster._runtime._connection.nodes],
@@ -53,6 +56,19 @@ def work(cluster: Cluster) -> dict:
         "children": rollout.call(Plain.spawn_child),
         "workers": [*actor.pids(), *rollout.pids()],
     }
+
+
+def waiting(group: WorkerGroup) -> list[str]:
+    """Let a process wait, look at it from here, and return what it was doing and its stack."""
+    with tempfile.TemporaryDirectory() as folder:
+        begun, until = Path(folder) / "begun", Path(folder) / "until"
+        pending = group.on(0).start(Plain.wait_for_file, str(begun), str(until))
+        while not begun.exists():
+            time.sleep(0.01)
+        seen = group.look(0, with_stack=True)
+        until.touch()
+        pending.result(600)
+    return [*map(str, seen.doing), seen.stack]
 
 
 def observe() -> dict:

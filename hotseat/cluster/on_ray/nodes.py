@@ -14,7 +14,8 @@ from hotseat.cluster.node_facts import NodeFacts, node_facts
 from hotseat.cluster.on_ray.connection import RayConnection
 from hotseat.cluster.ports import free_port
 from hotseat.cluster.runtime import NodeService
-from hotseat.cluster.session import Session
+from hotseat.cluster.session import Session, activity_folder
+from hotseat.cluster.sighting import Sighting, look_at
 from hotseat.errors import DeadlineError, RunError, WorkerError
 from hotseat.processes import supervisor
 
@@ -38,6 +39,9 @@ class NodeHere:
 
     def process_state(self, pid: int, started: int | None) -> str:
         return supervisor.process_state(pid, started)
+
+    def look(self, pid: int, name: str, with_stack: bool) -> Sighting:
+        return look_at(pid, name, activity_folder(self._directory), with_stack=with_stack)
 
     def facts(self, folder: str | None, paths: Sequence[str]) -> NodeFacts:
         return node_facts(folder, paths)
@@ -103,6 +107,13 @@ class NodeProcesses:
         except RunError:
             return "gone" if node not in self._connection.live_nodes() else "running"
 
+    def look(self, node: int, pid: int, name: str, *, with_stack: bool) -> Sighting:
+        """Look at a process on its node; nothing is seen of one whose node does not answer."""
+        try:
+            return self._ask(node, NodeHere.look, pid, name, with_stack)
+        except RunError as error:
+            return Sighting(pid, stack=f"(no stack: {error})")
+
     def end_workers(self, marks: Mapping[int, Iterable[str]]) -> None:
         """End the processes that carry these marks, node by node, and whatever they started."""
         for node, workers in marks.items():
@@ -152,7 +163,7 @@ class NodeProcesses:
                 }
                 agent = self._connection.ray.remote(NodeAgent).options(**options)
                 session = self._session
-                self._agents[node] = agent.remote(session.id, session.shm_prefix, f"{session.directory}-{node}")
+                self._agents[node] = agent.remote(session.id, session.shm_prefix, session.directory_on(node))
             return self._agents[node]
 
     def _ask(self, node: int, method: Callable[Concatenate[NodeHere, P], R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -21,6 +21,7 @@ from hotseat.cluster.group import Arguments, Pending, WorkerGroup, raise_failure
 from hotseat.cluster.lease import Holder
 from hotseat.cluster.on_ray.library import import_ray
 from hotseat.cluster.refs import Ref
+from hotseat.cluster.sighting import Sighting
 from hotseat.cluster.worker_process import Failure, ProcessIdentity
 from hotseat.errors import ClusterError, DeadlineError, RunError, WorkerError
 from hotseat.placement.locate import Process
@@ -64,6 +65,9 @@ class GroupOwner(Protocol):
 
     def process_state(self, node: int, pid: int, started: int | None) -> str:
         """Return "gone", "stopped" or "running"."""
+
+    def look(self, node: int, pid: int, name: str, *, with_stack: bool) -> Sighting:
+        """Look at a process on its node. name: of its activity file."""
 
     def end_processes(self, processes: Iterable[RankProcess]) -> None:
         """End these processes and whatever they started; return when they are gone."""
@@ -156,6 +160,14 @@ class RayGroup(WorkerGroup[W_co]):
         here = socket.gethostname()
         identities = [process.identity for process in self.processes]
         return [each.pid if each is not None and each.hostname == here else None for each in identities]
+
+    def look(self, rank: int, *, with_stack: bool) -> Sighting:
+        process = self.processes[rank]
+        if not self._owner or process.identity is None:
+            return super().look(rank, with_stack=with_stack)
+        seen = self._owner.look(process.place.node, process.identity.pid, f"{self.name}-{rank}", with_stack=with_stack)
+        here = socket.gethostname()
+        return seen if process.identity.hostname == here else replace(seen, hostname=process.identity.hostname)
 
     def ready(self) -> None:
         self._settle()

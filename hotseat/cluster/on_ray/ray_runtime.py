@@ -18,6 +18,7 @@ from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
 from hotseat.cluster.on_ray.reservation import Reservation
 from hotseat.cluster.runtime import Launch, NodeService, devices_of
 from hotseat.cluster.session import Session
+from hotseat.cluster.sighting import Sighting
 from hotseat.errors import ClusterError, PlacementError
 from hotseat.processes import supervisor
 
@@ -131,6 +132,9 @@ class RayRuntime:
 
     def process_state(self, node: int, pid: int, started: int | None) -> str:
         return self._processes.process_state(node, pid, started)
+
+    def look(self, node: int, pid: int, name: str, *, with_stack: bool) -> Sighting:
+        return self._processes.look(node, pid, name, with_stack=with_stack)
 
     def end_processes(self, processes: Iterable[RankProcess]) -> None:
         """End these processes and whatever they started; return when they are gone."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from hotseat.cluster import activity
 from hotseat.cluster.device_memory import own_device_name
 from hotseat.cluster.environment import pass_on
 from hotseat.cluster.on_ray.connection import RayConnection
-from hotseat.cluster.session import Session
+from hotseat.cluster.session import Session, activity_folder
 from hotseat.errors import PlacementError
 
 _ANSWER_TIMEOUT_S = 60.0
@@ -65,9 +64,10 @@ class Reservation:
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=self._bundles[node]
         )
-        # The doctor reads activity files on the driver's node only.
-        is_home = node == self._connection.home
-        activity_env = {activity.DIRECTORY: os.environ[activity.DIRECTORY]} if is_home else {}
+        session, is_home = self._session, node == self._connection.home
+        activity_env = {
+            activity.DIRECTORY: activity_folder(session.directory if is_home else session.directory_on(node))
+        }
         passed_on = {} if self._connection.is_own else pass_on(self._connection.nodes[node].address).env()
         return {
             "num_cpus": 0,

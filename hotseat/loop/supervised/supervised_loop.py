@@ -27,7 +27,7 @@ from hotseat.loop.supervised.supervised_worker import StepResult, SupervisedTask
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.observe import Journal
 from hotseat.planning.budgets import smaller_budget_kept, uses
-from hotseat.planning.config_plan import is_offloaded
+from hotseat.planning.config_plan import is_offloaded, num_data_parallel
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def launch_ranks(
         per_rank=[
             {
                 "rank": rank // config.train.num_model_parallel,
-                "num_ranks": inputs.algebra.num_ranks,
+                "num_ranks": num_data_parallel(config, context.plan),
                 "folder_proof": folder_proof,
             }
             for rank in range(len(processes))

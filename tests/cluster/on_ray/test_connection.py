@@ -168,6 +168,9 @@ def test_a_run_has_a_role_on_each_node_and_leaves_nothing(driver):
     assert int(high) > int(low)
     assert facts["numbers"] == {"0": list(range(20)), "1": list(range(20))}
     assert facts["alive"] == [True] * 2
+    doing, stack = facts["waiting"]  # of a process on the other node, which that node looked at
+    assert doing.startswith("'wait_for_file', for")
+    assert "wait_for_file" in stack
     wait_until_nothing_is_left(facts)
 
 
