@@ -18,6 +18,8 @@ _REMEDIES = {
     " in tokens of its own",
     "critic": "a critic gives a value for each of the actor's tokens: set critic.model to the actor's checkpoint, or to"
     " another with its tokenizer",
+    "teacher": "a policy learns what a teacher says of its own tokens: choose a teacher with the actor's tokenizer, or"
+    " start from an actor with the teacher's",
     "reference": "a KL compares log-probs of the same tokens: choose a reference with the actor's tokenizer",
 }
 
@@ -36,13 +38,14 @@ def readers(context: TokenizerContext) -> Iterator[Problem]:
         if role == "reward" and config.reward.retokenize:
             continue
         difference = _difference(tokenizer, theirs)
-        if difference is None and role == "reward":
+        is_teacher = role == "reference" and config.algorithm.distill.coef > 0
+        if difference is None and (role == "reward" or is_teacher):
             difference = _other_ends(tokenizer, theirs)
         if difference is not None:
             yield Problem(
                 "",
                 f"{key} {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference};"
-                f" {_REMEDIES[role]}",
+                f" {_REMEDIES['teacher' if is_teacher else role]}",
             )
     if has_images(config) and others:
         yield from _images(config, tokenizer, others)

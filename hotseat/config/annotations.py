@@ -16,6 +16,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from hotseat.registry.backends import BACKENDS
 from hotseat.registry.correction_kinds import CORRECTIONS
+from hotseat.registry.divergences import DIVERGENCES
 from hotseat.registry.engines import ENGINES
 from hotseat.registry.estimators import ESTIMATORS
 from hotseat.registry.policy_losses import POLICY_LOSSES
@@ -86,6 +87,7 @@ EstimatorName = Annotated[str, NameIn(ESTIMATORS)]
 PolicyLossName = Annotated[str, NameIn(POLICY_LOSSES)]
 PreferenceLossName = Annotated[str, NameIn(PREFERENCE_LOSSES)]
 CorrectionName = Annotated[str, NameIn(CORRECTIONS)]
+DivergenceName = Annotated[str, NameIn(DIVERGENCES)]
 EngineName = Annotated[str, NameIn(ENGINES)]
 BackendName = Annotated[str, NameIn(BACKENDS)]
 RoleName = Annotated[str, NameIn(ROLES)]

@@ -26,6 +26,7 @@ from hotseat.config.presence import (
     has_reward_file,
     has_reward_model,
     has_simulator,
+    has_teacher,
     is_base_reference,
     is_on_actor,
     is_placed,
@@ -33,6 +34,7 @@ from hotseat.config.presence import (
 from hotseat.config.resolved import correction_kind, divides_by_deviation, uses_k1_loss
 from hotseat.registry.backends import BACKENDS, backend_entry
 from hotseat.registry.correction_kinds import CORRECTIONS, NO_CORRECTION, correction_entry
+from hotseat.registry.divergences import DIVERGENCES, divergence_entry
 from hotseat.registry.engines import ENGINES, engine_entry
 from hotseat.registry.estimators import ESTIMATORS, estimator_entry
 from hotseat.registry.lookup import names_that, names_with
@@ -155,7 +157,7 @@ CRITIC = Condition(
     lambda c: f"algorithm.estimator is {c.algorithm.estimator}, which has no critic; only {_WITH_CRITIC} has one",
 )
 REFERENCE = Condition(
-    "in rl algorithm.kl.coef or algorithm.distill_coef is above 0",
+    "in rl algorithm.kl.coef, algorithm.distill_coef or algorithm.distill.coef is above 0",
     lambda c: not c.has_rollouts or has_reference(c),
     "algorithm.kl.coef is 0, so there is no reference model",
 )
@@ -171,7 +173,14 @@ OTHER_REFERENCE = Condition(
 )
 BEFORE_TRAINING = "{key} is {value}, so the reference is needed only before training"
 REFERENCE_IN_STEPS = _is("algorithm.dpo.precompute", False, because=BEFORE_TRAINING)
-DISTILLATION = _is_above_0("algorithm.distill_coef", ", so nothing is learned from teachers")
+DISTILLATION = Condition(
+    "algorithm.distill_coef or algorithm.distill.coef is above 0",
+    has_teacher,
+    "algorithm.distill.coef is 0 and algorithm.distill_coef is 0, so nothing is learned from teachers",
+)
+DISTILLED = _is_above_0("coef", ", so nothing is learned from a teacher's distribution")
+BETA = _names("divergence", lambda name: divergence_entry(name).has_beta, names_that(DIVERGENCES, "has_beta"))
+TOP_K = _is_set("top_k", ", so the whole vocabulary is compared")
 INFERENCE = Condition(
     "cluster.component_placement places inference",
     lambda c: is_placed(c, "inference"),

@@ -11,16 +11,16 @@ import re
 from collections.abc import Iterable, Iterator
 
 from hotseat.config.presence import (
-    has_agent,
     has_critic,
     has_evaluation,
     has_images,
     has_judge,
     has_reward_model,
+    has_rewards,
     has_simulator,
+    has_teacher,
     is_placed,
     placed_roles,
-    reward_files,
     task_numbers,
 )
 from hotseat.config.resolved import (
@@ -84,8 +84,7 @@ def _missing_models_and_data(config: Config) -> Problems:
 
 def _missing_in_rl(config: Config) -> Problems:
     reward, samples = config.reward, config.rollout.samples_per_prompt
-    scores_alone = reward.graders or has_judge(config) or has_agent(config)  # a simulator is one
-    has_source = scores_alone or reward_files(config) or reward.url is not None or reward.model is not None
+    has_source = has_rewards(config) or config.algorithm.distill.coef > 0
     if not has_source:
         yield (
             "reward.function",
@@ -95,9 +94,10 @@ def _missing_in_rl(config: Config) -> Problems:
     if has_judge(config) and reward.judge.model is None:
         what = "a checkpoint directory or a hub name" if reward.judge.url is None else "its name at the endpoint"
         yield "reward.judge.model", f"not set: give {what}"
-    if config.algorithm.distill_coef > 0 and config.reference.model is None and not config.reference.teachers:
-        yield "reference.model", "not set: it is the teacher from which algorithm.distill_coef has the policy learn"
-    if estimator_entry(config.algorithm.estimator).needs_group and samples < 2:
+    if has_teacher(config) and config.reference.model is None and not config.reference.teachers:
+        key = "algorithm.distill_coef" if config.algorithm.distill_coef > 0 else "algorithm.distill.coef"
+        yield "reference.model", f"not set: it is the teacher from which {key} has the policy learn"
+    if estimator_entry(config.algorithm.estimator).needs_group and samples < 2 and has_rewards(config):
         yield (
             "rollout.samples_per_prompt",
             f"{samples}: a group of one has no advantage under {config.algorithm.estimator}; set it to 2 or more,"
@@ -200,6 +200,29 @@ def _teachers(config: Config) -> Problems:
         )
     elif weights and abs(sum(weights.values()) - 1) > 1e-6:
         yield "reference.teacher_weights", f"add up to {sum(weights.values()):g} instead of 1"
+
+
+def _distillation(config: Config) -> Problems:
+    distill, reference = config.algorithm.distill, config.reference
+    if distill.coef == 0:
+        return
+    if reference.teacher_weights:
+        yield (
+            "reference.teacher_weights",
+            "algorithm.distill.coef is above 0, and distributions of several teachers are not mixed yet: let prompts"
+            " name their teachers in the column datasource, or use algorithm.distill_coef, which mixes log-probs",
+        )
+    elif reference.teachers and distill.top_k is None:
+        yield (
+            "algorithm.distill.top_k",
+            "null: of several teachers only the most likely tokens are compared yet; set it to 64 or so",
+        )
+    if backend_entry(config.train.backend).has_zero_options and config.train.deepspeed.deepcompile:
+        yield (
+            "train.deepspeed.deepcompile",
+            "true: a divergence from a teacher is not part of what it compiles; set it to false, or"
+            " algorithm.distill.coef to 0",
+        )
 
 
 def _ranges(config: Config) -> Problems:
@@ -518,7 +541,7 @@ _OF_ALL_TASKS = (
 )
 _OF_RL = (
     *(_evaluation_sets, _gateway, _players, _simulators),
-    *(_teachers, _ranges, _correction, _rejection, _turn_credit, _kl, _steps),
+    *(_teachers, _distillation, _ranges, _correction, _rejection, _turn_credit, _kl, _steps),
     *(_images_in_rollouts, _value_heads, _fp8_engines),
     *(_components, _overlap),
     *REWARD_CHECKS,

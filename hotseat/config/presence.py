@@ -20,6 +20,8 @@ def needs_siblings(config: Config) -> bool:
 
     With a custom estimator it cannot either, unless prompts have one sample each.
     """
+    if not has_rewards(config):
+        return False
     entry = estimator_entry(config.algorithm.estimator)
     return entry.needs_group or (entry.compares_episodes and config.rollout.samples_per_prompt > 1)
 
@@ -31,7 +33,20 @@ def has_critic(config: Config) -> bool:
 def has_reference(config: Config) -> bool:
     if config.task_entry.compares_answers:
         return compares_with_reference(config) and not is_base_reference(config)
-    return config.has_rollouts and (config.algorithm.kl.coef > 0 or config.algorithm.distill_coef > 0)
+    return config.has_rollouts and (config.algorithm.kl.coef > 0 or has_teacher(config))
+
+
+def has_teacher(config: Config) -> bool:
+    """Return whether the policy learns from a teacher's log-probs of its tokens, or from its distributions."""
+    return config.has_rollouts and (config.algorithm.distill_coef > 0 or config.algorithm.distill.coef > 0)
+
+
+def has_rewards(config: Config) -> bool:
+    """Return whether anything scores answers. Without rewards a policy learns from its teacher alone."""
+    reward = config.reward
+    has_model = reward.model is not None or is_placed(config, "reward")
+    alone = bool(reward.graders) or has_judge(config) or has_agent(config)  # a simulator is one
+    return alone or bool(reward_files(config)) or reward.url is not None or has_model
 
 
 def compares_with_reference(config: Config) -> bool:

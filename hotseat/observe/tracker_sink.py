@@ -232,7 +232,14 @@ def renaming(config: Config) -> Callable[[int, Mapping[str, Any]], Mapping[str, 
     algorithm = config.algorithm
     kl = algorithm.kl.coef if algorithm.kl.as_loss else 0.0
     # Those of other tasks are unset.
-    terms = (kl, algorithm.entropy_coef, algorithm.distill_coef, algorithm.dpo.nll_coef, algorithm.aux_loss_coef)
+    terms = (
+        kl,
+        algorithm.entropy_coef,
+        algorithm.distill_coef,
+        algorithm.distill.coef,
+        algorithm.dpo.nll_coef,
+        algorithm.aux_loss_coef,
+    )
     is_plain = not any(terms)
     with_names = extensions.load(extensions.METRIC_NAMES)
     return lambda step, values: with_names(config.task, step, values, is_plain_loss=is_plain)

@@ -130,6 +130,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     if memory.is_whole:
         back.append(replace(gradients, name="gradients so far", part=None))
     back += logits(role, model, tokens_of(memory, memory.micro_batch), memory.compute_bytes, 2)
+    back += _of_teacher(role, memory)
     step = _optimizer_step(role, memory, model, trained, optimizer_cut)
     batch = memory.forward_micro_batch or memory.micro_batch
     working: dict[Activity, tuple[Term, ...]] = {
@@ -143,6 +144,18 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     if memory.sends_weights and layout.has_device:
         fixed += (weight_blocks(role, model, memory.compute_bytes, is_sending=True),)
     return RoleMemory(fixed, parts, working, tuple(host))
+
+
+def _of_teacher(role: str, memory: TrainMemory) -> list[Term]:
+    """Return the memory of a teacher's distributions of a micro-batch, and of its head, which every rank has whole."""
+    terms = []
+    if memory.teacher_token_bytes:
+        tokens = amount(tokens_of(memory, memory.micro_batch), "tokens")
+        terms.append(byte_term(role, "teacher's distributions", tokens * num_bytes(memory.teacher_token_bytes)))
+    if memory.teacher_head:
+        head = amount(memory.teacher_head, "parameters") * num_bytes(memory.compute_bytes)
+        terms.append(byte_term(role, "teacher's head", head))
+    return terms
 
 
 def _optimizer_state(role: str, memory: TrainMemory, model: ModelShape, trained: Amount, cut: int) -> list[Term]:

@@ -44,6 +44,8 @@ class TrainMemory:
     has_average: bool = False  # a moving average of the trained weights is kept on the host, in fp32
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
     has_frozen_encoder: bool = False  # the visual encoder is not trained
+    teacher_token_bytes: int = 0  # of what a teacher says of the distribution of one token; 0: it says nothing
+    teacher_head: int = 0  # parameters of its head, which is there during an update; 0: only likely tokens are compared
 
     def num_trained(self, model: ModelShape) -> int:
         """Count the parameters that have gradients and optimizer state."""

@@ -31,6 +31,7 @@ from hotseat.registry.roles import role_entry
 _QWEN_VALUES = 6  # numbers of a pixel in a patch: three colours, twice, since a still image is a film of two
 DEFAULT_SLOTS = 64  # where `rollout.num_slots` is unset; on GPUs see `planning.slots`
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_TOP_BYTES = 8  # of a token that a teacher finds likely: its number, and its log-prob in fp32
 
 
 @contextmanager
@@ -190,6 +191,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
     max_tokens, micro_batch = _batch(config, config.train)
     score_tokens, score_batch = _score_batch(config)
     pair = config.task_entry.sequences_per_row
+    token_bytes, teacher_head = _of_teacher(config, compute) if role == "actor" else (0, 0)
     gradient_bytes, master_bytes = 4 if has_master else compute, 0
     if backend.has_masters_apart:
         gradient_bytes = _BYTES[train.deepspeed.grad_accum_dtype or dtype_of(config)]
@@ -222,7 +224,20 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         has_average=train.ema.enabled and role == "actor",
         image_share=_image_share(config),
         has_frozen_encoder=train.freeze_visual_encoder,
+        teacher_token_bytes=token_bytes,
+        teacher_head=teacher_head,
     )
+
+
+def _of_teacher(config: Config, compute_bytes: int) -> tuple[int, int]:
+    """Return the bytes of a teacher's distribution of one token, and the parameters of its head if that is needed."""
+    distill = config.algorithm.distill
+    if distill.coef == 0:
+        return 0, 0
+    if distill.top_k is not None:
+        return distill.top_k * _TOP_BYTES, 0
+    shape, _ = _shape_of(config.reference.model) if config.reference.model is not None else (None, None)
+    return (0, 0) if shape is None else (shape.hidden_size * compute_bytes, shape.hidden_size * shape.vocab_size)
 
 
 def _image_share(config: Config) -> float:

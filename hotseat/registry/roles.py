@@ -80,7 +80,13 @@ ROLES = Table[RoleEntry](  # in the order in which messages list them
         "computes values; then learns from the returns, before the actor does",
         trained=True,
     ),
-    _role("reference", "model", 5, "`algorithm.kl.coef` or `algorithm.distill_coef` above 0", "computes log-probs"),
+    _role(
+        "reference",
+        "model",
+        5,
+        "`algorithm.kl.coef`, `algorithm.distill_coef` or `algorithm.distill.coef` above 0",
+        "computes log-probs, and a teacher's likely tokens",
+    ),
     _role(
         "reward",
         "model",

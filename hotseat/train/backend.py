@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms.adapters import WeightForm
+from hotseat.algorithms.distillation import Divergence
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.placement.role_names import Part
 from hotseat.registry.backends import DEFAULT_BACKEND
+from hotseat.train.divergence import Head as TeacherHead
 from hotseat.train.packing import LayoutKind
 from hotseat.train.schedule import Schedule
 from hotseat.types import MicroBatch, Moved
@@ -218,6 +220,11 @@ class Outputs:
     log_probs: Tensor | None = None  # at the temperature
     entropy: Tensor | None = None  # of the distribution the token was drawn from; only if asked for
     values: Tensor | None = None
+    divergence: Tensor | None = None  # from the teacher's distribution; only where a teacher gave one
+    # Of a teacher, what a policy is to learn from: see `divergence.TeacherRows`. [num_tokens, ...] each.
+    teacher_ids: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
+    teacher_hidden: Tensor | None = None
     aux_loss: Tensor | None = None  # one number: the balancing loss of a mixture of experts; only if it is learned from
 
     def tensors(self) -> list[Tensor]:
@@ -229,6 +236,8 @@ class Loss(Protocol):
 
     A metric may be a vector, whose entries are summed one by one. If a metric's name ends in `_max`, its largest value
     is kept instead of the sum. If the loss has a true attribute `needs_entropy`, `outputs.entropy` is computed for it.
+    If it has an attribute `divergence`, an `algorithms.distillation.Divergence`, `outputs.divergence` is computed for
+    micro-batches that have what a teacher gave (`divergence.TEACHER_FIELDS`).
     """
 
     def __call__(self, outputs: Outputs, micro_batch: MicroBatch, /) -> tuple[Tensor, Mapping[str, Tensor | float]]: ...
@@ -277,6 +286,16 @@ class Backend(Protocol):
         Entry t is the log-prob of token t given what precedes it in its segment, of the distribution at the
         temperature. 0 for the first token of a segment and where the mask is not set: those are not computed.
         """
+
+    def teach(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, how: Divergence
+    ) -> list[dict[str, Tensor]]:
+        """Score as `log_probs` does, and return with the `log_probs` what a policy that learns by `how` needs of this
+        model's distributions: the fields of its micro-batches, by name. All ranks together.
+        """
+
+    def learn_from(self, head: TeacherHead | None) -> None:
+        """Take the head of a teacher whose hidden states micro-batches will have; None: none any more."""
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Score as `log_probs` does, with a value model: entry t is its number for what precedes token t."""
@@ -396,3 +415,9 @@ def check_temperature(temperature: float) -> None:
 
 def needs_entropy(loss: Any) -> bool:
     return bool(getattr(loss, "needs_entropy", False))
+
+
+def divergence_of(loss: Any) -> Divergence | None:
+    """Return how a loss compares a policy with its teacher; None if it does not."""
+    found: Divergence | None = getattr(loss, "divergence", None)
+    return found

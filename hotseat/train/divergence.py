@@ -9,8 +9,8 @@ logits, chunk by chunk as well, so that no tokens x vocabulary matrix exists, or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from hotseat.algorithms.distillation import Divergence, divergence_from_logits, divergence_from_top, top_log_probs
 from hotseat.algorithms.head import project
+from hotseat.types import to_device
 
 # A fraction of the elements in a chunk of `logprobs`: there are so many more tensors of a chunk's size, the teacher's
 # among them, and the planner counts on one sum (LOGITS_CHUNK_ELEMENTS in `hotseat.placement.memory_terms`).
@@ -33,6 +34,10 @@ class Head:
     bias: Tensor | None = None
     scale: float = 1.0  # of logits (Granite, Cohere)
     cap: float | None = None  # logits are cap · tanh(logit / cap) before the scale (Gemma 2)
+
+    def to(self, device: torch.device) -> Head:
+        bias = None if self.bias is None else self.bias.to(device)
+        return replace(self, weight=self.weight.to(device), bias=bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute [num_rows, vocab_size] in float32 (float64 for float64 input)."""
@@ -54,6 +59,33 @@ class TeacherRows(NamedTuple):
     def of(self, rows: slice | Tensor) -> TeacherRows:
         """Return what is known of some rows."""
         return TeacherRows(*(None if each is None else each[rows] for each in self))
+
+
+# Fields of a micro-batch with what a teacher gave, and outputs of that teacher: [num_tokens, ...] each.
+TEACHER_FIELDS = tuple(f"teacher_{name}" for name in TeacherRows._fields)
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """What a forward does about a teacher: a policy's compares with what the teacher gave, a teacher's gives it.
+
+    rows: of the scored tokens, once a micro-batch is laid out for a policy. head: of a teacher that comes as hidden
+    states.
+    """
+
+    how: Divergence
+    gives: bool = False  # this is the teacher
+    head: Head | None = None
+    rows: TeacherRows = field(default_factory=TeacherRows)
+
+    def of(self, fields: Mapping[str, Tensor], tokens: Tensor, device: torch.device | None) -> Teaching | None:
+        """Return the same for these tokens of a micro-batch; None where no teacher gave anything, as in a filler."""
+        if self.gives:
+            return self
+        found = [fields[name][tokens] if name in fields else None for name in TEACHER_FIELDS]
+        if all(each is None for each in found):
+            return None
+        return replace(self, rows=TeacherRows(*(None if each is None else to_device(each, device) for each in found)))
 
 
 class Scores(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hotseat.train.backend import Outputs
+from hotseat.train.divergence import TEACHER_FIELDS, Teaching
 from hotseat.train.experts import balancing_loss
 from hotseat.train.packing import LayoutKind, join, model_input
 from hotseat.train.sequence import SequenceGroup
@@ -40,11 +41,12 @@ class ForwardPass:
         temperature: float,
         with_entropy: bool,
         with_routing: bool,
+        teaching: Teaching | None = None,
     ) -> Outputs:
         """Run `module` on `model_batch` and return the outputs of its first `num_tokens` tokens."""
         has_filler = self.filler is not None and not model_batch.images
         if self.filler is not None and has_filler:
-            model_batch = join([replace(model_batch, fields={}), self.filler])
+            model_batch = join(_with_one_filler(model_batch, self.filler))
         inputs = model_input(
             model_batch,
             self.layout,
@@ -53,16 +55,24 @@ class ForwardPass:
             group=self.sequence,
             with_counts=with_routing,
             vision=self.vision,
+            teaching=teaching,
         )
         outputs: dict[str, Tensor] = module(inputs, temperature, with_entropy)
         routing = outputs.pop("routing", None)
         aux_loss = None if routing is None else balancing_loss(self.sequence.add_up(routing))
 
         def flat(values: Tensor) -> Tensor:
-            mine = values.new_zeros(model_batch.num_tokens).index_copy(0, inputs.tokens, values)
+            mine = values.new_zeros((model_batch.num_tokens, *values.shape[1:])).index_copy(0, inputs.tokens, values)
             whole = self.sequence.add_up(mine)
             if has_filler:  # its gradient is zero, but goes all the way to the visual encoder
                 return whole[:num_tokens] + 0.0 * whole[num_tokens:].sum()
             return whole[:num_tokens]
 
         return Outputs(**{name: flat(values) for name, values in outputs.items()}, aux_loss=aux_loss)
+
+
+def _with_one_filler(batch: MicroBatch, filler: MicroBatch) -> list[MicroBatch]:
+    """Return both, with the fields that the forward reads: those of a teacher, which are zeros in the filler."""
+    fields = {name: values for name, values in batch.fields.items() if name in TEACHER_FIELDS}
+    zeros = {name: values.new_zeros((filler.num_tokens, *values.shape[1:])) for name, values in fields.items()}
+    return [replace(batch, fields=fields), replace(filler, fields=zeros)]

@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from hotseat.errors import BatchError
 from hotseat.train.attention import Blocks
+from hotseat.train.divergence import Teaching
 from hotseat.train.sequence import SequenceGroup, Slice
 from hotseat.types import MicroBatch, segment_offsets, to_device
 from hotseat.vision import Vision, tokens_of
@@ -254,6 +255,7 @@ class ModelInput:
     tokens: Tensor  # [num_scored]: where it stands in the micro-batch
     counts: Tensor | None = None  # [rows of the flattened output] float: tokens of each, 0: padding; if asked for
     pixels: Mapping[str, Tensor] = field(default_factory=dict)  # further arguments of a VLM
+    teaching: Teaching | None = None  # of a policy that learns from a teacher, or of that teacher
 
 
 def model_input(
@@ -265,11 +267,13 @@ def model_input(
     group: SequenceGroup | None = None,
     with_counts: bool = False,
     vision: Vision | None = None,
+    teaching: Teaching | None = None,
 ) -> ModelInput:
     """Lay a micro-batch out for the model.
 
     Log-probs or values are computed for tokens under the mask, except for the first of a segment. With a `group` of
-    several ranks the layout is packed, and cut to this rank's slice. `vision` prepares images.
+    several ranks the layout is packed, and cut to this rank's slice. `vision` prepares images. `teaching`: what there
+    is to do about a teacher.
     """
     token_ids, offsets, mask = (tensor.cpu() for tensor in (batch.token_ids, batch.offsets, batch.mask))
     all_lengths = offsets[1:] - offsets[:-1]
@@ -325,11 +329,13 @@ def model_input(
     if batch.images and vision is not None:
         pixels = _pixels(batch, starts, owners if kind == "shared" else None, vision, device)
     targets = token_ids[scored]
+    if teaching is not None:
+        teaching = teaching.of(batch.fields, scored, device)
     if device is not None and device.type != "cpu":
         input_ids, rows, targets, scored = (to_device(tensor, device) for tensor in (input_ids, rows, targets, scored))
         position_ids = None if position_ids is None else to_device(position_ids, device)
     counted = to_device(counts, device) if with_counts else None
-    return ModelInput(input_ids, position_ids, blocks, rows, targets, scored, counted, pixels)
+    return ModelInput(input_ids, position_ids, blocks, rows, targets, scored, counted, pixels, teaching)
 
 
 def _axes(vision: Vision | None, batch: MicroBatch, token_ids: Tensor, starts: Tensor) -> Tensor | None:

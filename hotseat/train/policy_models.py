@@ -29,6 +29,7 @@ from hotseat.train.attention import (
     recorded_attention,
 )
 from hotseat.train.backend import TrainOptions
+from hotseat.train.divergence import TEACHER_FIELDS, Head, scores_with_teacher, teacher_rows
 from hotseat.train.experts import routing_sums
 from hotseat.train.liger import use_liger
 from hotseat.train.logprobs import Compiler, token_log_probs
@@ -64,9 +65,27 @@ class Policy(nn.Module):
         self.logit_scale, self.logit_cap = logit_changes(model.config)
 
     def forward(self, inputs: ModelInput, temperature: float, with_entropy: bool = False) -> dict[str, Tensor]:
-        """Compute `log_probs`, and `entropy` if asked for, [num_scored] each; `routing` (see `experts`) with counts."""
+        """Compute `log_probs`, and `entropy` if asked for, [num_scored] each; `routing` (see `experts`) with counts.
+
+        With a teacher also the `divergence` from it; a teacher's forward computes what it gives (`TEACHER_FIELDS`).
+        """
         head = self.model.get_output_embeddings()
         hidden, routing = _hidden(self.model, inputs)
+        teaching, whole = inputs.teaching, None
+        if teaching is not None:
+            whole = Head(head.weight, getattr(head, "bias", None), self.logit_scale, self.logit_cap)
+        if whole is not None and teaching is not None and not teaching.gives:
+            scores = scores_with_teacher(
+                hidden,
+                whole,
+                inputs.targets,
+                teaching.rows,
+                teaching.how,
+                teacher_head=teaching.head,
+                temperature=temperature,
+                with_entropy=with_entropy,
+            )
+            return {name: values for name, values in scores._asdict().items() if values is not None} | routing
         log_probs, entropy = token_log_probs(
             hidden,
             head.weight,
@@ -78,6 +97,9 @@ class Policy(nn.Module):
             cap=self.logit_cap,
         )
         outputs = {"log_probs": log_probs} | routing
+        if whole is not None and teaching is not None:
+            given = teacher_rows(hidden, whole, teaching.how)
+            outputs |= {name: rows for name, rows in zip(TEACHER_FIELDS, given, strict=True) if rows is not None}
         return outputs if entropy is None else outputs | {"entropy": entropy}
 
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from hotseat import faults
 from hotseat.algorithms.adapters import WeightForm
+from hotseat.algorithms.distillation import Divergence
 from hotseat.errors import BatchError, DeviceMemoryError, RunError, UnsupportedError
 from hotseat.placement.role_names import Part
 from hotseat.train.average import MovingAverage
@@ -36,6 +37,7 @@ from hotseat.train.backend import (
     UpdateReport,
     check_parts,
     check_temperature,
+    divergence_of,
     needs_entropy,
 )
 from hotseat.train.checkpoint_files import (
@@ -47,6 +49,8 @@ from hotseat.train.checkpoint_files import (
     read_header,
     set_random_states,
 )
+from hotseat.train.divergence import TEACHER_FIELDS, Teaching
+from hotseat.train.divergence import Head as TeacherHead
 from hotseat.train.export import write_model
 from hotseat.train.forward import ForwardPass
 from hotseat.train.fragments import local
@@ -110,6 +114,7 @@ class Trainer(TrainerHooks):
         self._checkpoint_files = CheckpointFiles(self.name, ranks)
         self._base: FrozenBase | None = None  # of adapters, once it is known
         self._average: MovingAverage | None = None
+        self._teacher_head: TeacherHead | None = None  # in host memory; on the device during an update
         self._progress = _Progress()
         if options.lora is not None and options.lora.dropout > 0:
             torch.manual_seed(options.lora.seed + ranks.rank)  # so that dropout repeats in the same run
@@ -134,16 +139,38 @@ class Trainer(TrainerHooks):
 
     def log_probs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         check_temperature(temperature)
-        return self._score(micro_batches, "log_probs", "policy", temperature)
+        return self._one_score(micro_batches, "log_probs", "policy", temperature)
+
+    def teach(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, how: Divergence
+    ) -> list[dict[str, Tensor]]:
+        check_temperature(temperature)
+        return self._score(micro_batches, "log_probs", "policy", temperature, Teaching(how, gives=True))
+
+    def learn_from(self, head: TeacherHead | None) -> None:
+        self._teacher_head = head
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        return self._score(micro_batches, "values", "value", 1.0)
+        return self._one_score(micro_batches, "values", "value", 1.0)
 
-    def _score(self, micro_batches: Sequence[MicroBatch], what: str, head: Head, temperature: float) -> list[Tensor]:
+    def _one_score(
+        self, micro_batches: Sequence[MicroBatch], what: str, head: Head, temperature: float
+    ) -> list[Tensor]:
+        return [scores[what] for scores in self._score(micro_batches, what, head, temperature)]
+
+    def _score(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        what: str,
+        head: Head,
+        temperature: float,
+        teaching: Teaching | None = None,
+    ) -> list[dict[str, Tensor]]:
+        """Return `what` the model computes of each micro-batch, on its device, and what it gives as a teacher."""
         self._need(what, Part.WEIGHTS)
         if self._options.head != head:
             raise RunError(f"{what} of a {self._options.head} model, which has a head of another kind")
-        scored: list[tuple[Tensor, MicroBatch]] = []
+        scored: list[tuple[dict[str, Tensor], MicroBatch]] = []
         self._forward_pass.set_dropout(False)
         work = self._as_many_as_other_ranks(micro_batches)
 
@@ -153,16 +180,17 @@ class Trainer(TrainerHooks):
                 for index, batch in enumerate(work):
                     self._progress.num_begun = index + 1
                     faults.reach("score.forward")
-                    scores = getattr(self._forward(batch or filler_batch(), temperature), what)
+                    outputs = self._forward(batch or filler_batch(), temperature, teaching=teaching)
                     if batch is not None:
-                        scored.append((scores, batch))
+                        found = ((name, getattr(outputs, name)) for name in (what, *TEACHER_FIELDS))
+                        scored.append(({name: values for name, values in found if values is not None}, batch))
             finally:
                 self._after_scoring()
 
         self._within_memory(score, scored.clear)
         # Copied only now, because each copy waits until the device is done.
-        each = iter([scores.to(batch.token_ids.device) for scores, batch in scored])
-        return [next(each) if batch.num_tokens > 0 else torch.zeros(0) for batch in micro_batches]
+        each = iter([{name: of.to(batch.token_ids.device) for name, of in scores.items()} for scores, batch in scored])
+        return [next(each) if batch.num_tokens > 0 else {what: torch.zeros(0)} for batch in micro_batches]
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float) -> UpdateReport:
         check_temperature(temperature)
@@ -212,6 +240,7 @@ class Trainer(TrainerHooks):
         if coefficient:
             mine = sum(batch.num_tokens for batch in work if batch is not None)
             num_tokens = sum(self.gather_facts(mine, "count the tokens of an update"))
+        teaching = self._teaching(loss)
         # Gradients of a failed update would stay where the next update adds to them.
         self._progress.is_halfway = True
         for index, batch in enumerate(work):
@@ -226,7 +255,7 @@ class Trainer(TrainerHooks):
                 self._backward(sum((value * 0.0).sum() for value in outputs.tensors()), is_last)
                 continue
             there = batch.to(self._device)  # before the forward, so that nothing waits for the forward's end
-            outputs = self._forward(batch, temperature, needs_entropy(loss), coefficient > 0)
+            outputs = self._forward(batch, temperature, needs_entropy(loss), coefficient > 0, teaching)
             total, sums = loss(outputs, there)
             if not total.requires_grad:
                 raise RunError(
@@ -359,11 +388,24 @@ class Trainer(TrainerHooks):
         most = self._ranks.max(len(real), "agree on the number of micro-batches")
         return [*real, *[None] * (most - len(real))]
 
+    def _teaching(self, loss: Loss) -> Teaching | None:
+        """Return how a loss compares the policy with its teacher, whose head is on the device for as long."""
+        how = divergence_of(loss)
+        if how is None:
+            return None
+        return Teaching(how, head=None if self._teacher_head is None else self._teacher_head.to(self._device))
+
     def _forward(
-        self, batch: MicroBatch, temperature: float, with_entropy: bool = False, with_routing: bool = False
+        self,
+        batch: MicroBatch,
+        temperature: float,
+        with_entropy: bool = False,
+        with_routing: bool = False,
+        teaching: Teaching | None = None,
     ) -> Outputs:
         module, model_batch = self._module(), self._model_batch(batch)
-        return self._forward_pass.run(module, model_batch, batch.num_tokens, temperature, with_entropy, with_routing)
+        asked = (temperature, with_entropy, with_routing, teaching)
+        return self._forward_pass.run(module, model_batch, batch.num_tokens, *asked)
 
     # --- residency ----------------------------------------------------------------------------------------------------
 

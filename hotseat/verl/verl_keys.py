@@ -790,7 +790,7 @@ _OF_OTHERS: tuple[Key, ...] = (
     _refused(
         "distillation.enabled",
         False,
-        "give hotseat.algorithm.distill_coef and hotseat.reference.model (docs/algorithms.md)",
+        "give hotseat.algorithm.distill.coef and hotseat.reference.model (docs/algorithms.md)",
     ),
     _section("distillation", _NOT_DISTILLED),
     _section("transfer_queue", _QUEUE),

@@ -124,6 +124,7 @@ WITHOUT_A_FLAG = {
     "algorithm.correction.reject",
     "algorithm.correction.reject_high",
     "algorithm.correction.reject_low",
+    *(f"algorithm.distill.{key}" for key in ("coef", "divergence", "beta", "top_k", "tail", "temperature")),
     "algorithm.distill_coef",
     "algorithm.dpo.gamma",
     "algorithm.dpo.length_normalised",

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,12 @@ from transformers import (
 )
 
 from hotseat import faults
+from hotseat.algorithms.distillation import Divergence, divergence_from_logits, divergence_from_top, top_log_probs
 from hotseat.algorithms.policy_loss import gspo_loss
 from hotseat.errors import BatchError, DeviceMemoryError, NonFiniteError, RunError, UserError
 from hotseat.faults import Fault
 from hotseat.train.backend import PARTS, AdamW, Backend, Outputs, TrainOptions
+from hotseat.train.divergence import Head as TeacherHead
 from hotseat.train.packing import split_by_count, split_by_tokens, take
 from hotseat.train.schedule import Schedule
 from hotseat.types import MicroBatch
@@ -134,6 +136,47 @@ class SequenceLoss:
         old, advantages = batch.fields["old_log_probs"], batch.fields["advantages"]
         found = gspo_loss(outputs.log_probs, old, advantages, batch.layout, eps_low=0.2, eps_high=0.2)
         return (batch.weights * found.loss).sum(), {"clipped": found.clipped.sum()}
+
+
+@dataclass(frozen=True)
+class TeacherLoss:
+    """The surrogate above, and twice the divergence from a teacher."""
+
+    divergence: Divergence
+    needs_entropy: bool = False
+
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        assert outputs.divergence is not None
+        surrogate, _ = ClippedLoss()(outputs, batch)
+        apart = (batch.weights * outputs.divergence).sum()
+        return surrogate + 2 * apart, {"divergence": outputs.divergence.detach().sum()}
+
+
+# A teacher with another shape, whose head has rows of padding; and the two forms in which distributions travel.
+TEACHER_VOCAB_SIZE = VOCAB_SIZE + 7
+TEACHINGS = {
+    "top_k": Divergence("jsd", temperature=1.3, beta=0.3, top_k=9, vocab_size=VOCAB_SIZE),
+    "vocabulary": Divergence("reverse_kl", temperature=0.8, vocab_size=VOCAB_SIZE),
+}
+
+
+def tiny_teacher() -> LlamaForCausalLM:
+    torch.manual_seed(7)
+    shape = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=TEACHER_VOCAB_SIZE, initializer_range=0.3, **shape))
+
+
+def head_of(teacher: LlamaForCausalLM) -> TeacherHead:
+    return TeacherHead(teacher.lm_head.weight.detach().clone())
+
+
+def taught(teacher: Backend, work: Sequence[MicroBatch], how: Divergence) -> list[MicroBatch]:
+    """Micro-batches with what a teacher gave. All ranks together."""
+    given = teacher.teach(work, 1.0, how)
+    return [
+        replace(batch, fields={**batch.fields, **{name: of for name, of in each.items() if name != "log_probs"}})
+        for batch, each in zip(work, given, strict=True)
+    ]
 
 
 class ValueLoss:
@@ -261,6 +304,48 @@ def updates_equal_adamw_written_out(make: Make, directory: Path) -> None:
             assert report.metrics["segments"] == batch.num_segments
         assert_close(copy_weights(backend), {name: weight.detach() for name, weight in reference.weights.items()})
         backend.close()
+
+
+def learning_from_a_teacher_equals_whole_logits(make: Make, directory: Path) -> None:
+    """Log-probs, what a teacher gives, divergence, gradient and weights, against full logits of both models."""
+    options = replace(OPTIONS, optimizer=None)
+    for how in TEACHINGS.values():
+        plain_teacher, model = tiny_teacher().eval(), tiny_model(tied=False)
+        teacher = make(copy.deepcopy(plain_teacher), options)
+        reference, backend = PlainTraining(model, OPTIONS), make(model, OPTIONS)
+        backend.learn_from(head_of(plain_teacher) if how.top_k is None else None)
+        for step in range(3):
+            batch = some_segments(seed=step)
+            (given,) = teacher.teach([batch], 0.6, how)
+            torch.testing.assert_close(given["log_probs"], teacher.log_probs([batch], 0.6)[0])
+            total, norm = reference.update(batch, PlainTeacherLoss(plain_teacher, reference.model, how), 0.9)
+            report = backend.update(taught(teacher, split_by_count(batch, 4), how), TeacherLoss(how), 0.9)
+            assert report.loss == pytest.approx(total, abs=1e-5)
+            assert report.grad_norm == pytest.approx(norm, rel=1e-4)
+        assert_close(copy_weights(backend), {name: weight.detach() for name, weight in reference.weights.items()}, 1e-5)
+        backend.close()
+        teacher.close()
+
+
+class PlainTeacherLoss:
+    """What `TeacherLoss` computes, from full logits, one segment at a time."""
+
+    def __init__(self, teacher: PreTrainedModel, student: PreTrainedModel, how: Divergence):
+        self.teacher, self.student, self.how = teacher, student, how
+
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        apart = []
+        for start, end in zip(batch.offsets.tolist(), batch.offsets.tolist()[1:], strict=False):
+            ids = batch.token_ids[start:end][None]
+            logits = self.student(input_ids=ids, use_cache=False).logits[0, :-1]
+            with torch.no_grad():
+                theirs = self.teacher(input_ids=ids, use_cache=False).logits[0, :-1, :VOCAB_SIZE]
+            if self.how.top_k is None:
+                found = divergence_from_logits(logits, theirs, self.how)
+            else:
+                found = divergence_from_top(logits, *top_log_probs(theirs, self.how), self.how)
+            apart += [logits.new_zeros(1), found]
+        return TeacherLoss(self.how)(replace(outputs, divergence=torch.cat(apart) * batch.mask), batch)
 
 
 def the_cut_into_micro_batches_does_not_matter(make: Make, directory: Path) -> None:
@@ -759,6 +844,7 @@ ONE_RANK: tuple[Callable[[Make, Path], None], ...] = (
     log_probs_equal_a_plain_forward,
     the_first_token_of_a_segment_has_log_prob_zero,
     updates_equal_adamw_written_out,
+    learning_from_a_teacher_equals_whole_logits,
     the_cut_into_micro_batches_does_not_matter,
     packed_equals_padded,
     gradient_checkpointing_changes_nothing,
@@ -840,6 +926,32 @@ def learns(options: TrainOptions) -> Scenario:
             "log_probs": torch.cat(log_probs),
         }
         backend.close()
+        return result
+
+    return scenario
+
+
+def learns_from_a_teacher(options: TrainOptions, how: Divergence) -> Scenario:
+    """As `learns`, from a teacher that is sharded over the same ranks."""
+
+    def scenario(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+        teacher_model = tiny_teacher()
+        head = head_of(teacher_model)
+        teacher = make(teacher_model, replace(options, optimizer=None, lora=None))
+        backend = make(tiny_model(tied=False), options)
+        backend.learn_from(head if how.top_k is None else None)
+        log_probs, losses = backend.log_probs([some_segments()], 1.0), []
+        for step in range(5):
+            work = share_of(split_by_count(some_segments(9, seed=step), 3), (2, 1), rank, num_ranks)
+            losses.append(backend.update(taught(teacher, work, how), TeacherLoss(how), 1.0).loss)
+        log_probs += backend.log_probs([some_segments()], 1.0)
+        result = {
+            "weights": copy_weights(backend),
+            "reports": torch.tensor(losses, dtype=torch.float64),
+            "log_probs": torch.cat(log_probs),
+        }
+        backend.close()
+        teacher.close()
         return result
 
     return scenario

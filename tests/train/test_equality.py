@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from . import adapters, fsdp_factory, zero_factory
-from .conformance import OPTIONS, assert_close, assert_identical, learns
+from .conformance import OPTIONS, TEACHINGS, assert_close, assert_identical, learns, learns_from_a_teacher
 from .run_ranks import TIMEOUT_S, run_ranks
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 100)
@@ -24,6 +24,11 @@ MATRIX = {
     f"{layout}_{what}": learns(replace(options, layout=layout))
     for layout in ("padded", "packed")
     for what, options in (("weights", OPTIONS), ("adapters", adapters.LORA))
+} | {
+    f"{layout}_{what}_{form}": learns_from_a_teacher(replace(options, layout=layout), how)
+    for layout in ("padded", "packed")
+    for what, options in (("weights", OPTIONS), ("adapters", adapters.LORA))
+    for form, how in TEACHINGS.items()
 }
 # By backend and number of ranks: the factory and its ZeRO stage.
 RUNS = {"fsdp_2": (fsdp_factory, None)} | {f"zero{stage}_2": (zero_factory, stage) for stage in range(4)}
@@ -72,7 +77,7 @@ def test_every_run_is_as_one_rank_of_fsdp(run: str, name: str, results: Results)
 
 
 @pytest.mark.parametrize("run", each(ONE, *RUNS))
-@pytest.mark.parametrize("what", ["weights", "adapters"])
+@pytest.mark.parametrize("what", [name.removeprefix("packed_") for name in MATRIX if name.startswith("packed_")])
 def test_packed_is_as_padded(run: str, what: str, results: Results) -> None:
     assert_same(results(run)[f"packed_{what}"], results(run)[f"padded_{what}"], 1e-5)
 

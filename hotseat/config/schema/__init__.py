@@ -57,7 +57,7 @@ class Config(Section):
     reference: Annotated[ReferenceConfig, RL_OR_DPO, when.REFERENCE, when.COMPARED, when.OTHER_REFERENCE] = (
         ReferenceConfig()
     )
-    """The reference policy (KL above 0, dpo), or the teacher (distill_coef above 0)."""
+    """The reference policy (KL above 0, dpo), or the teacher (distill or distill_coef above 0)."""
     inference: Annotated[InferenceConfig, RL, when.INFERENCE] = InferenceConfig()
     """Old log-probs, computed on devices of their own."""
     reward: Annotated[RewardConfig, RL] = RewardConfig()

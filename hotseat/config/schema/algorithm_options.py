@@ -12,12 +12,14 @@ from hotseat.config.annotations import (
     DPO,
     RM,
     CorrectionName,
+    DivergenceName,
     EstimatorName,
     MayChange,
     PolicyLossName,
     PreferenceLossName,
 )
 from hotseat.config.schema.section import AboveOne, AboveZero, Amount, Fraction, FunctionPath, Positive, Section, Share
+from hotseat.registry.divergences import DEFAULT_DIVERGENCE
 from hotseat.registry.estimators import DEFAULT_ESTIMATOR
 from hotseat.registry.policy_losses import DEFAULT_POLICY_LOSS
 from hotseat.registry.preference_losses import DEFAULT_PREFERENCE_LOSS
@@ -53,6 +55,21 @@ class CorrectionConfig(Section):
     """Lower bound of the geometric mean of the ratio, for k1; unset is 1 / `reject_high`."""
     reject_high: Annotated[AboveZero | None, when.REJECTION] = None
     """Upper bound: of the geometric mean of the ratio for k1, of the mean divergence for k2 and k3."""
+
+
+class DistillConfig(Section):
+    coef: Amount = 0.0
+    """Weight in the loss of the divergence from the teacher's distribution of every token; 0 is none."""
+    divergence: Annotated[DivergenceName, when.DISTILLED] = DEFAULT_DIVERGENCE
+    """Divergence between policy and teacher."""
+    beta: Annotated[float, Field(gt=0, lt=1), when.DISTILLED, when.BETA] = 0.5
+    """Weight of the teacher in the mixture that both are compared with."""
+    top_k: Annotated[Positive | None, when.DISTILLED] = 64
+    """The teacher's most likely tokens that are compared; null is the whole vocabulary, from its hidden states."""
+    tail: Annotated[Literal["other", "renormalise"], when.DISTILLED, when.TOP_K] = "other"
+    """All other tokens: one more class, or left out of both distributions, which are then renormalised."""
+    temperature: Annotated[AboveZero | None, when.DISTILLED] = None
+    """Temperature of both distributions; unset is that of the rollout."""
 
 
 class FilteringConfig(Section):
@@ -129,6 +146,8 @@ class AlgorithmConfig(Section):
     """Weight of the balancing loss of a mixture of experts: a mean over micro-batches, weighted by their tokens."""
     distill_coef: Amount = 0.0
     """Weight of on-policy distillation in the advantages, from `reference.model` or `reference.teachers`; 0 is none."""
+    distill: DistillConfig = DistillConfig()
+    """Distillation from the teacher's whole distribution, from `reference.model` or `reference.teachers`."""
     kl: KlConfig = KlConfig()
     """KL to the reference policy."""
     correction: CorrectionConfig = CorrectionConfig()

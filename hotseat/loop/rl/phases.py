@@ -126,6 +126,12 @@ class PreparePhase:
                 )
             elif role != "actor" or policy.needs_old_log_probs:
                 group = groups.models[role]
+                how = policy.objective.divergence if role == "reference" else None
+                if how is not None:
+                    started[role] = group.start_scatter_and_keep(
+                        ModelWorker.teach, self._for_ranks(group, shares), policy.score, policy.temperature, how
+                    )
+                    continue
                 started[role] = group.start_scatter_and_keep(
                     ModelWorker.score, self._for_ranks(group, shares), policy.score, policy.temperature
                 )

@@ -184,7 +184,10 @@ def _actor(launch: LaunchContext) -> Worker:
     config = launch.config
     options = train_options(config, launch.schedule_length)
     dtype = engine_dtype(config)
-    return ActorWorker, (source_of(config, config.actor.model), options, dtype, launch.folder_proof)
+    distill, teacher = config.algorithm.distill, None
+    if distill.coef > 0 and distill.top_k is None:
+        teacher = source_of(config, config.reference.model)
+    return ActorWorker, (source_of(config, config.actor.model), options, dtype, launch.folder_proof, teacher)
 
 
 def _critic(launch: LaunchContext) -> Worker:

@@ -73,7 +73,7 @@ class StepMetrics:
 
 
 _BY_LAG = ("engine_gap_lags", "tokens_lags")
-_PER_TOKEN = ("clipped", "policy_kl", "engine_gap", "corrected", "rejected", "kl", "entropy")
+_PER_TOKEN = ("clipped", "policy_kl", "engine_gap", "corrected", "rejected", "kl", "divergence", "entropy")
 
 
 def policy_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:

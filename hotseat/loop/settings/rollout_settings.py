@@ -17,7 +17,9 @@ from hotseat.config.presence import (
     has_critic,
     has_judge,
     has_reward_model,
+    has_rewards,
     has_simulator,
+    has_teacher,
 )
 from hotseat.config.resolved import judge_length, max_new_tokens, source_of
 from hotseat.config.urls import as_list
@@ -207,6 +209,7 @@ def scorer_settings(config: Config, run_dir: Path | None) -> ScorerSettings:
         seed=config.seed,
         token=bearer_token() if config.reward.url is not None else None,
         judge=judge_of(config, run_dir),
+        is_needed=has_rewards(config) or not has_teacher(config),
         notes=notes,
     )
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hotseat.algorithms.distillation import Divergence
 from hotseat.checks.tokenizers import reward_scale
 from hotseat.config import Config, resolved
 from hotseat.config.batches import is_auto, num_checkpointed, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.image_paths import filler_image
 from hotseat.config.precision import dtype_of
-from hotseat.config.presence import compares_with_reference, has_images, has_inference, is_base_reference
+from hotseat.config.presence import compares_with_reference, has_images, has_inference, has_rewards, is_base_reference
 from hotseat.config.schema.model_options import OptimizerConfig
 from hotseat.config.schema.rollout_options import RolloutConfig
 from hotseat.config.schema.train_options import TrainConfig
@@ -21,6 +23,7 @@ from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.model_workers import PolicySettings
 from hotseat.loop.workers.reference import ReferenceSettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
+from hotseat.model_source import ModelSource
 from hotseat.placement import Plan
 from hotseat.registry.backends import backend_entry
 from hotseat.registry.correction_kinds import correction_entry
@@ -200,7 +203,26 @@ def _policy_objective(config: Config, kl_coefficient: float, max_lag: int) -> Po
         ratio_to="rollout" if weighing.replaces_ratio else "old",
         max_lag=max_lag,
         gate_temperatures=(algorithm.gate_temperature_pos, algorithm.gate_temperature_neg),
+        divergence=divergence_of(config),
+        divergence_coefficient=algorithm.distill.coef,
     )
+
+
+def divergence_of(config: Config) -> Divergence | None:
+    """Return how the policy is compared with its teacher's distributions; None if it is not."""
+    distill, reference = config.algorithm.distill, config.reference
+    if distill.coef == 0:
+        return None
+    models = (config.actor.model, *([reference.model] if reference.model else reference.teachers.values()))
+    temperature = config.rollout.temperature if distill.temperature is None else distill.temperature
+    size = min(_vocab_size(resolved.source_of(config, model)) for model in models)
+    return Divergence(distill.divergence, temperature, distill.beta, distill.top_k, distill.tail, size)
+
+
+@functools.cache
+def _vocab_size(model: ModelSource) -> int:
+    size: int = model.config().get_text_config().vocab_size
+    return size
 
 
 def _advantage_settings(config: Config, kl_in_reward: float) -> AdvantageSettings:
@@ -224,6 +246,7 @@ def _advantage_settings(config: Config, kl_in_reward: float) -> AdvantageSetting
         turn_credit=algorithm.turn_credit,
         reward_parts=tuple(resolved.reward_parts(config).items()),
         needs_parts=estimator_entry(algorithm.estimator).compares_parts,
+        has_rewards=has_rewards(config),
     )
 
 

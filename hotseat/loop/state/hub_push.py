@@ -31,7 +31,14 @@ _PATHS = ("_name_or_path", "name_or_path", "base_model_name_or_path")  # keys of
 # What the card lists of a config, as far as it has an effect in the run.
 _SETTINGS = (
     *("seed", "algorithm.estimator", "algorithm.policy_loss", "algorithm.clip_low", "algorithm.clip_high"),
-    *("algorithm.kl.coef", "algorithm.distill_coef", "algorithm.dpo.loss", "algorithm.dpo.beta"),
+    *(
+        "algorithm.kl.coef",
+        "algorithm.distill_coef",
+        "algorithm.distill.coef",
+        "algorithm.distill.divergence",
+        "algorithm.dpo.loss",
+        "algorithm.dpo.beta",
+    ),
     *("algorithm.reward_modelling.loss", "rollout.engine", "rollout.batch_size", "rollout.samples_per_prompt"),
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_new_tokens", "overlap.staleness"),
     *("data.max_length", "train.backend", "train.batch_size", "train.num_episodes", "train.max_epochs"),

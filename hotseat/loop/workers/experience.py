@@ -60,6 +60,7 @@ class AdvantageSettings:
     # (name, weight) of the rewards that the estimator may compare apart; they are in samples' `extra`.
     reward_parts: tuple[tuple[str, float], ...] = ()
     needs_parts: bool = False  # it compares nothing else
+    has_rewards: bool = True  # else nothing scores answers, and advantages are those of a teacher
 
 
 @dataclass(frozen=True)
@@ -280,6 +281,8 @@ def with_advantages(
 
     With `values` of a critic, [num_tokens], add the returns too.
     """
+    if not settings.has_rewards:
+        return with_fields(batch, {ADVANTAGES: _teachers_advantages(batch, settings)})
     kl = None
     if settings.kl_in_reward:
         kl = estimate_kl(
@@ -327,6 +330,14 @@ def with_advantages(
             teacher = mean_on_tokens(teacher, shared, batch.mask)
         of_tokens = of_tokens + settings.distill_coefficient * teacher
     return with_fields(batch, {ADVANTAGES: of_tokens, **learned})
+
+
+def _teachers_advantages(batch: MicroBatch, settings: AdvantageSettings) -> Tensor:
+    """Return the advantages of tokens that nothing scores but a teacher: 0 if it does so by distributions alone."""
+    if not settings.distill_coefficient:
+        return torch.zeros(batch.num_tokens)
+    teacher = distillation_advantages(batch.fields[OLD_LOG_PROBS], batch.fields[REFERENCE_LOG_PROBS], batch.mask)
+    return settings.distill_coefficient * teacher
 
 
 def parts_of(groups: Sequence[PromptGroup], names: Iterable[str], *, is_needed: bool) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from hotseat.loop.workers.observations import SimulationSettings
 from hotseat.model_source import ModelSource
 from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Scorer
 from hotseat.rewards.graders import graders_of
+from hotseat.rewards.no_rewards import NoRewards
 from hotseat.rewards.rubrics import JudgeSettings
 from hotseat.vision import PreparedImage, placeholder_ids, tokens_of
 
@@ -37,6 +38,7 @@ class ScorerSettings:
     seed: int = 0
     token: str | None = field(default=None, repr=False)  # for the servers of `reward.url`
     judge: JudgeSettings | None = None  # a model whose verdicts are added, too
+    is_needed: bool = True  # else the reward of every answer is 0: the policy learns from a teacher alone
     notes: str | None = None  # file for notes that the driver shows; None: they go to standard error
 
     @property
@@ -136,7 +138,7 @@ def make_image_preparer(settings: HostImages | None, model: ModelSource, tokeniz
 def make_scorer(settings: ScorerSettings) -> Scorer | None:
     """Return what scores the samples to learn from, and evaluations without a reward of their own."""
     reward, judge = settings.reward, settings.judge
-    scorer: Scorer | None = None
+    scorer: Scorer | None = None if settings.is_needed else NoRewards()
     if reward.url is not None:
         from hotseat.rewards.posting import RewardService
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hotseat.algorithms import corrections
 from hotseat.algorithms.aggregation import weighted_sum
+from hotseat.algorithms.distillation import Divergence
 from hotseat.algorithms.kl import KlEstimator, estimate_kl
 from hotseat.algorithms.policy_loss import PolicyLoss, call_policy_loss, entropy_bonus
 from hotseat.algorithms.quantiles import count_sizes
@@ -45,7 +46,7 @@ class PolicyTerms:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """surrogate · correction + kl_coefficient · KL − entropy_coefficient · H, per token.
+    """surrogate · correction + kl_coefficient · KL − entropy_coefficient · H + divergence_coefficient · D, per token.
 
     ratio_to: denominator of an episode's ratio, probabilities before the update (`old`) or the engine's (`rollout`).
     max_lag: the largest lag of a token; above 0, gaps between engine and trainer are also measured for each lag.
@@ -67,6 +68,8 @@ class PolicyObjective:
     rejection_high: float | None = None
     max_lag: int = 0
     gate_temperatures: tuple[float, float] = (1.0, 1.05)  # for advantages above 0, and for others
+    divergence: Divergence | None = None  # D, from the teacher's distributions; None: they are not compared
+    divergence_coefficient: float = 0.0
 
     @property
     def needs_entropy(self) -> bool:
@@ -136,6 +139,10 @@ class PolicyObjective:
             metrics["entropy"] = torch.where(mask, outputs.entropy.detach(), 0.0).sum()
             if self.entropy_coefficient:
                 loss = loss + entropy_bonus(outputs.entropy, mask, self.entropy_coefficient)
+        if outputs.divergence is not None:
+            apart = torch.where(mask, outputs.divergence, 0.0)
+            metrics["divergence"] = apart.detach().sum()
+            loss = loss + self.divergence_coefficient * apart
         return PolicyTerms(weighted_sum(loss, batch.weights), metrics, surrogate.clipped, corrected)
 
     def _surrogate(self, log_probs: Tensor, old: Tensor, batch: MicroBatch) -> PolicyLoss:

@@ -23,6 +23,7 @@ from hotseat.algorithms.adapters import WeightForm, merge_apart
 from hotseat.algorithms.advantages import Moments
 from hotseat.algorithms.aggregation import Aggregation, StepTotals
 from hotseat.algorithms.corrections import WeightTotals
+from hotseat.algorithms.distillation import Divergence
 from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, RunError
 from hotseat.loop.devices.held_memory import DeviceWorker, device_of_process, release_cache_here
@@ -37,9 +38,11 @@ from hotseat.loop.workers.weight_check import Canary, TakesWeights, WeightCheck
 from hotseat.model_source import ModelSource
 from hotseat.planning.budgets import Use
 from hotseat.train.backend import Loss, TrainOptions, UpdateReport
+from hotseat.train.divergence import TEACHER_FIELDS
 from hotseat.train.exact import NO_FP8, ExactScores, Fp8Parts, exact_log_probs, missing_bytes
 from hotseat.train.make import make_backend
 from hotseat.train.packing import split_by_tokens, take
+from hotseat.train.teacher_head import load_head
 from hotseat.types import MicroBatch, Moved
 from hotseat.weights.broadcast import BroadcastGroup
 from hotseat.weights.bucket import Bucket
@@ -56,13 +59,31 @@ class BySample(dict[str, list[Tensor]]):
         """Pickle all segments as one flat array: they are views, and each would be pickled with the bytes of all."""
         segments = [segment for each in self.values() for segment in each]
         lengths = {name: [len(segment) for segment in each] for name, each in self.items()}
-        return _rebuild_by_sample, (lengths, torch.cat(segments).numpy() if segments else None)
+        flat = torch.cat(segments) if segments else None
+        is_bf16 = flat is not None and flat.dtype == torch.bfloat16  # which numpy has not: its bits travel
+        if flat is not None and is_bf16:
+            flat = flat.view(torch.int16)
+        return _rebuild_by_sample, (lengths, None if flat is None else flat.numpy(), is_bf16)
 
 
-def _rebuild_by_sample(lengths: Mapping[str, list[int]], flat: Any) -> BySample:
+def _rebuild_by_sample(lengths: Mapping[str, list[int]], flat: Any, is_bf16: bool = False) -> BySample:
     sizes = [length for each in lengths.values() for length in each]
-    segments = iter(() if flat is None else torch.from_numpy(flat.copy()).split(sizes))
+    whole = None if flat is None else torch.from_numpy(flat.copy())
+    if whole is not None and is_bf16:
+        whole = whole.view(torch.bfloat16)
+    segments = iter(() if whole is None else whole.split(sizes))
     return BySample({name: [next(segments) for _ in each] for name, each in lengths.items()})
+
+
+class TeacherScores(BySample):
+    """Log-probs of tokens by sample id, and beside them what a teacher gave. fields: by name, as `BySample`."""
+
+    def __init__(self, log_probs: Mapping[str, list[Tensor]], fields: Mapping[str, BySample]):
+        super().__init__(log_probs)
+        self.fields = fields
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TeacherScores, (BySample(self), dict(self.fields))
 
 
 @dataclass(frozen=True)
@@ -156,6 +177,21 @@ class ModelWorker(BackendWorker):
         """Return log-probs of each segment of each sample, by sample id. Collective."""
         return self._score(experience.flatten(experience.groups_of(shares)), cut, temperature)
 
+    def teach(self, shares: Sequence[Share], cut: BatchSettings, temperature: float, how: Divergence) -> TeacherScores:
+        """Return log-probs as `score` does, and what a policy that learns by `how` needs. Collective."""
+        return self._teach(experience.flatten(experience.groups_of(shares)), cut, temperature, how)
+
+    def _teach(self, batch: MicroBatch, cut: BatchSettings, temperature: float, how: Divergence) -> TeacherScores:
+        pieces, given = self._cutter.run(
+            "rollout",
+            cut,
+            lambda settings: settings.cut(batch),
+            lambda pieces: self._backend.teach(pieces, temperature, how),
+        )
+        names = [name for name in TEACHER_FIELDS if given and name in given[0]]
+        fields = {name: by_sample(pieces, [each[name] for each in given]) for name in names}
+        return TeacherScores(by_sample(pieces, [each["log_probs"] for each in given]), fields)
+
     def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> BySample:
         pieces, scores = self._cutter.run(
             "rollout",
@@ -238,9 +274,17 @@ class ActorWorker(ModelWorker):
     """
 
     def __init__(
-        self, model: ModelSource, options: TrainOptions, engine_dtype: str, folder_proof: FolderProof | None = None
+        self,
+        model: ModelSource,
+        options: TrainOptions,
+        engine_dtype: str,
+        folder_proof: FolderProof | None = None,
+        teacher: ModelSource | None = None,
     ):
+        """Load the model. teacher: whose distributions of the whole vocabulary the policy learns."""
         super().__init__(model, options, folder_proof=folder_proof)
+        if teacher is not None:
+            self._backend.learn_from(load_head(teacher, getattr(torch, engine_dtype)))
         self._steps: list[MicroBatch | None] = []
         self._totals: list[StepTotals] = []
         self._returns = BySample()
@@ -275,6 +319,7 @@ class ActorWorker(ModelWorker):
             batch = experience.with_lags(groups, batch, settings.version)
         if reference:
             batch = experience.with_fields(batch, {REFERENCE_LOG_PROBS: in_order(batch, reference)})
+            batch = experience.with_fields(batch, given_by_teacher(batch, reference))
         if settings.needs_old_log_probs:
             old = old or [self.score(shares, settings.score, settings.temperature)]
             batch = experience.with_fields(batch, {OLD_LOG_PROBS: in_order(batch, old)})
@@ -436,6 +481,13 @@ def _with_gradient(batch: MicroBatch, objective: PolicyObjective) -> MicroBatch:
     if not chosen:
         chosen = [index for index, name in enumerate(batch.sample_ids) if name == batch.sample_ids[0]]
     return take(batch, chosen)
+
+
+def given_by_teacher(batch: MicroBatch, scores: Sequence[BySample]) -> dict[str, Tensor]:
+    """Return the fields of a batch with what a teacher gave on any number of ranks; none if it gave log-probs alone."""
+    given = [each.fields for each in scores if isinstance(each, TeacherScores)]
+    names = dict.fromkeys(name for fields in given for name in fields)
+    return {name: in_order(batch, [fields[name] for fields in given if name in fields]) for name in names}
 
 
 def in_order(batch: MicroBatch, values: Iterable[BySample]) -> Tensor:

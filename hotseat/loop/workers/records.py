@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotseat.algorithms.distillation import Divergence
 from hotseat.data.frames import film_of
 from hotseat.loop.workers.experience import rewarded_lengths
 from hotseat.loop.workers.losses import ADVANTAGES, PolicyObjective
@@ -158,6 +159,10 @@ class RecordedObjective:
     @property
     def needs_entropy(self) -> bool:
         return self.objective.needs_entropy
+
+    @property
+    def divergence(self) -> Divergence | None:
+        return self.objective.divergence
 
     def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         terms = self.objective.terms(outputs, batch)

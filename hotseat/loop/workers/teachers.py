@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from hotseat.algorithms.distillation import Divergence
 from hotseat.cluster.activity import activity
 from hotseat.loop.devices.held_memory import device_of_process
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
 from hotseat.loop.workers.experience import Share, flatten, groups_of
-from hotseat.loop.workers.model_workers import BySample, ModelWorker
+from hotseat.loop.workers.model_workers import BySample, ModelWorker, TeacherScores
 from hotseat.model_source import ModelSource
 from hotseat.placement.role_names import Part
 from hotseat.planning.budgets import Use
@@ -51,6 +52,17 @@ class TeachersWorker(ModelWorker):
                     parts if before is None else [one + more for one, more in zip(before, parts, strict=True)]
                 )
         return total
+
+    def teach(self, shares: Sequence[Share], cut: BatchSettings, temperature: float, how: Divergence) -> TeacherScores:
+        assert self._weights is None, "distributions of several teachers are not mixed"
+        groups, log_probs, fields = groups_of(shares), BySample(), dict[str, BySample]()
+        for name in self._backends:
+            self._turn_to(name)
+            own = self._teach(flatten([each for each in groups if each.prompt.source == name]), cut, temperature, how)
+            log_probs.update(own)
+            for field, given in own.fields.items():
+                fields.setdefault(field, BySample()).update(given)
+        return TeacherScores(log_probs, fields)
 
     def warm_up(self, max_length: int) -> None:
         for name in self._backends:

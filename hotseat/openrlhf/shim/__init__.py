@@ -18,7 +18,7 @@ INSTEAD = {
     "train_kto": "KTO is not part of Hotseat. For answers in pairs: `openrlhf.cli.train_dpo` (docs/preferences.md). For"
     " single answers that are good or bad: `openrlhf.cli.train_sft` on the good ones, or a reward model made of pairs"
     " and `openrlhf.cli.train_ppo_ray`",
-    "train_kd": "learning from a teacher's distribution is part of RL here: `hotseat run` with algorithm.distill_coef"
+    "train_kd": "learning from a teacher's distribution is part of RL here: `hotseat run` with algorithm.distill.coef"
     " and reference.model or reference.teachers (docs/algorithms.md); `openrlhf.cli.train_sft` learns from answers that"
     " a teacher wrote (`hotseat generate`)",
     "train_prm": "process reward models are not part of Hotseat. `openrlhf.cli.train_rm` trains a model that rewards"
