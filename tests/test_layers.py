@@ -97,9 +97,11 @@ ROWS_OF = {
         ("@on_ray", "local"),
         ("runtime",),
         ("group",),
-        ("worker_process", "device_memory", "session"),
+        ("worker_process", "session"),
         ("sighting",),
-        ("activity", "environment", "lease", "links", "node_facts", "ports", "refs"),
+        ("node_facts",),
+        ("device_memory",),
+        ("activity", "environment", "lease", "links", "ports", "refs"),
     ),
     "openrlhf": (
         ("__init__",),

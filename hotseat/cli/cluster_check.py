@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,13 +12,15 @@ from hotseat.checks.machine import Finding
 from hotseat.checks.nodes import MOST_CLOCK_SKEW_S
 from hotseat.errors import HotseatError, UserError
 from hotseat.placement.locate import Process
+from hotseat.words import quantity
 
 if TYPE_CHECKING:
     from hotseat.cluster import Cluster
     from hotseat.cluster.links import Link
+    from hotseat.cluster.node_facts import NodeFacts
 
 _TIMEOUT_S = 300.0
-_SLOW = 0.25  # of the median link: a link that has less is named
+_SLOW = 0.25  # of the fastest link: a link that has less is named
 MIB = 2**20
 
 
@@ -32,20 +34,20 @@ def cluster_findings(folder: str) -> Iterator[Finding]:
     place = Path(folder).absolute() / time.strftime("check-%Y%m%d-%H%M%S")
     place.mkdir(parents=True)
     with Cluster(timeout_s=_TIMEOUT_S) as cluster:
-        yield from node_findings(cluster, place)
+        facts = yield from node_findings(cluster, place)
         everyone = [Process(rank, node.rank) for rank, node in enumerate(cluster.nodes)]
         devices = [(node, device) for node in cluster.nodes for device in cluster.devices_of(node.rank)]
         on_devices = [Process(rank, node.rank, (device,)) for rank, (node, device) in enumerate(devices)]
         cluster.reserve([*everyone, *on_devices])
         yield from link_findings(cluster, everyone)
         if on_devices:
-            yield from sum_findings(cluster, on_devices)
+            yield from sum_findings(cluster, on_devices, all(each.has_gpu for each in facts.values()))
     if on_devices:
         yield from run_findings(place, [process.node for process in on_devices])
 
 
-def node_findings(cluster: Cluster, place: Path) -> Iterator[Finding]:
-    """Compare each node with the driver's."""
+def node_findings(cluster: Cluster, place: Path) -> Generator[Finding, None, dict[int, NodeFacts]]:
+    """Compare each node with the driver's, and return what each has."""
     asked_s = time.time()
     facts = cluster.facts([node.rank for node in cluster.nodes], [str(place)])
     answered_s = time.time()
@@ -62,8 +64,10 @@ def node_findings(cluster: Cluster, place: Path) -> Iterator[Finding]:
         is_shared = theirs.paths[str(place)] is not None
         if not is_shared:
             advice.append(f"does not see {place}: give a folder that all nodes share")
-        text = f"{node.hostname} {node.address}, {node.num_devices} devices"
+        devices = quantity(node.num_devices, "device" if theirs.has_gpu else "logical device")
+        text = f"{node.hostname} {node.address}, {devices}"
         yield Finding(f"node {node.rank}", text, "; ".join(advice), stops=bool(advice))
+    return facts
 
 
 def link_findings(cluster: Cluster, processes: Sequence[Process]) -> Iterator[Finding]:
@@ -83,12 +87,11 @@ def link_findings(cluster: Cluster, processes: Sequence[Process]) -> Iterator[Fi
         return
     finally:
         group.close()
-    speeds = sorted(link.bytes_per_s for link in links.values())
-    median = speeds[len(speeds) // 2]
+    fastest = max(link.bytes_per_s for link in links.values())
     for (first, second), link in links.items():
-        is_slow = link.bytes_per_s < _SLOW * median
+        is_slow = link.bytes_per_s < _SLOW * fastest
         text = f"{link.bytes_per_s / MIB:,.0f} MiB/s, {link.latency_s * 1e6:,.0f} us by gloo"
-        advice = f"less than {_SLOW:.0%} of the median of all links" if is_slow else ""
+        advice = f"less than {_SLOW:.0%} of the fastest link: look at cables, switch and interfaces" if is_slow else ""
         yield Finding(f"nodes {first} and {second}", text, advice)
 
 
@@ -96,12 +99,11 @@ def pairs(count: int) -> Iterator[tuple[int, int]]:
     return ((first, second) for first in range(count) for second in range(first + 1, count))
 
 
-def sum_findings(cluster: Cluster, processes: Sequence[Process]) -> Iterator[Finding]:
+def sum_findings(cluster: Cluster, processes: Sequence[Process], has_gpus: bool) -> Iterator[Finding]:
     """Add up a block over all devices."""
     from hotseat.cluster.links import LinkWorker
-    from hotseat.planning.config_plan import are_devices_logical
 
-    device = "cpu" if are_devices_logical(cluster) else "cuda"
+    device = "cuda" if has_gpus else "cpu"
     try:
         group = cluster.launch("sums", LinkWorker, args=(device, _TIMEOUT_S), processes=processes)
         speeds = group.call(LinkWorker.all_reduce)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from hotseat.cluster.device_memory import device_memory
+
 # Packages whose versions change what is computed, and the names under which each is installed.
 PACKAGES = {
     "torch": ("torch",),
@@ -28,19 +30,22 @@ class NodeFacts:
     """What one node has.
 
     versions: by name: of Python, packages, and a digest of this package's source. paths: a digest for each path asked
-    for; None: there is none. has_folder: the folder asked for is there. clock_s: seconds since 1970 there.
+    for; None: there is none. has_folder: the folder asked for is there. clock_s: seconds since 1970 there. has_gpu: one
+    that its driver knows.
     """
 
     versions: dict[str, str]
     paths: dict[str, str | None]
     has_folder: bool
     clock_s: float
+    has_gpu: bool
 
 
 def node_facts(folder: str | None, paths: Sequence[str]) -> NodeFacts:
     """Look at this node. folder: from which relative paths start; None: the current one of this process."""
     found = {path: digest_of_path(Path(folder or ".") / path) for path in paths}
-    return NodeFacts(versions(), found, folder is None or os.path.isdir(folder), time.time())
+    has_folder = folder is None or os.path.isdir(folder)
+    return NodeFacts(versions(), found, has_folder, time.time(), device_memory("0") is not None)
 
 
 def versions() -> dict[str, str]:

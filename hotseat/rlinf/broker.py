@@ -95,6 +95,7 @@ class BrokerClient:
 
     def _forget(self) -> None:
         self._pid = os.getpid()
+        self._near: bool | None = None  # whether the broker is on this machine; None: not tried yet
         self._idle: list[socket.socket] = []
         self._lock = threading.Lock()
 
@@ -184,7 +185,9 @@ class BrokerClient:
         return connection
 
     def _is_near(self) -> bool:
-        return self.address.host is None or os.path.exists(self.address.path)
+        if self._near is None:
+            self._near = self.address.host is None or _is_heard(self.address.path)
+        return self._near
 
     def _connect(self, opened: contextlib.ExitStack) -> socket.socket:
         address = self.address
@@ -229,6 +232,17 @@ def forget_clients(path: str) -> None:
             _used_clients.pop(channel, None)
     for client in clients.values():
         client.hang_up()
+
+
+def _is_heard(path: str) -> bool:
+    """Return whether a process of this machine listens on a socket file: on a shared disk another machine may."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_BROKER_GRACE_S)
+        try:
+            connection.connect(path)
+        except OSError:
+            return False
+    return True
 
 
 def _who() -> str:

@@ -93,6 +93,9 @@ class Node:
             "tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"
         )
 
+    def unlimit(self) -> None:
+        self.run("tc", "qdisc", "delete", "dev", INTERFACE, "root")
+
     def end(self) -> None:
         """Turn the machine off."""
         self.holder.kill()

@@ -1,5 +1,6 @@
 """Runs across nodes that are really apart: own network, host name, processes, `/tmp` and `/dev/shm`."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -47,11 +48,11 @@ def join(node, head):
     node.run("ray", "start", *where, "--node-ip-address", node.address, *sizes, env=env)
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    """Two nodes with one logical device each, and a task in a folder that both have."""
-    folder = tmp_path_factory.mktemp("apart")
-    with nodes(2, shared=[folder]) as (head, other):
+@contextlib.contextmanager
+def started(folder, count):
+    """Start nodes with one logical device each, and Ray on them; make a task in a folder that all have."""
+    with nodes(count, shared=[folder]) as made:
+        head = made[0]
         env = own_environment("WANDB_") | {
             "PATH": f"{BINARIES}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -61,11 +62,24 @@ def cluster(tmp_path_factory):
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ADDRESS": f"{head.address}:{PORT}",
         }
-        head.env = other.env = env
-        join(head, head)
-        join(other, head)
-        head.run("hotseat", "new", "rl", folder / "task")
-        yield folder / "task", head, other
+        for node in made:
+            node.env = env
+            join(node, head)
+        for kind in ("rl", "sft"):
+            head.run("hotseat", "new", kind, folder / "task")
+        yield folder / "task", *made
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with started(tmp_path_factory.mktemp("two"), 2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    with started(tmp_path_factory.mktemp("three"), 3) as made:
+        yield made
 
 
 def command(task, *words):
@@ -148,6 +162,66 @@ def test_a_node_that_is_cut_off_ends_the_run_with_its_name_and_another_run_resum
     printed = resumed.communicate(timeout=600)[0]
     steps = [record["step"] for record in records(task / "runs" / "cut")]
     assert steps == sorted(set(steps)), printed[-4000:]
+
+
+WAYS = {
+    "sft": ("sft.yaml", "train.batch_size=12", "train.max_epochs=1", "cluster.component_placement.actor=all"),
+    "ppo": (
+        "rl.yaml",
+        "train.num_episodes=2",
+        "algorithm.estimator=gae",
+        "algorithm.kl.coef=0.01",
+        'cluster.component_placement={"actor": "0-1", "critic": "1-2", "rollout": "2"}',
+    ),
+    "async": (
+        "rl.yaml",
+        "train.num_episodes=2",
+        "overlap.staleness=1",
+        "overlap.in_flight=recompute",
+        'cluster.component_placement={"actor": "0-1", "rollout": "2"}',
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_three_nodes_train(three, way):
+    task, head, *others = three
+    settings = (f"name={way}", "train.dtype=fp32", "eval.path=null", "eval.every=null")
+    done = head.run(*command(task, "run", *WAYS[way], *settings), check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    steps = [record["step"] for record in records(task / "runs" / way)]
+    assert steps == list(range(steps[0], steps[-1] + 1))
+    assert (task / "runs" / way / "model" / "config.json").is_file()
+    for node in others:
+        assert "hotseat" not in node.run("ps", "-eo", "args").stdout
+        assert node.run("sh", "-c", "ls -d /tmp/hotseat-* || true").stdout == ""
+
+
+LINKS = """
+from hotseat.cli.cluster_check import link_findings
+from hotseat.cluster import Cluster
+from hotseat.placement.locate import Process
+
+with Cluster(timeout_s=300.0) as cluster:
+    everyone = [Process(rank, node.rank) for rank, node in enumerate(cluster.nodes)]
+    cluster.reserve(everyone)
+    names = [node.hostname for node in cluster.nodes]
+    for found in link_findings(cluster, everyone):
+        first, second = (names[int(word)] for word in found.what.split() if word.isdigit())
+        print(*sorted((first, second)), bool(found.advice), found.text, sep="|")
+"""
+
+
+def test_a_slow_link_is_named(three):
+    _, head, _, last = three
+    last.limit("20mbit")
+    try:
+        done = head.run("python", "-c", LINKS)
+    finally:
+        last.unlimit()
+    lines = [line.split("|") for line in done.stdout.splitlines() if line.startswith("node")]
+    named = {(first, second): is_named == "True" for first, second, is_named, _ in lines}
+    assert named == {("node1", "node2"): False, ("node1", "node3"): True, ("node2", "node3"): True}, done.stdout
 
 
 STUBS = {
