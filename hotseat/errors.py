@@ -29,11 +29,19 @@ from dataclasses import dataclass
 
 
 class HotseatError(Exception):
-    """Base class of every error that Hotseat raises on purpose."""
+    """Base class of every error that Hotseat raises on purpose.
+
+    comes_again: a run that is resumed would meet it again; False: something died or hung; None: its causes and its text
+    tell (`hotseat.deaths`).
+    """
+
+    comes_again: bool | None = None
 
 
 class UserError(HotseatError):
     """Something the user wrote cannot work."""
+
+    comes_again = True
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,8 @@ class RunError(HotseatError):
 class DeadlineError(RunError):
     """A bounded wait ran out."""
 
+    comes_again = False
+
     awaited: tuple[str, ...] = ()  # processes that did not answer, such as `rollout rank 0`
 
 
@@ -103,21 +113,31 @@ class WorkerError(RunError):
 class ClusterError(RunError):
     """Ray itself died: no process of the run can be reached or replaced."""
 
+    comes_again = False
+
 
 class RewardError(RunError):
     """Too many rewards failed."""
+
+    comes_again = True
 
 
 class SandboxError(RunError):
     """The sandbox did not work; this says nothing about the code that it was to run."""
 
+    comes_again = True
+
 
 class WeightError(RunError):
     """An engine does not serve the weights that were pushed."""
 
+    comes_again = True
+
 
 class NonFiniteError(RunError):
     """Too many updates in a row were not finite."""
+
+    comes_again = True
 
 
 class DeviceMemoryError(RunError):
@@ -125,6 +145,8 @@ class DeviceMemoryError(RunError):
 
     index: the micro-batch that ran out of memory. is_undone: the rank is in the state it had before the failed call.
     """
+
+    comes_again = True
 
     def __init__(self, message: str, index: int = 0, is_undone: bool = False):
         super().__init__(message, index, is_undone)
@@ -140,6 +162,8 @@ class BudgetError(DeviceMemoryError):
     use: the config section of the budget, train or rollout. tokens: the smaller budget of one device.
     """
 
+    comes_again = False
+
     def __init__(self, message: str, use: str, tokens: int):
         super().__init__(message)
         self.args = message, use, tokens  # what pickle passes to the constructor in another process
@@ -148,3 +172,5 @@ class BudgetError(DeviceMemoryError):
 
 class CheckpointError(RunError):
     """A checkpoint cannot be written, or is damaged."""
+
+    comes_again = True

@@ -30,6 +30,7 @@ LAYERS = (
         "connections",
         "types",
         "errors",
+        "deaths",
         "failed",
         "faults",
         "openmp",
@@ -55,6 +56,7 @@ LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
 ALLOWED_SIBLINGS = {
     ("config", "errors"),
     ("types", "errors"),
+    ("deaths", "errors"),
     ("types", "failed"),
     ("faults", "errors"),
     ("files", "errors"),

@@ -12,6 +12,7 @@ from typing import NoReturn
 from hotseat import interrupts
 from hotseat.errors import HotseatError, UserError
 from hotseat.interrupts import STOPPED
+from hotseat.processes.kept_driver import tell
 
 # Exit codes: done; failed while running; refused before anything ran. `STOPPED`: by Ctrl-C or SIGTERM.
 OK, FAILED, REFUSED = 0, 1, 2
@@ -27,18 +28,31 @@ def reported(command: str, run: Callable[[], int]) -> int:
         try:
             try:
                 with interrupts.handled():
-                    return run()
+                    code = run()
             finally:
                 current.is_over = True
         except UserError as error:
             print(f"{command}: {error}", file=sys.stderr)
-            return REFUSED
+            code = REFUSED
         except HotseatError as error:
             print("\n".join([f"{command}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+            _tell(error)
             return FAILED
         except KeyboardInterrupt as interrupt:
             print(last_words(command, interrupt), file=sys.stderr)
-            return STOPPED
+            code = STOPPED
+        except Exception as error:
+            _tell(error)
+            raise
+        tell(over=code)
+        return code
+
+
+def _tell(error: Exception) -> None:
+    """Tell the process that may start this command again why it ends."""
+    from hotseat.deaths import comes_again
+
+    tell(error=str(error).partition("\n")[0] or type(error).__name__, comes_again=comes_again(error))
 
 
 def leave(code: int) -> NoReturn:

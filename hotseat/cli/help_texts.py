@@ -9,6 +9,10 @@ exit codes:
   2    refused before anything ran: a wrong key, value, file or command line
   130  stopped by Ctrl-C or SIGTERM (the first lets the step finish and saves it, a second ends at once)"""
 
+RUN_EXIT_CODES = f"""\
+{EXIT_CODES}
+  75   died more often than run.max_restarts allows without a new checkpoint: a scheduler should queue it again"""
+
 CHANGES = """
 Everything else is refused unless --allow-change names it. With another number of steps the learning
 rate follows the schedule of the new length. Reports mark where a run was changed."""
@@ -54,7 +58,7 @@ examples:
 see also: `hotseat config CONFIG` checks a config without running it; `hotseat plan CONFIG` shows whether it fits into
 memory.
 
-{EXIT_CODES}""",
+{RUN_EXIT_CODES}""",
     "check": """\
 examples:
   hotseat check                   packages, devices and limits of this machine, and how to fix what fails

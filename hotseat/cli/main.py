@@ -16,6 +16,7 @@ from hotseat.cli import check_command, completion, help_texts, launch, new, offl
 from hotseat.cli.ending import OK, REFUSED, leave, reported
 from hotseat.errors import UserError
 from hotseat.openmp import wait_passively
+from hotseat.processes import kept_driver
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -142,7 +143,7 @@ def _add_runs(commands: _Commands, command: str) -> None:
             " --help` does not list; the results are then not those of the uninterrupted run",
         )
     if command == "resume":
-        resume.epilog = f"{resume.epilog}\n{_what_may_change()}\n\n{help_texts.EXIT_CODES}"
+        resume.epilog = f"{resume.epilog}\n{_what_may_change()}\n\n{help_texts.RUN_EXIT_CODES}"
 
     text = "show how a run is: its step and phase, whether it makes progress, or how it ended"
     status = _command(commands, "status", "cli.status_view:run_status", text)
@@ -307,7 +308,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     from hotseat.loop.state.checkpoints import CheckpointStore
 
     folder = Path(config.checkpoint.path or path / "checkpoints")
-    if not CheckpointStore(folder).steps():
+    if not CheckpointStore(folder).steps() and not kept_driver.restarts:
         model = Path(config.checkpoint.export_path or path / "model")
         further = f", or from its model (actor.model={model})" if (model / "config.json").is_file() else ""
         raise UserError(

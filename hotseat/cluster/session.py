@@ -15,6 +15,7 @@ from hotseat.cluster import activity
 from hotseat.cluster.environment import restore_environment
 from hotseat.errors import RunError
 from hotseat.processes import supervisor
+from hotseat.processes.kept_driver import tell
 
 # Longer paths than this do not leave room for Ray's socket names: a socket's path has at most 107 characters.
 _MAX_DIRECTORY = 40
@@ -32,9 +33,13 @@ class Session:
         self.id = f"{outer}/{self.name}" if outer else self.name
         self.shm_prefix = f"hotseat-{self.name}-"
         self.directory = _make_directory()
-        self.guard = supervisor.start_supervisor(
-            {"mark": (supervisor.SESSION, self.name), "shm_prefix": self.shm_prefix, "folders": [self.directory]}
-        )
+        remains: supervisor.Remains = {
+            "mark": (supervisor.SESSION, self.name),
+            "shm_prefix": self.shm_prefix,
+            "folders": [self.directory],
+        }
+        self.guard = supervisor.start_supervisor(remains)
+        tell(remains=remains)
         self._env_before = {name: os.environ.get(name) for name in (supervisor.SHM_PREFIX, activity.DIRECTORY)}
         os.environ[supervisor.SHM_PREFIX] = self.shm_prefix
         os.environ[activity.DIRECTORY] = activity_folder(self.directory)

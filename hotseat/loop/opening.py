@@ -45,6 +45,7 @@ from hotseat.placement import Inventory, Plan
 from hotseat.planning import config_plan
 from hotseat.planning.budgets import ChosenBudgets, describe, uses, with_budgets_of
 from hotseat.planning.slots import is_chosen_by_run
+from hotseat.processes import kept_driver
 
 if TYPE_CHECKING:
     from hotseat.cluster import Cluster, Template, WorkerGroup
@@ -113,6 +114,9 @@ def open_run(
         stack.enter_context(_advice(saver, advice))
         checkpoint = saver.find(stack, inputs.notes.append)
         _begin_records(config, run_dir, inputs.rows, saver, checkpoint)
+        kept_driver.tell(
+            run=str(run_dir), max_restarts=config.run.max_restarts, allowed=list(config.checkpoint.allow_changes)
+        )
         if checkpoint is not None and _is_finished(config, checkpoint, inputs.algebra.num_steps or 0, run_dir):
             from hotseat.observe import NullJournal
 
@@ -121,6 +125,7 @@ def open_run(
             yield OpenRun(config, run_dir, saver, checkpoint, NullJournal(), evaluation)
             return
         journal = stack.enter_context(_journal(config, run_dir, inputs, columns, view, checkpoint))
+        _record_restarts(journal, is_new=checkpoint is None)
         stack.callback(_report, run_dir, journal)
         monitor = stack.enter_context(watched(config, run_dir, journal))
         if steering is not None:
@@ -422,6 +427,12 @@ def _journal(
     if config.eval.is_switched_off:
         journal.say("nothing is evaluated: eval.path is null, so the other keys of eval have no effect")
     return journal
+
+
+def _record_restarts(journal: Journal, is_new: bool) -> None:
+    """Record why the driver was started again, which was printed then. is_new: the files of the run begin anew."""
+    for restart in kept_driver.restarts if is_new else kept_driver.restarts[-1:]:
+        journal.record(restart.text, "restart")
 
 
 def _report(run_dir: Path, journal: Any) -> None:

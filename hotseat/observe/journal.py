@@ -40,7 +40,8 @@ AFTERWARDS = ("save", "export", "push")  # phases that follow after the metrics 
 
 MAX_VALUES = 64  # distinct values of a distribution; more are binned
 
-Kind = Literal["start", "note", "warning", "fault"]  # start: a command began
+# start: a command began. restart: it began since the one before had died.
+Kind = Literal["start", "note", "warning", "fault", "restart"]
 
 
 class Sink(Protocol):
@@ -128,14 +129,15 @@ class Journal(Closing):
     def progress(self, text: str) -> None:
         """Show and record a line about the start-up that is not a stage of it. Any thread may call this."""
         self._view.progress(text)
-        self._record(text, "note")
+        self.record(text, "note")
 
     def say(self, text: str, kind: Kind = "note") -> None:
         """Print a line, and record it as an event."""
         self._view.say(text)
-        self._record(text, kind)
+        self.record(text, kind)
 
-    def _record(self, text: str, kind: Kind) -> None:
+    def record(self, text: str, kind: Kind) -> None:
+        """Record an event without printing it."""
         with self._lock:  # the thread that watches the processes records events, too
             self._files[EVENTS].write(
                 {"time": time.time(), "step": self.run_progress.steps_made, "kind": kind, "text": text}

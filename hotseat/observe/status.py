@@ -86,7 +86,7 @@ def _read_heartbeat(path: Path) -> dict[str, Any]:
 
 
 def _read_events(path: Path) -> tuple[dict[str, int], str | None]:
-    """Count events by kind; also return the last warning or fault."""
+    """Count events by kind; also return the last warning, fault or restart."""
     counts: Counter[str] = Counter()
     last = None
     try:
@@ -95,7 +95,7 @@ def _read_events(path: Path) -> tuple[dict[str, int], str | None]:
                 try:
                     event = json.loads(line)
                     counts[event["kind"]] += 1
-                    if event["kind"] in ("warning", "fault"):
+                    if event["kind"] in ("warning", "fault", "restart"):
                         last = str(event["text"]).splitlines()[0]
                 except (ValueError, LookupError, TypeError):
                     continue  # cut short by a crash

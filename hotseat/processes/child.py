@@ -81,7 +81,7 @@ class Channel:
         return bytes(data)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the system kill this process when the thread ends that started it."""
     if sys.platform.startswith("linux"):
         import ctypes
@@ -102,7 +102,7 @@ def _main(handle: str, program: str) -> None:
     except (EOFError, ConnectionError):
         return
     if first["parent"] is not None:
-        _die_with(first["parent"])
+        die_with(first["parent"])
     if first["max_memory"] is not None:
         import resource
 

@@ -21,7 +21,7 @@ from hotseat.config.schema.algorithm_options import AlgorithmConfig
 from hotseat.config.schema.cluster_options import ClusterConfig, OverlapConfig, PhaseConfig
 from hotseat.config.schema.data_options import DataConfig, EvaluationConfig
 from hotseat.config.schema.model_options import ActorConfig, CriticConfig, InferenceConfig, ReferenceConfig
-from hotseat.config.schema.record_options import CheckpointConfig, LogConfig
+from hotseat.config.schema.record_options import CheckpointConfig, LogConfig, RunConfig
 from hotseat.config.schema.reward_options import RewardConfig
 from hotseat.config.schema.rollout_options import AgentConfig, ComponentConfig, EnvConfig, RolloutConfig
 from hotseat.config.schema.section import NotNegative, Section
@@ -78,6 +78,8 @@ class Config(Section):
     """How models are trained."""
     eval: Annotated[EvaluationConfig, MayChange.EVALUATION] = EvaluationConfig()
     """Evaluation."""
+    run: Annotated[RunConfig, MayChange.LIMITS] = RunConfig()
+    """What happens when the run dies."""
     checkpoint: Annotated[CheckpointConfig, MayChange.CHECKPOINTS] = CheckpointConfig()
     """Checkpoints and exported models."""
     log: Annotated[LogConfig, MayChange.LOGGING] = LogConfig()

@@ -11,6 +11,11 @@ from hotseat.config.schema.section import AboveZero, Amount, NotNegative, Port, 
 DEFAULT_MINUTES = 10.0  # between checkpoints, where the config does not say when to save
 
 
+class RunConfig(Section):
+    max_restarts: NotNegative = 3
+    """Restarts without a new checkpoint after which `hotseat run` gives up a run that dies; 0: it is not restarted."""
+
+
 class CheckpointConfig(Section):
     path: Annotated[str | None, when.SAVES_OR_RESUMES] = None
     """Where checkpoints go; unset is `checkpoints` in the run directory."""

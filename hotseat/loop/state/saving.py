@@ -23,6 +23,7 @@ from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_o
 from hotseat.loop.state.run_dir import sole_owner, write_config
 from hotseat.machine import available_bytes
 from hotseat.observe import Journal
+from hotseat.processes.kept_driver import tell
 
 BACKENDS = {"actor": "actor", "critic": "critic_state"}  # folders of a checkpoint with the state of each role's backend
 BACKEND = BACKENDS["actor"]
@@ -140,6 +141,7 @@ class Saver:
         if any(change.key in NUM_STEPS for change in self.changes) and schedule != "constant":
             say(f"learning rate: from the next step on that of the {schedule} schedule over the new number of steps")
         say(f"resuming from {checkpoint.path}, after step {checkpoint.step}")
+        tell(saved=checkpoint.step)
         return checkpoint
 
     def keep(self, config: Config) -> None:
@@ -362,7 +364,9 @@ class Saver:
                 source.write(path)
         num_ranks = source.num_ranks if section.save_state else {}
         if is_written is None:
-            return self._store.commit(step, state, num_ranks)
+            saved = self._store.commit(step, state, num_ranks)
+            tell(saved=step)
+            return saved
 
         def ask() -> bool:
             with self._store.explained(step):
@@ -370,6 +374,7 @@ class Saver:
 
         def commit(when_current: AbstractContextManager[None]) -> None:
             self._store.commit(step, state, num_ranks, when_current)
+            tell(saved=step)
 
         self._background_save = BackgroundSave(step, ask, commit, self._timeout_s)
         return self._store.path(step)

@@ -153,7 +153,7 @@ function eventItem(event) {
   const time = event.time === null ? '' : new Date(event.time * 1000).toLocaleString();
   return el(
     'li',
-    { class: `event kind-${['start', 'note', 'warning', 'fault'].includes(event.kind) ? event.kind : 'note'}` },
+    { class: `event kind-${['start', 'note', 'warning', 'fault', 'restart'].includes(event.kind) ? event.kind : 'note'}` },
     el('span', { class: 'badge' }, event.kind),
     el(
       'span',

@@ -1,0 +1,149 @@
+"""`hotseat run` and `hotseat resume` start their driver again when it dies, from the newest checkpoint.
+
+The process that the user started stays small: it forks the driver (`hotseat/processes/kept_driver.py`), judges its end,
+and starts it again, as long as there is a new checkpoint within `run.max_restarts` restarts.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hotseat.interrupts import STOPPED
+from hotseat.processes.kept_driver import DriverEnd, Keeper, Restart, show_cursor
+from hotseat.processes.supervisor import clean_up
+
+# Exit code of a command whose run died and would continue if it were started again: EX_TEMPFAIL of sysexits.h.
+DIED = 75
+# Seconds before each restart without a checkpoint more: what failed at once, such as a node, may need time to return.
+PAUSES_S = (0.0, 10.0, 30.0)
+COMMANDS = ("run", "resume")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an end of a driver means. text: why it died, if it did."""
+
+    kind: Literal["over", "death", "comes again"]
+    text: str = ""
+
+
+def is_kept(argv: Sequence[str]) -> bool:
+    """Tell whether a command starts a driver that is to be started again."""
+    return bool(argv) and argv[0] in COMMANDS and not {"-h", "--help"} & set(argv)
+
+
+def keep(argv: Sequence[str]) -> list[str]:
+    """Start the driver of a command, again and again if need be. Returns in each driver, with its arguments.
+
+    In the process of the command it ends by SystemExit.
+    """
+    keeper, book, arguments = Keeper(), Book(), list(argv)
+    while True:
+        end = keeper.run(tuple(book.restarts))
+        if end is None:
+            return arguments
+        verdict = judge(end)
+        book.note(end.facts)
+        if verdict.kind != "death" or keeper.stopped_by is not None:
+            if verdict.kind == "comes again":
+                _say("it is not started again: this error would come again")
+            sys.exit(exit_code(end))
+        show_cursor()
+        problem = book.problem()
+        if problem is not None:
+            _say(f"{verdict.text}; {problem}")
+            sys.exit(DIED)
+        text = book.count(verdict.text)
+        _say(text)
+        if book.remains:
+            clean_up(book.remains)  # its own supervisor does that too, and may have died with it
+        if keeper.pause(book.pause_s):
+            _say("stopped")
+            sys.exit(STOPPED)
+        arguments = book.arguments
+
+
+def judge(end: DriverEnd) -> Verdict:
+    """Say what an end of a driver means. A driver that ends in order announces that as its last fact."""
+    error = end.facts.get("error")
+    if error is not None:
+        return Verdict("comes again" if end.facts["comes_again"] else "death", error)
+    if "over" in end.facts or end.code == STOPPED:  # a second Ctrl-C ends it at once
+        return Verdict("over")
+    if end.code < 0:
+        name = signal.Signals(-end.code).name
+        hint = " (if nobody did that, memory may have run out)" if end.code == -signal.SIGKILL else ""
+        return Verdict("death", f"its driver was ended by {name}{hint}")
+    if "run" not in end.facts:
+        return Verdict("over")  # such as a wrong command line
+    return Verdict("death", f"its driver exited with code {end.code}, without an error")
+
+
+def exit_code(end: DriverEnd) -> int:
+    """Return the exit code by which a shell knows how a process ended."""
+    return end.code if end.code >= 0 else 128 - end.code
+
+
+@dataclass
+class Book:
+    """What is known of the run, and its restarts. saved: the newest step that has a checkpoint; -1 if there is none."""
+
+    run_dir: str | None = None
+    most: int = 0
+    allowed: Sequence[str] = ()
+    remains: Any = None
+    saved: int = -1
+    restarts: list[Restart] = field(default_factory=list)
+    _num_in_vain: int = 0  # restarts since the last new checkpoint
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Take over the facts that a driver told."""
+        self.run_dir = facts.get("run", self.run_dir)
+        self.most = facts.get("max_restarts", self.most)
+        self.allowed = facts.get("allowed", self.allowed)
+        self.remains = facts.get("remains")
+        saved = facts.get("saved", -1)
+        if saved > self.saved:
+            self.saved, self._num_in_vain = saved, 0
+
+    def problem(self) -> str | None:
+        """Return why the driver is not started again; None if it is."""
+        if self.run_dir is None:
+            return "no run had begun: start it again with the same command"
+        again = f"resume it with: hotseat resume {self.run_dir}"
+        if self.saved < 0:
+            again = (
+                "it has no checkpoint to resume from: start it again with the same command and checkpoint.resume=true"
+            )
+        if self.most == 0:
+            return f"run.max_restarts is 0, so it is not started again; {again}"
+        if self._num_in_vain >= self.most:
+            times = "once" if self.most == 1 else f"{self.most} times"
+            return f"it was started again {times} without a new checkpoint (run.max_restarts), and is given up; {again}"
+        return None
+
+    def count(self, cause: str) -> str:
+        """Count one more restart, and return the line that tells of it."""
+        self._num_in_vain += 1
+        where = f"resumes after step {self.saved}" if self.saved >= 0 else "begins at its first step"
+        text = f"{cause}; started again, {where} (restart {self._num_in_vain} of {self.most} without a new checkpoint)"
+        self.restarts.append(Restart(time.time(), text))
+        return text
+
+    @property
+    def pause_s(self) -> float:
+        return PAUSES_S[min(self._num_in_vain, len(PAUSES_S)) - 1]
+
+    @property
+    def arguments(self) -> list[str]:
+        assert self.run_dir is not None
+        return ["resume", self.run_dir, *(word for key in self.allowed for word in ("--allow-change", key))]
+
+
+def _say(text: str) -> None:
+    print(f"hotseat: {text}", file=sys.stderr, flush=True)
