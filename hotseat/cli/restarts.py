@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hotseat.cli.ending import REFUSED
 from hotseat.interrupts import STOPPED
 from hotseat.processes.kept_driver import DriverEnd, Keeper, Restart, show_cursor
 from hotseat.processes.supervisor import clean_up
@@ -47,7 +48,7 @@ def keep(argv: Sequence[str]) -> list[str]:
         end = keeper.run(tuple(book.restarts))
         if end is None:
             return arguments
-        verdict = judge(end)
+        verdict = judge(end, is_restart=bool(book.restarts))
         book.note(end.facts)
         if verdict.kind != "death" or keeper.stopped_by is not None:
             if verdict.kind == "comes again":
@@ -68,11 +69,16 @@ def keep(argv: Sequence[str]) -> list[str]:
         arguments = book.arguments
 
 
-def judge(end: DriverEnd) -> Verdict:
-    """Say what an end of a driver means. A driver that ends in order announces that as its last fact."""
+def judge(end: DriverEnd, *, is_restart: bool = False) -> Verdict:
+    """Say what an end of a driver means. A driver that ends in order announces that as its last fact.
+
+    What is refused at a restart was accepted before: something has changed around the run, such as a node that is lost.
+    """
     error = end.facts.get("error")
     if error is not None:
         return Verdict("comes again" if end.facts["comes_again"] else "death", error)
+    if is_restart and end.facts.get("over") == REFUSED:
+        return Verdict("death", "it could not begin again")
     if "over" in end.facts or end.code == STOPPED:  # a second Ctrl-C ends it at once
         return Verdict("over")
     if end.code < 0:

@@ -31,6 +31,14 @@ def test_ends_of_a_driver(code, facts, kind, text):
     assert (verdict.kind, verdict.text) == (kind, text)
 
 
+def test_what_is_refused_at_a_restart_may_be_accepted_later():
+    """A cluster that has lost a node, or its head, may have it again a little later, or where a scheduler starts it."""
+    verdict = judge(DriverEnd(2, {"over": 2}), is_restart=True)
+    assert (verdict.kind, verdict.text) == ("death", "it could not begin again")
+    assert judge(DriverEnd(0, {"over": 0}), is_restart=True).kind == "over"
+    assert judge(DriverEnd(1, {"error": "no data", "comes_again": True}), is_restart=True).kind == "comes again"
+
+
 def test_exit_codes_are_those_of_a_shell():
     assert [exit_code(DriverEnd(code, {})) for code in (0, 2, 130, -9)] == [0, 2, 130, 137]
 
