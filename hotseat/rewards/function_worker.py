@@ -7,7 +7,6 @@ was started with.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import copy
@@ -61,6 +60,8 @@ def main(channel: Channel, task: dict[str, Any]) -> None:
             else:
                 result = function(call["queries"], call["prompts"], call["labels"])
             if inspect.isawaitable(result):
+                import asyncio  # which takes most of the time of loading this file
+
                 result = asyncio.run(_wait(result))
             answer = {"result": plain(result)}
         except BaseException as error:  # whatever the user's code raises, even SystemExit, is reported as its answer
