@@ -149,7 +149,7 @@ class FakeHost:
     def connect(self, client: str, engines: object, num_hosts: int = 1, rank: int = 0) -> None:
         """Nothing to remember: it samples by itself."""
 
-    def collect(self, jobs: Sequence[Job], sampling: object) -> list[GroupFacts]:
+    def collect(self, jobs: Sequence[Job], sampling: object, num_needed: int | None = None) -> list[GroupFacts]:
         if not self._is_scored[jobs[0].epoch == EVALUATION]:
             self._unscored = list(jobs)
             return []

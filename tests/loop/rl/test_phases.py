@@ -117,7 +117,7 @@ def test_a_host_that_dies_while_it_samples_is_asked_for_the_same_groups_again():
     host = broken.host
     collect, num_calls = host.collect, iter(range(100))
 
-    def collect_once(jobs, sampling):
+    def collect_once(jobs, sampling, num_needed=None):
         if next(num_calls) == 1:
             broken.hosts.kill()
             raise WorkerError("agents rank 0 died")
@@ -657,7 +657,7 @@ def test_an_engine_that_dies_in_the_rollout_gets_the_version_that_is_served():
     case.sync.run()
     case.sync.run()
 
-    def collect(jobs, sampling, collect=case.host.collect):
+    def collect(jobs, sampling, num_needed=None, collect=case.host.collect):
         if len(case.hosts.named("collect")) == 1:
             case.engines.kill(1)
             raise WorkerError("rollout rank 1 died")
