@@ -52,10 +52,12 @@ demo: setup
 # Tests may keep the bytecode of our files, of which each of their processes would compile a hundred.
 test test-fast test-gpu test-long: export PYTHONDONTWRITEBYTECODE =
 
-# Slow tests wait for processes and devices for much of their time: on two cores a third worker fills it. All tests in one
-# run, since every worker imports everything first.
-test: setup lint browser sandbox
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations 100 -m "not long and not gpu"
+# Slow tests wait for processes and devices for much of their time: on two cores four workers fill it. All tests in one
+# run, since every worker imports everything first. Lint, of one process, runs beside them, and is printed at the end.
+test: setup browser sandbox
+	@printed=$$(mktemp); $(MAKE) --no-print-directory lint > $$printed 2>&1 & lint=$$!; \
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder --durations 100 -m "not long and not gpu"; tests=$$?; \
+	wait $$lint; lint=$$?; cat $$printed; rm $$printed; exit $$(( tests ? tests : lint ))
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"
