@@ -1,11 +1,11 @@
 """`hotseat check`: what it finds on this machine, and how it judges the nodes of a cluster."""
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import preloaded
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -162,7 +162,7 @@ print("done")
 def test_two_ranks_measure_their_link_and_a_sum():
     port = free_port("127.0.0.1")
     ranks = [
-        subprocess.Popen(
+        preloaded.popen(
             [sys.executable, "-c", WORKER],
             env={
                 **os.environ,
@@ -173,8 +173,8 @@ def test_two_ranks_measure_their_link_and_a_sum():
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": "lo",
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=preloaded.PIPE,
+            stderr=preloaded.STDOUT,
             text=True,
         )
         for rank in range(2)

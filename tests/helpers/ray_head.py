@@ -67,7 +67,7 @@ def ray_head(folder: Path, num_gpus: int, num_gpus_of_second: int = 0, **variabl
             *(f"--port={port}", f"--temp-dir={directory}", "--node-name=first", "--num-cpus=2"),
             *("--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
             *("--object-store-memory=200000000", "--min-worker-port=0", "--max-worker-port=0"),
-            *("--dashboard-agent-listen-port=0", f"--ray-client-server-port={free_port('127.0.0.1')}"),
+            *("--dashboard-agent-listen-port=0", f"--ray-client-server-port={free_port('127.0.0.1')}", "--no-monitor"),
         ]
         head = _started(command, env, folder)
         try:

@@ -42,7 +42,7 @@ def moved(before: dict, after: dict) -> set[str]:
     return {name for name in after if not torch.equal(before[name], after[name])}
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("deepspeed", marks=pytest.mark.long)])
 def test_examples_are_learned_by_adapters_alone(task, backend):
     options = ("actor.optimizer.learning_rate=0.03", "train.lora.dropout=0.1", f"train.backend={backend}")
     records = run(task, sft_yaml(task), *LORA, *options)
@@ -78,7 +78,7 @@ def test_a_policy_of_adapters_learns_and_engines_sample_from_the_merged_weights(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a CPU without 16-bit units says so
-@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("deepspeed", marks=pytest.mark.long)])
 def test_16_bit_engines_get_merged_weights_in_16_bits(task, backend):
     train = f"{{backend: {backend}, dtype: bf16, batch_size: 16, micro_batch_size: 8}}"
     records = run(task, rl_yaml(task, train=train), *LORA)
@@ -90,7 +90,7 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("kind", ["rl", "sft"])
+@pytest.mark.parametrize("kind", ["rl", pytest.param("sft", marks=pytest.mark.long)])
 def test_adapters_and_their_average_resume_from_a_checkpoint(task, monkeypatch, kind):
     yaml = rl_yaml if kind == "rl" else sft_yaml
     options = (

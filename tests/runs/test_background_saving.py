@@ -81,7 +81,7 @@ def state_of(checkpoint: Path) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rl", "sft"])
+@pytest.mark.parametrize("kind", ["rl", pytest.param("sft", marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_steps_continue_and_the_checkpoint_is_of_its_own_step(task, kind):
     """The write of step 2 takes until after step 4: the steps do not wait, and nothing of theirs is in it."""
@@ -108,7 +108,7 @@ def test_steps_continue_and_the_checkpoint_is_of_its_own_step(task, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rl", "sft"])
+@pytest.mark.parametrize("kind", ["rl", pytest.param("sft", marks=pytest.mark.long)])
 def test_an_error_in_the_background_ends_the_run(task, kind, whole):
     with (
         armed(task, Fault("save.during", "raise", skip=1)),

@@ -48,8 +48,7 @@ def run(task, monkeypatch):
 @pytest.mark.parametrize(
     "overlap",
     [
-        "",
-        pytest.param("{staleness: 1}", marks=pytest.mark.long),
+        *(pytest.param(overlap, marks=pytest.mark.long) for overlap in ("", "{staleness: 1}")),
         "{staleness: 2, order: arrival, in_flight: keep}",
     ],
 )

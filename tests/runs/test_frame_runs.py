@@ -97,6 +97,7 @@ def test_on_ray_frames_never_come_to_the_driver(folder, one, monkeypatch):
     assert here == there
 
 
+@pytest.mark.long
 def test_a_run_in_simulators_that_are_seen_resumes_with_the_frames_of_its_canary(folder):
     path = run(folder, "extended", "pipeline_stage_num: 1", PPO, checkpoint="{every: 2}")
     assert main(["resume", str(path), "train.num_episodes=2"]) == 0

@@ -211,7 +211,7 @@ def play(prompt, client):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_programs_that_send_images_are_learned_from(task, tmp_path):
     (tmp_path / "agent.py").write_text(PLAY)
     rows = [json.loads(line) for line in (task / "prompts.jsonl").read_text().splitlines()[:4]]

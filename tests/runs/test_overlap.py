@@ -155,7 +155,7 @@ def test_a_resumed_run_has_the_groups_that_waited_and_ends_bit_for_bit(undisturb
     assert trained(undisturbed, "undisturbed") == trained(task, "run")
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute", "restart"])
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", pytest.param("restart", marks=pytest.mark.long)])
 def test_by_arrival_nothing_is_too_old_lost_or_doubled(task, in_flight):
     """And a host that is reconnected, as with `restart`, leaves no thread behind."""
     (task / "reward.py").write_text(SLEEPS)

@@ -95,8 +95,8 @@ def finished(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "every"),
     [
-        *(("rl", 1), ("rl", 4), ("sft", 1), ("sft", 4), ("rm", 2), ("rm", 3)),
-        *(pytest.param("rl", every, marks=pytest.mark.long) for every in (2, 3)),
+        *(("rl", 1), ("sft", 1), ("sft", 4), ("rm", 2)),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("rl", 2), ("rl", 3), ("rl", 4), ("rm", 3))),
     ],
 )
 def test_resumed_equals_uninterrupted(uninterrupted, monkeypatch, kind, every):

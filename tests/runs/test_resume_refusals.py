@@ -98,7 +98,9 @@ def test_one_flipped_bit_in_any_file_is_found(broken, capsys):
     assert main(["resume", str(broken)]) == 0
 
 
-@pytest.mark.parametrize("damage", ["cut short", "emptied", "removed"])
+@pytest.mark.parametrize(
+    "damage", ["cut short", *(pytest.param(damage, marks=pytest.mark.long) for damage in ("emptied", "removed"))]
+)
 def test_what_is_cut_short_or_missing_is_named_and_no_run_starts_anew(broken, capsys, damage):
     """Scenario 21: with the only checkpoint, so that nothing is left to fall back to."""
     shutil.rmtree(broken / "checkpoints" / "step-000001")

@@ -192,7 +192,13 @@ def test_too_many_in_a_row_stop_the_run_and_name_the_samples(task):
 # --- groups that teach nothing ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ["group_norm", "rloo", "reinforce_baseline", "dr_grpo"])
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        *("group_norm", "reinforce_baseline"),
+        *(pytest.param(estimator, marks=pytest.mark.long) for estimator in ("rloo", "dr_grpo")),
+    ],
+)
 def test_where_all_rewards_are_equal_nothing_is_learned_and_all_is_finite(task, estimator):
     """Scenario 38."""
     equal = "def reward_func(queries, prompts, labels):\n    return [0.7] * len(queries)\n"

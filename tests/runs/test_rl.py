@@ -99,7 +99,7 @@ def test_the_same_seed_gives_the_same_curve_to_the_last_digit(task):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a CPU without 16-bit units says so
-@pytest.mark.parametrize("has_master", ["true", "false"])
+@pytest.mark.parametrize("has_master", ["true", pytest.param("false", marks=pytest.mark.long)])
 def test_16_bit_engines_get_16_bit_weights_whatever_the_trainer_keeps(task, has_master):
     train = f"{{dtype: bf16, fp32_master: {has_master}, batch_size: 16, micro_batch_size: 8}}"
     records = run(task, train=train)

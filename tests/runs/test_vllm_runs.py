@@ -1,10 +1,14 @@
-"""Whole runs that sample with vLLM's CPU build. An engine takes some ten seconds to start, so the runs are few."""
+"""Whole runs that sample with vLLM's CPU build. An engine takes some ten seconds to start, so the runs are few.
 
+One is in this process, after other tests that load vLLM; on Ray it is only in `make test-long`.
+"""
+
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -13,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from environments import own_environment
@@ -34,7 +39,6 @@ from hotseat.rollout import TransformersEngine
 from hotseat.types import Episode, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 
 pytestmark = [
-    pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -73,7 +77,7 @@ def mark_of(name: str) -> str:
 
 
 def run(task: Path, name: str, placement: str, *overrides: str, faults: Sequence[Fault] = (), **changes: str) -> Ended:
-    """`hotseat run`, in a process of its own."""
+    """`hotseat run`, in a process of its own that has torch loaded."""
     cluster = f"{{runtime: ray, component_placement: {placement}}}"
     text = rl_yaml(task, **{"name": name, "cluster": cluster, "rollout": ROLLOUT, **changes})
     (task / f"{name}.yaml").write_text(text)
@@ -85,7 +89,7 @@ def run(task: Path, name: str, placement: str, *overrides: str, faults: Sequence
     env = own_environment("VLLM_")
     command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides]
     try:
-        done = subprocess.run(
+        done = preloaded.run(
             command, capture_output=True, text=True, timeout=860, env={**env, MARK: mark, VARIABLE: str(armed)}
         )
         left = marked(MARK, [mark])
@@ -104,19 +108,27 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_task(tmp_path_factory.mktemp("task"), **SHAPE)
 
 
-@pytest.fixture(scope="module")
-def colocated(task: Path) -> Ended:
+def run_here(task: Path, name: str, *overrides: str) -> Ended:
+    """The same run in this process."""
+    text = rl_yaml(task, name=name, cluster="{runtime: local}", rollout=ROLLOUT)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        start(loads(text, overrides))
+    return Ended(loads(text, overrides), 0, said.getvalue(), "", [], [])
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.long])])
+def colocated(task: Path, request: pytest.FixtureRequest) -> Ended:
     """A run of which every sample is recorded."""
-    return run(
-        task,
-        "colocated",
-        COLOCATED,
+    overrides = (
         "train.num_episodes=2",
         "log.samples_every=1",
         "log.samples_per_step=16",
         "rollout.enable_offload=true",
         "rollout.memory_share=0.95",
     )
+    if request.param == "local":
+        return run_here(task, "local", *overrides)
+    return run(task, "colocated", COLOCATED, *overrides)
 
 
 def test_a_colocated_run_learns_says_what_it_measured_and_leaves_nothing_behind(colocated: Ended, task: Path) -> None:
@@ -134,7 +146,8 @@ def test_a_colocated_run_learns_says_what_it_measured_and_leaves_nothing_behind(
         assert 0 <= record["canary_gap"] < 1e-4
         assert record["version"] == step
         assert {"time/rollout", "time/prepare", "time/update", "time/sync"} <= record.keys()
-    assert "vllm" in (colocated.directory / "logs" / "rollout-0.log").read_text()
+    if colocated.config.cluster.runtime == "ray":
+        assert "vllm" in (colocated.directory / "logs" / "rollout-0.log").read_text()
 
 
 def test_what_vllm_cannot_do_on_a_cpu_is_said_once_and_nothing_is_offload(colocated: Ended) -> None:
@@ -149,6 +162,8 @@ def test_what_vllm_cannot_do_on_a_cpu_is_said_once_and_nothing_is_offload(coloca
 
 
 @pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.parametrize("colocated", ["ray"], indirect=True)
 def test_two_engines_on_devices_of_their_own_share_the_work_and_change_no_maths(colocated: Ended, task: Path) -> None:
     sampled = [Fault("generation.during", "0", by=f"rollout:{rank}") for rank in range(2)]  # noted, and nothing happens
     apart = run(task, "apart", "{actor: 0, rollout: 1-2}", "train.num_episodes=2", faults=sampled)
@@ -250,6 +265,7 @@ def test_engines_and_ranks_that_do_not_fit_the_devices_are_refused_before_anythi
 
 
 @pytest.mark.long
+@pytest.mark.ray
 def test_a_model_that_vllm_does_not_know_is_one_error_that_names_the_engine_and_is_not_tried_again(
     tmp_path: Path,
 ) -> None:
@@ -268,6 +284,7 @@ def test_a_model_that_vllm_does_not_know_is_one_error_that_names_the_engine_and_
 
 
 @pytest.mark.long
+@pytest.mark.ray
 def test_weights_that_are_damaged_are_named_by_the_engine(tmp_path: Path) -> None:
     task = make_task(tmp_path, **SHAPE)
     file = task / "model" / "model.safetensors"
@@ -300,6 +317,7 @@ def kill_rank(mark: str, metrics: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.ray
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("victim", ["engine", "rank"])
 def test_an_engine_over_two_devices_is_replaced_when_any_of_its_processes_is_killed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,19 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Group:
             patch.setenv(zero_factory.STAGE, str(stage))
             return directory, run_ranks(NUM_RANKS, zero_factory.__name__, directory, scenarios=scenarios)
 
-    # With stage 2 all are in `make test`, and to start ranks again would cost as much as the scenarios.
+    # With stage 2 most are in `make test`, and to start ranks again would cost as much as the scenarios.
     apart = {name: "PLAIN" if name in zero_factory.PLAIN else "ADAPTED" for name in zero_factory.ALL}
-    return lambda stage, name: run(stage, "ALL" if stage == 2 else apart[name])
+    of_stage_2 = {name: "SHORT" if name in zero_factory.SHORT else "LONG" for name in zero_factory.ALL}
+    return lambda stage, name: run(stage, (of_stage_2 if stage == 2 else apart)[name])
+
+
+def scenarios(names: Iterable[str]) -> list[Any]:
+    """Each with each stage. Variants are long, and stages but the second."""
+    return [
+        pytest.param(stage, name, marks=[pytest.mark.long] if stage != 2 or name in zero_factory.VARIANTS else [])
+        for stage in (0, 1, 2, 3)
+        for name in names
+    ]
 
 
 @functools.cache
@@ -101,15 +111,13 @@ def assert_as_one_of_fsdp(name: str, results: list[dict[str, Any]]) -> None:
     conformance.assert_group_agrees(alone(name), [result[name] for result in results])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", zero_factory.PLAIN)
+@pytest.mark.parametrize(("stage", "name"), scenarios(zero_factory.PLAIN))
 def test_two_ranks_are_as_one_of_fsdp(name: str, stage: int, group: Group) -> None:
     _, results = group(stage, name)
     assert_as_one_of_fsdp(name, results)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", zero_factory.ADAPTED)
+@pytest.mark.parametrize(("stage", "name"), scenarios(zero_factory.ADAPTED))
 def test_two_ranks_with_adapters_are_as_one_of_fsdp(name: str, stage: int, group: Group) -> None:
     _, results = group(stage, name)
     assert_as_one_of_fsdp(name, results)

@@ -46,6 +46,7 @@ def environment():
                 *("--include-dashboard=false", "--num-cpus=2", "--num-gpus=2", "--object-store-memory=100000000"),
                 *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"),
                 *(f"--ray-client-server-port={free_port('127.0.0.1')}", "--disable-usage-stats"),
+                *("--no-monitor", "--include-log-monitor=false"),  # each a process that these tests do without
             ],
             env=variables,
             stdout=subprocess.PIPE,

@@ -108,7 +108,7 @@ def what_is_left(driver: Driver, facts: dict, tree: dict[int, int], ports: set[s
 
 @pytest.mark.parametrize(
     "ending",
-    ["KILL", "KILL forked", *(pytest.param(name, marks=pytest.mark.long) for name in ("TERM", "INT"))],
+    ["KILL forked", *(pytest.param(name, marks=pytest.mark.long) for name in ("KILL", "TERM", "INT"))],
 )
 def test_nothing_is_left_after(driver, ending):
     facts = driver.facts()

@@ -336,7 +336,11 @@ def test_a_tiny_model_learns_and_every_form_of_the_reference_gives_the_same_mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("algorithm.dpo.precompute=true",), ("train.lora.rank=4",)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param((), marks=pytest.mark.long), ("algorithm.dpo.precompute=true",), ("train.lora.rank=4",)],
+    ids=str,
+)
 def test_resumed_equals_uninterrupted(task, options):
     few = ("data.max_samples=64", "eval.max_samples=20", *options)
     whole = run(task, "whole", *few)
