@@ -4,6 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -285,6 +286,13 @@ def test_the_check_sees_a_circle_inside_of_a_folder(tmp_path, monkeypatch):
         "cluster/refs.py imports hotseat.cluster.WorkerGroup: refs is not above __init__",
         "cluster/refs.py imports hotseat.cluster.group: refs is not above group",
     ]
+
+
+def test_no_two_test_files_are_one_module():
+    """pytest imports files of folders that are no packages by their names alone, and stops at the second."""
+    files = Path(__file__).parent.rglob("test_*.py")
+    names = Counter(path.name for path in files if not (path.parent / "__init__.py").exists())
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_every_module_belongs_to_a_layer():
