@@ -18,7 +18,9 @@
         ├── NonFiniteError   too many updates in a row were not finite
         ├── DeviceMemoryError   a micro-batch did not fit into the memory of its device
         │   └── BudgetError  the same, where the run can be resumed with a smaller token budget
+        ├── StoreError       a storage such as S3, or the way to it, failed
         └── CheckpointError  a checkpoint cannot be written, or is damaged
+            └── TakenOverError  another process writes the checkpoints of this run to the same storage now
 
 A message says what was given, what would fit, and what to change.
 """
@@ -170,7 +172,15 @@ class BudgetError(DeviceMemoryError):
         self.use, self.tokens = use, tokens
 
 
+class StoreError(RunError):
+    """A storage such as S3, or the way to it, failed."""
+
+
 class CheckpointError(RunError):
     """A checkpoint cannot be written, or is damaged."""
 
     comes_again = True
+
+
+class TakenOverError(CheckpointError):
+    """Another process writes the checkpoints of this run to the same storage now."""

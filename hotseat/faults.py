@@ -53,6 +53,14 @@ EDGE_POINTS = {
 # Points that only runs with simulators reach.
 SIMULATOR_POINTS = {"simulators.during": "env: a stage of simulators is about to step"}
 
+# Points of the thread that uploads checkpoints, where `checkpoint.path` is a URL.
+UPLOAD_POINTS = {
+    "upload.file": "driver: before a file of a checkpoint is uploaded",
+    "upload.manifest": "driver: all other files are uploaded",
+    "upload.after": "driver: the manifest is uploaded, and older checkpoints are not deleted yet",
+    "upload.delete": "driver: the manifest of an old checkpoint is deleted, and its other files are not",
+}
+
 # Points at which a model may run out of device memory. Some runs and steps never reach some of them.
 MEMORY_POINTS = {
     "update.forward": "before a micro-batch that is learned from",
@@ -82,7 +90,7 @@ class Fault:
     skip: int = 0  # how many times the point is passed before the fault happens
 
     def arm(self, directory: Path, name: str) -> None:
-        assert self.point in POINTS | EDGE_POINTS | SIMULATOR_POINTS | MEMORY_POINTS, self.point
+        assert self.point in POINTS | EDGE_POINTS | SIMULATOR_POINTS | UPLOAD_POINTS | MEMORY_POINTS, self.point
         writing = directory / f".{name}"
         writing.write_text(json.dumps(asdict(self)))
         writing.rename(directory / f"{name}.fault")

@@ -44,6 +44,7 @@ LAYERS = (
         "files",
         "machine",
         "model_source",
+        "object_store",
         "processes",
         "vision",
         "cuda_ipc",
@@ -68,6 +69,9 @@ ALLOWED_SIBLINGS = {
     ("registry", "user_functions"),
     ("vision", "errors"),
     ("model_source", "errors"),
+    ("object_store", "errors"),
+    ("object_store", "files"),
+    ("object_store", "words"),
     ("user_functions", "errors"),
 }
 

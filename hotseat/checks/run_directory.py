@@ -39,7 +39,7 @@ def run_directory(config: Config) -> Path:
             raise link_error(each)
     is_empty = not path.exists() or all(each.name == INITIAL_MODEL for each in path.iterdir())
     if not is_empty and not config.checkpoint.resume and not _made_no_step(path):
-        folder = Path(config.checkpoint.path) if config.checkpoint.path is not None else path / "checkpoints"
+        folder = Path(config.checkpoint.folder) if config.checkpoint.folder is not None else path / "checkpoints"
         has_checkpoint = folder.is_dir() and any(folder.iterdir())
         resume = f"resume it (`hotseat resume {path}`), " if has_checkpoint else ""
         raise UserError(f"{path} holds a run already: {resume}choose another name (name=...), or remove it")

@@ -78,6 +78,7 @@ queued again and resumes. docs/multi-node.md has more.""",
 examples:
   hotseat resume runs/rl-1
   hotseat resume runs/rl-1 actor.optimizer.learning_rate=5e-7 train.num_episodes=20
+  hotseat resume s3://bucket/rl-1               on any machine: its checkpoint.path, of which the newest is downloaded
 
 KEY=VALUE is written as for `hotseat run`; without any, the run ends as if it had never been interrupted.
 """,

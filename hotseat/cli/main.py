@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import pkgutil
 import signal
 import sys
@@ -128,7 +129,8 @@ def _add_runs(commands: _Commands, command: str) -> None:
     )
 
     resume = _command(commands, "resume", _resume, "resume a run from its newest checkpoint")
-    resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
+    text = "directory of the run, such as runs/rl-1, or the URL of its checkpoints, such as s3://bucket/rl-1"
+    resume.add_argument("run_dir", metavar="RUN_DIR", help=text)
     offline_arguments.add_overrides(
         resume,
         "settings to change from the next step on, such as actor.optimizer.learning_rate=5e-7; they are recorded",
@@ -298,7 +300,10 @@ def _allowing(keys: Sequence[str]) -> list[str]:
 
 def _resume(arguments: argparse.Namespace) -> int:
     from hotseat.config import loads_saved
+    from hotseat.config.store_urls import is_store_url
 
+    if is_store_url(arguments.run_dir):
+        return _resume_from(arguments.run_dir, arguments)
     path = Path(arguments.run_dir)
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} holds no run: there is no {path / 'config.yaml'}")
@@ -307,8 +312,9 @@ def _resume(arguments: argparse.Namespace) -> int:
     config = loads_saved((path / "config.yaml").read_text(), [*arguments.overrides, *here])
     from hotseat.loop.state.checkpoints import CheckpointStore
 
-    folder = Path(config.checkpoint.path or path / "checkpoints")
-    if not CheckpointStore(folder).steps() and not kept_driver.restarts:
+    folder = Path(config.checkpoint.folder or path / "checkpoints")
+    is_elsewhere = config.checkpoint.url is not None  # where the run itself looks
+    if not (is_elsewhere or CheckpointStore(folder).steps() or kept_driver.restarts):
         model = Path(config.checkpoint.export_path or path / "model")
         further = f", or from its model (actor.model={model})" if (model / "config.json").is_file() else ""
         raise UserError(
@@ -318,6 +324,28 @@ def _resume(arguments: argparse.Namespace) -> int:
     from hotseat.loop.start import start
 
     start(config)
+    return OK
+
+
+def _resume_from(url: str, arguments: argparse.Namespace) -> int:
+    """Resume a run on any machine, from its newest checkpoint at a URL."""
+    from hotseat.config import loads_saved
+    from hotseat.config.store_urls import store_url_problem
+    from hotseat.loop.state.remote_checkpoints import newest_state
+    from hotseat.loop.state.run_dir import folder_of_remote
+
+    if (problem := store_url_problem(url)) is not None:
+        raise UserError(problem)
+    state = newest_state(url)
+    if state is None:
+        raise UserError(f"{url} holds no checkpoint to resume from: give what was checkpoint.path in the run")
+    here = [f"checkpoint.path={json.dumps(url)}", "checkpoint.resume=true", *_allowing(arguments.allow_change)]
+    config = loads_saved(str(state["config"]), [*arguments.overrides, *here])
+    path = folder_of_remote(config, state)
+    print(f"resuming {url} in {path}")
+    from hotseat.loop.start import start
+
+    start(config.model_copy(update={"name": path.name}))
     return OK
 
 

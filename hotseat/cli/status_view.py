@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -72,6 +74,8 @@ def rows_of(status: Status) -> list[tuple[str, str]]:
     measured = [f"{name} {status.metrics[name]:.4g}" for name in _SHOWN if _is_number(status.metrics.get(name))]
     if measured:
         rows.append(("last step", ", ".join(measured)))
+    if beat.get("uploads"):
+        rows.append(("checkpoints", _uploads(beat["uploads"], is_alive)))
     if beat.get("machine") and is_alive:
         rows.append(("machine", ", ".join(_figure(name, value) for name, value in beat["machine"].items())))
     if is_alive and beat.get("endpoint"):
@@ -82,6 +86,17 @@ def rows_of(status: Status) -> list[tuple[str, str]]:
     if status.last_event is not None:
         rows.append(("last warning", status.last_event))
     return rows
+
+
+def _uploads(facts: Mapping[str, Any], is_alive: bool) -> str:
+    last, step = facts["last_step"], facts["step"]
+    parts = [f"step {last:,} is at {facts['url']}" if last is not None else f"none is at {facts['url']} yet"]
+    if step is not None:
+        share = f" ({facts['sent'] / facts['bytes']:.0%})" if is_alive and facts["bytes"] else ""
+        parts.append(f"step {step:,} {'is being uploaded' if is_alive else 'is on disk only'}{share}")
+    if facts["error"]:
+        parts.append(str(facts["error"]).splitlines()[0])
+    return "; ".join(parts)
 
 
 def _figure(name: str, value: float) -> str:

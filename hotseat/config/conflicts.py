@@ -36,6 +36,7 @@ from hotseat.config.resolved import (
 from hotseat.config.reward_conflicts import REWARD_CHECKS, missing_parts
 from hotseat.config.rope import rope_scaling_problem
 from hotseat.config.schema import Config, conditions_of, tasks_of
+from hotseat.config.store_urls import is_store_url, store_url_problem
 from hotseat.registry.backends import BACKENDS, backend_entry
 from hotseat.registry.correction_kinds import CORRECTIONS, correction_entry
 from hotseat.registry.engines import ENGINES, engine_entry
@@ -529,7 +530,18 @@ def _rope_scaling(config: Config) -> Problems:
         )
 
 
+def _urls(config: Config) -> Problems:
+    """Only checkpoints may go to a storage elsewhere."""
+    section = config.checkpoint
+    if section.url is not None and (problem := store_url_problem(section.url)) is not None:
+        yield "checkpoint.path", problem
+    for key, path in (("run_dir", config.run_dir), ("checkpoint.export_path", section.export_path)):
+        if path is not None and is_store_url(path):
+            yield key, "has to be a folder of this machine; checkpoint.path alone may be a URL"
+
+
 _OF_ALL_TASKS = (
+    _urls,
     _rope_scaling,
     _tasks_of_environments,
     _data,

@@ -99,7 +99,7 @@ def open_run(
         savers = stack.enter_context(stoppable())
         config = named_run(config)
         planned = Path(config.run_dir) / str(config.name)
-        kept_apart = config.checkpoint.path
+        kept_apart = config.checkpoint.folder
         checkpoints = planned / "checkpoints" if kept_apart is None else Path(kept_apart)
         stack.enter_context(without_empty_folders(checkpoints, planned, planned.parent))
         run_dir = make_run_dir(config)
@@ -112,7 +112,7 @@ def open_run(
         advice = (steering and steering.command()) or command.format(run_dir=run_dir)
         interrupts.current().describe = lambda: saver.ending(advice)
         stack.enter_context(_advice(saver, advice))
-        checkpoint = saver.find(stack, inputs.notes.append)
+        checkpoint = saver.find(stack, inputs.notes.append, view.stage)
         _begin_records(config, run_dir, inputs.rows, saver, checkpoint)
         kept_driver.tell(
             run=str(run_dir), max_restarts=config.run.max_restarts, allowed=list(config.checkpoint.allow_changes)
@@ -121,13 +121,16 @@ def open_run(
             from hotseat.observe import NullJournal
 
             evaluation = dict(checkpoint.state["evaluation"])
-            saver.finish(print)
+            with saver.uploading(lambda text, kind="note": print(text), print):
+                saver.finish(print)
             yield OpenRun(config, run_dir, saver, checkpoint, NullJournal(), evaluation)
             return
         journal = stack.enter_context(_journal(config, run_dir, inputs, columns, view, checkpoint))
         _record_restarts(journal, is_new=checkpoint is None)
         stack.callback(_report, run_dir, journal)
         monitor = stack.enter_context(watched(config, run_dir, journal))
+        journal.run_progress.uploads = saver.upload_facts
+        stack.enter_context(saver.uploading(journal.say, journal.stage))
         if steering is not None:
             journal.stepped = steering.stepped
             steering.begin(run_dir, saver, journal.say)
@@ -360,7 +363,7 @@ def folder_witness(config: Config, run_dir: Path, is_local: bool) -> AbstractCon
     """
     if is_local or not config.checkpoint.is_used:
         return nullcontext()
-    return witness(Path(config.checkpoint.path) if config.checkpoint.path else run_dir)
+    return witness(Path(config.checkpoint.folder) if config.checkpoint.folder else run_dir)
 
 
 # --- the parts of opening ---------------------------------------------------------------------------------------------

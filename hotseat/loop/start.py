@@ -107,7 +107,7 @@ def check_job_directory(config: Config, directory: Path) -> list[str]:
         return []
     paths = {
         "run_dir": config.run_dir,
-        "checkpoint.path": config.checkpoint.path,
+        "checkpoint.path": config.checkpoint.folder,
         "checkpoint.export_path": config.checkpoint.export_path,
     }
     here = directory.resolve()

@@ -119,6 +119,7 @@ class Monitor:
             "limit_s": made.limit_s,
             "endpoint": self.endpoint if state == "running" else None,
             "machine": dict(self._newest),
+            "uploads": made.uploads(),
         }
         with suppress(OSError):  # full, or gone: that is for the run to say
             write_whole(self._run_dir / HEARTBEAT, json.dumps(beat, indent=1) + "\n")

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 STARTING = "starting"
 _MARGIN = 5.0  # a wait may take so many times the longest one before
@@ -40,6 +41,7 @@ class RunProgress:
         self.has_stepped = False  # in this process
         self.metrics: Mapping[str, float] = {}  # numbers of the last step
         self.num_events: Counter[str] = Counter()  # by kind
+        self.uploads: Callable[[], Mapping[str, Any] | None] = lambda: None  # returns what is known of them
         self.doing = STARTING
         self.since_s = time.time()  # of `doing`
         self._limits = limits or QuietLimits()

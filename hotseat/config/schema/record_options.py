@@ -7,6 +7,7 @@ from typing import Annotated
 from hotseat.config import conditions as when
 from hotseat.config.annotations import RL
 from hotseat.config.schema.section import AboveZero, Amount, NotNegative, Port, Positive, Section
+from hotseat.config.store_urls import is_store_url
 
 DEFAULT_MINUTES = 10.0  # between checkpoints, where the config does not say when to save
 
@@ -18,7 +19,7 @@ class RunConfig(Section):
 
 class CheckpointConfig(Section):
     path: Annotated[str | None, when.SAVES_OR_RESUMES] = None
-    """Where checkpoints go; unset is `checkpoints` in the run directory."""
+    """Folder, or URL such as s3://BUCKET/FOLDER, for checkpoints; unset is `checkpoints` in the run directory."""
     every: Positive | None = None
     """Steps between checkpoints; unset: by time alone. The model is exported at the end in any case."""
     every_minutes: Amount | None = None
@@ -49,6 +50,16 @@ class CheckpointConfig(Section):
     """Make the repository private, if it does not exist yet."""
     export_critic: Annotated[bool, RL, when.CRITIC] = False
     """Export the critic too: as `critic` beside `model`, or `export_path` with `_critic` at its end."""
+
+    @property
+    def url(self) -> str | None:
+        """Return the URL to which checkpoints are uploaded; None if they are not."""
+        return self.path if self.path is not None and is_store_url(self.path) else None
+
+    @property
+    def folder(self) -> str | None:
+        """Return the folder that is set for checkpoints; None if they are in the run's directory."""
+        return None if self.url is not None else self.path
 
     @property
     def minutes(self) -> float | None:

@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -70,6 +71,9 @@ class CheckpointStore:
     is_private: bool = False
     patience_s: float = _PATIENCE_S
     warn: Callable[[str], object] = field(default=lambda text: print(text, file=sys.stderr), init=False)
+    # Steps that are being uploaded, and the lock under which steps are added to them or deleted.
+    held: set[int] = field(default_factory=set, init=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _warned_of: set[Path] = field(default_factory=set, init=False)
 
     # --- writing --------------------------------------------------------------------------------------------------
@@ -106,7 +110,7 @@ class CheckpointStore:
 
     def path(self, step: int) -> Path:
         """Return the path of the checkpoint of a step once it is complete."""
-        return self.directory / _name(step)
+        return self.directory / name_of(step)
 
     def commit(
         self,
@@ -127,7 +131,7 @@ class CheckpointStore:
         with self.explained(step):
             self._wait_for_ranks(step, writing, num_ranks)
             write_whole(writing / STATE, json.dumps(state, indent=1) + "\n", is_private=self.is_private)
-            files = {str(path.relative_to(writing)): _facts(path) for path in _files(writing)}
+            files = {str(path.relative_to(writing)): file_facts(path) for path in _files(writing)}
             manifest = {"format": FORMAT, "step": step, "files": files}
             (writing / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
             sync_tree(writing)
@@ -136,7 +140,7 @@ class CheckpointStore:
                 writing.rename(target)
             faults.reach("save.after")
             sync(self.directory)
-        self._delete_old(target)
+        self._delete_old(step)
         return target
 
     def _earlier(self) -> str:
@@ -155,7 +159,7 @@ class CheckpointStore:
             time.sleep(_LOOK_EVERY_S)
 
     def _writing(self, step: int) -> Path:
-        return self.directory / f"{_WRITING}{_name(step)}"
+        return self.directory / f"{_WRITING}{name_of(step)}"
 
     @contextmanager
     def _writable(self, kind: type[HotseatError]) -> Iterator[None]:
@@ -213,11 +217,11 @@ class CheckpointStore:
         steps = self.steps()
         if not steps:
             return None
-        earlier = f"; remove it to resume from {_name(steps[-2])}" if len(steps) > 1 else ""
+        earlier = f"; remove it to resume from {name_of(steps[-2])}" if len(steps) > 1 else ""
         return self._checked(steps[-1], earlier)
 
     def _checked(self, step: int, advice: str) -> Checkpoint:
-        path = self.directory / _name(step)
+        path = self.directory / name_of(step)
 
         def broken(file: str, why: str) -> CheckpointError:
             return CheckpointError(f"{path} is damaged: {file} {why}{advice}")
@@ -247,7 +251,7 @@ class CheckpointStore:
                 raise broken(name, "is missing")
             if not isinstance(expected, dict) or not {"bytes", "hash"} <= expected.keys():
                 raise broken(MANIFEST, f"does not say what {name} holds")
-            actual = _facts(file)
+            actual = file_facts(file)
             if actual["bytes"] != expected["bytes"]:
                 raise broken(name, f"has {actual['bytes']} bytes, {expected['bytes']} were written")
             if actual["hash"] != expected["hash"]:
@@ -258,35 +262,32 @@ class CheckpointStore:
 
     # --- what stays -----------------------------------------------------------------------------------------------
 
-    def _delete_old(self, newest: Path) -> None:
-        metrics = self._metrics()
-        paths = list(metrics)
-        measured = {path: metric for path, metric in metrics.items() if metric is not None}
-        best = max(measured, key=lambda path: measured[path], default=None)
-        keep = {*paths[-self.keep_last :], newest} | ({best} if best is not None else set())
-        if self.max_bytes is not None:
-            sizes = {path: sum(file.stat().st_size for file in _files(path)) for path in keep}
-            for path in sorted(keep - {newest, best}):
-                if sum(sizes[kept] for kept in keep) > self.max_bytes:
-                    keep.discard(path)
-        for path in paths:
-            if path not in keep:
-                self._delete(path)
+    def _delete_old(self, newest: int) -> None:
+        with self.lock:
+            metrics = self._metrics()
+            kept = kept_steps(metrics, self.size, self.keep_last, self.max_bytes) | {newest} | self.held
+            for step in metrics:
+                if step not in kept:
+                    self._delete(self.path(step))
 
-    def _metrics(self) -> dict[Path, float | None]:
-        """Return the checkpoints, oldest first, with the metric that chooses the best; None: not measured, not finite.
+    def wanted(self) -> list[int]:
+        """Return the newest step and the best one, which are worth more than the others."""
+        metrics = self._metrics()
+        return sorted(kept_steps(metrics, self.size, 1, None))
+
+    def _metrics(self) -> dict[int, float | None]:
+        """Return the steps, oldest first, with the metric that chooses the best; None: not measured, not finite.
 
         One that cannot be read is left out, so that nothing deletes it: somebody has to look at it.
         """
-        metrics: dict[Path, float | None] = {}
+        metrics: dict[int, float | None] = {}
         for step in self.steps():
-            path = self.directory / _name(step)
+            path = self.directory / name_of(step)
             if path.is_symlink():
                 self._warn_of(path, "is a link, and is left as it is")
                 continue
             try:
-                value = json.loads((path / STATE).read_text()).get("best_metric")
-                metrics[path] = value if value is not None and math.isfinite(value) else None
+                metrics[step] = best_metric((path / STATE).read_text())
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 self._warn_of(path, f"cannot be read ({_reason(error)}), and is left as it is")
         return metrics
@@ -311,15 +312,43 @@ class CheckpointStore:
 
     def delete_all(self, but_with: str) -> list[int]:
         """Delete the complete checkpoints, except those with a folder of that name; return the steps of the deleted."""
-        doomed = [step for step in self.steps() if not (self.path(step) / but_with).is_dir()]
-        for step in doomed:
-            self._delete(self.path(step))
+        with self.lock:
+            doomed = [step for step in self.steps() if not (self.path(step) / but_with).is_dir()]
+            for step in doomed:
+                self._delete(self.path(step))
         return doomed
+
+
+def kept_steps(
+    metrics: Mapping[int, float | None], size: Callable[[int], int], keep_last: int, max_bytes: int | None
+) -> set[int]:
+    """Return the steps of checkpoints that stay: the last ones and the best, as far as they fit into `max_bytes`.
+
+    metrics: of every step, the metric that chooses the best. size: returns the bytes of a step. The newest and the best
+    stay in any case.
+    """
+    steps = sorted(metrics)
+    measured = {step: metric for step in steps if (metric := metrics[step]) is not None}
+    best = max(measured, key=lambda step: measured[step], default=None)
+    always = {*steps[-1:], *([] if best is None else [best])}
+    kept = {*steps[-keep_last:]} | always
+    if max_bytes is not None:
+        sizes = {step: size(step) for step in kept}
+        for step in sorted(kept - always):
+            if sum(sizes[each] for each in kept) > max_bytes:
+                kept.discard(step)
+    return kept
+
+
+def best_metric(state: str | bytes) -> float | None:
+    """Return the metric in a checkpoint's state that chooses the best; None: not measured, or not finite."""
+    value = json.loads(state).get("best_metric")
+    return value if value is not None and math.isfinite(value) else None
 
 
 def digest_of_checkpoint(path: Path) -> str:
     """Return what tells a complete checkpoint from every other one."""
-    return str(_facts(path / MANIFEST)["hash"])
+    return str(file_facts(path / MANIFEST)["hash"])
 
 
 def _missing(writing: Path, folder: str, num_ranks: int) -> Iterator[str]:
@@ -340,7 +369,7 @@ def _reason(error: Exception) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
-def _name(step: int) -> str:
+def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
@@ -348,7 +377,7 @@ def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def file_facts(path: Path) -> dict[str, Any]:
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

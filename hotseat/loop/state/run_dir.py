@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from hotseat.config.hiding import has_secrets, without_secrets
 from hotseat.errors import CheckpointError, UserError
 from hotseat.files import opened, write_whole
 from hotseat.loop.state.checkpoints import STATE, CheckpointStore
+from hotseat.loop.state.remote_checkpoints import newest_state
 from hotseat.observe import RECORDS, SAMPLES, JsonLines
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ def _run_of_checkpoints(config: Config) -> Path | None:
     """
     if not config.checkpoint.resume or config.checkpoint.path is None:
         return None
+    if config.checkpoint.url is not None:
+        state = newest_state(config.checkpoint.url)
+        return None if state is None else folder_of_remote(config, state)
     folder = Path(config.checkpoint.path)
     try:
         steps = CheckpointStore(folder).steps()
@@ -106,9 +110,24 @@ def _run_of_checkpoints(config: Config) -> Path | None:
         kept = kept_config(run)
     except (OSError, ValueError, LookupError, TypeError, UserError):
         return None  # a damaged checkpoint is named when it is opened
-    if kept is None or kept.checkpoint.path is None:
+    if kept is None or kept.checkpoint.folder is None:
         return None
-    return run if Path(kept.checkpoint.path).resolve() == folder.resolve() else None
+    return run if Path(kept.checkpoint.folder).resolve() == folder.resolve() else None
+
+
+def folder_of_remote(config: Config, state: Mapping[str, Any]) -> Path:
+    """Return the folder, below `run_dir`, of a run with the state of a checkpoint at the URL of a config.
+
+    It is named as the run, unless the config has a name, and need not be there. Raises if another run is there.
+    """
+    path = Path(config.run_dir) / (config.name or Path(str(state["run"])).name)
+    kept = kept_config(path)
+    if kept is not None and (kept.checkpoint.url or "").rstrip("/") != (config.checkpoint.url or "").rstrip("/"):
+        raise UserError(
+            f"{path} holds another run than the one at {config.checkpoint.url}: choose another name (name=...), or"
+            " another run_dir"
+        )
+    return path
 
 
 def write_config(path: Path, config: Config) -> None:

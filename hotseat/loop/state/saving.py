@@ -20,7 +20,9 @@ from hotseat.config.changes import NUM_STEPS, Change, changes_between
 from hotseat.config.hiding import has_secrets
 from hotseat.errors import CheckpointError, DeadlineError, HotseatError, UserError
 from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint
+from hotseat.loop.state.remote_checkpoints import RemoteCheckpoints
 from hotseat.loop.state.run_dir import sole_owner, write_config
+from hotseat.loop.state.uploads import Say, Uploader
 from hotseat.machine import available_bytes
 from hotseat.observe import Journal
 from hotseat.processes.kept_driver import tell
@@ -33,6 +35,9 @@ MODEL, CRITIC = "model", "critic"  # folders of a run or a checkpoint that hold 
 _ROOM_FOR_A_COPY = 2
 # Wait for a background save when a run fails: long enough to be worthwhile, short enough not to delay the error much.
 _LAST_WAIT_S = 30.0
+# Wait for uploads at the end of a run, while not a byte moves.
+_LONGEST_STALL_S = 600.0
+_SHOW_EVERY_S = 15.0
 # Limits on checkpoints that are made by default: they take at most one part in _TIME_PARTS of a run's time, and one
 # part in _DISK_PARTS of the free disk.
 _TIME_PARTS, _DISK_PARTS = 20, 2
@@ -101,23 +106,37 @@ class Saver:
         self._stops_unsaved = False  # it does so even if it makes no checkpoints
         self.is_ending = False  # the current step is the last one, whatever the number of steps
         self._store = CheckpointStore(
-            Path(section.path) if section.path else run_dir / "checkpoints",
+            Path(section.folder) if section.folder else run_dir / "checkpoints",
             keep_last=section.keep_last,
             max_bytes=None if section.max_gib is None else int(section.max_gib * 2**30),
             is_private=has_secrets(config),
         )
+        self._remote: RemoteCheckpoints | None = None
+        self._uploads: Uploader | None = None
+        if section.url is not None:
+            self._remote = RemoteCheckpoints(
+                section.url, keep_last=self._store.keep_last, max_bytes=self._store.max_bytes
+            )
+            self._uploads = Uploader(self._remote, self._store)
 
-    def find(self, stack: ExitStack, say: Callable[[str], object]) -> Checkpoint | None:
-        """Return the checkpoint to resume from, if any, and hold the folder of checkpoints for this process."""
+    def find(
+        self, stack: ExitStack, say: Callable[[str], object], show: Callable[[str], object] = str
+    ) -> Checkpoint | None:
+        """Return the checkpoint to resume from, if any, and hold the folder of checkpoints for this process.
+
+        show: called with how far a download is.
+        """
         section = self._config.checkpoint
         is_named = section.is_asked_for or section.resume or section.path is not None
         if not is_named and not self._store.directory.exists():
             return None  # by default the folder is made with the first checkpoint
         self._store.prepare()
-        if self._config.checkpoint.path is not None:
+        if section.folder is not None:
             stack.enter_context(sole_owner(self._store.directory))
         for name in self._store.clean():
             say(f"{name} was not finished, and is removed")
+        if self._remote is not None:
+            self._begin_remote(self._remote, say, show)
         if not self._config.checkpoint.resume:
             if self._store.steps():
                 raise UserError(
@@ -127,7 +146,8 @@ class Saver:
             return None
         checkpoint = self._store.newest()
         if checkpoint is None:
-            say(f"{self._store.directory} has no checkpoint to resume from: this run starts from its first step")
+            where = "" if self._remote is None else f"{self._remote.url}, as "
+            say(f"{where}{self._store.directory} has no checkpoint to resume from: this run starts from its first step")
             return None
         if not (checkpoint.path / BACKEND).is_dir():
             raise CheckpointError(
@@ -143,6 +163,81 @@ class Saver:
         say(f"resuming from {checkpoint.path}, after step {checkpoint.step}")
         tell(saved=checkpoint.step)
         return checkpoint
+
+    def _begin_remote(
+        self, remote: RemoteCheckpoints, say: Callable[[str], object], show: Callable[[str], object]
+    ) -> None:
+        """Download the newest checkpoint to resume from, if it is not here; and have no other process upload more."""
+        steps, here = remote.steps(), self._store.steps()
+        if steps and not self._config.checkpoint.resume:
+            raise UserError(
+                f"{remote.url} holds checkpoints of another run: set checkpoint.resume=true to resume from them, or"
+                " checkpoint.path to another place"
+            )
+        if steps and not (here and here[-1] >= steps[-1]):
+            self._download(remote, steps[-1], say, show)
+        remote.take_over(self._run_dir.name)
+        if self._store.is_private:
+            say(f"warning: the config has secrets, and is part of each checkpoint: who can read {remote.url} has them")
+
+    def _download(
+        self, remote: RemoteCheckpoints, step: int, say: Callable[[str], object], show: Callable[[str], object]
+    ) -> None:
+        shown_s = self._clock()
+
+        def moved(num_bytes: int, total: int) -> None:
+            nonlocal shown_s
+            if self._clock() - shown_s >= _SHOW_EVERY_S:
+                shown_s = self._clock()
+                show(f"downloading the checkpoint of step {step}: {_bytes(num_bytes)} of {_bytes(total)}")
+
+        show(f"downloading the checkpoint of step {step} from {remote.url}")
+        started_s = self._clock()
+        path = remote.download(step, self._store, moved)
+        seconds = self._clock() - started_s
+        say(f"downloaded {remote.url}/{path.name}: {_bytes(self._store.size(step))} in {seconds:.1f} s")
+
+    @contextmanager
+    def uploading(self, say: Say, show: Callable[[str], object]) -> Iterator[None]:
+        """Upload checkpoints to their URL, if they have one, in the background inside the context; then finish that.
+
+        After an error uploads are awaited for as long as they move, and after an interrupt not at all, unless the run
+        has stopped in order.
+        """
+        uploads = self._uploads
+        if uploads is None:
+            yield
+            return
+        uploads.start(say)
+        try:
+            yield
+            self._finish_uploads(uploads, say, show, _LONGEST_STALL_S)
+        except KeyboardInterrupt:
+            if self.phase == "stopped":
+                self._finish_uploads(uploads, say, show, _LONGEST_STALL_S)
+            raise
+        except BaseException:
+            self._finish_uploads(uploads, say, show, _LAST_WAIT_S)
+            raise
+        finally:
+            uploads.close()
+
+    def _finish_uploads(self, uploads: Uploader, say: Say, show: Callable[[str], object], stall_s: float) -> None:
+        if uploads.finish(stall_s, show):
+            if uploads.last_step is not None:
+                say(f"checkpoint of step {uploads.last_step}: {self._config.checkpoint.url}")
+            return
+        newest = self.last_step()
+        if newest is not None and newest != uploads.last_step:
+            say(
+                f"the checkpoint of step {newest} is in {self._store.path(newest)}, and not in"
+                f" {self._config.checkpoint.url}: {uploads.error or 'there was no answer'}; a resumed run uploads it",
+                kind="warning",
+            )
+
+    def upload_facts(self) -> Mapping[str, Any] | None:
+        """Return what is known of uploads; None if checkpoints have no URL."""
+        return None if self._uploads is None else self._uploads.facts()
 
     def keep(self, config: Config) -> None:
         """Use a config that the run has changed: write it to the run directory, and to later checkpoints."""
@@ -311,6 +406,10 @@ class Saver:
     def finish(self, say: Callable[[str], object]) -> None:
         """Name the last checkpoint and its size at the end of a run, or delete what `keep_final` does not keep."""
         if not self._config.checkpoint.keep_final:
+            if self._uploads is not None and self._remote is not None:
+                self._uploads.finish(_LONGEST_STALL_S, say)
+                self._uploads.close()
+                self._remote.delete_all(but_with=MODEL)
             deleted = self._store.delete_all(but_with=MODEL)
             if deleted:
                 say(f"checkpoints deleted (checkpoint.keep_final is false): {', '.join(map(str, deleted))}")
@@ -331,9 +430,10 @@ class Saver:
         raise KeyboardInterrupt
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds that saves held up the run since the last call, if there was a save."""
+        """Return the seconds that saves held up the run since the last call, if there was a save, and uploads."""
         seconds, self._stood_still_s = self._stood_still_s, None
-        return {} if seconds is None else {"time/save": seconds}
+        figures = {} if self._uploads is None else dict(self._uploads.metrics())
+        return figures if seconds is None else {"time/save": seconds, **figures}
 
     def save(self, step: int, source: CheckpointSource, evaluation: Mapping[str, float]) -> Path:
         """Save everything that resuming after `step` needs; return the path at which the checkpoint will be."""
@@ -364,20 +464,30 @@ class Saver:
                 source.write(path)
         num_ranks = source.num_ranks if section.save_state else {}
         if is_written is None:
-            saved = self._store.commit(step, state, num_ranks)
-            tell(saved=step)
-            return saved
+            return self._commit(step, state, num_ranks)
 
         def ask() -> bool:
             with self._store.explained(step):
                 return is_written()
 
         def commit(when_current: AbstractContextManager[None]) -> None:
-            self._store.commit(step, state, num_ranks, when_current)
-            tell(saved=step)
+            self._commit(step, state, num_ranks, when_current)
 
         self._background_save = BackgroundSave(step, ask, commit, self._timeout_s)
         return self._store.path(step)
+
+    def _commit(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        num_ranks: Mapping[str, int],
+        when_current: AbstractContextManager[None] | None = None,
+    ) -> Path:
+        path = self._store.commit(step, state, num_ranks, when_current)
+        tell(saved=step)
+        if self._uploads is not None:
+            self._uploads.wake()
+        return path
 
     def _saves_in_background(self, num_bytes: int) -> bool:
         if self.is_stopping:

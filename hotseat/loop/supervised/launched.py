@@ -191,7 +191,7 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
 @contextmanager
 def _folder_proof(config: Config, rank: int, num_ranks: int) -> Iterator[FolderProof | None]:
     """Have the first rank witness that the others see the folder of checkpoints; None: they need not."""
-    folder = Path(config.checkpoint.path or config.run_dir)
+    folder = Path(config.checkpoint.folder or config.run_dir)
     # All ranks, and no other job at the same time, have this address.
     job = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
     name = f".proof-{hashlib.blake2b(repr(job).encode(), digest_size=8).hexdigest()}"
