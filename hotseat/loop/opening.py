@@ -112,7 +112,7 @@ def open_run(
         advice = (steering and steering.command()) or command.format(run_dir=run_dir)
         interrupts.current().describe = lambda: saver.ending(advice)
         stack.enter_context(_advice(saver, advice))
-        checkpoint = saver.find(stack, inputs.notes.append, view.stage)
+        checkpoint = saver.find(stack, inputs.notes.append, lambda text: view.stage(text))
         _begin_records(config, run_dir, inputs.rows, saver, checkpoint)
         kept_driver.tell(
             run=str(run_dir), max_restarts=config.run.max_restarts, allowed=list(config.checkpoint.allow_changes)

@@ -53,12 +53,14 @@ def _nothing(num_bytes: int) -> None:
 class RemoteCheckpoints:
     """Checkpoints of one run at a URL. Raises `StoreError` if the storage, or the way to it, fails.
 
-    keep_last, max_bytes: as of `CheckpointStore`.
+    run: its name. keep_last, max_bytes: as of `CheckpointStore`.
     """
 
-    def __init__(self, url: str, *, keep_last: int = 3, max_bytes: int | None = None):
+    def __init__(self, url: str, *, run: str = "", keep_last: int = 3, max_bytes: int | None = None):
         self.store = ObjectStore(url)
         self.url = self.store.url
+        self._run = run
+        self._has_taken_over = False
         self._keep_last = keep_last
         self._max_bytes = max_bytes
         self._word = secrets.token_hex(16)  # which only this process knows
@@ -69,13 +71,23 @@ class RemoteCheckpoints:
 
     # --- who writes -----------------------------------------------------------------------------------------------
 
-    def take_over(self, run: str) -> None:
+    def take_over(self) -> None:
         """Have this process be the one that writes here; another one that still does will notice."""
-        facts = {"run": run, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "word": self._word}
+        facts = {
+            "run": self._run,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "word": self._word,
+        }
         self.store.write(OWNER, json.dumps(facts, indent=1).encode())
+        self._has_taken_over = True
 
     def _check_owner(self) -> None:
-        """Raise `TakenOverError` if another process has taken over."""
+        """Raise `TakenOverError` if another process has taken over. Without an owner yet, it is this one."""
+        if not self._has_taken_over:
+            self.take_over()
+            return
         content = self.store.read(OWNER)
         try:
             facts = json.loads(content or b"{}")

@@ -18,13 +18,14 @@ from hotseat import faults, interrupts
 from hotseat.config import Config, to_saved
 from hotseat.config.changes import NUM_STEPS, Change, changes_between
 from hotseat.config.hiding import has_secrets
-from hotseat.errors import CheckpointError, DeadlineError, HotseatError, UserError
+from hotseat.errors import CheckpointError, DeadlineError, HotseatError, StoreError, UserError
 from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint
 from hotseat.loop.state.remote_checkpoints import RemoteCheckpoints
 from hotseat.loop.state.run_dir import sole_owner, write_config
 from hotseat.loop.state.uploads import Say, Uploader
 from hotseat.machine import available_bytes
 from hotseat.observe import Journal
+from hotseat.processes import kept_driver
 from hotseat.processes.kept_driver import tell
 
 BACKENDS = {"actor": "actor", "critic": "critic_state"}  # folders of a checkpoint with the state of each role's backend
@@ -115,7 +116,7 @@ class Saver:
         self._uploads: Uploader | None = None
         if section.url is not None:
             self._remote = RemoteCheckpoints(
-                section.url, keep_last=self._store.keep_last, max_bytes=self._store.max_bytes
+                section.url, run=run_dir.name, keep_last=self._store.keep_last, max_bytes=self._store.max_bytes
             )
             self._uploads = Uploader(self._remote, self._store)
 
@@ -136,7 +137,12 @@ class Saver:
         for name in self._store.clean():
             say(f"{name} was not finished, and is removed")
         if self._remote is not None:
-            self._begin_remote(self._remote, say, show)
+            try:
+                self._begin_remote(self._remote, say, show)
+            except StoreError as error:
+                if not (kept_driver.restarts and self._store.steps()):
+                    raise
+                say(f"warning: the newest checkpoint on disk counts, since there is no other to be had: {error}")
         if not self._config.checkpoint.resume:
             if self._store.steps():
                 raise UserError(
@@ -176,7 +182,7 @@ class Saver:
             )
         if steps and not (here and here[-1] >= steps[-1]):
             self._download(remote, steps[-1], say, show)
-        remote.take_over(self._run_dir.name)
+        remote.take_over()
         if self._store.is_private:
             say(f"warning: the config has secrets, and is part of each checkpoint: who can read {remote.url} has them")
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,14 @@ from environments import own_environment
 from paused_runs import held, wait_for
 from s3_server import s3_server
 
+from hotseat.config import loads
 from hotseat.errors import CheckpointError, StoreError, TakenOverError
 from hotseat.faults import VARIABLE, Fault
 from hotseat.loop.state.checkpoints import CheckpointStore
 from hotseat.loop.state.remote_checkpoints import RemoteCheckpoints, newest_state
+from hotseat.loop.state.saving import Saver
 from hotseat.loop.state.uploads import Uploader
+from hotseat.processes.kept_driver import Restart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -57,8 +61,8 @@ def write(store, step, best=None, text="weights"):
 
 
 def remote_at(url, **options):
-    remote = RemoteCheckpoints(url, **options)
-    remote.take_over("run-1")
+    remote = RemoteCheckpoints(url, run="run-1", **options)
+    remote.take_over()
     return remote
 
 
@@ -171,7 +175,7 @@ from hotseat.loop.state.remote_checkpoints import RemoteCheckpoints
 
 url, folder = sys.argv[1:]
 remote, local = RemoteCheckpoints(url, keep_last=1), CheckpointStore(Path(folder))
-remote.take_over("run-1")
+remote.take_over()
 print("ready", flush=True)
 sys.stdin.readline()
 remote.upload(2, local.path(2))
@@ -350,3 +354,25 @@ def test_a_damaged_one_is_left_and_said_and_costs_the_others_nothing(url, local)
     assert remote.steps() == [1, 3]
     [text] = [text for kind, text in said.lines if kind == "warning"]
     assert text.startswith(f"{url}/step-000001 is damaged: state.json")
+
+
+def test_a_driver_that_was_started_again_goes_on_from_the_disk_without_an_answer(
+    server, s3, local, tmp_path, monkeypatch
+):
+    said = []
+    monkeypatch.setattr("hotseat.loop.state.checkpoints.CheckpointStore.newest", lambda store: None)
+    saver = Saver(
+        loads("", ["checkpoint.every=1", f"checkpoint.path={s3}", "checkpoint.resume=true"]), tmp_path / "run"
+    )
+    write(CheckpointStore(tmp_path / "run" / "checkpoints"), 1)
+    server.trouble = lambda method, path: 503
+    with ExitStack() as stack:
+        with pytest.raises(StoreError):
+            saver.find(stack, said.append)
+        monkeypatch.setattr("hotseat.processes.kept_driver.restarts", (Restart(0.0, "died"),))
+        assert saver.find(stack, said.append) is None
+    assert said[0].startswith("warning: the newest checkpoint on disk counts")
+    server.trouble = lambda method, path: None
+    with saver.uploading(Said(), said.append):
+        pass
+    assert RemoteCheckpoints(s3).steps() == [1]
