@@ -103,8 +103,9 @@ class Keeper:
             signal.set_wakeup_fd(-1)
             for number in self._watched:
                 signal.signal(number, self._before[number])
-            for end in (told, self._woken, self._wake):
-                os.close(end)
+            for end in (told, self._woken, self._wake, self._terminal):
+                if end is not None:
+                    os.close(end)
             os.set_blocking(telling, False)
             _pipe, _driver, restarts = telling, os.getpid(), made
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self._watched)

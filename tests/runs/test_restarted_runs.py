@@ -171,8 +171,9 @@ def test_nothing_is_left_of_a_command_that_is_killed_with_kill_9(task):
 def test_a_trainer_that_dies_on_ray_is_a_death_and_the_run_goes_on(task):
     """Scenario 8: without a person."""
     cluster = "{component_placement: {actor: 0-1, rollout: 2}}"
-    config = write_config(task, cluster=cluster)
-    kills = [Fault("update.micro-batch", "kill", by="actor:1", skip=2), Fault("push.before", "kill", skip=1)]
+    train = "{dtype: fp32, batch_size: 16, micro_batch_size: 2, num_episodes: 2}"
+    config = write_config(task, cluster=cluster, train=train)
+    kills = [Fault("update.micro-batch", "kill", by="actor:1", skip=1), Fault("push.before", "kill", skip=1)]
     with Command(task, "run", str(config), faults=kills) as command:
         code, _, errors = command.finish()
         assert code == 0, errors[-3000:]
