@@ -104,6 +104,7 @@ class Prompt:
     images: tuple[str, ...] = ()  # in order of their placeholders; see `hotseat.vision`
     # Of the row, for reward functions that are called by names, with the input as "prompt"; None: there is none.
     columns: Mapping[str, Any] | None = None
+    answer: tuple[int, ...] = ()  # that the data gives, end token included; empty: it gives none
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,9 @@ class Completion:
     stop: str | None = None  # the stop string that ended it; None: a stop token did, or it was cut
 
 
+GIVEN_VERSION = -2  # in `Segment.versions`, of tokens that the data gave instead of the policy
+
+
 # --- episodes ---------------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +174,7 @@ class Segment:
     token_ids: Tensor  # [num_tokens] int64
     mask: Tensor  # [num_tokens] bool: the policy sampled this token
     log_probs: Tensor  # [num_tokens] float32: the engine's, 0 where not sampled
-    versions: Tensor  # [num_tokens] int32: weight version that sampled it, -1 where not sampled
+    versions: Tensor  # [num_tokens] int32: weight version that sampled it, -1 where not sampled; `GIVEN_VERSION`
     images: tuple[str, ...] = ()  # of the placeholders among the tokens, in order
 
     @property

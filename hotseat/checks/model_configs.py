@@ -141,6 +141,18 @@ def teachers(context: DataContext) -> Iterator[Problem]:
         )
 
 
+def given_answers(context: DataContext) -> Iterator[Problem]:
+    """Find prompts without the answer that is to be learned from where it is not sampled."""
+    distill, prompts = context.config.algorithm.distill, context.prompts
+    lacking = sum(not prompt.answer for prompt in prompts)
+    if distill.answer_key is not None and lacking:
+        yield Problem(
+            "algorithm.distill.answer_key",
+            f"{distill.answer_key!r}: {lacking:,} of {len(prompts):,} prompts have no text there, and"
+            f" algorithm.distill.sampled is {distill.sampled:g}: complete the rows, or set that to 1",
+        )
+
+
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end an answer: the tokenizer's, and those of the model's generation config."""
     assert config.actor.model is not None

@@ -180,6 +180,7 @@ DISTILLATION = Condition(
 )
 DISTILLED = _is_above_0("coef", ", so nothing is learned from a teacher's distribution")
 BETA = _names("divergence", lambda name: divergence_entry(name).has_beta, names_that(DIVERGENCES, "has_beta"))
+NOT_ALL_SAMPLED = Beside("sampled", lambda share: share < 1, "is below 1", "{key} is {value}, so no answer is given")
 TOP_K = _is_set("top_k", ", so the whole vocabulary is compared")
 INFERENCE = Condition(
     "cluster.component_placement places inference",

@@ -207,6 +207,8 @@ def _distillation(config: Config) -> Problems:
     distill, reference = config.algorithm.distill, config.reference
     if distill.coef == 0:
         return
+    if distill.sampled < 1:
+        yield from _given_answers(config)
     if reference.teacher_weights:
         yield (
             "reference.teacher_weights",
@@ -224,6 +226,25 @@ def _distillation(config: Config) -> Problems:
             "true: a divergence from a teacher is not part of what it compiles; set it to false, or"
             " algorithm.distill.coef to 0",
         )
+
+
+def _given_answers(config: Config) -> Problems:
+    """Find what needs answers that the policy has sampled: given ones have a divergence, and nothing else."""
+    algorithm, key = config.algorithm, "algorithm.distill.sampled"
+    if algorithm.distill.answer_key is None:
+        yield "algorithm.distill.answer_key", f"not set, and {key} is below 1: name the column with given answers"
+    others = {
+        "rewards": has_rewards(config),
+        "algorithm.kl.coef": algorithm.kl.coef > 0,
+        "algorithm.distill_coef": algorithm.distill_coef > 0,
+        "overlap.staleness": config.overlap.staleness > 0,
+        "log.keep_rollouts": config.log.keep_rollouts,
+        "data.image_key": config.data.image_key is not None,
+        "rollout.max_thinking_tokens": config.rollout.max_thinking_tokens is not None,
+    }
+    for name in (name for name, is_set in others.items() if is_set):
+        what = "a source of rewards" if name == "rewards" else name
+        yield key, f"{algorithm.distill.sampled:g}, and {what} is for sampled answers: set it to 1, or remove {what}"
 
 
 def _ranges(config: Config) -> Problems:

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -200,4 +201,6 @@ def _parts(item: Any) -> list[tuple[Any, Any]]:
     """Return the token sequences of an item, each with its label or margin."""
     if isinstance(item, Pair):
         return [(item.chosen, item.margin), (item.rejected, None)]
-    return [(item, label_text(getattr(item, "label", None)))]
+    answer = getattr(item, "answer", ())
+    given = [(SimpleNamespace(token_ids=answer), None)] if answer else []
+    return [(item, label_text(getattr(item, "label", None))), *given]

@@ -362,6 +362,7 @@ def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> tuple[list[Prom
         limit=prompt_limit(config),
         image_key=data.image_key,
         columns=columns,
+        answer_key=config.algorithm.distill.answer_key,
     )
     return prompts, replace(report, left_out=left_out)
 

@@ -125,6 +125,8 @@ WITHOUT_A_FLAG = {
     "algorithm.correction.reject_high",
     "algorithm.correction.reject_low",
     *(f"algorithm.distill.{key}" for key in ("coef", "divergence", "beta", "top_k", "tail", "temperature")),
+    "algorithm.distill.answer_key",
+    "algorithm.distill.sampled",
     "algorithm.distill_coef",
     "algorithm.dpo.gamma",
     "algorithm.dpo.length_normalised",

@@ -1,5 +1,6 @@
 """Runs in which a policy learns from a teacher's distributions, on answers that it samples."""
 
+import json
 import pickle
 import shutil
 from dataclasses import replace
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop_cases import make_group, make_task, rl_yaml, same, weights
+from loop_cases import make_group, make_task, rl_yaml, same, weights, write_rows
 from safetensors.torch import load_file, save_file
 
 from hotseat.algorithms.distillation import Divergence
@@ -26,9 +27,11 @@ from hotseat.planning.role_specs import role_specs
 from hotseat.train.backend import TrainOptions
 from hotseat.train.divergence import TEACHER_FIELDS
 from hotseat.train.teacher_head import load_head
+from hotseat.types import GIVEN_VERSION
 
 pytestmark = pytest.mark.slow
 
+LOG = "{samples_per_step: 8, samples_every: 1}"
 OPTIONS, CUT = TrainOptions(optimizer=None), BatchSettings(2, None)
 
 
@@ -84,8 +87,10 @@ def test_a_policy_comes_nearer_to_its_teacher_without_rewards(task, capsys):
 @pytest.mark.long
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(task, monkeypatch):
     teacher(task)
+    with_answers(task)
     every = {"checkpoint": "{every: 1}"}
-    for name, distill in (("whole", "top_k: null"), ("top", "top_k: 5, divergence: jsd, temperature: 2.0")):
+    mixed = "top_k: 5, divergence: jsd, temperature: 2.0, sampled: 0.5, answer_key: worked"
+    for name, distill in (("whole", "top_k: null"), ("mixed", mixed)):
         go(task, name, distill, **every)
 
         class Stop(Exception):
@@ -228,6 +233,94 @@ def test_the_plan_counts_what_a_teacher_gives(task):
 )
 def test_what_does_not_go_together_is_refused(task, changes, says):
     distill = changes.pop("distill", "top_k: 4")
+    with pytest.raises((ConfigError, UserError)) as error:
+        start(loads(yaml_of(task, "bad", distill, **changes)))
+    assert says in str(error.value)
+
+
+# --- answers that the data gives --------------------------------------------------------------------------------------
+
+
+def with_answers(task: Path) -> None:
+    rows = [json.loads(line) for line in (task / "prompts.jsonl").read_text().splitlines()]
+    write_rows(task / "prompts.jsonl", [{**row, "worked": row["label"] * 2} for row in rows])
+
+
+def test_answers_are_given_sampled_or_mixed_by_seed(task):
+    teacher(task)
+    with_answers(task)
+    short = {"train": "{dtype: fp32, batch_size: 8, micro_batch_size: 4, num_episodes: 4}", "log": LOG}
+    texts = {}
+    for name, sampled in (("given", 0.0), ("mixed", 0.5), ("again", 0.5)):
+        records = go(task, name, f"top_k: 5, sampled: {sampled}, answer_key: worked", **short)
+        assert all(record["divergence"] > 0 for record in records if "divergence" in record)
+        lines = (task / "runs" / name / "samples.jsonl").read_text().splitlines()
+        texts[name] = [json.loads(line)["segments"][0] for line in lines]
+        if name == "given":
+            assert records[-1]["divergence"] < records[1]["divergence"]
+    assert same(weights(task, "mixed"), weights(task, "again"))
+    assert not same(weights(task, "mixed"), weights(task, "given"))
+    num_given = {name: sum(GIVEN_VERSION in each["versions"] for each in found) for name, found in texts.items()}
+    assert num_given["given"] == len(texts["given"]) == 32
+    assert 0 < num_given["mixed"] == num_given["again"] < 32
+    for segment in texts["given"]:
+        learned = [text for text, is_learned in zip(segment["text"], segment["sampled"], strict=True) if is_learned]
+        assert len(learned) == 3  # two digits and the end
+        assert learned[0] == learned[1] == segment["text"][0]  # of `1+2=` the answer is 11
+        assert set(segment["engine_log_probs"]) == {None}
+        assert None not in segment["trainer_log_probs"][-3:]
+
+
+def test_the_divergence_on_given_answers_is_that_of_whole_logits(task):
+    """Off-policy distillation of one step is what whole logits of both models in transformers give."""
+    import transformers
+
+    folder = teacher(task)
+    with_answers(task)
+    records = go(
+        task,
+        "given",
+        "top_k: null, divergence: jsd, beta: 0.3, temperature: 1.5, sampled: 0.0, answer_key: worked",
+        train="{dtype: fp32, batch_size: 8, micro_batch_size: 2, num_episodes: 1}",
+        rollout="{batch_size: 8, samples_per_prompt: 1, max_new_tokens: 4, num_slots: 8}",
+    )
+    student, expert = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (task / "model", folder)
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(task / "model")
+    apart = []
+    for line in (task / "prompts.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        context = tokenizer(row["input"], add_special_tokens=False)["input_ids"]
+        answer = [*tokenizer(row["worked"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            p, q = (
+                (model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1].double() / 1.5).log_softmax(
+                    -1
+                )
+                for model in (student, expert)
+            )
+        m = (0.3 * q.exp() + 0.7 * p.exp()).log()
+        apart += (0.3 * (q.exp() * (q - m)).sum(-1) + 0.7 * (p.exp() * (p - m)).sum(-1)).tolist()
+    assert len(apart) == 24
+    assert records[1]["divergence"] == pytest.approx(sum(apart) / len(apart), rel=1e-4)
+    assert records[1]["loss"] == pytest.approx(sum(apart) / len(apart), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "algorithm.distill.answer_key: not set, and algorithm.distill.sampled is below 1"),
+        ({"distill": "answer_key: worked, sampled: 0.5", "reward": "{function: r.py}"}, "a source of rewards is for"),
+        ({"distill": "answer_key: worked, sampled: 0.5", "overlap": "{staleness: 1}"}, "overlap.staleness is for"),
+        ({"distill": "answer_key: worked"}, "algorithm.distill.sampled is 1.0, so no answer is given"),
+        ({"distill": "answer_key: worked, sampled: 0.5"}, "'worked': 8 of 8 prompts have no text there"),
+    ],
+)
+def test_given_answers_that_cannot_be_learned_are_refused(task, changes, says):
+    teacher(task)
+    distill = changes.pop("distill", "sampled: 0.5")
     with pytest.raises((ConfigError, UserError)) as error:
         start(loads(yaml_of(task, "bad", distill, **changes)))
     assert says in str(error.value)

@@ -70,6 +70,10 @@ class DistillConfig(Section):
     """All other tokens: one more class, or left out of both distributions, which are then renormalised."""
     temperature: Annotated[AboveZero | None, when.DISTILLED] = None
     """Temperature of both distributions; unset is that of the rollout."""
+    sampled: Annotated[Fraction, when.DISTILLED] = 1.0
+    """Share of prompts whose answers the policy samples (GKD's lambda); the others have those of `answer_key`."""
+    answer_key: Annotated[str | None, when.DISTILLED, when.NOT_ALL_SAMPLED] = None
+    """Column with given answers, for prompts whose answers are not sampled."""
 
 
 class FilteringConfig(Section):

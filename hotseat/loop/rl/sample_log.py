@@ -111,7 +111,7 @@ def gaps(samples: Iterable[tuple[SampleRecord, Sequence[TokenRecord] | None]]) -
         for is_sampled, engine, trainer in zip(
             segment["sampled"], segment["engine_log_probs"], mine.trainer_log_probs, strict=True
         )
-        if is_sampled
+        if is_sampled and engine is not None
     ]
 
 

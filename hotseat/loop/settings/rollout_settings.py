@@ -195,6 +195,7 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         crashes=None if run_dir is None else str(folder / LOGS / f"crashes-{secrets.token_hex(4)}"),
         is_own_process=config.cluster.runtime == "ray",
         images=_host_images(config, run_dir),
+        sampled_share=config.algorithm.distill.sampled,
     )
 
 

@@ -25,6 +25,7 @@ from hotseat.errors import RewardError
 from hotseat.loop.workers.group_format import columns_of, row_of, samples_of
 from hotseat.loop.workers.losses import (
     ADVANTAGES,
+    GIVEN,
     LAGS,
     OLD_LOG_PROBS,
     RATIO_STARTS,
@@ -33,7 +34,7 @@ from hotseat.loop.workers.losses import (
     ROLLOUT_LOG_PROBS,
 )
 from hotseat.train.packing import balance, take
-from hotseat.types import MicroBatch, Prompt, PromptGroup, ScoredEpisode
+from hotseat.types import GIVEN_VERSION, MicroBatch, Prompt, PromptGroup, ScoredEpisode
 from hotseat.user_functions import is_own, own_function
 
 
@@ -130,13 +131,16 @@ def flatten(groups: Sequence[PromptGroup]) -> MicroBatch:
     """Lay all segments of all samples flat, with the engine's log-probs. Weights are set later, for the whole step."""
     samples = [sample for group in groups for sample in group.samples]
     segments = [(segment, sample) for sample in samples for segment in sample.episode.segments]
-    return MicroBatch.from_segments(
+    batch = MicroBatch.from_segments(
         [segment.token_ids for segment, _ in segments],
         [segment.mask for segment, _ in segments],
         [str(sample.episode.key) for _, sample in segments],
         {ROLLOUT_LOG_PROBS: [segment.log_probs for segment, _ in segments]},
         [segment.images for segment, _ in segments],
     )
+    versions = [segment.versions for segment, _ in segments]
+    given = torch.cat(versions) == GIVEN_VERSION if versions else torch.zeros(0)
+    return with_fields(batch, {GIVEN: given.to(torch.float32)}) if bool(given.any()) else batch
 
 
 def with_lags(groups: Sequence[PromptGroup], batch: MicroBatch, version: int) -> MicroBatch:

@@ -16,6 +16,7 @@ from hotseat.config.schema.reward_options import GraderConfig, RewardConfig
 from hotseat.config.urls import as_list
 from hotseat.data.images import ImageLimits, ImageStore, load_processor, processor_template
 from hotseat.data.row_problems import BadValue
+from hotseat.loop.workers.given_answers import GivenAnswers
 from hotseat.loop.workers.notes import note_writer
 from hotseat.loop.workers.observations import SimulationSettings
 from hotseat.model_source import ModelSource
@@ -90,11 +91,12 @@ class HostSettings:
     crashes: str | None = None  # folder of this start of the run, in which hosts note what they die of; None: nowhere
     is_own_process: bool = False  # which ends where it has to be replaced, instead of only saying so
     images: HostImages | None = None  # for environments that show some; None: the run has none, or no environment
+    sampled_share: float = 1.0  # of prompts whose answers the policy samples; the data gives those to the others
 
 
 def make_agent(settings: HostSettings, tokenizer: Any) -> Agent:
     """Load the agent of a host that plays no simulators."""
-    return load_agent(
+    policy = load_agent(
         settings.agent,
         tokenizer,
         max_length=settings.max_length,
@@ -103,6 +105,10 @@ def make_agent(settings: HostSettings, tokenizer: Any) -> Agent:
         preparer=make_image_preparer(settings.images, settings.tokenizer, tokenizer),
         max_thinking_tokens=settings.max_thinking_tokens,
     )
+    if settings.sampled_share == 1.0:
+        return policy
+    seed, max_length = settings.run_seed, settings.max_length
+    return GivenAnswers(policy, tokenizer, sampled=settings.sampled_share, seed=seed, max_length=max_length)
 
 
 def make_image_preparer(settings: HostImages | None, model: ModelSource, tokenizer: Any) -> ImagePreparer | None:

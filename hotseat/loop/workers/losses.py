@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,7 @@ CORRECTION_SCALES = "correction_scales"  # present where corrections are normali
 OLD_VALUES = "old_values"  # the critic's, before it learns from the rollout
 RETURNS = "returns"  # what the critic learns
 RATIO_STARTS = "ratio_starts"  # 1 at the first of the tokens that share a ratio; absent where each has its own
+GIVEN = "given"  # 1 at tokens that the data gave; absent where the policy sampled all of them
 LAGS = "lags"  # versions by which the oldest weights in a token's context are behind; absent without staleness
 
 
@@ -100,7 +101,11 @@ class PolicyObjective:
         log_probs, mask = outputs.log_probs, batch.mask
         assert log_probs is not None
         old = batch.fields.get(OLD_LOG_PROBS, log_probs.detach())
-        rollout = batch.fields[ROLLOUT_LOG_PROBS]
+        rollout, sampled = batch.fields[ROLLOUT_LOG_PROBS], mask
+        if GIVEN in batch.fields:  # no engine has log-probs of these
+            given = batch.fields[GIVEN].bool()
+            rollout, sampled = torch.where(given, old, rollout), mask & ~given
+            batch = replace(batch, fields={**batch.fields, ROLLOUT_LOG_PROBS: rollout})
         surrogate = self._surrogate(log_probs, old, batch)
         loss = surrogate.loss
         metrics: dict[str, Tensor | float] = {
@@ -111,7 +116,7 @@ class PolicyObjective:
         metrics["engine_gap"] = gap.abs().sum()
         metrics["engine_gap_mean"] = -gap.sum()
         metrics["engine_gap_max"] = gap.abs().max() if len(gap) else 0.0
-        metrics["engine_gap_counts"] = count_sizes(gap.detach().abs(), mask)
+        metrics["engine_gap_counts"] = count_sizes(gap.detach().abs(), sampled)
         if self.max_lag:
             lags, zeros = batch.fields[LAGS].long(), gap.new_zeros(self.max_lag + 1, dtype=torch.float64)
             metrics["engine_gap_lags"] = zeros.index_add(0, lags, gap.detach().abs().double())

@@ -19,7 +19,7 @@ from hotseat.data.frames import film_of
 from hotseat.loop.workers.experience import rewarded_lengths
 from hotseat.loop.workers.losses import ADVANTAGES, PolicyObjective
 from hotseat.train.backend import Outputs
-from hotseat.types import MicroBatch, Prompt, ScoredEpisode
+from hotseat.types import GIVEN_VERSION, MicroBatch, Prompt, ScoredEpisode, Segment
 from hotseat.vision import is_packed
 from hotseat.words import label_text
 
@@ -64,12 +64,18 @@ def record_of(sample: ScoredEpisode, prompt: Prompt, tokenizer: Any) -> SampleRe
             {
                 "text": token_texts(segment.token_ids.tolist(), tokenizer),
                 "sampled": segment.mask.tolist(),
-                "engine_log_probs": segment.log_probs.tolist(),
+                "engine_log_probs": _of_engine(segment),
                 "versions": segment.versions.tolist(),
             }
             for segment in episode.played_segments
         ],
     }
+
+
+def _of_engine(segment: Segment) -> list[float | None]:
+    """Return the engine's log-prob of each token; None for those that the data gave."""
+    values, versions = segment.log_probs.tolist(), segment.versions.tolist()
+    return [None if version == GIVEN_VERSION else value for value, version in zip(values, versions, strict=True)]
 
 
 def _turns_of(sample: ScoredEpisode) -> list[dict[str, Any]]:
