@@ -105,6 +105,7 @@ class Prompt:
     # Of the row, for reward functions that are called by names, with the input as "prompt"; None: there is none.
     columns: Mapping[str, Any] | None = None
     answer: tuple[int, ...] = ()  # that the data gives, end token included; empty: it gives none
+    teacher_prompt: tuple[int, ...] = ()  # that a teacher reads instead of this one; empty: it reads this one
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from hotseat.config.presence import (
     has_judge_engine,
     has_simulator,
 )
-from hotseat.config.resolved import critic_model, judge_length, source_of
+from hotseat.config.resolved import critic_model, judge_length, max_new_tokens, source_of
 from hotseat.errors import Problem, UnsupportedError, UserError
 
 
@@ -150,6 +150,24 @@ def given_answers(context: DataContext) -> Iterator[Problem]:
             "algorithm.distill.answer_key",
             f"{distill.answer_key!r}: {lacking:,} of {len(prompts):,} prompts have no text there, and"
             f" algorithm.distill.sampled is {distill.sampled:g}: complete the rows, or set that to 1",
+        )
+
+
+def teacher_prompts(context: DataContext) -> Iterator[Problem]:
+    """Find prompts without one for their teacher, or with one that leaves no room for the answer."""
+    config, prompts = context.config, context.prompts
+    column, key = config.algorithm.distill.teacher_input_key, "algorithm.distill.teacher_input_key"
+    if column is None or not prompts:
+        return
+    lacking = sum(not prompt.teacher_prompt for prompt in prompts)
+    if lacking:
+        yield Problem(key, f"{column!r}: {lacking:,} of {len(prompts):,} prompts have none there: complete the rows")
+    longest = max(len(prompt.teacher_prompt) for prompt in prompts) + max_new_tokens(config)
+    if longest > config.data.max_length:
+        yield Problem(
+            key,
+            f"{column!r}: with an answer of {max_new_tokens(config)} tokens the longest has {longest:,}, and"
+            f" data.max_length is {config.data.max_length:,}: raise it, or lower rollout.max_new_tokens",
         )
 
 

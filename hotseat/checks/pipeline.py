@@ -72,7 +72,12 @@ PLACEMENT: Stage[PlanContext] = (
 LAUNCHED_RANKS: Stage[RanksContext] = (plans.launched_ranks,)
 MODELS: Stage[CheckContext] = (model_configs.models,)
 TOKENIZERS: Stage[TokenizerContext] = (tokenizers.readers, tokenizers.chat_template_variables)
-DATA: Stage[DataContext] = (reward_columns.columns, model_configs.teachers, model_configs.given_answers)
+DATA: Stage[DataContext] = (
+    reward_columns.columns,
+    model_configs.teachers,
+    model_configs.given_answers,
+    model_configs.teacher_prompts,
+)
 TRAINING: Stage[TrainingContext] = (capabilities.backends, capabilities.critic_warmup)
 # On a cluster that exists, once its nodes are known.
 NODES: Stage[NodesContext] = (nodes.alike,)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from hotseat.config.presence import (
+    has_agent,
     has_critic,
     has_evaluation,
     has_images,
@@ -85,8 +86,8 @@ def _missing_models_and_data(config: Config) -> Problems:
 
 def _missing_in_rl(config: Config) -> Problems:
     reward, samples = config.reward, config.rollout.samples_per_prompt
-    has_source = has_rewards(config) or config.algorithm.distill.coef > 0
-    if not has_source:
+    needs_none = config.algorithm.distill.coef > 0 and not is_placed(config, "reward")
+    if not has_rewards(config) and not needs_none:
         yield (
             "reward.function",
             "no source of rewards: set reward.function, reward.url, reward.model or agent.path; a config may also have"
@@ -207,6 +208,8 @@ def _distillation(config: Config) -> Problems:
     distill, reference = config.algorithm.distill, config.reference
     if distill.coef == 0:
         return
+    if distill.teacher_input_key is not None:
+        yield from _teacher_prompts(config)
     if distill.sampled < 1:
         yield from _given_answers(config)
     if reference.teacher_weights:
@@ -226,6 +229,18 @@ def _distillation(config: Config) -> Problems:
             "true: a divergence from a teacher is not part of what it compiles; set it to false, or"
             " algorithm.distill.coef to 0",
         )
+
+
+def _teacher_prompts(config: Config) -> Problems:
+    others = {
+        "an agent": has_agent(config),
+        "data.image_key": config.data.image_key is not None,
+        "overlap.staleness": config.overlap.staleness > 0,
+        "log.keep_rollouts": config.log.keep_rollouts,
+    }
+    for name in (name for name, is_set in others.items() if is_set):
+        why = f"prompts of a teacher are not built for {name} yet: remove one of the two"
+        yield "algorithm.distill.teacher_input_key", why
 
 
 def _given_answers(config: Config) -> Problems:

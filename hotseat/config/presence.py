@@ -44,9 +44,8 @@ def has_teacher(config: Config) -> bool:
 def has_rewards(config: Config) -> bool:
     """Return whether anything scores answers. Without rewards a policy learns from its teacher alone."""
     reward = config.reward
-    has_model = reward.model is not None or is_placed(config, "reward")
     alone = bool(reward.graders) or has_judge(config) or has_agent(config)  # a simulator is one
-    return alone or bool(reward_files(config)) or reward.url is not None or has_model
+    return alone or bool(reward_files(config)) or reward.url is not None or reward.model is not None
 
 
 def compares_with_reference(config: Config) -> bool:

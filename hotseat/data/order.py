@@ -201,6 +201,6 @@ def _parts(item: Any) -> list[tuple[Any, Any]]:
     """Return the token sequences of an item, each with its label or margin."""
     if isinstance(item, Pair):
         return [(item.chosen, item.margin), (item.rejected, None)]
-    answer = getattr(item, "answer", ())
-    given = [(SimpleNamespace(token_ids=answer), None)] if answer else []
+    others = (getattr(item, "answer", ()), getattr(item, "teacher_prompt", ()))
+    given = [(SimpleNamespace(token_ids=each), None) for each in others if each]
     return [(item, label_text(getattr(item, "label", None))), *given]

@@ -34,6 +34,7 @@ def make_prompts(
     image_key: str | None = None,
     columns: Sequence[str] | None = None,
     answer_key: str | None = None,
+    teacher_key: str | None = None,
 ) -> tuple[list[Prompt], RowReport]:
     """Make prompts in the order of the rows; `index` counts those that are kept.
 
@@ -43,29 +44,42 @@ def make_prompts(
     option that sets `prompt_max_length`, and how to raise it, for the message if no prompt is short enough. image_key:
     the rows went through `images.prepare_rows`, which left their images there. columns: to keep of every row, of those
     that `columns_of` returns; a row has None where it lacks one, as in `datasets`. None: none are kept. answer_key: of
-    given answers, which are tokenised by themselves and end with the end token; a row may have none.
+    given answers, which are tokenised by themselves and end with the end token; a row may have none. teacher_key: of
+    inputs that a teacher reads instead, rendered as the others; a row may have none.
     """
     template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs) if apply_chat_template else None
     check_input_template(input_template)
 
-    def draft_of(row: Row) -> tuple[str, Any, Any, str]:
+    def draft_of(row: Row) -> tuple[str, Any, Any, str, str]:
         text = _text(row.values, input_key, template, input_template)
         kept = None if columns is None else _kept(row.values, columns, input_key)
         has_answer = answer_key is not None and row.values.get(answer_key) is not None
         answer = text_of(row.values, answer_key) if answer_key is not None and has_answer else ""
-        return text, _label(row.values, label_key), kept, answer
+        has_other = teacher_key is not None and row.values.get(teacher_key) is not None
+        other = _text(row.values, str(teacher_key), template, input_template) if has_other else ""
+        return text, _label(row.values, label_key), kept, answer, other
 
     def encoded_of(texts: Sequence[str]) -> list[list[int]]:
         return [ids for at in range(0, len(texts), CHUNK) for ids, _ in encode(tokenizer, [*texts[at : at + CHUNK]])]
 
-    texts, labels, kept, answers = zip(*from_rows(rows, draft_of), strict=True) if rows else ((), (), (), ())
+    drafts = from_rows(rows, draft_of)
+    texts, labels, kept, answers, others = zip(*drafts, strict=True) if rows else ((), (), (), (), ())
     encoded = encoded_of(texts)
     given = encoded_of(answers) if any(answers) else [[] for _ in answers]
     given = [[*ids, tokenizer.eos_token_id] if ids else [] for ids in given]
+    of_teacher = encoded_of(others) if any(others) else [[] for _ in others]
     prompts: list[Prompt] = []
     report = RowReport(len(rows))
 
-    def add(row: Row, text: str, label: Any, values: dict[str, Any] | None, ids: list[int], answer: list[int]) -> None:
+    def add(
+        row: Row,
+        text: str,
+        label: Any,
+        values: dict[str, Any] | None,
+        ids: list[int],
+        answer: list[int],
+        other: list[int],
+    ) -> None:
         images: RowImages | None = None if image_key is None else row.values[image_key]
         ids = _with_images(ids, images, text, input_key)
         report.longest = max(report.longest, len(ids))
@@ -75,9 +89,10 @@ def make_prompts(
         source = next((row.values[key] for key in _SOURCE_KEYS if row.values.get(key) is not None), None)
         paths = () if images is None else images.paths
         source = "" if source is None else str(source)
-        prompts.append(Prompt(len(prompts), text, tuple(ids), label, source, paths, values, tuple(answer)))
+        known = (text, tuple(ids), label, source, paths, values, tuple(answer), tuple(other))
+        prompts.append(Prompt(len(prompts), *known))
 
-    from_rows(rows, add, texts, labels, kept, encoded, given)
+    from_rows(rows, add, texts, labels, kept, encoded, given, of_teacher)
     if not prompts:
         source, fix = limit
         because = f", the limit by {source}" if source else ""

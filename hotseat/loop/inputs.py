@@ -363,6 +363,7 @@ def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> tuple[list[Prom
         image_key=data.image_key,
         columns=columns,
         answer_key=config.algorithm.distill.answer_key,
+        teacher_key=config.algorithm.distill.teacher_input_key,
     )
     return prompts, replace(report, left_out=left_out)
 

@@ -127,6 +127,7 @@ WITHOUT_A_FLAG = {
     *(f"algorithm.distill.{key}" for key in ("coef", "divergence", "beta", "top_k", "tail", "temperature")),
     "algorithm.distill.answer_key",
     "algorithm.distill.sampled",
+    "algorithm.distill.teacher_input_key",
     "algorithm.distill_coef",
     "algorithm.dpo.gamma",
     "algorithm.dpo.length_normalised",

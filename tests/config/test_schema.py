@@ -192,6 +192,8 @@ WITHOUT = (
     "algorithm: {policy_loss: gspo, correction: {kind: rollout-ratio}}",
     "algorithm: {kl: {coef: 0.1}}",
     "algorithm: {kl: {coef: 0.1, target: 1.0}}",
+    "algorithm: {distill: {coef: 1.0}}\nreference: {model: m}",
+    "algorithm: {distill: {coef: 1.0, top_k: null}}\nreference: {model: m}",
     "reward: {url: 'http://u'}",
     "reward: {model: m}",
     "reward: {graders: [{kind: code}], sandbox: {command: ['{folder}']}}",

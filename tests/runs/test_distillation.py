@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop_cases import make_group, make_task, rl_yaml, same, weights, write_rows
+from loop_cases import make_group, make_segment, make_task, rl_yaml, same, weights, write_rows
 from safetensors.torch import load_file, save_file
 
 from hotseat.algorithms.distillation import Divergence
@@ -27,7 +27,7 @@ from hotseat.planning.role_specs import role_specs
 from hotseat.train.backend import TrainOptions
 from hotseat.train.divergence import TEACHER_FIELDS
 from hotseat.train.teacher_head import load_head
-from hotseat.types import GIVEN_VERSION
+from hotseat.types import GIVEN_VERSION, Segment
 
 pytestmark = pytest.mark.slow
 
@@ -222,6 +222,7 @@ def test_the_plan_counts_what_a_teacher_gives(task):
             "distributions of several teachers are not mixed yet",
         ),
         ({"distill": "top_k: null", "reference": "{teachers: {a: m}}"}, "only the most likely tokens are compared yet"),
+        ({"cluster": "{component_placement: {'actor,reward': 0}}"}, "reward.function: no source of rewards"),
         ({"distill": "beta: 0.3"}, "algorithm.distill.divergence is reverse_kl; this is for jsd"),
         ({"distill": "top_k: null, tail: renormalise"}, "top_k is not set, so the whole vocabulary is compared"),
         (
@@ -324,3 +325,52 @@ def test_given_answers_that_cannot_be_learned_are_refused(task, changes, says):
     with pytest.raises((ConfigError, UserError)) as error:
         start(loads(yaml_of(task, "bad", distill, **changes)))
     assert says in str(error.value)
+
+
+# --- prompts of the teacher -------------------------------------------------------------------------------------------
+
+
+def test_a_teacher_reads_its_own_prompt_before_the_same_answers(task):
+    """What it gives is that of the longer text, at the tokens of the policy's shorter one."""
+    worker, other = ModelWorker(ModelSource(str(teacher(task))), OPTIONS), (4, 5, 6, 7, 8)
+    own = make_group(0, [0.0, 1.0])
+    told = replace(own, prompt=replace(own.prompt, teacher_prompt=other))
+    episodes = [replace(each.episode, segments=(behind(each.episode.segments[0], other),)) for each in own.samples]
+    samples = [replace(each, episode=episode) for each, episode in zip(own.samples, episodes, strict=True)]
+    longer = replace(own, samples=tuple(samples))
+    how = Divergence("reverse_kl", top_k=3, vocab_size=16)
+    found, expected, plain = (
+        worker.teach([Share((group, make_group(1, [1.0])), ((0, 0), (0,)))], CUT, 1.0, how)
+        for group in (told, longer, own)
+    )
+    worker.close()
+    for sample in ("0/0/0", "0/0/1"):
+        pairs = [(found, expected), *((found.fields[name], expected.fields[name]) for name in found.fields)]
+        for ours, theirs in pairs:
+            assert len(ours[sample][0]) == 5
+            torch.testing.assert_close(ours[sample][0][3:], theirs[sample][0][5:])
+        assert not torch.equal(found[sample][0], plain[sample][0])
+    torch.testing.assert_close(found["0/1/0"], plain["0/1/0"])
+
+
+def behind(segment: Segment, context: tuple[int, ...]) -> Segment:
+    """The two sampled tokens of a segment behind another context."""
+    longer = make_segment(len(context), 2)
+    return replace(longer, token_ids=torch.cat([torch.tensor(context), segment.token_ids[-2:]]))
+
+
+def test_a_policy_learns_from_itself_with_more_in_the_prompt(task):
+    rows = [json.loads(line) for line in (task / "prompts.jsonl").read_text().splitlines()]
+    write_rows(task / "prompts.jsonl", [{**row, "told": f"{row['label']}7+{row['input']}"} for row in rows])
+    changes = {
+        "reference": f"{{model: {task}/model}}",
+        "train": "{dtype: fp32, batch_size: 8, micro_batch_size: 4, num_episodes: 1}",
+    }
+    records = go(task, "told", "top_k: 5, teacher_input_key: told", **changes)
+    alone = go(task, "alone", "top_k: 5", **changes)
+    assert records[1]["divergence"] > 0
+    assert alone[1]["divergence"] == pytest.approx(0.0, abs=1e-6)  # the policy is where its teacher is
+    with pytest.raises(UserError, match="'hint': 8 of 8 prompts have none there"):
+        go(task, "lacking", "top_k: 5, teacher_input_key: hint", **changes)
+    with pytest.raises(ConfigError, match="prompts of a teacher are not built for overlap.staleness yet"):
+        go(task, "stale", "top_k: 5, teacher_input_key: told", overlap="{staleness: 1}", **changes)

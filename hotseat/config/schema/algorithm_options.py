@@ -74,6 +74,8 @@ class DistillConfig(Section):
     """Share of prompts whose answers the policy samples (GKD's lambda); the others have those of `answer_key`."""
     answer_key: Annotated[str | None, when.DISTILLED, when.NOT_ALL_SAMPLED] = None
     """Column with given answers, for prompts whose answers are not sampled."""
+    teacher_input_key: Annotated[str | None, when.DISTILLED] = None
+    """Column with the prompt that the teacher reads instead of the policy's, such as one with the solution."""
 
 
 class FilteringConfig(Section):

@@ -143,6 +143,34 @@ def flatten(groups: Sequence[PromptGroup]) -> MicroBatch:
     return with_fields(batch, {GIVEN: given.to(torch.float32)}) if bool(given.any()) else batch
 
 
+def for_teacher(groups: Sequence[PromptGroup], batch: MicroBatch) -> MicroBatch:
+    """Return the batch as a teacher reads it: its own prompts, where it has some, before the same answers."""
+    segments = [
+        (segment, group.prompt) for group in groups for sample in group.samples for segment in sample.episode.segments
+    ]
+    if not any(prompt.teacher_prompt for _, prompt in segments):
+        return batch
+    ids, masks = [], []
+    for segment, prompt in segments:
+        other, begin = prompt.teacher_prompt or prompt.token_ids, len(prompt.token_ids)
+        ids.append(torch.cat([torch.tensor(other, dtype=torch.int64), segment.token_ids[begin:]]))
+        masks.append(torch.cat([torch.zeros(len(other), dtype=torch.bool), segment.mask[begin:]]))
+    return MicroBatch.from_segments(ids, masks, batch.sample_ids)
+
+
+def behind_own_prompts(groups: Sequence[PromptGroup], values: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    """Return what a teacher said of the tokens of `for_teacher`, by sample id, for the tokens of the policy's batch."""
+    moved = {}
+    for group in groups:
+        other, own = group.prompt.teacher_prompt, len(group.prompt.token_ids)
+        for name in (str(sample.episode.key) for sample in group.samples):
+            answers = [of[len(other) :] for of in values[name]]
+            zeros = [answer.new_zeros((own, *answer.shape[1:])) for answer in answers]
+            joined = [torch.cat(pair) for pair in zip(zeros, answers, strict=True)]
+            moved[name] = joined if other else values[name]
+    return moved
+
+
 def with_lags(groups: Sequence[PromptGroup], batch: MicroBatch, version: int) -> MicroBatch:
     """Add to each token the number of versions by which the oldest weights in its context are behind `version`.
 

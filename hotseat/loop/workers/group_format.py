@@ -36,7 +36,7 @@ def _names(kind: Any, *others: str) -> tuple[str, ...]:
 
 
 # Fields that are JSON, whatever they are called; the others have a form of their own. A given answer is in the samples.
-_PROMPT = _names(Prompt, "text", "token_ids", "answer")
+_PROMPT = _names(Prompt, "text", "token_ids", "answer", "teacher_prompt")
 _EPISODE = _names(Episode, "key", "segments", "query", "facts")
 _SCORE = _names(ScoredEpisode, "episode")
 _prompt_of, _episode_of, _score_of = attrgetter(*_PROMPT), attrgetter(*_EPISODE), attrgetter(*_SCORE)

@@ -43,7 +43,7 @@ from hotseat.train.exact import NO_FP8, ExactScores, Fp8Parts, exact_log_probs, 
 from hotseat.train.make import make_backend
 from hotseat.train.packing import split_by_tokens, take
 from hotseat.train.teacher_head import load_head
-from hotseat.types import MicroBatch, Moved
+from hotseat.types import MicroBatch, Moved, PromptGroup
 from hotseat.weights.broadcast import BroadcastGroup
 from hotseat.weights.bucket import Bucket
 from hotseat.weights.transfer import BUCKET_BYTES, Receiver, Sender
@@ -179,9 +179,12 @@ class ModelWorker(BackendWorker):
 
     def teach(self, shares: Sequence[Share], cut: BatchSettings, temperature: float, how: Divergence) -> TeacherScores:
         """Return log-probs as `score` does, and what a policy that learns by `how` needs. Collective."""
-        return self._teach(experience.flatten(experience.groups_of(shares)), cut, temperature, how)
+        return self._teach(experience.groups_of(shares), cut, temperature, how)
 
-    def _teach(self, batch: MicroBatch, cut: BatchSettings, temperature: float, how: Divergence) -> TeacherScores:
+    def _teach(
+        self, groups: Sequence[PromptGroup], cut: BatchSettings, temperature: float, how: Divergence
+    ) -> TeacherScores:
+        batch = experience.for_teacher(groups, experience.flatten(groups))
         pieces, given = self._cutter.run(
             "rollout",
             cut,
@@ -189,8 +192,9 @@ class ModelWorker(BackendWorker):
             lambda pieces: self._backend.teach(pieces, temperature, how),
         )
         names = [name for name in TEACHER_FIELDS if given and name in given[0]]
-        fields = {name: by_sample(pieces, [each[name] for each in given]) for name in names}
-        return TeacherScores(by_sample(pieces, [each["log_probs"] for each in given]), fields)
+        every = {name: by_sample(pieces, [each[name] for each in given]) for name in ("log_probs", *names)}
+        found = {name: BySample(experience.behind_own_prompts(groups, values)) for name, values in every.items()}
+        return TeacherScores(found.pop("log_probs"), found)
 
     def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> BySample:
         pieces, scores = self._cutter.run(

@@ -58,7 +58,7 @@ class TeachersWorker(ModelWorker):
         groups, log_probs, fields = groups_of(shares), BySample(), dict[str, BySample]()
         for name in self._backends:
             self._turn_to(name)
-            own = self._teach(flatten([each for each in groups if each.prompt.source == name]), cut, temperature, how)
+            own = self._teach([each for each in groups if each.prompt.source == name], cut, temperature, how)
             log_probs.update(own)
             for field, given in own.fields.items():
                 fields.setdefault(field, BySample()).update(given)
