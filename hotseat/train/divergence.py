@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from hotseat.algorithms.distillation import Divergence, divergence_from_logits, divergence_from_top, top_log_probs
 from hotseat.algorithms.head import project
-from hotseat.types import to_device
+from hotseat.types import MicroBatch, to_device
 
 # A fraction of the elements in a chunk of `logprobs`: there are so many more tensors of a chunk's size, the teacher's
 # among them, and the planner counts on one sum (LOGITS_CHUNK_ELEMENTS in `hotseat.placement.memory_terms`).
@@ -86,6 +86,20 @@ class Teaching:
         if all(each is None for each in found):
             return None
         return replace(self, rows=TeacherRows(*(None if each is None else to_device(each, device) for each in found)))
+
+    def filler(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch that counts for nothing with made-up words of a teacher.
+
+        Its forward has the outputs of those of other ranks: ZeRO 3 counts them, and ranks that differ do not meet.
+        """
+        if self.how.top_k is None:
+            assert self.head is not None, "hidden states of a teacher whose head is not known"
+            fields = {"teacher_hidden": torch.zeros(batch.num_tokens, self.head.weight.shape[1])}
+        else:
+            ids = torch.arange(self.how.top_k, dtype=torch.int32).expand(batch.num_tokens, -1)
+            num_classes = self.how.top_k + (self.how.tail == "other")
+            fields = {"teacher_ids": ids, "teacher_log_probs": torch.zeros(batch.num_tokens, num_classes)}
+        return replace(batch, fields=fields)
 
 
 class Scores(NamedTuple):

@@ -251,7 +251,8 @@ class Trainer(TrainerHooks):
             self._before_forward(is_last)
             faults.reach("update.forward")
             if batch is None:
-                outputs = self._forward(filler_batch(), temperature, needs_entropy(loss), coefficient > 0)
+                filler = filler_batch() if teaching is None else teaching.filler(filler_batch())
+                outputs = self._forward(filler, temperature, needs_entropy(loss), coefficient > 0, teaching)
                 self._backward(sum((value * 0.0).sum() for value in outputs.tensors()), is_last)
                 continue
             there = batch.to(self._device)  # before the forward, so that nothing waits for the forward's end
