@@ -11,7 +11,16 @@ _EPISODE = -2  # in place of a turn, for the seed of the episode itself
 
 
 class AgentError(Exception):
-    """An episode cannot continue; the message becomes the reason why its sample failed."""
+    """An episode cannot continue; the message becomes the reason why its sample failed.
+
+    shown: what is kept with the episode's output besides, such as the traceback in another process.
+    """
+
+    shown: str = ""
+
+
+class PlayAgain(Exception):
+    """The process that played an episode has ended: it is to be played from its beginning, with the same seeds."""
 
 
 class OutOfTimeError(AgentError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hotseat import extensions
-from hotseat.agents.agent import Agent, AgentError, SingleTurn
+from hotseat.agents.agent import Agent, SingleTurn
+from hotseat.agents.environments.environment_worker import play_problem
+from hotseat.agents.environments.families import EnvironmentSettings
 from hotseat.agents.gateway.program_session import ProgramSettings, ServedPolicy
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.multi_turn import Environment, MultiTurn
@@ -60,18 +63,13 @@ def load_agent(
             return BudgetedThinking(tokenizer, max_thinking_tokens, max_length)
         return SingleTurn(tokenizer)
     file, class_name = located(str(path))
+    if class_name is None and _has_play_alone(file):
+        return _player(file, policy())
     source = AgentFile(file)
     name, value, form = _choose(source.module, file, class_name)
     limits: dict[str, Any] = {"max_length": max_length, "max_steps": max_steps}
     if name == "play":
-        from hotseat.agents.black_box import PlayFunction
-
-        try:
-            player = PlayFunction(value, policy())
-        except AgentError as error:
-            raise UserError(f"{file}: {error}") from None
-        player.name = str(file)
-        return player
+        return _player(file, policy())
     agent: Agent
     try:
         if form is not None:
@@ -89,10 +87,36 @@ def load_agent(
     return agent
 
 
+def _player(file: Path, policy: ServedPolicy) -> Agent:
+    """Return an agent that runs the function `play` of a file in a process of its own."""
+    from hotseat.agents.environments.environment_agent import EnvironmentAgent
+
+    return EnvironmentAgent(policy, EnvironmentSettings(file=str(file), has_our_rights=True))
+
+
+def _has_play_alone(file: Path) -> bool:
+    """Tell whether a file has a function `play` and surely no other agent, without running it.
+
+    A process of its own runs it. Where this cannot be told, the file has to be run here, too.
+    """
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return False  # whoever loads it says what is wrong
+    functions = {each.name for each in body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+    others = {name for entry in extensions.AGENT_FORMS for name in (*entry.classes, *entry.functions)}
+    bound = {each.name for each in body if isinstance(each, ast.ClassDef)} | functions
+    has_classes = any(isinstance(each, ast.ClassDef) and each.bases for each in body)
+    return "play" in functions and not has_classes and not bound & others
+
+
 def load_file(file: Path, class_name: str | None) -> tuple[AgentFile, str | None]:
     """Load the file of an agent without making the agent; return it with a note for the user. Raises if it has none."""
     source = AgentFile(file)
-    _, value, form = _choose(source.module, file, class_name)
+    name, value, form = _choose(source.module, file, class_name)
+    problem = play_problem(value, str(file)) if name == "play" else None
+    if problem is not None:
+        raise UserError(problem)
     is_run_again = form is not None and not inspect.isclass(value)
     return source, source.slowness() if is_run_again else None
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 import math
 import os
 import shutil
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hotseat.agents.agent import Agent, AgentError, SampleFunction, episode_seed
-from hotseat.agents.blocking_calls import OwnThread
 from hotseat.agents.branches import Answer, in_order, segments_of
 from hotseat.agents.environments.environment_worker import PolicyClient
 from hotseat.agents.episode_output import current_log
@@ -75,25 +73,6 @@ class BlackBox(Agent):
     async def close(self) -> None:
         """Close the gateway. Called in the event loop; the next episode opens another one."""
         await self._gateway.close()
-
-
-class PlayFunction(BlackBox):
-    """Calls the function `play(prompt, client)` of a user's file. A plain function runs in a thread of the episode."""
-
-    def __init__(self, function: Callable[..., Any], policy: ServedPolicy):
-        super().__init__(policy)
-        self._function = function
-        try:
-            inspect.signature(function).bind(None, None)
-        except TypeError as error:
-            raise AgentError(f"play cannot be called with (prompt, client): {error}") from None
-
-    async def play(self, prompt: Prompt, client: PolicyClient) -> Any:
-        thread = OwnThread("play")
-        try:
-            return await thread.call(self._function, prompt, client)
-        finally:
-            thread.end()
 
 
 class Program(BlackBox):

@@ -78,6 +78,7 @@ class EngineCalls:
         asked_s = time.monotonic() - job.started
         self._end_code(job)
         job.in_flight.add(name)
+        job.is_given_up = False
         try:
             completion = await self._ask_in_time(job, request)
         except asyncio.CancelledError:
@@ -86,6 +87,7 @@ class EngineCalls:
             else:
                 job.engine_error = WorkerError(f"request {name} was cancelled by the engine")
             job.turns.discard(turn)  # nobody got an answer, so the same request may come again
+            job.is_given_up = True
             raise
         except AgentError:
             self.abort([name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import math
 import threading
 import time
@@ -48,6 +49,7 @@ class ToolClock:
     _timer: asyncio.TimerHandle | None = None
     _began_s: float = math.inf
     _lost_before_s: float = 0.0
+    _lost_elsewhere_s: Callable[[], float] | None = None
 
     @property
     def reason(self) -> str:
@@ -55,9 +57,17 @@ class ToolClock:
             f"environment, tools or program took longer than {self.limit_s:g} s between answers (agent.tool_timeout_s)"
         )
 
+    def leave_out(self, lost_s: Callable[[], float] | None) -> None:
+        """Leave out what another process has lost, too, in which the episode is played from now on; None: in none."""
+        self._lost_elsewhere_s = lost_s
+        self._lost_before_s = self._all_lost_s()
+
+    def _all_lost_s(self) -> float:
+        return self.lost_s() + (0.0 if self._lost_elsewhere_s is None else self._lost_elsewhere_s())
+
     def start(self) -> None:
         self.stop()
-        self._began_s, self._lost_before_s = self.loop.time(), self.lost_s()
+        self._began_s, self._lost_before_s = self.loop.time(), self._all_lost_s()
         self._timer = self.loop.call_later(self.limit_s, self._look)
 
     def stop(self) -> None:
@@ -71,7 +81,7 @@ class ToolClock:
         return self._left_s() <= 0
 
     def _left_s(self) -> float:
-        return self._began_s + self.limit_s + max(0.0, self.lost_s() - self._lost_before_s) - self.loop.time()
+        return self._began_s + self.limit_s + max(0.0, self._all_lost_s() - self._lost_before_s) - self.loop.time()
 
     def _look(self) -> None:
         left_s = self._left_s()
@@ -104,6 +114,24 @@ class EpisodeJob:
     tool_clock: ToolClock | None = None  # runs while nothing is in flight
     is_out_of_time: bool = False  # the episode's time ended while the policy was asked
     blocked_s: float = 0.0  # for how long it has blocked the event loop
+    num_lost: int = 0  # processes that ended while they played it
+    is_suspect: bool = False  # one of them may have ended with it
+    is_given_up: bool = False  # its last request ended without an answer, as when its client is gone
+
+    @property
+    def runs_code(self) -> bool:
+        """Tell whether the agent's code ran until now, instead of waiting for the policy."""
+        return not self.in_flight and not self.is_given_up
+
+    def begin_again(self) -> None:
+        """Forget what was sampled, to play the episode from its beginning."""
+        self.turns.clear()
+        self.completions.clear()
+        self.is_given_up = False
+
+
+# The episode in whose context code runs.
+current_job: contextvars.ContextVar[EpisodeJob | None] = contextvars.ContextVar("episode job", default=None)
 
 
 class EpisodeJobs:

@@ -16,10 +16,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hotseat.agents.agent import Agent, AgentError, SingleTurn
+from hotseat.agents.agent import Agent, AgentError, PlayAgain, SingleTurn
 from hotseat.agents.crash_record import CrashRecord
 from hotseat.agents.engine_calls import Ask, EngineCalls, OpenRequests, checked
-from hotseat.agents.episode_jobs import SCORING_S, Deadlines, EpisodeFuture, EpisodeJob, EpisodeJobs, Outcome, ToolClock
+from hotseat.agents.episode_jobs import (
+    SCORING_S,
+    Deadlines,
+    EpisodeFuture,
+    EpisodeJob,
+    EpisodeJobs,
+    Outcome,
+    ToolClock,
+    current_job,
+)
 from hotseat.agents.episode_output import EpisodeLog, EpisodeOutput, current_log
 from hotseat.agents.loop_watch import LoopWatch
 from hotseat.agents.multi_turn import MultiTurn
@@ -244,9 +253,10 @@ class AgentHost(Closing):
     async def _episode(self, job: EpisodeJob) -> None:
         log, shown = EpisodeLog(str(job.key), self._output), ""
         current_log.set(log)
+        current_job.set(job)
         try:
             with self._calls.code_running(job):
-                made = await self._agent.run(job.prompt, job.key, job.sampling, partial(self._calls.sample, job))
+                made = await self._play(job, log)
             self._jobs.finish(job, _with_times(checked(made, job) if self._calls.are_recorded else made, job))
         except UserError as error:
             self._jobs.finish(job, error)
@@ -256,12 +266,21 @@ class AgentHost(Closing):
             if job.engine_error is not None:
                 self._jobs.finish(job, job.engine_error)
             elif isinstance(error, AgentError):
+                shown = error.shown
                 self._jobs.fail(job, str(error))
             elif not isinstance(error, asyncio.CancelledError):
                 shown = "".join(traceback.format_exception(error))
                 self._jobs.fail(job, f"the agent raised {describe_error(error)}")
         finally:
             log.end(shown)
+
+    async def _play(self, job: EpisodeJob, log: EpisodeLog) -> Any:
+        while True:
+            try:
+                return await self._agent.run(job.prompt, job.key, job.sampling, partial(self._calls.sample, job))
+            except PlayAgain as lost:
+                log.write(f"{lost}; the episode is played again\n")
+                job.begin_again()
 
 
 def _with_times(made: Outcome, job: EpisodeJob) -> Outcome:

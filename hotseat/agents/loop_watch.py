@@ -19,6 +19,25 @@ _LATE_S = 0.25  # a beat that is so late was held up
 _MAX_WARNINGS = 20  # a file has few lines that block
 
 
+class BlockingWarnings:
+    """Warnings about code that blocks an event loop, one for each line. name: of the agent."""
+
+    def __init__(self, name: str, warn: Callable[[str], object]):
+        self._name = name
+        self._warn = warn
+        self._warned: set[str] = set()
+
+    def warn_once(self, where: str) -> None:
+        if where in self._warned or len(self._warned) >= _MAX_WARNINGS:
+            return
+        self._warned.add(where)
+        self._warn(
+            f"{self._name}: {where} blocks the event loop, which all episodes share, for more than"
+            f" {_NUM_SILENT * _BEAT_S:g} s: await what takes time, or let the method be plain instead of `async`, and"
+            " it runs in a thread"
+        )
+
+
 class LoopWatch(threading.Thread):
     """Looks every tenth of a second whether the event loop still runs.
 
@@ -47,11 +66,10 @@ class LoopWatch(threading.Thread):
         self._jobs = jobs
         self._timeout_s = timeout_s
         self._blocked_s = blocked_s
-        self._warn = warn
+        self._warnings = BlockingWarnings(jobs.name, warn)
         self._when_broken = when_broken
         self._beat = time.monotonic()
         self._lost_s = 0.0
-        self._warned: set[str] = set()
 
     def show_life(self) -> None:
         """Note that the loop runs, again and again. Called in the loop."""
@@ -77,7 +95,7 @@ class LoopWatch(threading.Thread):
                 job.blocked_s += passed_s * (_NUM_OWN if num_silent == _NUM_OWN else 1)
             # Looks are counted, not seconds: a machine may have kept this thread waiting just as long as the loop.
             if num_silent >= _NUM_SILENT and where is not None:
-                self._warn_once(where)
+                self._warnings.warn_once(where)
             if num_silent >= _NUM_SILENT and job is not None:
                 self._keep_deadline(job, where)
             if num_silent * _BEAT_S >= self._blocked_s and self._is_overdue(job):
@@ -90,16 +108,6 @@ class LoopWatch(threading.Thread):
         jobs = self._jobs.playing()
         job = next((job for job in jobs if job.task is not None and job.task is current), None)
         return job, line_of(sys._current_frames().get(self._loop_thread.ident or 0))
-
-    def _warn_once(self, where: str) -> None:
-        if where in self._warned or len(self._warned) >= _MAX_WARNINGS:
-            return
-        self._warned.add(where)
-        self._warn(
-            f"{self._jobs.name}: {where} blocks the event loop, which all episodes share, for more than"
-            f" {_NUM_SILENT * _BEAT_S:g} s: await what takes time, or let the method be plain instead of `async`, and"
-            " it runs in a thread"
-        )
 
     def _keep_deadline(self, job: EpisodeJob, where: str | None) -> None:
         """Fail the episode that blocks the loop once its time is over: the timers cannot fire."""

@@ -211,6 +211,12 @@ class ChildProcess:
                 self.process.wait()
         return self.process.returncode
 
+    def kill(self) -> None:
+        """Kill the process and its group. It has to be ended nevertheless."""
+        if self.is_alive():
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+
     def hang_up(self) -> None:
         """End the connection, upon which a process may end by itself; also where a fork has a copy of it."""
         with contextlib.suppress(OSError):

@@ -19,10 +19,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 from chat_templates import tokenizer_of
-from gateway_cases import SAMPLING, WAIT_S, Engine
+from gateway_cases import SAMPLING, WAIT_S, Engine, PlayFunction
 
 from hotseat.agents import AgentHost, ProgramSettings, load_agent
-from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.gateway.program_session import ServedPolicy
 from hotseat.types import Failed, Prompt, SampleKey, ScoredEpisode
 

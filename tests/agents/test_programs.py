@@ -19,6 +19,7 @@ from chat_templates import tokenizer_of
 from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned, processes_of
 
 from hotseat.agents import AgentHost, ProgramSettings, load_agent, programs
+from hotseat.agents.agent_file import load_file
 from hotseat.agents.confinement import (
     Confinement,
     best_confinement,
@@ -472,7 +473,7 @@ def test_a_file_with_play_is_an_agent_and_one_with_step_too_is_refused(tmp_path)
     with pytest.raises(
         UserError, match=r"play cannot be called with \(prompt, client\): too many positional arguments"
     ):
-        load_agent(file, tokenizer_of("smollm2"), max_length=600)
+        load_file(file, None)
     file.write_text("async def play(prompt, client): pass\nasync def step(state, action, label): pass\n")
     with pytest.raises(UserError, match="has both step and play, each of which would be the agent: rename one of them"):
         load_agent(file, tokenizer_of("smollm2"), max_length=600)

@@ -6,12 +6,18 @@ import contextlib
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from chat_templates import STOPS, tokenizer_of
 
-from hotseat.types import Completion, Episode, Failed, Request, SampleKey, Sampling, ScoredEpisode, Segment
+from hotseat.agents.black_box import BlackBox
+from hotseat.agents.blocking_calls import OwnThread
+from hotseat.agents.environments.environment_worker import PolicyClient
+from hotseat.agents.gateway.program_session import ServedPolicy
+from hotseat.types import Completion, Episode, Failed, Prompt, Request, SampleKey, Sampling, ScoredEpisode, Segment
 
 WAIT_S = 300.0
 KEY = SampleKey(0, 3, 1)
@@ -37,6 +43,21 @@ def learned(segments: tuple[Segment, ...], lengths: tuple[int, ...]) -> Counter:
         assert not any(segment.log_probs[~segment.mask])
     assert not left
     return counted
+
+
+class PlayFunction(BlackBox):
+    """Plays by a function `play(prompt, client)` in the process of the test. A plain one runs in a thread."""
+
+    def __init__(self, function: Callable[..., Any], policy: ServedPolicy):
+        super().__init__(policy)
+        self._function = function
+
+    async def play(self, prompt: Prompt, client: PolicyClient) -> Any:
+        thread = OwnThread("play")
+        try:
+            return await thread.call(self._function, prompt, client)
+        finally:
+            thread.end()
 
 
 class Engine:

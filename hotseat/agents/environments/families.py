@@ -26,6 +26,7 @@ class EnvironmentSettings:
     """Settings of what runs in processes of its own: an environment of a family, or the function `play` of a file.
 
     python: the interpreter; None is ours. arguments: of the environment, as JSON. num_processes: per rollout host.
+    has_our_rights: the process has our environment variables, folder and rights, as if the file ran in our own.
     """
 
     family: str | None = None
@@ -34,12 +35,13 @@ class EnvironmentSettings:
     file: str | None = None
     python: str | None = None
     num_processes: int = 1
+    has_our_rights: bool = False
 
     @property
     def spec(self) -> dict[str, Any]:
         """Return what the process is to run, in JSON's types."""
         if self.family is None:
-            return {"file": os.path.abspath(os.path.expanduser(str(self.file)))}
+            return {"file": os.path.abspath(os.path.expanduser(str(self.file))), "helpers": self.has_our_rights}
         tasks = f"{self.family.title().replace('_', '')}Tasks"  # the class in the family's file
         file = str(_FOLDER / f"{self.family}.py")
         return {"file": file, "tasks": tasks, "name": _absolute(self.name), "arguments": json.loads(self.arguments)}

@@ -247,8 +247,8 @@ def test_a_function_plays_under_another_interpreter_in_a_process_that_stays(tmp_
     first, raised, ended, after, last = outcomes
     assert first.reward == 3
     assert first.extra["is_home"] == 1.0
-    assert reason(raised) == f"{tmp_path}/agent.py: ValueError: no luck (agent.py:10)"
-    assert f"{tmp_path}/agent.py: its process ended with exit code 7" in reason(ended)
+    assert reason(raised) == f"the agent raised ValueError: no luck ({tmp_path}/agent.py:10)"
+    assert reason(ended) == f"its process ended twice with it: exit code 7, by os._exit at {tmp_path}/agent.py:7"
     assert after.extra["began"] == last.extra["began"] != first.extra["began"]
     for outcome in (first, after, last):
         assert isinstance(outcome, ScoredEpisode)

@@ -15,10 +15,9 @@ import openai
 import pytest
 from agent_cases import Clock
 from chat_templates import tokenizer_of
-from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
+from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, PlayFunction, learned
 
 from hotseat.agents import AgentHost, Deadlines, OpenRequests, ProgramSettings
-from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.conversation import Conversation, ConversationError
 from hotseat.agents.gateway.program_session import ServedPolicy
 from hotseat.errors import UserError

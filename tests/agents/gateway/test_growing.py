@@ -12,10 +12,9 @@ import aiohttp
 import openai
 import pytest
 from chat_templates import STOPS, tokenizer_of
-from gateway_cases import KEY, SAMPLING, WAIT_S, Outcome, learned
+from gateway_cases import KEY, SAMPLING, WAIT_S, Outcome, PlayFunction, learned
 
 from hotseat.agents import AgentHost, OpenRequests, ProgramSettings
-from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.gateway.program_session import ServedPolicy
 from hotseat.agents.gateway.reply import certain
 from hotseat.types import Completion, Episode, Failed, Prompt, Request, ScoredEpisode, WhenSampled

@@ -9,11 +9,10 @@ from dataclasses import replace
 import image_cases
 import openai
 import pytest
-from gateway_cases import KEY, SAMPLING, WAIT_S, Engine
+from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, PlayFunction
 
 from hotseat.agents import AgentHost, ProgramSettings, load_agent
 from hotseat.agents.agent import AgentError
-from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.branches import Answer, segments_of
 from hotseat.agents.conversation import Conversation, ConversationError
 from hotseat.agents.gateway.program_session import ServedPolicy
