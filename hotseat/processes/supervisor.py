@@ -348,9 +348,9 @@ def start_supervisor(task: Remains, *, is_awaited: bool = True) -> subprocess.Po
         start_new_session=True,  # Ctrl-C in the terminal is for the process that is supervised
     )
     assert supervisor.stdout is not None
-    if is_awaited and not (select.select([supervisor.stdout], [], [], 20.0)[0] and supervisor.stdout.read(1) == b"+"):
+    if is_awaited and not (select.select([supervisor.stdout], [], [], 60.0)[0] and supervisor.stdout.read(1) == b"+"):
         supervisor.kill()
-        supervisor.wait(5.0)
+        supervisor.wait()
         raise RuntimeError("the supervisor process, which cleans up after this one, did not start")
     return supervisor
 
@@ -368,7 +368,7 @@ def dismiss_supervisor(supervisor: subprocess.Popen[bytes] | None) -> None:
         supervisor.wait(3.0)
     except subprocess.TimeoutExpired:
         supervisor.kill()
-        supervisor.wait(3.0)
+        supervisor.wait()  # without a limit: on a busy machine its end takes as long as it takes
 
 
 def _supervise(pid: int, task: Remains) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from apart import is_possible, nodes
 from environments import own_environment
 
@@ -282,6 +283,42 @@ def test_the_script_for_slurm_starts_ray_and_the_run_and_queues_the_job_again(tm
     steps = [record["step"] for record in records(metrics)]
     assert steps == list(range(len(steps)))  # from the evaluation before step 1; none was lost, none made twice
     assert lasts[1] > lasts[0]
+
+
+def test_the_task_for_skypilot_runs_on_its_nodes_and_ends_on_all(tmp_path):
+    """With its variables set as SkyPilot sets them, and sizes for this machine in the config."""
+    task = yaml.safe_load((Path(__file__).parents[2] / "examples" / "clusters" / "skypilot.yaml").read_text())
+    env = own_environment("WANDB_") | {
+        "PATH": f"{BINARIES}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    subprocess.run(["hotseat", "new", "rl", tmp_path], env=env, check=True, capture_output=True)
+    config = yaml.safe_load((tmp_path / "rl.yaml").read_text())
+    config["train"] |= {"num_episodes": 1, "dtype": "fp32"}
+    config["cluster"] = {"component_placement": {"actor,rollout": "all"}}
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(config))
+    with nodes(2, shared=[tmp_path]) as made:
+        set_up = {
+            **env,
+            **task["envs"],
+            "RUNS": str(tmp_path / "runs"),
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "SKYPILOT_NODE_IPS": "\n".join(node.address for node in made),
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+        }
+        jobs = []
+        for rank, node in enumerate(made):
+            node.env = {**set_up, "SKYPILOT_NODE_RANK": str(rank)}
+            with (tmp_path / f"{rank}.log").open("w") as log:
+                words = ("env", "-C", tmp_path, "bash", "-c", task["run"])
+                jobs.append(node.start(*words, stdout=log, stderr=subprocess.STDOUT))
+        printed = (tmp_path / "0.log").read_text
+        assert jobs[0].wait(timeout=1800) == 0, printed()[-4000:]
+        assert jobs[1].wait(timeout=600) == 0, (tmp_path / "1.log").read_text()[-4000:]
+    assert [record["step"] for record in records(tmp_path / "runs" / "first")][-1] == 4, printed()[-4000:]
 
 
 def run_job(folder, env, metrics, restarts):
