@@ -77,18 +77,9 @@ def run_findings(place: Path, nodes: Sequence[int]) -> Iterator[Finding]:
 
     for config in ("sft", "rl"):
         write_files(config, place)
-    batch = max(16, 2 * len(nodes))
-    repeat_rows(place / "chats.jsonl", STEPS * batch)
-    prompts = max(8, len(nodes))
-    sizes = {
-        "sft": (f"train.batch_size={batch}", "train.max_epochs=1"),
-        "rl": (
-            f"rollout.batch_size={prompts}",
-            f"train.batch_size={8 * prompts}",
-            f"data.max_samples={STEPS * prompts}",
-            "train.num_episodes=1",
-        ),
-    }
+    sizes = sizes_for(len(nodes))
+    for rows in ("chats.jsonl", "prompts.jsonl"):
+        repeat_rows(place / rows, STEPS * batch_for(len(nodes)))
     done: dict[str, Path] = {}
     for number, run in enumerate(short_runs(nodes)):
         folder = place / "runs" / f"run-{number}"
@@ -101,6 +92,25 @@ def run_findings(place: Path, nodes: Sequence[int]) -> Iterator[Finding]:
             continue
         done[run.what] = folder
         yield from judged(run, folder, done.get(run.like), seconds)
+
+
+def batch_for(num_devices: int) -> int:
+    """Return the least batch of at least 16 that divides over so many ranks."""
+    return num_devices * -(-16 // num_devices)
+
+
+def sizes_for(num_devices: int) -> dict[str, tuple[str, ...]]:
+    """Return settings of sizes, by config, that fit runs on one device and on all."""
+    batch = batch_for(num_devices)
+    return {
+        "sft": (f"train.batch_size={batch}", "train.max_epochs=1"),
+        "rl": (
+            f"rollout.batch_size={batch}",
+            f"train.batch_size={8 * batch}",
+            f"data.max_samples={STEPS * batch}",
+            "train.num_episodes=1",
+        ),
+    }
 
 
 def repeat_rows(path: Path, count: int) -> None:

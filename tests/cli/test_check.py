@@ -13,11 +13,23 @@ from safetensors.torch import save_file
 from hotseat.checks import machine
 from hotseat.checks.machine import Finding, findings
 from hotseat.cli.cluster_check import node_findings, pairs
-from hotseat.cli.cluster_runs import ShortRun, judged, largest_gap, neighbours, short_runs
+from hotseat.cli.cluster_runs import (
+    STEPS,
+    ShortRun,
+    batch_for,
+    judged,
+    largest_gap,
+    neighbours,
+    short_runs,
+    sizes_for,
+)
 from hotseat.cli.main import main
+from hotseat.cli.new import write_files
 from hotseat.cluster.node_facts import node_facts
 from hotseat.cluster.ports import free_port
 from hotseat.cluster.runtime import ClusterNode
+from hotseat.config import load
+from hotseat.config.batches import batch_algebra
 
 
 def test_this_machine_can_run(capsys):
@@ -139,6 +151,16 @@ def test_a_cluster_gets_the_runs_that_its_devices_allow():
     alone, apart, pairs_of_two = ({run.what.strip() for run in short_runs(nodes)} for nodes in ([0], [0, 1], [0, 0, 1]))
     assert apart - alone == {"GRPO, weights pushed", "pushed by gloo"}
     assert pairs_of_two - apart == {"over two devices"}
+
+
+def test_batches_of_the_runs_divide_over_any_number_of_devices(tmp_path):
+    write_files("sft", tmp_path)
+    write_files("rl", tmp_path)
+    for count in (1, 2, 3, 7, 16, 24, 100):
+        for name, settings in sizes_for(count).items():
+            config = load(tmp_path / f"{name}.yaml", settings)
+            made = batch_algebra(config, count, STEPS * batch_for(count))
+            assert made.num_steps == STEPS
 
 
 def test_every_pair_of_nodes_is_measured_once():
