@@ -224,16 +224,16 @@ def test_a_slow_start_is_not_silence_and_a_stop_is(slow):
 def test_one_that_leaves_pings_unanswered_is_ended(ray_cluster):
     class Deaf(Slow):
         def health(self) -> str:
-            time.sleep(60)
+            time.sleep(600)
             return "too late"
 
     group = ray_cluster.launch("deaf", Deaf, args=(0.0,))
-    waiting = group.start(Plain.sleep, 60)
+    waiting = group.start(Plain.sleep, 600)
     told = []
     watch = Watch({"deaf": group}, pinged=["deaf"], limit_s=2.0, on_silence=lambda *what: told.append(what))
     try:
         with pytest.raises(WorkerError, match="was ended during 'sleep': it did not answer for 2 s"):
-            waiting.result(30)
+            waiting.result(120)
         assert [why for _, _, why in told] == ["it did not answer for 2 s"]
     finally:
         watch.close()

@@ -138,18 +138,18 @@ class Plain:
         return group.call(Plain.mapping_of, np.zeros(num_bytes, dtype=np.uint8))
 
     def call_other(self, group, method: Callable, *args) -> list:
-        return group.within(20).call(method, *args)
+        return group.within(PATIENCE_S).call(method, *args)
 
     def close_other(self, group) -> None:
         group.close()
 
     def produce(self, channel, count: int) -> int:
         for value in range(count):
-            channel.put(value, timeout_s=20)
+            channel.put(value, timeout_s=PATIENCE_S)
         return count
 
     def consume(self, channel, count: int) -> list:
-        return [channel.get(timeout_s=60) for _ in range(count)]
+        return [channel.get(timeout_s=PATIENCE_S) for _ in range(count)]
 
     def get(self, channel, timeout_s: float):
         return channel.get(timeout_s=timeout_s)

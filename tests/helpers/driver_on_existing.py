@@ -77,7 +77,7 @@ def observe() -> dict:
     from ray.util import placement_group_table
 
     ray.init(logging_level="error")
-    until = time.monotonic() + 40
+    until = time.monotonic() + 120
     while True:
         left = {
             "actors": [actor["ActorClassName"] for actor in actors().values() if actor["State"] != "DEAD"],

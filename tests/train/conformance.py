@@ -55,7 +55,7 @@ OPTIONS = TrainOptions(
     optimizer=AdamW(betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1),
     schedule=Schedule(kind="cosine", peak=1e-3, num_warmup_steps=2, num_steps=10, min_ratio=0.1),
     max_grad_norm=0.5,
-    timeout_s=30.0,
+    timeout_s=120.0,
 )
 
 
