@@ -175,6 +175,8 @@ class BudgetError(DeviceMemoryError):
 class StoreError(RunError):
     """A storage such as S3, or the way to it, failed."""
 
+    comes_again = False
+
 
 class CheckpointError(RunError):
     """A checkpoint cannot be written, or is damaged."""

@@ -259,6 +259,7 @@ WITHOUT_A_FLAG = {
     "rollout.quantization",
     "rollout.stop",
     "rollout.top_k",
+    "run.max_restarts",
     "train.checkpointed_layers",
     "train.chosen_tokens_per_device",
     "train.compile",

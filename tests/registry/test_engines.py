@@ -80,8 +80,16 @@ def test_entries_are_under_their_names_and_what_they_point_to_exists():
 
 # Where engines and backends may be named: where they are implemented, and where others' flags are translated.
 HOMES = ("registry/", "rollout/", "train/", "openrlhf/", "rlinf/", "trl/", "verl/")
-# What is called so otherwise: a cache's folder, and the library.
-OTHERWISE = {"caches.py": {"vllm"}, "loop/start.py": {"transformers"}, "loop/state/hub_push.py": {"transformers"}}
+# What is called so otherwise: a cache's folder, and libraries; and what a command is about.
+OTHERWISE = {
+    "caches.py": {"vllm"},
+    "checks/machine.py": {"transformers"},
+    "checks/nodes.py": {"transformers"},
+    "cli/cluster_runs.py": {"vllm", "deepspeed"},  # the runs that check a cluster
+    "cluster/node_facts.py": {"deepspeed", "transformers", "vllm"},
+    "loop/start.py": {"transformers"},
+    "loop/state/hub_push.py": {"transformers"},
+}
 
 
 def names_in(source: str) -> set[str]:

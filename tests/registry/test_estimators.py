@@ -174,6 +174,7 @@ def test_entries_are_under_their_names_and_what_they_point_to_exists():
 HOMES = ("registry/", "openrlhf/", "rlinf/", "trl/", "verl/")
 OTHERWISE = {
     "cli/new.py": {"ppo", *TASKS},  # kinds of new configs
+    "cli/cluster_runs.py": {"rl", "sft"},  # the same
     "cli/demo_command.py": {"sft"},
     "processes/supervisor.py": {"rm"},  # a container engine's command
 }
