@@ -127,7 +127,7 @@ def test_nothing_is_kept_where_nothing_is_to_be_kept(server, task):
     assert list((task / "runs" / "gone" / "checkpoints").iterdir()) == []
 
 
-def test_what_cannot_be_written_is_refused_before_a_model_loads(server, task, monkeypatch):
+def test_what_cannot_be_written_is_refused_before_a_model_loads(server, task, capsys):
     text = rl_yaml(task, name="refused", actor="{model: nowhere}")
     with pytest.raises(UserError, match=r"checkpoint.path: s3://no-bucket/x/.*The specified bucket does not exist"):
         start(loads(text.replace("nowhere", str(task / "model")), [EVERY, "checkpoint.path=s3://no-bucket/x"]))
@@ -137,6 +137,6 @@ def test_what_cannot_be_written_is_refused_before_a_model_loads(server, task, mo
     server.trouble = lambda method, path: None
     with pytest.raises(UserError, match=r"checkpoint.path: file://.* is below run_dir"):
         start(loads(rl_yaml(task, name="refused"), [EVERY, f"checkpoint.path=file://{task}/runs/x"]))
-    with pytest.raises(UserError, match="s3://bucket/nothing holds no checkpoint to resume from"):
-        main(["resume", "s3://bucket/nothing"])
+    assert main(["resume", "s3://bucket/nothing"]) != 0
+    assert "s3://bucket/nothing holds no checkpoint to resume from" in capsys.readouterr().err
     assert not (task / "runs" / "refused").exists()
