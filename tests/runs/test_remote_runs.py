@@ -116,6 +116,7 @@ def test_uploads_that_never_succeed_cost_a_run_nothing_else(server, task, tmp_pa
     last = read_lines(task / "runs/never/metrics.jsonl")[-1]
     assert "upload/failures" in last
     assert "upload/step" not in last
+    monkeypatch.undo()  # a busy machine may take longer than that to connect
     assert main(["resume", str(task / "runs" / "never")]) == 0
     assert RemoteCheckpoints(url).steps()[-1] == 4
 
