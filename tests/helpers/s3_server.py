@@ -1,15 +1,18 @@
 """A server that speaks S3, on loopback, and that fails as a test says."""
 
+import http.client
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 from werkzeug.wrappers import Response
+from werkzeug.wsgi import get_input_stream
 
 BUCKET = "bucket"
 SECRET = "secret-of-the-test"
@@ -19,6 +22,29 @@ KEYS = {"AWS_ACCESS_KEY_ID": "key-of-the-test", "AWS_SECRET_ACCESS_KEY": SECRET,
 class Quiet(WSGIRequestHandler):
     def log(self, *args, **kwargs):
         pass
+
+
+# In a process of its own: vLLM looks at every object of every module that is loaded, and Flask's refuse that.
+MOTO = """
+import os, sys, threading
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+class Quiet(WSGIRequestHandler):
+    def log(self, *args, **kwargs):
+        pass
+
+def end_with_parent():
+    sys.stdin.read()
+    os._exit(0)
+
+threading.Thread(target=end_with_parent, daemon=True).start()
+app = DomainDispatcherApplication(create_backend_app)
+server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
+print(server.port, flush=True)
+server.serve_forever()
+"""
+OWN_HEADERS = {"connection", "date", "server", "transfer-encoding"}
 
 
 class S3Server:
@@ -32,7 +58,9 @@ class S3Server:
         self.trouble: Callable[[str, str], int | float | None] = lambda method, path: None
         self.requests: list[tuple[str, str]] = []
         self._lock = threading.Lock()
-        self._app = DomainDispatcherApplication(create_backend_app)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._moto = subprocess.Popen([sys.executable, "-c", MOTO], text=True, **pipes)
+        self._port = int(self._moto.stdout.readline())
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=Quiet)
         self._server.daemon_threads = True
         self.environment = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.port}"}
@@ -42,6 +70,8 @@ class S3Server:
     def close(self):
         self._server.shutdown()
         self._server.server_close()
+        self._moto.kill()
+        self._moto.communicate()
 
     def kill_at(self, number: int, pid: Callable[[], int], method: str = "PUT"):
         """Kill a process when the request of that number arrives."""
@@ -64,10 +94,26 @@ class S3Server:
         what = self.trouble(method, path)
         if isinstance(what, int):
             return Response("trouble", status=what)(environ, start_response)
-        if what is None:
-            return self._app(environ, start_response)
-        body = b"".join(self._app(environ, start_response))  # with its whole length in the headers
-        return [body[: int(what * len(body))]]
+        body = self._forward(environ, start_response)  # with its whole length in the headers
+        return [body if what is None else body[: int(what * len(body))]]
+
+    def _forward(self, environ, start_response):
+        """Ask moto; pass its status and headers on, and return its body."""
+        named = {key[5:].replace("_", "-"): value for key, value in environ.items() if key.startswith("HTTP_")}
+        headers = {key: value for key, value in named.items() if key.lower() not in OWN_HEADERS}
+        if environ.get("CONTENT_TYPE"):
+            headers["Content-Type"] = environ["CONTENT_TYPE"]
+        sent = get_input_stream(environ).read()
+        connection = http.client.HTTPConnection("127.0.0.1", self._port)
+        try:
+            connection.request(environ["REQUEST_METHOD"], environ["REQUEST_URI"], sent, headers)
+            answer = connection.getresponse()
+            body = answer.read()
+        finally:
+            connection.close()
+        kept = [(key, value) for key, value in answer.getheaders() if key.lower() not in OWN_HEADERS]
+        start_response(f"{answer.status} {answer.reason}", kept)
+        return body
 
 
 @contextmanager

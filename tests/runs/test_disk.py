@@ -37,7 +37,7 @@ for step in (1, 2):
         (path / f"shard-{shard}").write_bytes(bytes([step]) * 100_000)
     if step == 2 and fault == "before the manifest":
         import hotseat.loop.state.checkpoints as checkpoints
-        checkpoints._facts = die
+        checkpoints.file_facts = die
     if step == 2 and fault == "before the rename":
         os.rename = Path.rename = die
     if step == 2 and fault == "before old ones go":

@@ -13,7 +13,14 @@ from hotseat.config import Config, resolved
 from hotseat.config.batches import is_auto, num_checkpointed, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.image_paths import filler_image
 from hotseat.config.precision import dtype_of
-from hotseat.config.presence import compares_with_reference, has_images, has_inference, has_rewards, is_base_reference
+from hotseat.config.presence import (
+    compares_with_reference,
+    has_images,
+    has_inference,
+    has_rewards,
+    has_teacher,
+    is_base_reference,
+)
 from hotseat.config.schema.model_options import OptimizerConfig
 from hotseat.config.schema.rollout_options import RolloutConfig
 from hotseat.config.schema.train_options import TrainConfig
@@ -246,7 +253,7 @@ def _advantage_settings(config: Config, kl_in_reward: float) -> AdvantageSetting
         turn_credit=algorithm.turn_credit,
         reward_parts=tuple(resolved.reward_parts(config).items()),
         needs_parts=estimator_entry(algorithm.estimator).compares_parts,
-        has_rewards=has_rewards(config),
+        has_rewards=has_rewards(config) or not has_teacher(config),
     )
 
 
