@@ -27,7 +27,7 @@ COMMANDS = ("run", "resume")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an end of a driver means. text: why it died, if it did."""
+    """Meaning of an end of a driver. text: why it died, if it did."""
 
     kind: Literal["over", "death", "comes again"]
     text: str = ""
@@ -97,7 +97,7 @@ def exit_code(end: DriverEnd) -> int:
 
 @dataclass
 class Book:
-    """What is known of the run, and its restarts. saved: the newest step that has a checkpoint; -1 if there is none."""
+    """Facts about the run, and its restarts. saved: the newest step that has a checkpoint; -1 if there is none."""
 
     run_dir: str | None = None
     most: int = 0

@@ -20,6 +20,7 @@ from hotseat.config.presence import (
     has_rewards,
     has_simulator,
     has_teacher,
+    has_teacher_alone,
     is_placed,
     placed_roles,
     task_numbers,
@@ -86,8 +87,7 @@ def _missing_models_and_data(config: Config) -> Problems:
 
 def _missing_in_rl(config: Config) -> Problems:
     reward, samples = config.reward, config.rollout.samples_per_prompt
-    goes_without = config.algorithm.distill.coef > 0 and not is_placed(config, "reward") and not has_rewards(config)
-    if not has_rewards(config) and not goes_without:
+    if not has_rewards(config) and not has_teacher_alone(config):
         yield (
             "reward.function",
             "no source of rewards: set reward.function, reward.url, reward.model or agent.path; a config may also have"
@@ -99,7 +99,7 @@ def _missing_in_rl(config: Config) -> Problems:
     if has_teacher(config) and config.reference.model is None and not config.reference.teachers:
         key = "algorithm.distill_coef" if config.algorithm.distill_coef > 0 else "algorithm.distill.coef"
         yield "reference.model", f"not set: it is the teacher from which {key} has the policy learn"
-    if estimator_entry(config.algorithm.estimator).needs_group and samples < 2 and not goes_without:
+    if estimator_entry(config.algorithm.estimator).needs_group and samples < 2 and not has_teacher_alone(config):
         yield (
             "rollout.samples_per_prompt",
             f"{samples}: a group of one has no advantage under {config.algorithm.estimator}; set it to 2 or more,"

@@ -20,7 +20,7 @@ def needs_siblings(config: Config) -> bool:
 
     With a custom estimator it cannot either, unless prompts have one sample each.
     """
-    if not has_rewards(config):
+    if has_teacher_alone(config):
         return False
     entry = estimator_entry(config.algorithm.estimator)
     return entry.needs_group or (entry.compares_episodes and config.rollout.samples_per_prompt > 1)
@@ -42,10 +42,16 @@ def has_teacher(config: Config) -> bool:
 
 
 def has_rewards(config: Config) -> bool:
-    """Return whether anything scores answers. Without rewards a policy learns from its teacher alone."""
+    """Return whether anything scores answers."""
     reward = config.reward
     alone = bool(reward.graders) or has_judge(config) or has_agent(config)  # a simulator is one
     return alone or bool(reward_files(config)) or reward.url is not None or reward.model is not None
+
+
+def has_teacher_alone(config: Config) -> bool:
+    """Return whether the policy learns from a teacher's distributions, and nothing scores answers."""
+    is_scored = has_rewards(config) or is_placed(config, "reward")
+    return config.has_rollouts and config.algorithm.distill.coef > 0 and not is_scored
 
 
 def compares_with_reference(config: Config) -> bool:

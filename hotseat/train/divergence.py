@@ -50,7 +50,7 @@ class Head:
 
 
 class TeacherRows(NamedTuple):
-    """What is known of the teacher's distribution in each row: its most likely tokens, or its hidden state."""
+    """Teacher's distribution in each row, as far as it is known: its most likely tokens, or its hidden state."""
 
     ids: Tensor | None = None  # [num_rows, top_k]
     log_probs: Tensor | None = None  # [num_rows, num_classes], see `algorithms.distillation`
@@ -67,7 +67,7 @@ TEACHER_FIELDS = tuple(f"teacher_{name}" for name in TeacherRows._fields)
 
 @dataclass(frozen=True)
 class Teaching:
-    """What a forward does about a teacher: a policy's compares with what the teacher gave, a teacher's gives it.
+    """Task of a forward with a teacher: a policy's compares with what the teacher gave, a teacher's gives it.
 
     rows: of the scored tokens, once a micro-batch is laid out for a policy. head: of a teacher that comes as hidden
     states.
@@ -112,7 +112,7 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class _Work:
-    """What is computed of each chunk of logits."""
+    """Settings of the work on each chunk of logits."""
 
     how: Divergence
     temperature: float

@@ -328,7 +328,7 @@ def learning_from_a_teacher_equals_whole_logits(make: Make, directory: Path) -> 
 
 
 class PlainTeacherLoss:
-    """What `TeacherLoss` computes, from full logits, one segment at a time."""
+    """Computes what `TeacherLoss` does, from full logits, one segment at a time."""
 
     def __init__(self, teacher: PreTrainedModel, student: PreTrainedModel, how: Divergence):
         self.teacher, self.student, self.how = teacher, student, how
@@ -919,20 +919,24 @@ def learns(options: TrainOptions) -> Scenario:
         for step in range(5):
             work = split_by_count(some_segments(9, seed=step), 3)
             losses.append(backend.update(share_of(work, (2, 1), rank, num_ranks), ClippedLoss(), 1.0).loss)
-        log_probs += backend.log_probs([some_segments()], 1.0)
-        result = {
-            "weights": copy_weights(backend),
-            "reports": torch.tensor(losses, dtype=torch.float64),
-            "log_probs": torch.cat(log_probs),
-        }
-        backend.close()
-        return result
+        return learned(backend, losses, log_probs)
 
     return scenario
 
 
+def learned(backend: Backend, losses: Sequence[float], log_probs: list[Tensor]) -> dict[str, Any]:
+    """Close a backend that has learned, and return what ranks have to agree on. log_probs: from before it learned."""
+    result = {
+        "weights": copy_weights(backend),
+        "reports": torch.tensor(losses, dtype=torch.float64),
+        "log_probs": torch.cat([*log_probs, *backend.log_probs([some_segments()], 1.0)]),
+    }
+    backend.close()
+    return result
+
+
 def learns_from_a_teacher(options: TrainOptions, how: Divergence) -> Scenario:
-    """As `learns`, from a teacher that is sharded over the same ranks."""
+    """Do as `learns` does, from a teacher that is sharded over the same ranks."""
 
     def scenario(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
         teacher_model = tiny_teacher()
@@ -944,13 +948,7 @@ def learns_from_a_teacher(options: TrainOptions, how: Divergence) -> Scenario:
         for step in range(5):
             work = share_of(split_by_count(some_segments(9, seed=step), 3), (2, 1), rank, num_ranks)
             losses.append(backend.update(taught(teacher, work, how), TeacherLoss(how), 1.0).loss)
-        log_probs += backend.log_probs([some_segments()], 1.0)
-        result = {
-            "weights": copy_weights(backend),
-            "reports": torch.tensor(losses, dtype=torch.float64),
-            "log_probs": torch.cat(log_probs),
-        }
-        backend.close()
+        result = learned(backend, losses, log_probs)
         teacher.close()
         return result
 

@@ -33,7 +33,7 @@ _NUM_SILENT = 5  # looks in a row without a sign of life, after which the loop c
 
 
 class Prints:
-    """What episodes print, sent in lines and up to a bound. May be used in any thread."""
+    """Sends what episodes print, in lines and up to a bound. May be used in any thread."""
 
     def __init__(self, send: Send):
         self._send = send

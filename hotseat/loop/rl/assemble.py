@@ -12,7 +12,7 @@ from pathlib import Path
 from hotseat.agents.crash_record import num_given_up
 from hotseat.checks.reward_columns import label_hint
 from hotseat.config import Config
-from hotseat.config.presence import has_accuracy, has_rewards, has_simulator
+from hotseat.config.presence import has_accuracy, has_simulator, has_teacher_alone
 from hotseat.config.resolved import overlap_queue, reward_parts
 from hotseat.loop.devices.held_memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
@@ -237,7 +237,7 @@ def _alarms(config: Config, journal: Journal, prompts: Sequence[Prompt]) -> Alar
     entry = estimator_entry(config.algorithm.estimator)
     return Alarms(
         journal.say,
-        has_groups=entry.needs_group and not entry.compares_parts and has_rewards(config),
+        has_groups=entry.needs_group and not entry.compares_parts and not has_teacher_alone(config),
         spike_factor=config.train.spike_factor,
         on_spike=config.train.on_spike,
         hint=partial(label_hint, config, prompts),

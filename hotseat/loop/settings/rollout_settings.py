@@ -17,9 +17,8 @@ from hotseat.config.presence import (
     has_critic,
     has_judge,
     has_reward_model,
-    has_rewards,
     has_simulator,
-    has_teacher,
+    has_teacher_alone,
 )
 from hotseat.config.resolved import judge_length, max_new_tokens, source_of
 from hotseat.config.urls import as_list
@@ -210,7 +209,7 @@ def scorer_settings(config: Config, run_dir: Path | None) -> ScorerSettings:
         seed=config.seed,
         token=bearer_token() if config.reward.url is not None else None,
         judge=judge_of(config, run_dir),
-        is_needed=has_rewards(config) or not has_teacher(config),
+        is_needed=not has_teacher_alone(config),
         notes=notes,
     )
 

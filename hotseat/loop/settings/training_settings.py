@@ -17,8 +17,7 @@ from hotseat.config.presence import (
     compares_with_reference,
     has_images,
     has_inference,
-    has_rewards,
-    has_teacher,
+    has_teacher_alone,
     is_base_reference,
 )
 from hotseat.config.schema.model_options import OptimizerConfig
@@ -253,7 +252,7 @@ def _advantage_settings(config: Config, kl_in_reward: float) -> AdvantageSetting
         turn_credit=algorithm.turn_credit,
         reward_parts=tuple(resolved.reward_parts(config).items()),
         needs_parts=estimator_entry(algorithm.estimator).compares_parts,
-        has_rewards=has_rewards(config) or not has_teacher(config),
+        has_rewards=not has_teacher_alone(config),
     )
 
 

@@ -22,7 +22,7 @@ from hotseat.errors import CheckpointError, DeadlineError, HotseatError, StoreEr
 from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint
 from hotseat.loop.state.remote_checkpoints import RemoteCheckpoints
 from hotseat.loop.state.run_dir import sole_owner, write_config
-from hotseat.loop.state.uploads import Say, Uploader
+from hotseat.loop.state.uploads import SHOW_EVERY_S, Say, Uploader
 from hotseat.machine import available_bytes
 from hotseat.observe import Journal
 from hotseat.processes import kept_driver
@@ -38,7 +38,6 @@ _ROOM_FOR_A_COPY = 2
 _LAST_WAIT_S = 30.0
 # Wait for uploads at the end of a run, while not a byte moves.
 _LONGEST_STALL_S = 600.0
-_SHOW_EVERY_S = 15.0
 # Limits on checkpoints that are made by default: they take at most one part in _TIME_PARTS of a run's time, and one
 # part in _DISK_PARTS of the free disk.
 _TIME_PARTS, _DISK_PARTS = 20, 2
@@ -193,7 +192,7 @@ class Saver:
 
         def moved(num_bytes: int, total: int) -> None:
             nonlocal shown_s
-            if self._clock() - shown_s >= _SHOW_EVERY_S:
+            if self._clock() - shown_s >= SHOW_EVERY_S:
                 shown_s = self._clock()
                 show(f"downloading the checkpoint of step {step}: {_bytes(num_bytes)} of {_bytes(total)}")
 

@@ -13,7 +13,7 @@ from hotseat.loop.state.remote_checkpoints import RemoteCheckpoints
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _SAY_AGAIN_S = 600.0  # between two warnings that uploads fail
-_SHOW_EVERY_S = 15.0
+SHOW_EVERY_S = 15.0  # between two lines about how far a transfer is
 
 
 class Say(Protocol):
@@ -85,7 +85,7 @@ class Uploader:
             now = time.monotonic()
             if now - max(began_s, self.moved_s) > stall_s:
                 break
-            if not is_shown or now - shown_s >= _SHOW_EVERY_S:
+            if not is_shown or now - shown_s >= SHOW_EVERY_S:
                 show(f"uploading {self.describe()}")
                 is_shown, shown_s = True, now
             with self._changed:
