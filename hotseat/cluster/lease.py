@@ -108,16 +108,24 @@ class Leases:
             if waited_s >= timeout_s:
                 raise DeadlineError(f"phase {phase!r} waited {waited_s:.1f} s for {'; '.join(reasons)}")
             self._sleep(min(timeout_s - waited_s, self._poll_s))
-        for device in lease.devices:
-            on_it = tuple(holder for holder, devices in lease.holders.items() if device in devices)
-            self._devices[device] = _Device(phase, on_it, used[device], now_s)
+        on_it: dict[int, list[Holder]] = {device: [] for device in lease.devices}
+        for holder, devices in lease.holders.items():
+            for device in devices:
+                on_it[device].append(holder)
+        for device, its in on_it.items():
+            self._devices[device] = _Device(phase, tuple(its), used[device], now_s)
         return lease
 
     def end(self, lease: Lease) -> None:
-        """Take the devices back from all holders that live: they have given up what they do not need."""
+        """Take the devices back from all holders that live: they have given up what they do not need.
+
+        Nobody is asked about holders of devices that cannot be measured, as those of other nodes: nothing follows from
+        it, and each of thousands would be a call to its node.
+        """
         for device in lease.devices:
             state = self._devices[device]
-            state.holders = tuple(holder for holder in state.holders if self._is_gone(holder))
+            is_measured = state.used_at_grant is not None
+            state.holders = tuple(holder for holder in state.holders if is_measured and self._is_gone(holder))
 
     def forget_use(self, devices: Iterable[int]) -> None:
         """Forget earlier measurements after a dead holder was replaced: they do not say what is free now."""

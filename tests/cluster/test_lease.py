@@ -136,3 +136,13 @@ def test_a_failing_measurement_does_not_block_the_queue():
         leases.acquire("rollout", {ENGINE: [0]}, timeout_s=5)
     broken[0] = False
     leases.acquire("update", {ACTOR: [0]}, timeout_s=5)
+
+
+def test_nobody_is_asked_about_thousands_of_holders_whose_devices_cannot_be_measured():
+    asked = []
+    leases, _ = make(is_gone=lambda holder: bool(asked.append(holder)))
+    ranks = {Holder("actor", rank, pid=rank, started=1, node=rank // 8): [rank] for rank in range(2048)}
+    for phase in ("prepare", "update", "sync"):
+        leases.end(leases.acquire(phase, ranks, timeout_s=5))
+    assert asked == []
+    assert holders(leases, 7) == ()

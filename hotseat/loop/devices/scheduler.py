@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from hotseat import faults
 from hotseat.cluster import Pending, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
 from hotseat.errors import PlacementError, RunError
 from hotseat.loop.devices.held_memory import DeviceWorker
+from hotseat.loop.devices.lanes import DeviceLanes
 from hotseat.observe import Timeline
 from hotseat.placement import GIB, Holding, Part, PhaseStep, Plan
 from hotseat.registry.roles import role_entry
@@ -75,7 +76,7 @@ class DeviceScheduler:
         self._measure = measure
         self._leases = Leases(measure=measure, is_gone=is_gone)
         self._lease: Lease | None = None
-        self._timeline = timeline
+        self._lanes = DeviceLanes(plan, timeline)
         self._when_measured = when_measured
         self._since_s = time.time()  # when the lease was granted
         self._processes = {
@@ -84,6 +85,7 @@ class DeviceScheduler:
         self._offloaded: dict[Process, set[Part]] = {
             (role, rank): set((offloaded or {}).get(role, ())) for role, rank in self._processes
         }
+        self._planned: dict[tuple[str, str, int], Mapping[Part, bool]] = {}  # see `_planned_off`: the plan stays
         self._without_weights: set[str] = set()
         self._spent: dict[str, float] = {}  # see `spent`
 
@@ -160,14 +162,17 @@ class DeviceScheduler:
         assert group is not None, f"device {device} is in no class of the plan"
         return next(planned for planned in group.steps if planned.step == step.name).holdings
 
-    def _planned_off(self, step: PhaseStep, role: str, rank: int) -> dict[Part, bool]:
+    def _planned_off(self, step: PhaseStep, role: str, rank: int) -> Mapping[Part, bool]:
         """Return the parts that are off the device in this step, each with whether a copy is kept on the host."""
-        return {
-            holding.part: holding.state == "offloaded"
-            for device in self._processes[role, rank].devices
-            for holding in self._holdings(step, device)
-            if holding.role == role and not holding.is_resident
-        }
+        key = step.name, role, rank
+        if key not in self._planned:
+            self._planned[key] = {
+                holding.part: holding.state == "offloaded"
+                for device in self._processes[role, rank].devices
+                for holding in self._holdings(step, device)
+                if holding.role == role and not holding.is_resident
+            }
+        return self._planned[key]
 
     def _leaving(self, step: PhaseStep) -> dict[Process, dict[Part, bool]]:
         leaving = {}
@@ -233,9 +238,12 @@ class DeviceScheduler:
                 )
             coming = {}
         if self._lease is not None:
-            for device in self._lease.devices:
-                names = {holder.group for holder, devices in self._lease.holders.items() if device in devices}
-                self._draw([device], ", ".join(sorted(names)), self._since_s, turn=self._lease.phase)
+            groups: dict[str, set[str]] = {}  # by lane: those that worked there
+            for holder, devices in self._lease.holders.items():
+                for lane in self._lanes.of(devices):
+                    groups.setdefault(lane, set()).add(holder.group)
+            for lane in self._lanes.of(self._lease.devices):
+                self._lanes.draw([lane], ", ".join(sorted(groups[lane])), self._since_s, turn=self._lease.phase)
             self._leases.end(self._lease)
             self._lease = None
 
@@ -269,12 +277,16 @@ class DeviceScheduler:
             for key in batch.parts:
                 with self._unless_gone(key, failures):
                     pending.append((batch, key, self._start(batch, key)))
+        drawn: set[tuple[str, str]] = set()  # where many devices share a lane, the first of them stands for all
         for batch, key, call in sorted(pending, key=lambda started: started[0] is not batches[0]):
             with self._unless_gone(key, failures):
                 [batch.moved[key]] = call.result()
                 what = f"{batch.how} {key[0]} {', '.join(map(str, batch.parts[key]))}"
                 about = {"kind": "hand-over", "bytes": batch.moved[key].num_bytes, "turn": batch.step}
-                self._draw(self._processes[key].devices, what, started_s, **about)
+                lanes = self._lanes.of(self._processes[key].devices)
+                if not self._lanes.are_ranges or (lanes[0], what) not in drawn:
+                    drawn.add((lanes[0], what))
+                    self._lanes.draw(lanes, what, started_s, **about)
             now_s = time.time()
             batch.seconds += now_s - ended_s
             ended_s = now_s
@@ -387,11 +399,6 @@ class DeviceScheduler:
                 self._when_measured(device, freed)
                 total += freed
         return total
-
-    def _draw(self, devices: Sequence[int], what: str, since_s: float, **about: Any) -> None:
-        if self._timeline is not None:
-            for device in devices:
-                self._timeline.span("devices", f"device {device}", what, since_s, time.time(), **about)
 
     def _holders(self, step: PhaseStep) -> dict[Holder, tuple[int, ...]]:
         holders = {}

@@ -596,3 +596,28 @@ env: {path: gym, tasks: [CartPole-v1], enable_offload: true}
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert not keep_gib(config, 3.0)  # there is no directory to keep it in
+
+
+class FakeTimeline:
+    """Counts spans by their lanes."""
+
+    def __init__(self):
+        self.lanes: list[str] = []
+
+    def span(self, process, thread, name, start_s, end_s, **facts):
+        self.lanes.append(thread)
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "lanes"),
+    [(1, [f"device {device}" for device in range(4)]), (256, ["devices 0-1023"])],
+)
+def test_thousands_of_devices_are_drawn_by_range(num_nodes, lanes):
+    half = 4 * num_nodes
+    text = f"cluster: {{component_placement: {{actor: 0-{half - 1}, rollout: {half}-{2 * half - 1}}}}}"
+    timeline = FakeTimeline()
+    scheduler, _ = make_scheduler(text, f"{num_nodes}x8", timeline=timeline)
+    with scheduler.lease("update", "actor"):
+        pass
+    scheduler.close()
+    assert timeline.lanes == lanes
