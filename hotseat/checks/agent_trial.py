@@ -76,7 +76,7 @@ def agent_trial(config: Config) -> Iterator[AgentTrial | None]:
         yield None
         return
     # Ray's workers, in which the agent will run, can import from the folder that the command is given in.
-    trial = AgentTrial(path, [os.getcwd()] if config.cluster.runtime == "ray" else [])
+    trial = AgentTrial(path, [] if config.cluster.is_in_process else [os.getcwd()])
     try:
         yield trial
     finally:

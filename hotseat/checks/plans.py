@@ -28,7 +28,7 @@ def is_cluster_there(config: Config) -> bool:
 def ranks_in_one_process(context: PlanContext) -> Iterator[Problem]:
     """Find a role with several ranks in one process: their collectives would wait for each other."""
     config = context.config
-    if config.cluster.runtime != "local":
+    if not config.cluster.is_in_process:
         return
     for role in context.plan.roles:
         if not role_entry(role.name).is_independent and len(role.processes) > 1:

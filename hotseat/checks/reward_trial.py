@@ -70,7 +70,7 @@ def reward_functions(context: CheckContext) -> Iterator[Problem]:
             max_memory_bytes=None if max_gib is None else int(max_gib * 2**30),
             seed=config.seed,
             # Ray's workers, in which the function will run, can import from the folder that the command is given in.
-            extra_path=[os.getcwd()] if config.cluster.runtime == "ray" else [],
+            extra_path=[] if config.cluster.is_in_process else [os.getcwd()],
             columns=row.columns,
             kwargs=config.reward.kwargs if key == "reward.function" else None,
         )

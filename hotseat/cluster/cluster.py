@@ -17,18 +17,19 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from hotseat.cluster.environment import own_folder
 from hotseat.cluster.group import CallObserver, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
-from hotseat.cluster.local import LocalRuntime
 from hotseat.cluster.node_facts import NodeFacts
 from hotseat.cluster.on_ray.template import Template
-from hotseat.cluster.runtime import ClusterNode, Launch, NodeService, Runtime, devices_of
+from hotseat.cluster.runtime import ClusterNode, Launch, NodeService, Runtime, RuntimeOptions, devices_of
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
+from hotseat.extensions import load
 from hotseat.placement.locate import Process
+from hotseat.registry.runtimes import DEFAULT_RUNTIME, runtime_entry
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -38,7 +39,8 @@ _LEAST_START_S = 300.0
 class Cluster:
     """Nodes and devices, and what runs on them.
 
-    runtime: "ray", the cluster at `RAY_ADDRESS` or one that is started here; or "local", everything in this process.
+    runtime: its name in the registry: "ray", the cluster at `RAY_ADDRESS` or one that is started here; or "local",
+        everything in this process.
     num_devices: logical devices of a cluster started here; by default its GPUs (one in the local runtime).
     timeout_s: the deadline of calls that state none.
     template: a process with libraries loaded, from which processes of a cluster started here are forked.
@@ -47,7 +49,7 @@ class Cluster:
 
     def __init__(
         self,
-        runtime: Literal["ray", "local"] = "ray",
+        runtime: str = DEFAULT_RUNTIME,
         *,
         num_devices: int | None = None,
         num_cpus: int | None = None,
@@ -56,10 +58,10 @@ class Cluster:
         template: Template | None = None,
         has_dashboard: bool = False,
     ):
-        if runtime not in ("ray", "local"):
-            raise PlacementError(f"runtime is {runtime!r}; it can be 'ray' or 'local'")
         self.timeout_s = timeout_s
-        self.dashboard_url: str | None = None  # of Ray's dashboard, if it was started here
+        entry = runtime_entry(runtime)
+        self.runtime = entry.name
+        self.is_in_process = entry.is_in_process
         self.on_call: CallObserver | None = None  # is called for each call to groups that are launched from then on
         self.groups: dict[str, WorkerGroup[Any]] = {}
         self._node_env: dict[int, Mapping[str, str]] = {}
@@ -69,23 +71,8 @@ class Cluster:
         self._lock = threading.RLock()
         self._session = Session()
         try:
-            if runtime == "local":
-                self._runtime: Runtime = LocalRuntime(1 if num_devices is None else num_devices)
-            else:
-                # Ray is imported only now.
-                from hotseat.cluster.on_ray.connection import RayConnection
-                from hotseat.cluster.on_ray.ray_runtime import RayRuntime
-
-                connection = RayConnection(
-                    self._session,
-                    num_devices=num_devices,
-                    num_cpus=num_cpus,
-                    object_store_bytes=object_store_bytes,
-                    template=template,
-                    has_dashboard=has_dashboard,
-                )
-                self.dashboard_url = connection.dashboard_url
-                self._runtime = RayRuntime(connection, self._session)
+            options = RuntimeOptions(num_devices, num_cpus, object_store_bytes, template, has_dashboard)
+            self._runtime: Runtime = load(entry.opener)(self._session, options)  # Ray is imported only now
         except BaseException:
             self._session.close(killed=[])
             raise
@@ -97,8 +84,9 @@ class Cluster:
         return self._session.id
 
     @property
-    def runtime(self) -> str:
-        return self._runtime.kind
+    def dashboard_url(self) -> str | None:
+        """Return the address of Ray's dashboard, if it was started here."""
+        return self._runtime.dashboard_url
 
     @property
     def nodes(self) -> tuple[ClusterNode, ...]:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from hotseat.cluster.environment import environment, rank_env, restore_environment
 from hotseat.cluster.group import Arguments, Pending, WorkerGroup, under_way_at_restart, worker_error
@@ -24,7 +24,8 @@ from hotseat.cluster.lease import Holder
 from hotseat.cluster.node_facts import NodeFacts
 from hotseat.cluster.ports import free_port
 from hotseat.cluster.refs import Ref, resolve
-from hotseat.cluster.runtime import ClusterNode, Launch, NodeService
+from hotseat.cluster.runtime import ClusterNode, Launch, NodeService, RuntimeOptions
+from hotseat.cluster.session import Session
 from hotseat.cluster.worker_process import is_async, refuse_generator
 from hotseat.errors import DeadlineError, UserError
 from hotseat.processes.supervisor import process_state, start_time
@@ -250,7 +251,7 @@ class LocalGroup(WorkerGroup[W_co]):
 class LocalRuntime:
     """The `Runtime` in this process: one node, as many logical devices as asked for, no process but this one."""
 
-    kind: Literal["ray", "local"] = "local"
+    dashboard_url = None
 
     def __init__(self, num_devices: int):
         self.nodes = (ClusterNode(0, num_devices),)
@@ -309,3 +310,7 @@ class LocalRuntime:
                 )
             self._env_before.setdefault(key, os.environ.get(key))
             os.environ[key] = value
+
+
+def open_runtime(session: Session, options: RuntimeOptions) -> LocalRuntime:
+    return LocalRuntime(1 if options.num_devices is None else options.num_devices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
@@ -32,6 +32,17 @@ def devices_of(nodes: Sequence[ClusterNode], node: int) -> range:
     """Return the numbers of a node's devices."""
     first = sum(before.num_devices for before in nodes[:node])
     return range(first, first + nodes[node].num_devices)
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """Options with which a runtime is opened; `Cluster` explains them."""
+
+    num_devices: int | None = None
+    num_cpus: int | None = None
+    object_store_bytes: int = 2 << 30
+    template: Any = None
+    has_dashboard: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,14 +90,16 @@ class NodeService(Protocol[Address_co]):
 class Runtime(Protocol):
     """Nodes and processes. A `Cluster` checks what it is asked for, then asks its runtime for it."""
 
-    kind: Literal["ray", "local"]
-
     @property
     def nodes(self) -> tuple[ClusterNode, ...]: ...
 
     @property
     def home(self) -> int:
         """Return the node of this process."""
+
+    @property
+    def dashboard_url(self) -> str | None:
+        """Return the address of a dashboard that was started with it; None if there is none."""
 
     def reserve(self, devices: Mapping[int, Sequence[int]], timeout_s: float) -> None:
         """Reserve these devices of each node, for all groups to come."""

@@ -22,6 +22,7 @@ from hotseat.registry.estimators import ESTIMATORS
 from hotseat.registry.policy_losses import POLICY_LOSSES
 from hotseat.registry.preference_losses import PREFERENCE_LOSSES
 from hotseat.registry.roles import ROLES
+from hotseat.registry.runtimes import RUNTIMES
 from hotseat.registry.tasks import TASKS, TaskEntry
 
 
@@ -91,6 +92,7 @@ DivergenceName = Annotated[str, NameIn(DIVERGENCES)]
 EngineName = Annotated[str, NameIn(ENGINES)]
 BackendName = Annotated[str, NameIn(BACKENDS)]
 RoleName = Annotated[str, NameIn(ROLES)]
+RuntimeName = Annotated[str, NameIn(RUNTIMES)]
 TaskName = Annotated[str, NameIn(TASKS)]
 
 

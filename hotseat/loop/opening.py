@@ -452,7 +452,7 @@ def _report(run_dir: Path, journal: Any) -> None:
 
 
 def _starting(config: Config) -> str:
-    if config.cluster.runtime == "local":
+    if config.cluster.is_in_process:
         return "preparing to run in this process"
     return f"attaching to Ray at {os.environ['RAY_ADDRESS']}" if os.environ.get("RAY_ADDRESS") else "starting Ray"
 

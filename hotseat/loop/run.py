@@ -132,7 +132,7 @@ def _start_supervised(
         with opening.cluster_context(run, inputs.plan, template=template) as context:
             opening.record_plan(journal, context)
             journal.stage(_loading(context.config, context.plan), lambda: doing_in(context.cluster))
-            with opening.folder_witness(context.config, run.run_dir, context.cluster.runtime == "local") as proof:
+            with opening.folder_witness(context.config, run.run_dir, context.cluster.is_in_process) as proof:
                 actor = launch_ranks(context, inputs, journal, proof)
             is_tried = opening.are_budgets_tried(actor.call(SupervisedWorker.device_type)[0] == "cuda")
             evaluation = train_and_export(run, inputs, actor, context.config, context.has_new_budgets and is_tried)

@@ -41,7 +41,7 @@ def start(config: Config, launched: bool = False, steering: Steering | None = No
         with shown or make_view(config, launched) as view, agent_trial(config) as trial:
             notes = [*check_job_directory(config, Path.cwd()), *check_user_code(config, view.stage)]
             view.stage("loading torch and transformers")
-            has_workers = not launched and config.cluster.runtime == "ray"
+            has_workers = not launched and not config.cluster.is_in_process
             env = thread_env(config.cluster.threads_per_process)
             modules = worker_modules(config)
             with without_deepspeeds_greeting(), started_template(modules, env, has_workers) as template:

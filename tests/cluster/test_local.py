@@ -247,7 +247,7 @@ def test_what_else_is_refused(cluster):
         group.on(2).call(Plain.add, 1)
     with pytest.raises(ValueError, match="3 values to scatter over 2 ranks"):
         group.scatter(Plain.add, [1, 2, 3])
-    with pytest.raises(PlacementError, match="runtime is 'cloud'; it can be 'ray' or 'local'"):
+    with pytest.raises(UserError, match="no runtime 'cloud': choose one of ray, local"):
         Cluster("cloud")
     with pytest.raises(PlacementError, match="no process to reserve"):
         cluster.reserve([])

@@ -66,6 +66,15 @@ class ActorStarter:
 
     def _start_actor(self, process: RankProcess, rank: int) -> None:
         launch = self.launch
+        host_class, concurrency = ObjectHost, launch.max_concurrency
+        if is_async(launch.cls):
+            host_class, concurrency = AsyncObjectHost, 1000 if concurrency == 1 else concurrency
+        options = self.actor_options(process, rank) | {"max_concurrency": concurrency}
+        process.actor = self._ray.remote(host_class).options(**options).remote()
+
+    def actor_options(self, process: RankProcess, rank: int) -> dict[str, Any]:
+        """Mark a process that is about to start, and return the options of its actor: its node and its environment."""
+        launch = self.launch
         process.mark = f"{self._mark}:{rank}:{self._number}.{process.incarnation}"
         process.identity = None
         env = {
@@ -76,19 +85,7 @@ class ActorStarter:
             **self._device_env(process.place),
             supervisor.WORKER: process.mark,
         }
-        host_class, concurrency = ObjectHost, launch.max_concurrency
-        if is_async(launch.cls):
-            host_class, concurrency = AsyncObjectHost, 1000 if concurrency == 1 else concurrency
-        process.actor = (
-            self._ray.remote(host_class)
-            .options(
-                **self._reservation.options(process.place.node, env),
-                max_concurrency=concurrency,
-                max_restarts=0,
-                max_task_retries=0,
-            )
-            .remote()
-        )
+        return {**self._reservation.options(process.place.node, env), "max_restarts": 0, "max_task_retries": 0}
 
     def _device_env(self, place: Process) -> dict[str, str]:
         names = [self._reservation.device_name(device) or "" for device in place.devices]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from hotseat.cluster.device_memory import device_busy, device_memory
 from hotseat.cluster.lease import DeviceMemory, Holder
@@ -16,7 +16,7 @@ from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
 from hotseat.cluster.on_ray.nodes import NodeProcesses
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
 from hotseat.cluster.on_ray.reservation import Reservation
-from hotseat.cluster.runtime import Launch, NodeService, devices_of
+from hotseat.cluster.runtime import Launch, NodeService, RuntimeOptions, devices_of
 from hotseat.cluster.session import Session
 from hotseat.cluster.sighting import Sighting
 from hotseat.errors import ClusterError, PlacementError
@@ -28,8 +28,6 @@ A = TypeVar("A")
 
 class RayRuntime:
     """Launches groups of Ray actors. It owns the connection, the reservation and our processes on every node."""
-
-    kind: Literal["ray", "local"] = "ray"
 
     def __init__(self, connection: RayConnection, session: Session):
         self._connection = connection
@@ -59,7 +57,7 @@ class RayRuntime:
         self._reservation = Reservation(self._connection, self._session, devices, first, timeout_s)
 
     def prepare(self, launch: Launch[Any]) -> None:
-        starter = self._make_starter(launch)
+        starter = self.make_starter(launch)
         processes = [RankProcess(process) for process in launch.processes]
         self._prepared[launch.name] = starter, processes
         starter.prepare(processes)
@@ -67,7 +65,7 @@ class RayRuntime:
     def launch(self, launch: Launch[T]) -> RayGroup[T]:
         starter, processes = self._prepared.pop(launch.name, (None, None))
         if starter is None or processes is None:
-            starter, processes = self._make_starter(launch), [RankProcess(process) for process in launch.processes]
+            starter, processes = self.make_starter(launch), [RankProcess(process) for process in launch.processes]
         starter.launch = launch
         group: RayGroup[T] = RayGroup(
             launch.name,
@@ -88,7 +86,7 @@ class RayRuntime:
         self._groups[launch.name] = group
         return group
 
-    def _make_starter(self, launch: Launch[Any]) -> ActorStarter:
+    def make_starter(self, launch: Launch[Any]) -> ActorStarter:
         if self._reservation is None:
             everything = {node.rank: devices_of(self.nodes, node.rank) for node in self.nodes}
             self.reserve(everything, timeout_s=60.0)
@@ -107,6 +105,10 @@ class RayRuntime:
     @property
     def home(self) -> int:
         return self._connection.home
+
+    @property
+    def dashboard_url(self) -> str | None:
+        return self._connection.dashboard_url
 
     def facts(self, nodes: Sequence[int], folder: str | None, paths: Sequence[str]) -> dict[int, NodeFacts]:
         return self._processes.facts(nodes, folder, paths)
@@ -207,3 +209,19 @@ class RayRuntime:
         supervisor.end_marked(supervisor.SESSION, [self._session.name])
         self._processes.close_services()
         self._connection.forget()
+
+
+def open_runtime(session: Session, options: RuntimeOptions) -> RayRuntime:
+    """Attach to the cluster at `RAY_ADDRESS`, or start one here."""
+    return RayRuntime(connect(session, options), session)
+
+
+def connect(session: Session, options: RuntimeOptions) -> RayConnection:
+    return RayConnection(
+        session,
+        num_devices=options.num_devices,
+        num_cpus=options.num_cpus,
+        object_store_bytes=options.object_store_bytes,
+        template=options.template,
+        has_dashboard=options.has_dashboard,
+    )

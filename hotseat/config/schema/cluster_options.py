@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from hotseat.config import conditions as when
-from hotseat.config.annotations import RL, RoleName
+from hotseat.config.annotations import RL, RoleName, RuntimeName
 from hotseat.config.schema.section import NotNegative, Positive, Seconds, Section
+from hotseat.registry.runtimes import DEFAULT_RUNTIME, runtime_entry
 
 
 class PoolEnvConfig(Section):
@@ -35,7 +36,7 @@ class PoolPlacementConfig(Section):
 
 
 class ClusterConfig(Section):
-    runtime: Literal["ray", "local"] = "ray"
+    runtime: RuntimeName = DEFAULT_RUNTIME
     """`ray` runs each role in processes of its own; `local` runs one rank of each in this one, without Ray."""
     num_nodes: Positive | None = None
     """Nodes to use; unset takes as many as the placement needs."""
@@ -57,6 +58,11 @@ class ClusterConfig(Section):
     """Longest that one call to a worker may take, or its start, which has at least 300 s, before it is an error."""
     silence_timeout_s: Seconds = 30.0
     """Longest that a process may be stopped, or an engine not answer a ping, before it is ended or replaced."""
+
+    @property
+    def is_in_process(self) -> bool:
+        """Tell whether everything runs in the driver's process."""
+        return runtime_entry(self.runtime).is_in_process
 
 
 class PhaseConfig(Section):

@@ -55,7 +55,7 @@ def launch_groups(
     host = host_settings(config, run_dir)
     with (
         closing(Readiness(journal.progress)) as readiness,
-        folder_witness(config, run_dir, cluster.runtime == "local") as proof,
+        folder_witness(config, run_dir, cluster.is_in_process) as proof,
     ):
         launch = LaunchContext(
             config,

@@ -192,7 +192,7 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         max_thinking_tokens=config.rollout.max_thinking_tokens,
         logs=None if run_dir is None else str(folder / LOGS),
         crashes=None if run_dir is None else str(folder / LOGS / f"crashes-{secrets.token_hex(4)}"),
-        is_own_process=config.cluster.runtime == "ray",
+        is_own_process=not config.cluster.is_in_process,
         images=_host_images(config, run_dir),
         sampled_share=config.algorithm.distill.sampled,
     )

@@ -292,7 +292,7 @@ def weight_transports(config: Config, plan: Plan, is_cuda: bool, role: str = "ro
     """Return how weights travel to each engine, or to each process of another role that receives them."""
     actor = [process.devices for process in plan.role("actor").processes]
     receivers = [process.devices for process in plan.role(role).processes]
-    if config.cluster.runtime == "local" and is_cuda:
+    if config.cluster.is_in_process and is_cuda:
         # In one process all roles have the same device, whatever the plan says.
         receivers = [actor[0]] * len(receivers)
     return choose_transports(actor, receivers, is_cuda, config.rollout.weight_transport)

@@ -40,12 +40,12 @@ def watch_processes(
 
     cluster.on_call = draw
     watch = None
-    if cluster.runtime == "ray":
+    if not cluster.is_in_process:
         watch = Watch(cluster.groups, pinged=pinged, limit_s=silence_s, on_silence=on_silence)
     try:
         yield
     except RunError as error:
-        if cluster.runtime == "ray" and is_hang(error):
+        if not cluster.is_in_process and is_hang(error):
             diagnosis = examine(cluster.groups.values(), error)
             _keep(run_dir, diagnosis)
             journal.say(diagnosis.summary(), kind="fault")

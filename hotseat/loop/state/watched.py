@@ -60,7 +60,7 @@ def _serve(config: Config, run_dir: Path, journal: Journal, monitor: Monitor, st
 
 def devices_of(cluster: Cluster, plan: Plan) -> Mapping[int, DeviceUse]:
     """Return what measures the devices of a run, as far as they are GPUs of the driver's machine."""
-    if cluster.runtime == "local":
+    if cluster.is_in_process:
         return devices_here(1)
     devices = {device for role in plan.roles for process in role.processes for device in process.devices}
     measures = (cluster.device_busy, cluster.device_memory)
