@@ -6,6 +6,7 @@ second, and ends a process that is stopped or does not answer, so that calls tha
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -140,8 +141,14 @@ def _waits_for(process: ProcessReport, processes: Sequence[ProcessReport]) -> Pr
 # --- the watch --------------------------------------------------------------------------------------------------------
 
 
+MOST_OFTEN = 64  # ranks of a group that is looked at every second
+
+
 class Watch:
     """A thread that looks at processes every second, and ends those that have been silent for `limit_s`.
+
+    At groups of more than `MOST_OFTEN` ranks it looks once in `limit_s`, since each look is a call to each of their
+    nodes: one of them that falls silent is ended after one to two times `limit_s`.
 
     A process is silent if it is stopped, or if its group is in `pinged` and it does not answer `health`. `on_silence`
     is called with group, rank and reason before the process is ended. `close` wakes the thread.
@@ -163,6 +170,7 @@ class Watch:
         self._since: dict[tuple[str, int, int | None], float] = {}  # stopped since
         self._pings: dict[tuple[str, int, int | None], tuple[float, Future[Any]]] = {}
         self._troubled: set[str] = set()
+        self._looked_s: dict[str, float] = {}  # when large groups were looked at last
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -181,11 +189,21 @@ class Watch:
                 self._pings.clear()
             last = now
             for group in list(self._groups.values()):
+                if not self.is_due(group, now):
+                    continue
                 try:
                     self._look(group, now)
                 except Exception as error:  # reported, not hidden; one group's trouble must not leave the others alone
                     self._report_trouble(group, error)
             last = time.monotonic()  # reporting silence takes its time
+
+    def is_due(self, group: WorkerGroup[Any], now: float) -> bool:
+        """Tell whether to look at a group now, and if so, note it."""
+        if group.size > MOST_OFTEN:
+            if now - self._looked_s.get(group.name, -math.inf) < self._limit_s:
+                return False
+            self._looked_s[group.name] = now
+        return True
 
     def _look(self, group: WorkerGroup[Any], now: float) -> None:
         for rank, (state, pid) in enumerate(zip(group.states(), group.known_pids(), strict=True)):

@@ -18,14 +18,16 @@ result for the coroutine.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import math
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from hotseat.cluster.activity import DIRECTORY, activity
@@ -37,6 +39,9 @@ from hotseat.errors import DeadlineError, RunError, WorkerError
 
 Arguments = Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]  # positional and keyword arguments, by rank
 CallObserver = Callable[[str, int, str, float, float], object]  # group, rank, method, start and end (`time.time`)
+WHOLE = 0  # keeps a result as one value, see `WorkerGroup._start`
+MOST_OBSERVED = 64  # ranks of a call that are observed one by one; of more, only the one that answers last
+MOST_NAMED = 8  # ranks in a message
 
 W_co = TypeVar("W_co", covariant=True)  # the worker class
 Result_co = TypeVar("Result_co", covariant=True)
@@ -275,38 +280,39 @@ class Pending(Generic[Result_co]):
     def result(self, timeout_s: float | None = None) -> list[Result_co]:
         """Return one result per rank, in rank order. Waits at most `timeout_s` from now; None: as started."""
         timeout_s = self._group.deadline(self._timeout_s if timeout_s is None else timeout_s)
-        until, waiting = time.monotonic() + timeout_s, set(self.futures.values())
+        until, answered = time.monotonic() + timeout_s, SimpleQueue[int]()
+        for rank, future in sorted(self.futures.items()):
+            future.add_done_callback(partial(_note, answered.put, rank))
         results: dict[int, Any] = {}
         with self._waiting():
-            while waiting:
-                done, waiting = concurrent.futures.wait(
-                    waiting, timeout=max(0.0, until - time.monotonic()), return_when=concurrent.futures.FIRST_COMPLETED
-                )
-                if not done:
-                    raise self._late(timeout_s, results)
-                self._open(done, results)
+            while len(results) < len(self.futures):
+                try:
+                    rank = answered.get(timeout=max(0.0, until - time.monotonic()))
+                except Empty:
+                    raise self._late(timeout_s, results) from None
+                results[rank] = self._group.open(rank, self._method, self.futures[rank])
         return [results[rank] for rank in sorted(results)]
 
     async def aresult(self, timeout_s: float | None = None) -> list[Result_co]:
         """Do as `result` does, in a coroutine: other tasks run while this one waits."""
         timeout_s = self._group.deadline(self._timeout_s if timeout_s is None else timeout_s)
         until, loop = time.monotonic() + timeout_s, asyncio.get_running_loop()
-        answered: asyncio.Queue[Future[Any]] = asyncio.Queue()
+        answered: asyncio.Queue[int] = asyncio.Queue()
 
-        def enqueue(future: Future[Any]) -> None:
+        def enqueue(rank: int) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed, so nothing waits any more
-                loop.call_soon_threadsafe(answered.put_nowait, future)
+                loop.call_soon_threadsafe(answered.put_nowait, rank)
 
-        for future in self.futures.values():
-            future.add_done_callback(enqueue)
+        for rank, future in self.futures.items():
+            future.add_done_callback(partial(_note, enqueue, rank))
         results: dict[int, Any] = {}
         with self._waiting():
             while len(results) < len(self.futures):
                 try:
-                    future = await asyncio.wait_for(answered.get(), max(0.0, until - time.monotonic()))
+                    rank = await asyncio.wait_for(answered.get(), max(0.0, until - time.monotonic()))
                 except TimeoutError:
                     raise self._late(timeout_s, results) from None
-                self._open({future}, results)
+                results[rank] = self._group.open(rank, self._method, self.futures[rank])
         return [results[rank] for rank in sorted(results)]
 
     def __await__(self) -> Generator[Any, None, list[Result_co]]:
@@ -316,32 +322,40 @@ class Pending(Generic[Result_co]):
         observer, name, method, started_s = self._group.on_call, self._group.name, self._method, time.time()
         if observer is None:
             return
+        missing, lock = len(self.futures), threading.Lock()
+        is_large = missing > MOST_OBSERVED
 
-        def notify(rank: int) -> Callable[[Future[Any]], object]:
-            return lambda _: observer(name, rank, method, started_s, time.time())
+        def notify(rank: int) -> None:
+            nonlocal missing
+            with lock:
+                missing -= 1
+                is_last = missing == 0
+            if is_last or not is_large:
+                observer(name, rank, method, started_s, time.time())
 
         for rank, future in self.futures.items():
-            future.add_done_callback(notify(rank))
+            future.add_done_callback(partial(_note, notify, rank))
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         whom = [f"{self._group.name} rank {rank}" for rank in self.ranks]
-        return activity.doing(f"waits for {', '.join(whom)} to answer {self._method!r}", whom)
-
-    def _open(self, done: set[Future[Any]], results: dict[int, Any]) -> None:
-        for rank, future in sorted(self.futures.items()):
-            if future in done:
-                results[rank] = self._group.open(rank, self._method, future)
+        more = f" and {len(whom) - MOST_NAMED} more" if len(whom) > MOST_NAMED else ""
+        return activity.doing(f"waits for {', '.join(whom[:MOST_NAMED])}{more} to answer {self._method!r}", whom)
 
     def _late(self, waited_s: float, results: Mapping[int, Any]) -> DeadlineError:
         missing = sorted(set(self.futures) - set(results))
-        states = "; ".join(f"rank {rank} {self._group.describe(rank)}" for rank in missing[:8])
+        states = "; ".join(f"rank {rank} {self._group.describe(rank)}" for rank in missing[:MOST_NAMED])
+        more = ", ..." if len(missing) > MOST_NAMED else ""
         error = DeadlineError(
             f"{self._group.name} rank {missing[0]}: no answer to {self._method!r} in {waited_s:.1f} s"
-            f" ({len(results)} of {len(self.futures)} ranks answered; missing: {states}"
-            f"{', ...' if len(missing) > 8 else ''}). Set cluster.call_timeout_s higher if the work takes that long."
+            f" ({len(results)} of {len(self.futures)} ranks answered; missing: {states}{more})."
+            " Set cluster.call_timeout_s higher if the work takes that long."
         )
         error.awaited = tuple(f"{self._group.name} rank {rank}" for rank in missing)
         return error
+
+
+def _note(note: Callable[[int], object], rank: int, future: Future[Any]) -> None:
+    note(rank)
 
 
 def worker_error(group: str, rank: int, method: str, message: str, remote_traceback: str = "") -> WorkerError:

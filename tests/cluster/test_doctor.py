@@ -14,7 +14,7 @@ from cluster_workers import Plain, wait_until
 
 from hotseat.cluster import sighting
 from hotseat.cluster.activity import DIRECTORY, Activity, Operation, read_activity
-from hotseat.cluster.doctor import ProcessReport, Watch, _blame, awaited_in, examine, is_hang
+from hotseat.cluster.doctor import MOST_OFTEN, ProcessReport, Watch, _blame, awaited_in, examine, is_hang
 from hotseat.cluster.sighting import stack_of
 from hotseat.errors import DeadlineError, WorkerError
 
@@ -87,6 +87,8 @@ def test_activity_can_be_read_while_the_process_is_in_it(tmp_path):
 class FakeGroup:
     """A group of one, with a state that the test sets."""
 
+    size = 1
+
     def __init__(self, name: str):
         self.name, self.state, self.ended = name, "running", threading.Event()
         self.num_pings = 0
@@ -122,6 +124,29 @@ def test_trouble_with_one_group_does_not_leave_the_others_alone(capsys):
     watch.close()
     errors = capsys.readouterr().err
     assert errors.count("broken cannot be watched: RuntimeError: nobody knows") == 1
+
+
+def test_a_group_of_many_is_looked_at_once_in_the_limit():
+    few, many = FakeGroup("few"), FakeGroup("many")
+    few.size, many.size = MOST_OFTEN, MOST_OFTEN + 1
+    with closing(Watch({}, limit_s=10.0, on_silence=lambda *_: None)) as watch:
+        times = range(100, 125)
+        assert [now for now in times if watch.is_due(few, now)] == list(times)
+        assert [now for now in times if watch.is_due(many, now)] == [100, 110, 120]
+
+
+def test_one_of_many_that_is_stopped_is_ended():
+    stopped = FakeGroup("stopped")
+    stopped.state, stopped.size = "stopped", MOST_OFTEN + 1
+    with closing(Watch({"stopped": stopped}, limit_s=0.5, on_silence=lambda *_: None)):
+        assert stopped.ended.wait(60)
+
+
+def test_one_of_many_that_does_not_answer_a_ping_is_ended():
+    silent = FakeGroup("silent")
+    silent.size, silent.ping = MOST_OFTEN + 1, lambda rank: Future()
+    with closing(Watch({"silent": silent}, pinged=["silent"], limit_s=0.5, on_silence=lambda *_: None)):
+        assert silent.ended.wait(60)
 
 
 def test_one_that_answers_pings_is_left_alone():

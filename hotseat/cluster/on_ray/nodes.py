@@ -37,8 +37,9 @@ class NodeHere:
     def free_port(self, host: str) -> int:
         return free_port(host)
 
-    def process_state(self, pid: int, started: int | None) -> str:
-        return supervisor.process_state(pid, started)
+    def process_states(self, processes: Sequence[tuple[int, int | None]]) -> list[str]:
+        """Return the state of each process, which is named by its pid and the time of its start."""
+        return [supervisor.process_state(pid, started) for pid, started in processes]
 
     def look(self, pid: int, name: str, with_stack: bool) -> Sighting:
         return look_at(pid, name, activity_folder(self._directory), with_stack=with_stack)
@@ -100,12 +101,20 @@ class NodeProcesses:
     def free_port(self, node: int) -> int:
         return self._ask(node, NodeHere.free_port, self._connection.nodes[node].address)
 
-    def process_state(self, node: int, pid: int, started: int | None) -> str:
-        """Return "gone", "stopped" or "running"."""
-        try:
-            return self._ask(node, NodeHere.process_state, pid, started)
-        except RunError:
-            return "gone" if node not in self._connection.live_nodes() else "running"
+    def process_states(self, processes: Sequence[tuple[int, int, int | None]]) -> list[str]:
+        """Return "gone", "stopped" or "running" for each (node, pid, start). Asks each node once, one after another."""
+        on_nodes: dict[int, list[int]] = {}
+        for index, (node, _, _) in enumerate(processes):
+            on_nodes.setdefault(node, []).append(index)
+        states: dict[int, str] = {}
+        for node, indices in on_nodes.items():
+            try:
+                answers = self._ask(node, NodeHere.process_states, [processes[index][1:] for index in indices])
+            except RunError:
+                is_lost = node not in self._connection.live_nodes()
+                answers = ["gone" if is_lost else "running"] * len(indices)
+            states |= zip(indices, answers, strict=True)
+        return [states[index] for index in range(len(processes))]
 
     def look(self, node: int, pid: int, name: str, *, with_stack: bool) -> Sighting:
         """Look at a process on its node; nothing is seen of one whose node does not answer."""

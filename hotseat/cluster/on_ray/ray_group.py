@@ -63,8 +63,8 @@ class RankProcess:
 class GroupOwner(Protocol):
     """The runtime that launched a group, as far as the group uses it."""
 
-    def process_state(self, node: int, pid: int, started: int | None) -> str:
-        """Return "gone", "stopped" or "running"."""
+    def process_states(self, processes: Sequence[tuple[int, int, int | None]]) -> list[str]:
+        """Return "gone", "stopped" or "running" for each (node, pid, start). Asks each node once."""
 
     def look(self, node: int, pid: int, name: str, *, with_stack: bool) -> Sighting:
         """Look at a process on its node. name: of its activity file."""
@@ -154,7 +154,10 @@ class RayGroup(WorkerGroup[W_co]):
         self._owner_for("end").end_processes([process])
 
     def states(self) -> list[str]:
-        return [self._state(rank) for rank in self.ranks]
+        known = {rank: self._state_here(rank) for rank in self.ranks}
+        asked = [rank for rank, state in known.items() if state is None]
+        answers = dict(zip(asked, self._states_there(asked), strict=True))
+        return [state or answers[rank] for rank, state in known.items()]
 
     def known_pids(self) -> list[int | None]:
         here = socket.gethostname()
@@ -321,16 +324,25 @@ class RayGroup(WorkerGroup[W_co]):
         return death
 
     def _state(self, rank: int) -> str:
+        return self._state_here(rank) or self._states_there([rank])[0]
+
+    def _state_here(self, rank: int) -> str | None:
+        """Return the state of a rank as far as it is known without asking about its process; None if it is not."""
         process = self.processes[rank]
         if self._starting is not None and process.identity is None and not self.is_closed:
             return "starting"
         if self.is_closed or process.identity is None:
             return "gone"
         if self._owner:
-            return self._owner.process_state(process.place.node, process.identity.pid, process.identity.started)
+            return None
         if process.identity.hostname == socket.gethostname():
             return supervisor.process_state(process.identity.pid, process.identity.started)
         return "running"  # on another machine, as far as this copy of the group knows
+
+    def _states_there(self, ranks: Sequence[int]) -> list[str]:
+        processes = [(self.processes[rank].place.node, self.processes[rank].identity) for rank in ranks]
+        known = [(node, each.pid, each.started) for node, each in processes if each is not None]
+        return self._owner_for("look at").process_states(known) if known else []
 
     def describe(self, rank: int) -> str:
         process = self.processes[rank]

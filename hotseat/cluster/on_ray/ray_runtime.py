@@ -130,10 +130,12 @@ class RayRuntime:
         return self._reservation.device_name(device)
 
     def is_gone(self, holder: Holder) -> bool:
-        return holder.pid is not None and self.process_state(holder.node, holder.pid, holder.started) == "gone"
+        if holder.pid is None:
+            return False
+        return self.process_states([(holder.node, holder.pid, holder.started)]) == ["gone"]
 
-    def process_state(self, node: int, pid: int, started: int | None) -> str:
-        return self._processes.process_state(node, pid, started)
+    def process_states(self, processes: Sequence[tuple[int, int, int | None]]) -> list[str]:
+        return self._processes.process_states(processes)
 
     def look(self, node: int, pid: int, name: str, *, with_stack: bool) -> Sighting:
         return self._processes.look(node, pid, name, with_stack=with_stack)

@@ -61,11 +61,14 @@ def doing_in(cluster: Cluster) -> list[str]:
     directory = os.environ.get(activity.DIRECTORY, "")
     lines = []
     for group in list(cluster.groups.values()):
-        for rank in group.starting_ranks():
+        starting = group.starting_ranks()
+        for rank in starting[:MOST_NAMED]:
             doing = activity.read_activity(directory, f"{group.name}-{rank}")
             who = f"{'engine' if group.name == ENGINES else group.name} {rank}"
             since = f", {max(0.0, time.time() - doing[-1].since_s):.0f} s" if doing else ""
             lines.append(f"{who}: {doing[-1].what if doing else 'starting its process'}{since}")
+        if len(starting) > MOST_NAMED:
+            lines.append(f"{len(starting) - MOST_NAMED} more of {group.name}")
     return lines
 
 
@@ -74,6 +77,7 @@ def _keep(run_dir: Path, diagnosis: Diagnosis) -> None:
         file.write(diagnosis.text() + "\n")
 
 
+MOST_NAMED = 16  # processes of a role that is starting
 ENGINES = "rollout"  # the role whose processes are announced one by one
 
 
