@@ -87,7 +87,14 @@ class Calling(ABC, Generic[W_co]):
         """Do as `call` does, but leave the results where they were made, and return references to them."""
         group, ranks, timeout_s = self._scope()
         arguments = dict.fromkeys(ranks, (args, kwargs))
-        return group._start(name_of(method), arguments, timeout_s, keep=True).result()
+        return group._start(name_of(method), arguments, timeout_s, keep=WHOLE).result()
+
+    def start_and_keep_each(
+        self, method: Callable[Concatenate[W_co, P], Sequence[R]], count: int, *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[list[Ref[R]]]:
+        """Start a method that returns `count` values, and leave each where it was made under a reference of its own."""
+        group, ranks, timeout_s = self._scope()
+        return group._start(name_of(method), dict.fromkeys(ranks, (args, kwargs)), timeout_s, keep=count)
 
     def scatter(
         self, method: Callable[Concatenate[W_co, T, P], R], values: Sequence[T], *args: P.args, **kwargs: P.kwargs
@@ -107,7 +114,7 @@ class Calling(ABC, Generic[W_co]):
     ) -> Pending[Ref[R]]:
         """Do as `start_scatter` does, but leave the results where they were made: the calls return references."""
         group, _, timeout_s = self._scope()
-        return group._start(name_of(method), self._scattered(values, args, kwargs), timeout_s, keep=True)
+        return group._start(name_of(method), self._scattered(values, args, kwargs), timeout_s, keep=WHOLE)
 
     def _scattered(self, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         group, ranks, _ = self._scope()
@@ -223,8 +230,11 @@ class WorkerGroup(Calling[W_co]):
     # --- what a runtime provides ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: bool = False) -> Pending[Any]:
-        """Start the calls. With `keep`, their results are `Ref`s."""
+    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: int | None = None) -> Pending[Any]:
+        """Start the calls. keep: how many values each returns, of which it keeps every one, and gives `Ref`s instead.
+
+        `WHOLE`: it keeps its result as one value. None: results come back.
+        """
 
     def _call(self, method: str, arguments: Arguments, timeout_s: float) -> list[Any]:
         return self._start(method, arguments, timeout_s).result()

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
 from hotseat.cluster.environment import environment, rank_env, restore_environment
-from hotseat.cluster.group import Arguments, Pending, WorkerGroup, under_way_at_restart, worker_error
+from hotseat.cluster.group import WHOLE, Arguments, Pending, WorkerGroup, under_way_at_restart, worker_error
 from hotseat.cluster.lease import Holder
 from hotseat.cluster.node_facts import NodeFacts
 from hotseat.cluster.ports import free_port
@@ -44,6 +44,13 @@ class LocalRef(Ref[T]):
 
     def get(self, *, timeout_s: float = 600.0) -> T:
         return self._value
+
+
+def _kept(result: Any, keep: int | None) -> Any:
+    """Return what a call returns that keeps so many values, see `WorkerGroup._start`."""
+    if keep is None:
+        return result
+    return LocalRef(result) if keep == WHOLE else [LocalRef(value) for value in result]
 
 
 _GRACE_S = 5.0  # in which an object closes after an error
@@ -147,7 +154,7 @@ class LocalGroup(WorkerGroup[W_co]):
             except Exception as error:
                 self._raise(rank, "__init__", error)
 
-    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: bool = False) -> Pending[Any]:
+    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: int | None = None) -> Pending[Any]:
         futures = {}
         for rank, (args, kwargs) in arguments.items():
             self._refuse_if_closed(rank, method)
@@ -155,7 +162,7 @@ class LocalGroup(WorkerGroup[W_co]):
         return Pending(self, method, futures, timeout_s)
 
     def _submit(
-        self, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, keep: bool
+        self, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, keep: int | None
     ) -> Future[Any]:
         called = self._objects[rank]
         if self._loop:
@@ -165,7 +172,7 @@ class LocalGroup(WorkerGroup[W_co]):
                 if inspect.isawaitable(result):
                     result = await result
                     self._refuse_if_replaced(rank, called, method)
-                return LocalRef(result) if keep else result
+                return _kept(result, keep)
 
             return self._loop.submit(arun())
         future: Future[Any] = Future()
@@ -176,7 +183,7 @@ class LocalGroup(WorkerGroup[W_co]):
             except BaseException as error:
                 future.set_exception(error)
             else:
-                future.set_result(LocalRef(result) if keep else result)
+                future.set_result(_kept(result, keep))
 
         # Not a pool: its threads would be waited for when the interpreter ends, and one of these may hang.
         threading.Thread(target=run, name=f"{self.name}[{rank}].{method}", daemon=True).start()

@@ -147,11 +147,13 @@ class ObjectHost:
             return run(lambda: self._call(method, args, kwargs, timeout_s))
 
     def invoke_and_keep(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
-    ) -> tuple[Failure | None, Any]:
-        """Return failure and value as two results: the caller learns of a failure without fetching the value."""
-        result = self.invoke(method, args, kwargs, timeout_s)
-        return (result, None) if isinstance(result, Failure) else (None, result)
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, count: int
+    ) -> tuple[Any, ...]:
+        """Return failure and values as results apart: the caller learns of a failure without fetching a value.
+
+        count: the values that the method returns; 0: its result is one value.
+        """
+        return apart(self.invoke(method, args, kwargs, timeout_s), method, count)
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float) -> Any:
         result = getattr(self._object, method)(*resolve(args, timeout_s), **resolve(kwargs, timeout_s))
@@ -171,10 +173,19 @@ class AsyncObjectHost(ObjectHost):
                 return Failure.of(error)
 
     async def invoke_and_keep(  # type: ignore[override]
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
-    ) -> tuple[Failure | None, Any]:
-        result = await self.invoke(method, args, kwargs, timeout_s)
-        return (result, None) if isinstance(result, Failure) else (None, result)
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, count: int
+    ) -> tuple[Any, ...]:
+        return apart(await self.invoke(method, args, kwargs, timeout_s), method, count)
+
+
+def apart(result: Any, method: str, count: int) -> tuple[Any, ...]:
+    """Return failure and values of a call, of which there are `count`; 0: its result is one value."""
+    if isinstance(result, Failure):
+        return (result, *[None] * max(1, count))
+    if count == 0:
+        return None, result
+    assert len(result) == count, f"{method!r} returned {len(result)} values, and {count} were to be kept"
+    return (None, *result)
 
 
 def is_async(cls: type) -> bool:

@@ -36,6 +36,7 @@ from hotseat.loop.rl.stream import SynchronousStream
 from hotseat.loop.rl.sync import Pusher, Routes
 from hotseat.loop.workers.group_facts import EVALUATION, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.records import SampleRecord, TokenRecord
+from hotseat.loop.workers.rollout_host import HostShare
 from hotseat.loop.workers.weight_check import WeightCheck
 from hotseat.placement import PhaseStep
 from hotseat.placement.flow import make_steps
@@ -110,7 +111,7 @@ class FakeGroup(WorkerGroup[Any]):
     def open(self, rank: int, method: str, future: Future[Any]) -> Any:
         return future.result()
 
-    def _start(self, method: str, arguments: Any, timeout_s: float, keep: bool = False) -> Pending[Any]:
+    def _start(self, method: str, arguments: Any, timeout_s: float, keep: int | None = None) -> Pending[Any]:
         self._log.append(f"{self.name}.{method}")
         args = {rank: positional for rank, (positional, _) in arguments.items()}
         self.calls.append(Call(method, args, {rank: named for rank, (_, named) in arguments.items()}))
@@ -130,7 +131,9 @@ class FakeGroup(WorkerGroup[Any]):
             except WorkerError as error:
                 future.set_exception(error)
             else:
-                future.set_result(FakeRef(f"{self.name}[{rank}]", value) if keep else value)
+                maker = f"{self.name}[{rank}]"
+                kept = [FakeRef(maker, part) for part in value] if keep else FakeRef(maker, value)
+                future.set_result(value if keep is None else kept)
         return Pending(self, method, futures, timeout_s)
 
 
@@ -164,12 +167,11 @@ class FakeHost:
 
         return [self._hold(job, of(job)) for job in self._unscored]
 
-    def share(
-        self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]], positions: Sequence[int] = ()
-    ) -> tuple[GroupKey, ...]:
-        for key in keys:
-            assert key in self.held, f"the host holds no group {key}"
-        return tuple(keys)
+    def shares(self, wanted: Sequence[HostShare]) -> list[tuple[GroupKey, ...]]:
+        for keys, _, _ in wanted:
+            for key in keys:
+                assert key in self.held, f"the host holds no group {key}"
+        return [tuple(keys) for keys, _, _ in wanted]
 
     def forget(self, keys: Sequence[GroupKey]) -> None:
         for key in keys:

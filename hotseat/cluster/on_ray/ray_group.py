@@ -17,7 +17,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from hotseat.cluster.group import Arguments, Pending, WorkerGroup, raise_failure, under_way_at_restart, worker_error
+from hotseat.cluster.group import (
+    WHOLE,
+    Arguments,
+    Pending,
+    WorkerGroup,
+    raise_failure,
+    under_way_at_restart,
+    worker_error,
+)
 from hotseat.cluster.lease import Holder
 from hotseat.cluster.on_ray.library import import_ray
 from hotseat.cluster.refs import Ref
@@ -262,23 +270,28 @@ class RayGroup(WorkerGroup[W_co]):
         if self._owner is not None and (lost := self._owner.lost(asks_ray=asks_ray)) is not None:
             raise lost
 
-    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: bool = False) -> Pending[Any]:
+    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: int | None = None) -> Pending[Any]:
         self._raise_if_lost()
         if self.is_closed:
             raise worker_error(self.name, min(arguments), method, f"{method!r} was called, but the group is closed")
         self.ready()
-        futures = {}
-        for rank, (args, kwargs) in arguments.items():
-            actor = self.processes[rank].actor
-            if keep:
-                status, value = actor.invoke_and_keep.options(num_returns=2).remote(method, args, kwargs, timeout_s)
-                futures[rank] = status.future()
-                futures[rank].kept = RayRef(value)
-            else:
-                futures[rank] = actor.invoke.remote(method, args, kwargs, timeout_s).future()
-            futures[rank].process = replace(self.processes[rank])  # it may be restarted before the answer comes
-            self._pending.add(futures[rank])
+        futures = {rank: self._call_rank(rank, method, *each, timeout_s, keep) for rank, each in arguments.items()}
+        for rank, future in futures.items():
+            future.process = replace(self.processes[rank])  # it may be restarted before the answer comes
+            self._pending.add(future)
         return Pending(self, method, futures, timeout_s)
+
+    def _call_rank(
+        self, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, keep: int | None
+    ) -> Any:
+        actor = self.processes[rank].actor
+        if keep is None:
+            return actor.invoke.remote(method, args, kwargs, timeout_s).future()
+        options = {"num_returns": 1 + max(1, keep)}
+        status, *values = actor.invoke_and_keep.options(**options).remote(method, args, kwargs, timeout_s, keep)
+        future = status.future()
+        future.kept = refs_of(values, keep)
+        return future
 
     def open(self, rank: int, method: str, future: Any) -> Any:
         ray = import_ray()
@@ -349,6 +362,12 @@ class RayGroup(WorkerGroup[W_co]):
         if process.identity is None:
             return "was still starting"
         return f"(pid {process.identity.pid} on {process.identity.hostname}) is {self._state(rank)}"
+
+
+def refs_of(values: Sequence[Any], keep: int) -> Any:
+    """Return references to the values that a call keeps, see `WorkerGroup._start`."""
+    refs: list[RayRef[Any]] = [RayRef(value) for value in values]
+    return refs[0] if keep == WHOLE else refs
 
 
 def _pid_in(error: Exception) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from hotseat.cluster import WorkerGroup
-from hotseat.loop.rl.groups import RolloutHosts
+from hotseat.loop.rl.groups import RolloutHosts, ShareOfRank
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.workers.component import ComponentWorker
 from hotseat.loop.workers.group_facts import GroupFacts, GroupKey
@@ -76,7 +76,7 @@ class Components:
 
     def _decisions(self, group: WorkerGroup[ComponentWorker], keys: Sequence[GroupKey]) -> dict[GroupKey, GroupChange]:
         mine = [keys[rank :: group.size] for rank in group.ranks]
-        shares = [self._hosts.share(part, [()] * len(part)) for part in mine]
+        shares = self._hosts.shares([ShareOfRank(part, [()] * len(part)) for part in mine])
         answers = group.scatter(ComponentWorker.change, shares)
         return {
             key: change or GroupChange()

@@ -18,7 +18,7 @@ from hotseat.loop.workers.engine_worker import EngineWorker
 from hotseat.loop.workers.group_facts import Fetched, GivenUp, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.model_workers import ActorWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.records import SampleRecord
-from hotseat.loop.workers.rollout_host import RolloutHost
+from hotseat.loop.workers.rollout_host import HostShare, RolloutHost
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.placement import Part, Plan
 from hotseat.registry.roles import role_entry
@@ -26,6 +26,14 @@ from hotseat.types import SampleKey, Sampling
 
 if TYPE_CHECKING:
     from hotseat.loop.rl.role_records import RoleRecord
+
+
+@dataclass(frozen=True)
+class ShareOfRank:
+    """Groups that one rank learns from, and the optimizer step of each sample of each of them."""
+
+    keys: Sequence[GroupKey]
+    steps: Sequence[Sequence[int]]
 
 
 T = TypeVar("T")
@@ -131,19 +139,33 @@ class RolloutHosts:
 
     # --- finished groups ----------------------------------------------------------------------------------------------
 
-    def share(self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]]) -> list[Any]:
-        """Return references to the shares of one rank, one for each host that has some of its groups."""
-        dealt = self._dealt(range(len(keys)), keys) or {0: []}
-        shares = [
-            self.workers.on(rank).call_and_keep(
-                RolloutHost.share,
-                [keys[at] for at in members],
-                [steps[at] for at in members],
-                members if len(dealt) > 1 else (),
-            )
-            for rank, members in dealt.items()
-        ]
-        return as_arguments([share for [share] in shares])
+    def shares(self, wanted: Sequence[ShareOfRank]) -> list[list[Any]]:
+        """Return for each rank references to its shares, one for each host that has some of its groups.
+
+        Every host is called once, however many ranks there are.
+        """
+        keys = [key for share in wanted for key in share.keys]
+        self._dealt(keys, keys)
+        asked: dict[int, list[HostShare]] = {}
+        ranks: dict[int, list[int]] = {}  # by host: whose shares these are
+        for rank, share in enumerate(wanted):
+            members: dict[int, list[int]] = {}
+            for at, key in enumerate(share.keys):
+                members.setdefault(self._host_of[key], []).append(at)
+            for host, mine in sorted((members or {0: []}).items()):
+                positions = tuple(mine) if len(members) > 1 else ()
+                part = [share.keys[at] for at in mine], [share.steps[at] for at in mine], positions
+                asked.setdefault(host, []).append(part)
+                ranks.setdefault(host, []).append(rank)
+        started = {
+            host: self.workers.on(host).start_and_keep_each(RolloutHost.shares, len(mine), mine)
+            for host, mine in sorted(asked.items())
+        }
+        refs: list[list[Any]] = [[] for _ in wanted]
+        for host, kept in _answers(started):
+            for rank, ref in zip(ranks[host], kept, strict=True):
+                refs[rank].append(ref.as_argument())
+        return refs
 
     def to_score(self, rank: int, num_ranks: int) -> list[Any]:
         """Return references to what one rank of a reward model has to score, one for each host."""

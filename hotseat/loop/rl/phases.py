@@ -11,7 +11,7 @@ from hotseat.cluster import Pending, Ref, WorkerGroup, as_arguments
 from hotseat.config.batches import token_budget
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected
-from hotseat.loop.rl.groups import Groups
+from hotseat.loop.rl.groups import Groups, ShareOfRank
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.recovery import Recovery
 from hotseat.loop.rl.rollout import repeated
@@ -74,11 +74,11 @@ class PreparePhase:
         has_budget = token_budget(self.settings.config.train) is not None
         tokens = [sum(facts.num_tokens) for facts in batch.groups] if has_budget else None
         ranks, steps = assign(sizes, self.settings.algebra.samples_per_optimizer_step, num_ranks, tokens)
-        shares = []
-        for members in ranks:
-            keys = [batch.groups[index].key for index in members]
-            shares.append(self.groups.hosts.share(keys, [steps[index] for index in members]))
-        return shares, 1 + max(step for group in steps for step in group)
+        wanted = [
+            ShareOfRank([batch.groups[index].key for index in members], [steps[index] for index in members])
+            for members in ranks
+        ]
+        return self.groups.hosts.shares(wanted), 1 + max(step for group in steps for step in group)
 
     def _make_experience(self, shares: Mapping[int, Shares], num_optimizer_steps: int) -> None:
         scores: dict[str, list[BySample]] = {}

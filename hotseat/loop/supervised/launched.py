@@ -80,7 +80,7 @@ class LaunchedRanks(WorkerGroup[SupervisedWorker]):
                 return message
             self._run(*message)
 
-    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: bool = False) -> Pending[Any]:
+    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: int | None = None) -> Pending[Any]:
         """Call a method here, and on the other ranks too unless the first is called alone."""
         args, kwargs = arguments[0]
         if len(arguments) < self._num_ranks:

@@ -33,6 +33,10 @@ from hotseat.loop.workers.waiting_groups import WaitingGroups
 from hotseat.rewards import Score
 from hotseat.types import Failed, MicroBatch, Moved, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
+# What a host adds to the share of one rank: groups, the optimizer step of each of their samples, and the positions of
+# these groups among all of the rank's; empty: it has no others.
+HostShare = tuple[Sequence[GroupKey], Sequence[Sequence[int]], Sequence[int]]
+
 
 class RolloutHost(DeviceWorker):
     """Runs agents and rewards in a process of their own: user code may block, crash or keep globals."""
@@ -353,13 +357,12 @@ class RolloutHost(DeviceWorker):
             if self._spool is not None and (finished := self._spool.get(key)) is not None:
                 self._spool.put(replace(finished, group=self._groups[key]))
 
-    def share(self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]], positions: Sequence[int] = ()) -> Share:
-        """Return groups for one rank, with the optimizer step of each sample.
-
-        positions: of these groups among all of the rank's, where other hosts have some of them.
-        """
-        groups = tuple(self._group(key) for key in keys)
-        return Share(groups, tuple(tuple(group) for group in steps), tuple(positions))
+    def shares(self, wanted: Sequence[HostShare]) -> list[Share]:
+        """Return groups for ranks, with the optimizer step of each sample."""
+        return [
+            Share(tuple(map(self._group, keys)), tuple(map(tuple, steps)), tuple(positions))
+            for keys, steps, positions in wanted
+        ]
 
     def forget(self, keys: Sequence[GroupKey]) -> None:
         for key in keys:

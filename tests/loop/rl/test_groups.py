@@ -6,11 +6,12 @@ from phase_fakes import FakeGroup, FakeHost, facts_of, make_prompts
 
 from hotseat.config import loads
 from hotseat.errors import RunError, WorkerError
-from hotseat.loop.rl.groups import RolloutHosts
+from hotseat.loop.rl.groups import RolloutHosts, ShareOfRank
 from hotseat.loop.rl.launch import check_spool
 from hotseat.loop.rl.role_records import host_places
 from hotseat.loop.workers.experience import Share, groups_of
 from hotseat.loop.workers.group_facts import Fetched, Job
+from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.planning.config_plan import make_plan
 from hotseat.types import PromptGroup, SampleKey, Sampling
 
@@ -40,9 +41,9 @@ class Host(FakeHost):
         begun, self.begun = self.begun, []
         return Fetched([facts_of(job.key, [1.0]) for job in begun], num_unscored=0, num_sent_again=0)
 
-    def share(self, keys, steps, positions=()):
-        self.positions = list(positions)
-        return super().share(keys, steps)
+    def shares(self, wanted):
+        self.positions = [list(positions) for _, _, positions in wanted]
+        return super().shares(wanted)
 
 
 @pytest.fixture
@@ -79,19 +80,26 @@ def test_a_group_stays_with_its_host_and_the_next_goes_to_the_one_with_the_fewes
 
 def test_shares_are_put_together_in_order(hosts, group):
     hosts.collect(jobs_of(*range(5)), SAMPLING)
-    refs = hosts.share([(0, 4), (0, 0), (0, 2)], [[0], [0], [1]])
+    several = ShareOfRank([(0, 4), (0, 0), (0, 2)], [[0], [0], [1]])
+    of_one_host = ShareOfRank([(0, 0), (0, 3)], [[0], [0]])
+    refs, [one] = hosts.shares([several, of_one_host])
     assert [ref.get() for ref in refs] == [((0, 0),), ((0, 4),), ((0, 2),)]
-    assert [host.positions for host in group.workers] == [[1], [0], [2]]
-    one = hosts.share([(0, 0), (0, 3)], [[0], [0]])
-    assert [ref.get() for ref in one] == [((0, 0), (0, 3))]
-    assert group.workers[0].positions == []
+    assert [host.positions for host in group.workers] == [[[1], []], [[0]], [[2]]]
+    assert one.get() == ((0, 0), (0, 3))
     groups = [PromptGroup(prompt, ()) for prompt in make_prompts(3)]
     shares = [Share((groups[1], groups[2]), ((), ()), (1, 2)), Share((groups[0],), ((),), (0,))]
     assert groups_of(shares) == groups
 
 
 def test_a_rank_without_groups_gets_an_empty_share(hosts):
-    assert [ref.get() for ref in hosts.share([], [])] == [()]
+    assert [[ref.get() for ref in refs] for refs in hosts.shares([ShareOfRank([], [])])] == [[()]]
+
+
+def test_a_host_is_called_once_for_the_shares_of_all_ranks(hosts, group):
+    hosts.collect(jobs_of(*range(9)), SAMPLING)
+    wanted = [ShareOfRank([(0, prompt)], [[0, 0]]) for prompt in range(9)]
+    assert [[ref.get() for ref in refs] for refs in hosts.shares(wanted)] == [[((0, prompt),)] for prompt in range(9)]
+    assert [sorted(call.args) for call in group.named("shares")] == [[0], [1], [2]]
 
 
 def test_records_are_in_the_order_of_the_samples(hosts):
@@ -159,3 +167,11 @@ def test_weights_do_not_depend_on_the_number_of_hosts(task):
         return weights(task, name)
 
     assert same(run("one"), run("three", "rollout.num_hosts=3"))
+
+
+@pytest.mark.parametrize(("size", "observed"), [(3, [0, 1, 2]), (100, [99])])
+def test_of_a_call_to_many_ranks_the_one_that_answers_last_is_observed(log, size, observed):
+    group, calls = FakeGroup("agents", Host, size, log), []
+    group.on_call = lambda name, rank, method, started_s, ended_s: calls.append((name, rank, method))
+    group.call(RolloutHost.forget, [])
+    assert calls == [("agents", rank, "forget") for rank in observed]

@@ -140,7 +140,7 @@ def test_a_batch_that_was_lost_before_it_was_used_is_sampled_again_and_the_next_
 
     def use(found):
         used.append(found)
-        case.hosts.call(RolloutHost.share, [facts.key for facts in found.groups], [])
+        case.hosts.call(RolloutHost.shares, [([facts.key for facts in found.groups], [], ())])
         return "used"
 
     again, value = case.stream.with_groups(batch, use)
@@ -327,7 +327,7 @@ def test_roles_compute_one_after_another_and_groups_are_let_go_of_at_the_end():
     prepared = case.prepare.run(batch, 1)
     assert case.taken() == [
         "samples.choose 1",
-        "agents.share",
+        "agents.shares",
         "lease prepare/reference",
         "reference.score",
         "end prepare/reference",
@@ -421,8 +421,9 @@ def test_each_rank_gets_its_groups_however_many_ranks_a_role_has():
 def test_samples_say_in_which_optimizer_step_they_are():
     case = Case()
     case.prepare.run(case.stream.take(1), 1)
-    [call] = case.hosts.named("share")
-    assert call.args[0][1] == [[0] * 4, [0] * 4, [1] * 4, [1] * 4]
+    [call] = case.hosts.named("shares")
+    [[(_, steps, _)]] = call.args[0]
+    assert steps == [[0] * 4, [0] * 4, [1] * 4, [1] * 4]
 
 
 def test_model_parallel_ranks_get_the_same_share_and_answer_once():
@@ -458,7 +459,7 @@ def test_a_host_that_dies_before_its_groups_are_handed_out_samples_them_again():
     whole, broken = Case(reference=1), Case(reference=1)
     expected = whole.prepare.run(whole.stream.take(1), 1)
     batch = broken.stream.take(1)
-    broken.hosts.deaths.append(("share", 0))
+    broken.hosts.deaths.append(("shares", 0))
     prepared = broken.prepare.run(batch, 1)
     assert prepared == expected
     assert prepared.batch is broken.samples.chosen_from[-1]  # not the one that was lost
