@@ -173,7 +173,7 @@ ROWS_OF = {
         ("ray_runtime",),
         ("launching", "nodes"),
         ("ray_group", "reservation"),
-        ("connection", "daemons"),
+        ("connection", "daemons", "relays"),
         ("template",),
         ("forked", "template_process", "lean_agent"),
         ("library", "waiting"),

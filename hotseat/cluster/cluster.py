@@ -167,6 +167,8 @@ class Cluster:
         )
         group.on_call = self.on_call
         self.groups[name] = group
+        if group.relay_group is not None:
+            self.groups[group.relay_group.name] = group.relay_group
         return group
 
     def prepare(

@@ -169,6 +169,11 @@ class WorkerGroup(Calling[W_co]):
 
     # --- the processes --------------------------------------------------------------------------------------------
 
+    @property
+    def relay_group(self) -> WorkerGroup[Any] | None:
+        """Return the processes that pass calls on to the ranks; None: ranks are called from here."""
+        return None
+
     @abstractmethod
     def states(self) -> list[str]:
         """Return the state of each rank's process: "starting", "running", "stopped" or "gone"."""

@@ -40,6 +40,15 @@ class Plain:
     def rank(self) -> int:
         return int(os.environ["RANK"])
 
+    def environment_values(self) -> list[str]:
+        return ["RANK", os.environ["RANK"]]
+
+    def note(self, value: int) -> None:
+        self.extra.setdefault("noted", []).append(value)
+
+    def noted(self) -> list[int]:
+        return self.extra["noted"]
+
     def environment(self, *names: str) -> dict[str, str | None]:
         return {name: os.environ.get(name) for name in names}
 

@@ -28,6 +28,7 @@ from hotseat.cluster.group import (
 )
 from hotseat.cluster.lease import Holder
 from hotseat.cluster.on_ray.library import import_ray
+from hotseat.cluster.on_ray.relays import Kept, RelayLost, Relays, relay_of
 from hotseat.cluster.refs import Ref
 from hotseat.cluster.sighting import Sighting
 from hotseat.cluster.worker_process import Failure, ProcessIdentity
@@ -100,6 +101,7 @@ class RayGroup(WorkerGroup[W_co]):
         owner: GroupOwner | None = None,
         start: Callable[[RayGroup[Any], Sequence[int], float], Pending[ProcessIdentity]] | None = None,
         has_close: bool = False,
+        relays: Relays | None = None,
     ):
         self.name = name
         self.timeout_s = timeout_s
@@ -108,6 +110,7 @@ class RayGroup(WorkerGroup[W_co]):
         self._owner = owner  # None: a copy in another process
         self._start_processes = start
         self._has_close = has_close
+        self._relays = relays  # None: each rank is called from here
         self._starting: tuple[Pending[ProcessIdentity], float] | None = (
             None  # constructors under way, and how long they may take
         )
@@ -149,6 +152,12 @@ class RayGroup(WorkerGroup[W_co]):
         assert self._start_processes is not None
         self._start_error = None
         self._starting = self._start_processes(self, ranks, within_s), within_s
+        if self._relays is not None:
+            self._relays.know({rank: self.processes[rank].actor for rank in ranks})
+
+    @property
+    def relay_group(self) -> WorkerGroup[Any] | None:
+        return None if self._relays is None else self._relays.group
 
     def ping(self, rank: int) -> Future[Any]:
         return self.processes[rank].actor.invoke.remote("health", (), {}, self.timeout_s).future()
@@ -229,6 +238,8 @@ class RayGroup(WorkerGroup[W_co]):
         self.is_closed = True
         owner.end_processes(self.processes)
         self.wake_waiters()
+        if self._relays is not None:
+            self._relays.group.close(grace_s=0)
         owner.forget(self)
 
     def ask_to_close(self, grace_s: float, idle_grace_s: float = 0.0) -> None:
@@ -275,9 +286,12 @@ class RayGroup(WorkerGroup[W_co]):
         if self.is_closed:
             raise worker_error(self.name, min(arguments), method, f"{method!r} was called, but the group is closed")
         self.ready()
-        futures = {rank: self._call_rank(rank, method, *each, timeout_s, keep) for rank, each in arguments.items()}
+        if self._relays is not None:
+            futures = self._relays.call(method, arguments, timeout_s, keep)
+        else:
+            futures = {rank: self._call_rank(rank, method, *each, timeout_s, keep) for rank, each in arguments.items()}
         for rank, future in futures.items():
-            future.process = replace(self.processes[rank])  # it may be restarted before the answer comes
+            future.process = replace(self.processes[rank])  # type: ignore[attr-defined]  # it may be restarted meanwhile
             self._pending.add(future)
         return Pending(self, method, futures, timeout_s)
 
@@ -312,8 +326,12 @@ class RayGroup(WorkerGroup[W_co]):
             raise worker_error(
                 self.name, rank, method, f"{method!r} was under way when the group was closed"
             ) from error
+        except RelayLost as lost:
+            raise self._relay_failed(rank, method, lost) from lost
         if isinstance(result, Failure):
             raise_failure(self.name, rank, method, result)
+        if isinstance(result, Kept):
+            return refs_of(result.refs, result.keep)
         return getattr(future, "kept", result)
 
     def _death(self, rank: int, method: str, error: Exception, process: RankProcess) -> WorkerError:
@@ -335,6 +353,18 @@ class RayGroup(WorkerGroup[W_co]):
         death = worker_error(self.name, rank, method, message, f"the last it wrote to stderr:\n{tail}" if tail else "")
         death.is_death = True
         return death
+
+    def _relay_failed(self, rank: int, method: str, lost: RelayLost) -> WorkerError:
+        """Return the error of a call whose relay failed: a death, if the relay died."""
+        assert self._relays is not None
+        try:
+            self._relays.group.open(lost.relay, lost.method, lost.answered)
+        except WorkerError as error:
+            message = f"{method!r} was lost with the relay that made the call: {error}"
+            failed = worker_error(self.name, rank, method, message)
+            failed.is_death = error.is_death
+            return failed
+        raise AssertionError(f"{self.name}: {lost}, and has answered")
 
     def _state(self, rank: int) -> str:
         return self._state_here(rank) or self._states_there([rank])[0]
@@ -361,7 +391,11 @@ class RayGroup(WorkerGroup[W_co]):
         process = self.processes[rank]
         if process.identity is None:
             return "was still starting"
-        return f"(pid {process.identity.pid} on {process.identity.hostname}) is {self._state(rank)}"
+        described = f"(pid {process.identity.pid} on {process.identity.hostname}) is {self._state(rank)}"
+        if self._relays is None:
+            return described
+        relay = relay_of(rank)
+        return f"{described}, called by {self._relays.group.name} rank {relay} {self._relays.group.describe(relay)}"
 
 
 def refs_of(values: Sequence[Any], keep: int) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from hotseat.cluster.device_memory import device_busy, device_memory
@@ -15,11 +17,13 @@ from hotseat.cluster.on_ray.daemons import RayWatch, watch_daemons, watch_nodes
 from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
 from hotseat.cluster.on_ray.nodes import NodeProcesses
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
+from hotseat.cluster.on_ray.relays import Relay, Relays, relay_of
 from hotseat.cluster.on_ray.reservation import Reservation
 from hotseat.cluster.runtime import Launch, NodeService, RuntimeOptions, devices_of
 from hotseat.cluster.session import Session
 from hotseat.cluster.sighting import Sighting
 from hotseat.errors import ClusterError, PlacementError
+from hotseat.placement.locate import Process
 from hotseat.processes import supervisor
 
 T = TypeVar("T")
@@ -75,6 +79,7 @@ class RayRuntime:
             owner=self,
             start=starter.start,
             has_close=callable(getattr(launch.cls, "close", None)),
+            relays=self._relays_of(launch),
         )
         try:
             group.begin(group.ranks, launch.start_timeout_s)
@@ -82,9 +87,40 @@ class RayRuntime:
                 group.ready()
         except BaseException:
             self.end_processes(group.processes)
+            if group.relay_group is not None:
+                group.relay_group.close(grace_s=0)
             raise
         self._groups[launch.name] = group
         return group
+
+    def _relays_of(self, launch: Launch[Any]) -> Relays | None:
+        """Start the relays of a group, each on the node of its first rank; None: it is called without."""
+        nodes = {relay_of(process.rank): process.node for process in reversed(launch.processes)}
+        if len(nodes) == 1:
+            return None
+        places = [Process(relay, node) for relay, node in sorted(nodes.items())]
+        of_relays = replace(
+            launch,
+            name=f"{launch.name}-relays",
+            cls=Relay,
+            processes=places,
+            num_threads=1,
+            max_concurrency=1,
+            args=(),
+            kwargs={},
+            per_rank=[{}] * len(places),
+            wait=False,
+        )
+        group = self.launch(of_relays)
+
+        def start(relay: int, method: str, args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
+            group.ready()
+            process = group.processes[relay]
+            future: Any = process.actor.invoke.remote(method, args, {}, timeout_s).future()
+            future.process = replace(process)
+            return future
+
+        return Relays(group, start)
 
     def make_starter(self, launch: Launch[Any]) -> ActorStarter:
         if self._reservation is None:
