@@ -15,7 +15,7 @@ EXTRAS_libraries := agent-libraries
 REQUIREMENTS := import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(line for name in sys.argv[1:] for line in extras[name]), sep="\n")
 
-.PHONY: agent-envs setup browser sandbox demo test test-fast test-gpu test-long lint bench clean
+.PHONY: agent-envs setup browser sandbox demo docs test test-fast test-gpu test-long lint bench clean
 
 setup: $(READY)
 
@@ -49,6 +49,11 @@ $(AGENT_ENVS)/%/.ready: pyproject.toml
 demo: setup
 	$(BIN)/hotseat demo
 
+# The site: docs/_build/index.html. A mistake in a page, such as a dead link, is an error.
+docs: setup
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build
+
 # Tests may keep the bytecode of our files, of which each of their processes would compile a hundred.
 test test-fast test-gpu test-long: export PYTHONDONTWRITEBYTECODE =
 
@@ -62,7 +67,7 @@ test: setup browser sandbox
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"
 
-test-long: setup agent-envs browser sandbox
+test-long: setup agent-envs browser sandbox docs
 	$(BIN)/python -m pytest -m "not gpu"
 
 # File by file: a process can start only one vLLM engine that sleeps.

@@ -27,7 +27,9 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from hotseat.observe.metric_files import JsonLines
 from hotseat.openmp import wait_passively
+from hotseat.registry.metric_names import entry_of
 
 wait_passively()  # before torch is loaded: the tests run two at a time, and threads that spin take each other's cores
 os.environ.update(RAY_PRIORITY)
@@ -131,6 +133,24 @@ MANY_FILES, NUM_SLOWEST = 30, 15  # when the slowest files are listed, and how m
 
 # DeepSpeed reads the first from there, so its backend sets it; by it accelerate takes itself for one of several ranks.
 LEFT_BEHIND = ("LOCAL_RANK", "DS_ACCELERATOR")
+
+
+CALLBACKS = "mine/"  # what callbacks of tests add to the metrics of a run
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _metrics_have_entries() -> Iterator[None]:
+    """Every metric that a run in this process writes has an entry in the table that the docs are made from."""
+    write = JsonLines.write
+
+    def checked(self: JsonLines, record: Any) -> None:
+        if Path(self._file.name).name == "metrics.jsonl":
+            assert not [name for name in record if entry_of(name) is None and not name.startswith(CALLBACKS)]
+        write(self, record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JsonLines, "write", checked)
+        yield
 
 
 @pytest.fixture

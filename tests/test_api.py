@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import DOCUMENTS
 
 import hotseat
 from hotseat import ConfigError, Run, UserError, demo, rlinf
@@ -21,7 +22,7 @@ from hotseat.script.objects import ScriptObjects
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "python.md"
-TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+TEXTS = [ROOT / "README.md", *DOCUMENTS, *sorted((ROOT / "examples").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 
 # A name that is added or removed is a decision: change docs/python.md with it.
@@ -46,7 +47,7 @@ PUBLIC = [
 
 
 def snippets(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    return re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def private_names(code: str) -> list[str]:

@@ -127,7 +127,7 @@ def test_a_name_that_is_neither_built_in_nor_a_function_is_refused():
 
 def test_the_functions_of_the_docs_pass_the_trial_and_compute_what_they_say(write):
     _, _, section = PAGE.read_text().partition("## Custom losses and estimators")
-    loss_and_estimator, sampler = re.findall(r"```python\n(.*?)```", section, re.S)
+    loss_and_estimator, sampler = re.findall(r"```python[^\n]*\n(.*?)```", section, re.S)
     file = write(loss_and_estimator + sampler)
     trial(file, policy_loss="my_loss", estimator="my_estimator")
     trial(file, estimator="optimal_baseline")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import texts_of
 
 from hotseat.cli.main import main
 from hotseat.cli.new import KINDS, REWARD, texts, write_files
@@ -20,27 +21,20 @@ ROOT = Path(__file__).parents[2]
 HERE = ["cluster.runtime=local"]
 
 
-def fenced(language: str, text: str) -> str:
-    return f"```{language}\n{text}```"
-
-
 def first_rows(text: str) -> str:
     return "".join(text.splitlines(keepends=True)[:3])
 
 
-def test_the_readme_shows_the_files_of_a_first_run():
-    readme, files = (ROOT / "README.md").read_text(), texts("rl")
-    assert fenced("yaml", files["rl.yaml"]) in readme
-    assert fenced("python", files["reward.py"]) in readme
-    assert fenced("json", first_rows(files["prompts.jsonl"])) in readme
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_page_shows_the_files_of_every_kind(kind):
-    page, files = (ROOT / "docs" / "first-run.md").read_text(), texts(kind)
-    assert fenced("yaml", files[f"{kind}.yaml"]) in page
+    page, files = ROOT / "docs" / "first-run.md", texts(kind)
+    assert files[f"{kind}.yaml"] in texts_of(page, "yaml")
     data = next(name for name in files if name.endswith(".jsonl"))
-    assert fenced("json", first_rows(files[data])) in page
+    assert first_rows(files[data]) in texts_of(page, "json")
+
+
+def test_a_page_shows_the_first_reward():
+    assert texts("rl")["reward.py"] in texts_of(ROOT / "docs" / "first-run.md", "python")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,10 +24,10 @@ from hotseat.types import Failed
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "graders.md").read_text()
 SUM, SCHEMA, CODE, RUNNER, JUDGE, WORDS, OWN_JUDGE = (
-    loads(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    loads(text) for text in re.findall(r"```yaml[^\n]*\n(.*?)```", PAGE, re.DOTALL)
 )
-[LABEL] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
-[IN_A_FILE] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+[LABEL] = re.findall(r"```json[^\n]*\n(.*?)```", PAGE, re.DOTALL)
+[IN_A_FILE] = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)
 EXAMPLES = ROOT / "examples" / "rewards"
 WIDE = 120.0
 

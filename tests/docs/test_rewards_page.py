@@ -10,7 +10,7 @@ from hotseat.rewards.scorer import NamedArguments
 from hotseat.types import Failed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-ONE_NUMBER, BY_NAMES, TENSOR, DICT, NONE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+ONE_NUMBER, BY_NAMES, TENSOR, DICT, NONE = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)
 
 
 def scores(tmp_path, text: str, answers: list[str], label: str | None) -> list[Score | Failed]:

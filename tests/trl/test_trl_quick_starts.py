@@ -12,7 +12,7 @@ from hotseat import Run
 from hotseat.cli.main import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
-DIFFS = re.findall(r"```diff\n(.*?)```", PAGE.read_text(), re.DOTALL)
+DIFFS = re.findall(r"```diff[^\n]*\n(.*?)```", PAGE.read_text(), re.DOTALL)
 MOST_CHANGED = 6
 
 QUESTION = [{"role": "user", "content": "How do you write 3?"}]

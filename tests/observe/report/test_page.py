@@ -658,7 +658,7 @@ def test_a_made_sample_has_the_documented_keys():
     import random
 
     text = (Path(__file__).parents[3] / "docs" / "run-directory.md").read_text()
-    documented = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
+    documented = json.loads(re.search(r"```json[^\n]*\n(.*?)```", text, re.DOTALL)[1])
     made = sample(random.Random(0), 1, 0, 5)
     assert set(made) == set(documented)
     assert set(made["segments"][0]) == set(documented["segments"][0])
