@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from hotseat.cluster.environment import rank_env
@@ -61,7 +60,7 @@ class ActorStarter:
         for rank in ranks:
             process, kwargs = group.processes[rank], {**launch.kwargs, **launch.per_rank[rank]}
             futures[rank] = process.actor.construct.remote(launch.cls, launch.args, kwargs, within_s).future()
-            futures[rank].process = replace(process)
+            futures[rank].called = rank, process.incarnation
         return Pending(group, "__init__", futures)
 
     def _start_actor(self, process: RankProcess, rank: int) -> None:

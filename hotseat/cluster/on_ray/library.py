@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from typing import Any
 
@@ -18,6 +19,7 @@ RAY_ENV = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": 
 AGENT_ENV = {"RAY_enable_pipe_based_agent_to_parent_health_check": "1"}
 
 
+@functools.cache  # it is asked for with every answer
 def import_ray() -> Any:
     """Import Ray, after setting it not to print what we report ourselves."""
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _NOISE)

@@ -246,7 +246,7 @@ class RayGroup(WorkerGroup[W_co]):
         """Call `close` of the objects, where they have one, and wait for it at most `grace_s`, for idle ones longer."""
         if self._has_close and self._starting is None and not self.is_closed and grace_s > 0:
             calls: list[Any] = [future for future in list(self._pending) if not future.done()]
-            busy = {call.process.place.rank for call in calls}
+            busy = {call.called[0] for call in calls}
             with contextlib.suppress(RunError):  # the process ends in any case
                 futures = self._start("close", dict.fromkeys(self.ranks, ((), {})), max(grace_s, idle_grace_s)).futures
                 concurrent.futures.wait(futures.values(), timeout=grace_s)
@@ -291,7 +291,7 @@ class RayGroup(WorkerGroup[W_co]):
         else:
             futures = {rank: self._call_rank(rank, method, *each, timeout_s, keep) for rank, each in arguments.items()}
         for rank, future in futures.items():
-            future.process = replace(self.processes[rank])  # type: ignore[attr-defined]  # it may be restarted meanwhile
+            future.called = rank, self.processes[rank].incarnation  # type: ignore[attr-defined]
             self._pending.add(future)
         return Pending(self, method, futures, timeout_s)
 
@@ -314,7 +314,7 @@ class RayGroup(WorkerGroup[W_co]):
         try:
             result = future.result(0)
         except ray.exceptions.RayActorError as error:
-            raise self._death(rank, method, error, future.process) from error
+            raise self._death(rank, method, error, future.called[1]) from error
         except ray.exceptions.RayTaskError as error:
             # Our host lets no exception out: this one is about what it was sent, or what it sends back.
             cause = error.cause or error
@@ -334,10 +334,12 @@ class RayGroup(WorkerGroup[W_co]):
             return refs_of(result.refs, result.keep)
         return getattr(future, "kept", result)
 
-    def _death(self, rank: int, method: str, error: Exception, process: RankProcess) -> WorkerError:
+    def _death(self, rank: int, method: str, error: Exception, incarnation: int) -> WorkerError:
+        """Return the error of a call to a rank whose process was of this incarnation then, and died."""
         if self.is_closed:
             return worker_error(self.name, rank, method, f"{method!r} was under way when the group was closed")
-        if process.incarnation != self.processes[rank].incarnation:
+        process = replace(self.processes[rank])  # it may be restarted meanwhile
+        if process.incarnation != incarnation:
             return under_way_at_restart(self.name, rank, method)
         pid = process.identity.pid if process.identity else _pid_in(error)
         detail = str(error).partition("Worker exit detail:")[2].partition("Some common causes")[0].strip()

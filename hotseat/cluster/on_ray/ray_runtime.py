@@ -117,7 +117,7 @@ class RayRuntime:
             group.ready()
             process = group.processes[relay]
             future: Any = process.actor.invoke.remote(method, args, {}, timeout_s).future()
-            future.process = replace(process)
+            future.called = relay, process.incarnation
             return future
 
         return Relays(group, start)
