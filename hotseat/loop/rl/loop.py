@@ -9,7 +9,9 @@ workers (`loop/workers`) in other processes. The driver sees small facts; tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hotseat.loop.rl.meter import PhaseMeter
@@ -51,30 +53,45 @@ class RlRun:
 def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint | None) -> dict[str, float]:
     """Train to the last step, from the beginning or from a checkpoint, and return the last evaluation."""
     first_step, evaluation = begin(run, journal) if checkpoint is None else resume(run, journal, checkpoint)
-    for step in range(first_step, run.num_steps + 1):
-        run.meter.begin_step()
-        journal.phase("rollout")
-        batch = run.stream.take(step)
-        journal.phase("prepare")
-        prepared = run.prepare.run(batch, step)
-        journal.phase("update")
-        updates = run.update.run(prepared, step)
-        run.micro_batches.keep_lowered(saver.keep)
-        journal.phase("sync")
-        with run.stream.weight_update():
-            pushed = run.sync.run()
-        metrics = run.metrics.of_step(prepared.batch, updates, pushed) | run.stream.metrics() | saver.metrics()
-        if run.is_evaluated(step):
-            journal.phase("evaluate")
-            evaluation = run.evaluate()
-            metrics |= evaluation
-        journal.step(step, metrics)
-        run.samples.record(step, prepared.batch, metrics)
-        measured = evaluation if run.is_evaluated(step) else {}
-        saver.after_step(step, run.checkpoints.source(evaluation), measured, journal)
-        if saver.is_ending:
-            break
+    with sparing_collector():
+        for step in range(first_step, run.num_steps + 1):
+            run.meter.begin_step()
+            journal.phase("rollout")
+            batch = run.stream.take(step)
+            journal.phase("prepare")
+            prepared = run.prepare.run(batch, step)
+            journal.phase("update")
+            updates = run.update.run(prepared, step)
+            run.micro_batches.keep_lowered(saver.keep)
+            journal.phase("sync")
+            with run.stream.weight_update():
+                pushed = run.sync.run()
+            metrics = run.metrics.of_step(prepared.batch, updates, pushed) | run.stream.metrics() | saver.metrics()
+            if run.is_evaluated(step):
+                journal.phase("evaluate")
+                evaluation = run.evaluate()
+                metrics |= evaluation
+            journal.step(step, metrics)
+            run.samples.record(step, prepared.batch, metrics)
+            measured = evaluation if run.is_evaluated(step) else {}
+            saver.after_step(step, run.checkpoints.source(evaluation), measured, journal)
+            if saver.is_ending:
+                break
     return evaluation
+
+
+@contextmanager
+def sparing_collector() -> Iterator[None]:
+    """Exempt what is there by now from garbage collection.
+
+    Every full collection would go through all of it: libraries, and the records of thousands of processes.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def begin(run: RlRun, journal: Journal) -> tuple[int, dict[str, float]]:
