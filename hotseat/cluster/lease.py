@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from hotseat.errors import DeadlineError
 
@@ -54,7 +55,7 @@ class Lease:
     phase: str
     holders: Mapping[Holder, tuple[int, ...]]
 
-    @property
+    @cached_property
     def devices(self) -> tuple[int, ...]:
         return tuple(sorted({device for devices in self.holders.values() for device in devices}))
 
@@ -143,18 +144,21 @@ class Leases:
     def _look(self, device: int, now_s: float) -> tuple[str, int | None]:
         """Return why a device cannot be passed on, or an empty text, and the bytes in use there."""
         state = self._devices.get(device) or _Device()
-        since = f"for phase {state.phase!r} since {now_s - state.granted_s:.1f} s ago"
         if alive := [holder for holder in state.holders if not self._is_gone(holder)]:
-            return f"device {device}: held by {_names(alive)} {since}", None
+            return f"device {device}: held by {_names(alive)} {_since(state, now_s)}", None
         memory = self._measure(device)
         used, before = None if memory is None else memory.used, state.used_at_grant
         if state.holders and used is not None and before is not None and used > before + SLACK_BYTES:
             reason = (
-                f"device {device}: {_names(state.holders)}, which held it {since}, died, but {used} bytes are in use;"
-                f" {before} were when the phase began"
+                f"device {device}: {_names(state.holders)}, which held it {_since(state, now_s)}, died, but {used}"
+                f" bytes are in use; {before} were when the phase began"
             )
             return reason, used
         return "", used
+
+
+def _since(state: _Device, now_s: float) -> str:
+    return f"for phase {state.phase!r} since {now_s - state.granted_s:.1f} s ago"
 
 
 def _names(holders: Iterable[Holder]) -> str:

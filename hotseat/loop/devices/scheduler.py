@@ -188,8 +188,9 @@ class DeviceScheduler:
     def _coming(self, step: PhaseStep) -> dict[Process, list[Part]]:
         coming = {}
         for (role, rank), offloaded in self._offloaded.items():
-            parts = offloaded - self._planned_off(step, role, rank).keys() if role in self._groups else set()
-            if parts:
+            if not offloaded or role not in self._groups:
+                continue
+            if parts := offloaded - self._planned_off(step, role, rank).keys():
                 coming[role, rank] = sorted(parts)
         return coming
 
