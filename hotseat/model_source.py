@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hotseat.errors import UnsupportedError
+
+NUMERIC = "hotseat_numeric"  # `model_type` of policies that act in numbers, in their config.json
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,25 @@ class ModelSource:
     def config(self) -> Any:
         from transformers import AutoConfig
 
+        self._know_numeric()
         config = AutoConfig.from_pretrained(self.name, **self.arguments)
         if self.rope_scaling:
             _stretch(config, dict(self.rope_scaling))
         return config
+
+    @property
+    def is_numeric(self) -> bool:
+        """Tell whether it is a folder with a policy that acts in numbers (`hotseat.numeric`)."""
+        try:
+            written = json.loads((Path(self.name) / "config.json").read_text())
+        except (OSError, ValueError):
+            return False
+        return isinstance(written, dict) and written.get("model_type") == NUMERIC
+
+    def _know_numeric(self) -> None:
+        """Make transformers know the classes of a policy that acts in numbers, if this is one."""
+        if self.is_numeric:
+            import hotseat.numeric.models  # noqa: F401
 
     @property
     def own_config(self) -> dict[str, Any]:
@@ -44,6 +63,7 @@ class ModelSource:
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
+        self._know_numeric()
         return AutoTokenizer.from_pretrained(self.name, **self.arguments)
 
 

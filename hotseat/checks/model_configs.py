@@ -19,6 +19,9 @@ from hotseat.config.presence import (
 )
 from hotseat.config.resolved import critic_model, judge_length, max_new_tokens, source_of
 from hotseat.errors import Problem, UnsupportedError, UserError
+from hotseat.model_source import NUMERIC
+from hotseat.registry.engines import DEFAULT_ENGINE, ENGINES, engine_entry
+from hotseat.registry.lookup import names_that
 
 
 def models(context: CheckContext) -> Iterator[Problem]:
@@ -112,6 +115,10 @@ def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel
 
     from hotseat.rollout.kinds import engine_kind
 
+    if engine_entry(kind).acts_in_numbers != (model_config.model_type == NUMERIC):
+        name = type(model_config).__name__.removesuffix("Config")
+        fit = names_that(ENGINES, "acts_in_numbers") if model_config.model_type == NUMERIC else [DEFAULT_ENGINE]
+        raise UserError(f"{name} does not run on rollout.engine {kind}: set it to {', '.join(fit)}")
     engine_kind(kind).check_model(model_config, max_length, tensor_parallel_size, not torch.cuda.is_available())
 
 

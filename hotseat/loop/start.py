@@ -22,6 +22,7 @@ from hotseat.cluster import started_template
 from hotseat.cluster.environment import COPIES
 from hotseat.config import Config
 from hotseat.loop.steering import Steering
+from hotseat.model_source import NUMERIC
 from hotseat.observe import LiveView
 from hotseat.observe.noise import without_deepspeeds_greeting
 from hotseat.openmp import thread_env
@@ -79,7 +80,9 @@ def worker_modules(config: Config) -> list[str]:
         modules.append(package)
     for model in {config.actor.model, config.critic.model, config.reference.model, config.reward.model}:
         family = _family(model)
-        if family is not None:
+        if family == NUMERIC:
+            modules.append("hotseat.numeric.models")
+        elif family is not None:
             modules.append(f"transformers.models.{family}.modeling_{family}")
     return [*modules, "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"]
 

@@ -28,6 +28,7 @@ class EngineEntry:
     encodes_by_prompt: bool = False  # images of one prompt, or of small ones, at a time; else of all that a step begins
     is_busy_per_sequence: bool = False  # on the host, in each step: small models leave their device idle
     compiles: bool = False  # when it starts, which takes longer than other roles' starts
+    acts_in_numbers: bool = False  # it runs policies that act in numbers (`hotseat.numeric`) instead of language models
     needs_bf16_units: tuple[str, ...] = ()  # machines on whose CPUs it cannot compute in bf16 without units for it
 
     def without(self, option: str) -> str:
@@ -77,6 +78,15 @@ ENGINES = Table[EngineEntry](
         is_busy_per_sequence=True,
         compiles=True,
         needs_bf16_units=("aarch64",),
+    ),
+    EngineEntry(
+        "numeric",
+        "numeric",
+        "Policies that act in numbers: one forward for all observations that wait.",
+        "hotseat.rollout.numeric_engine:NumericKind",
+        options=frozenset({"num_slots"}),
+        sees_simulators=False,
+        acts_in_numbers=True,
     ),
 )
 

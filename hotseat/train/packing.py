@@ -4,12 +4,14 @@ Which segments go together changes speed and memory, never the maths (see `Micro
 by a fixed number of segments, longest first, or by a token budget that is never exceeded. Both are deterministic. What
 must stand together (the segments of an episode, the two answers of a pair) is a unit and is never cut.
 
-A model gets the tokens in one of three layouts. None has the last token of a segment: nothing comes after it.
+A model gets the tokens in one of four layouts. All but `whole` are without the last
+token of a segment: nothing comes after it.
 
     padded   [num_segments, longest] rows, padded on the right. Attention is causal, so no token sees the padding.
     packed   [1, num_tokens], without padding. Positions restart with every segment, and attention is kept inside
              them by `attention`.
     shared   packed, and a context that several segments begin with, such as the prompt of a group, stands there once.
+    whole    [1, num_tokens], with the last token of each segment: for models that take numbers step by step.
 
 Sequence-parallel ranks (`sequence`) each get a slice of the packed or shared row.
 """
@@ -34,7 +36,7 @@ from hotseat.train.sequence import SequenceGroup, Slice
 from hotseat.types import MicroBatch, segment_offsets, to_device
 from hotseat.vision import Vision, tokens_of
 
-LayoutKind = Literal["auto", "padded", "packed", "shared"]
+LayoutKind = Literal["auto", "padded", "packed", "shared", "whole"]
 
 # Gathering queries, keys and values into rows and back, in every layer, costs as much as this share of extra tokens (a
 # 4-layer, 128-wide Llama on 2 cores). With flash attention only shared contexts need it.
@@ -275,6 +277,9 @@ def model_input(
     several ranks the layout is packed, and cut to this rank's slice. `vision` prepares images. `teaching`: what there
     is to do about a teacher.
     """
+    if kind == "whole":
+        every, scored = (to_device(each, device) for each in (batch.token_ids, batch.mask.nonzero()[:, 0]))
+        return ModelInput(every[None], None, None, scored, every[scored], scored)
     token_ids, offsets, mask = (tensor.cpu() for tensor in (batch.token_ids, batch.offsets, batch.mask))
     all_lengths = offsets[1:] - offsets[:-1]
     lengths = torch.where(all_lengths > 1, all_lengths - 1, all_lengths)  # of what the model reads

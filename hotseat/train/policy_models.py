@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
 from hotseat.errors import UnsupportedError, UserError
-from hotseat.model_source import ModelSource
+from hotseat.model_source import NUMERIC, ModelSource
 from hotseat.observe.noise import without_log_lines
 from hotseat.train.attention import (
     ATTENTION,
@@ -40,6 +40,9 @@ from hotseat.train.sequence import check_ranks
 from hotseat.train.tensor import TENSOR_PARALLEL_SIZE
 from hotseat.types import MicroBatch
 from hotseat.vision import encoder_of, language_part, policy_class, sees_images, set_attention, value_class
+
+if TYPE_CHECKING:
+    from hotseat.numeric.models import NumericScorer
 
 _SCORE = "score"  # what transformers calls the head of a model with one label
 _LARGE_LOGIT = 40.0
@@ -218,7 +221,7 @@ def compiles(setting: bool | None, device: torch.device) -> bool:
 
 def prepare_model(
     model: PreTrainedModel, options: TrainOptions, device: torch.device, compiler: Compiler | None = None
-) -> tuple[Policy | ValueModel, LayoutKind]:
+) -> tuple[Policy | ValueModel | NumericScorer, LayoutKind]:
     """Wrap a loaded model so that it gives log-probs or values; return it and the layout that it can run.
 
     `compiler` is the backend that torch.compile gets for the layers and for what is done with logits; None: both
@@ -227,6 +230,8 @@ def prepare_model(
     Dropout and the noise of routers are switched off: the log-probs of the update must be of the same distribution as
     the engine's. The dropout of adapters is added afterwards; see `LoraOptions`.
     """
+    if model.config.model_type == NUMERIC:
+        return _prepare_numeric(model, options)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -268,6 +273,23 @@ def prepare_model(
         compile_layers(model, compiler)
     wrapped.compiler = compiler
     return wrapped, layout
+
+
+def _prepare_numeric(model: PreTrainedModel, options: TrainOptions) -> tuple[NumericScorer, LayoutKind]:
+    """Wrap a policy that acts in numbers, or its value model. Raises for options that are for language models."""
+    from hotseat.numeric.models import NumericScorer
+
+    lm_only = {
+        "train.dtype other than fp32": options.precision != "fp32",
+        "train.lora": options.lora,
+        "train.liger_kernel": options.liger_kernel,
+        "train.gradient_checkpointing": options.gradient_checkpointing,
+        "train.attention": options.attention,
+        "actor.optimizer.kind: muon": options.muon,
+    }
+    if names := [name for name, value in lm_only.items() if value]:
+        raise UnsupportedError(f"{', '.join(names)}: this is for language models, and actor.model acts in numbers")
+    return NumericScorer(model.train()), "whole"
 
 
 def compile_layers(model: PreTrainedModel, compiler: Compiler) -> None:

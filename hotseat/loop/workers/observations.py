@@ -19,6 +19,7 @@ from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
 from hotseat.loop.workers.records import MAX_FRAMES
 from hotseat.model_source import ModelSource
+from hotseat.numeric.float_tokens import FloatTokens, ids_of
 from hotseat.types import Prompt
 from hotseat.vision import placeholder_ids
 
@@ -176,8 +177,18 @@ class Reader:
             self._frames = FramePreparer(processor)
             placeholders = placeholder_ids(settings.images_for.config())
         self._placeholders = placeholders
-        self.actions = NumberTokens.of_actions(env.action, settings.env.bins, len(tokenizer), placeholders)
+        self.is_numeric: bool = getattr(tokenizer, "reads_numbers", False)
         self.num_sampled = settings.env.chunk * env.action.dim  # tokens of a chunk
+        self.actions: NumberTokens | FloatTokens
+        if self.is_numeric:
+            if env.action.num_values is not None:
+                raise UserError(
+                    f"env.path {self._name}: its actions are numbered, and a Gaussian policy samples vectors: choose a"
+                    " simulator with vectors of actions, or a language model"
+                )
+            self.actions = FloatTokens(np.array(env.action.low), np.array(env.action.high))
+            return
+        self.actions = NumberTokens.of_actions(env.action, settings.env.bins, len(tokenizer), placeholders)
         self._states = None
         if env.state_bounds is not None:
             low, high = env.state_bounds
@@ -195,6 +206,8 @@ class Reader:
 
     def read(self, seen: Observation) -> PolicyInput:
         """Return the tokens of an observation: its image, instruction and words, then the state in bins."""
+        if self.is_numeric:
+            return self._read_numbers(seen)
         token_ids = self._encode(seen)
         images: tuple[str, ...] = ()
         if self._frames is not None:
@@ -222,6 +235,18 @@ class Reader:
                 f" its actions {self.num_sampled}: set it to {len(token_ids) + self.num_sampled} or more"
             )
         return PolicyInput(token_ids, images)
+
+    def _read_numbers(self, seen: Observation) -> PolicyInput:
+        """Return the state alone, number by number: such a policy reads neither words nor images."""
+        if seen.state is None:
+            raise UserError(f"env.path {self._name}: its observations have no numbers, and actor.model reads no others")
+        width = len(seen.state) + self.num_sampled
+        if width >= self._max_length:
+            raise UserError(
+                f"data.max_length {self._max_length}: a state of {self._name} has {len(seen.state)} numbers, and its"
+                f" actions {self.num_sampled}: set it to {width + 1} or more"
+            )
+        return PolicyInput(ids_of(seen.state).tolist())
 
     def _encode(self, seen: Observation) -> list[int]:
         words = " ".join(part for part in (seen.instruction, seen.text) if part)

@@ -7,13 +7,15 @@ stage plays an episode, and what is beside it, changes nothing in it: its simula
 alone, and every request has a seed of its own.
 
 Each chunk of actions is a segment: the observation as tokens, with its image if the policy sees, then the sampled
-tokens of the actions.
+tokens of the actions. Under a policy that acts in numbers, which reads nothing but the last observation, the chunks of
+an episode are one segment: they take a hundredth of the objects.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -254,9 +256,11 @@ class Player(Agent):
             rewards, action_rewards = (
                 [0.0] * (len(each) - 1) + [float(is_success)] for each in (rewards, action_rewards)
             )
-        segments = list(played.segments)
+        segments = [_joined(played.segments)] if self._reader.is_numeric else list(played.segments)
         if settings.bootstraps and is_truncated:
-            segments.append(_value_segment(self._reader.read(last)))
+            # Numbers come in whole steps.
+            count = self._reader.num_sampled if self._reader.is_numeric else 1
+            segments.append(_value_segment(self._reader.read(last), count))
         verdict = (", success" if is_success else ", no success") if is_known else ""
         episode = Episode(
             key,
@@ -319,9 +323,18 @@ def _segment(context: PolicyInput, completion: Completion, num_learned: int) -> 
     return Segment(*(*tensors, context.images))
 
 
-def _value_segment(context: PolicyInput) -> Segment:
-    """Return an observation whose value is that of its last token: a value is given what precedes its token."""
-    token_ids = torch.tensor([*context.token_ids, context.token_ids[-1]])
+def _joined(segments: Sequence[Segment]) -> Segment:
+    """Return segments without images as one, in their order."""
+    each = ([getattr(segment, name) for segment in segments] for name in ("token_ids", "mask", "log_probs", "versions"))
+    return Segment(*map(torch.cat, each))
+
+
+def _value_segment(context: PolicyInput, count: int) -> Segment:
+    """Return an observation and `count` further tokens, of which the last has its value.
+
+    A value is given what precedes its token.
+    """
+    token_ids = torch.tensor([*context.token_ids, *[context.token_ids[-1]] * count])
     nothing = torch.zeros(len(token_ids), dtype=torch.bool)
     versions = torch.full((len(token_ids),), -1, dtype=torch.int32)
     return Segment(token_ids, nothing, torch.zeros(len(token_ids)), versions, context.images)
