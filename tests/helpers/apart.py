@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -30,6 +31,23 @@ def is_possible() -> bool:
         ["unshare", "--net", "--mount", "--pid", "--fork", "sh", "-c", try_link], capture_output=True
     )
     return tried.returncode == 0
+
+
+def no_loss() -> str:
+    """Return why links cannot be made to lose packets, or an empty text. Installs nft where it is missing."""
+    if shutil.which("nft") is None:
+        try:
+            words = ("apt-get", "install", "--yes", "--no-install-recommends", "nftables")
+            subprocess.run(words, check=True, capture_output=True, timeout=600)
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"nft is missing, and cannot be installed: {error}"
+    rules = f"{_LOSS_TABLE}; add rule inet loss sending {_LOSS_RULE.format(percent=1)}"
+    tried = subprocess.run(["unshare", "--net", "nft", rules], capture_output=True, text=True)
+    return f"nft cannot drop packets here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+_LOSS_TABLE = "add table inet loss; add chain inet loss sending { type filter hook output priority 0; }"
+_LOSS_RULE = "oifname != lo numgen random mod 100 < {percent} counter drop"
 
 
 @dataclass
@@ -95,6 +113,18 @@ class Node:
 
     def unlimit(self) -> None:
         self.run("tc", "qdisc", "delete", "dev", INTERFACE, "root")
+
+    def lose(self, percent: int) -> None:
+        """Let so many of the packets that the node sends vanish."""
+        self.run("nft", f"{_LOSS_TABLE}; add rule inet loss sending {_LOSS_RULE.format(percent=percent)}")
+
+    def num_lost(self) -> int:
+        """Return how many packets have vanished since `lose` was called."""
+        [rules] = re.findall(r"counter packets (\d+)", self.run("nft", "list", "table", "inet", "loss").stdout)
+        return int(rules)
+
+    def lose_nothing(self) -> None:
+        self.run("nft", "delete table inet loss")
 
     def end(self) -> None:
         """Turn the machine off."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from apart import is_possible, nodes
+from apart import is_possible, no_loss, nodes
 from environments import own_environment
 
 from hotseat.cli.cluster_runs import short_runs
@@ -62,6 +62,7 @@ def started(folder, count):
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ADDRESS": f"{head.address}:{PORT}",
+            "RAY_raylet_start_wait_time_s": "600",
         }
         for node in made:
             node.env = env
@@ -129,6 +130,24 @@ def test_a_folder_that_is_not_shared_is_refused_before_processes_start(cluster):
     assert "starting processes" not in done.stdout
 
 
+def test_links_that_lose_packets_do_not_end_a_run(cluster):
+    if reason := no_loss():
+        pytest.skip(reason)
+    task, head, other = cluster
+    for node in (head, other):
+        node.lose(2)
+    try:
+        words = command(task, "run", "rl.yaml", "name=lossy", "train.num_episodes=1", *EVERYWHERE)
+        done = head.run(*words, check=False)
+        lost = [node.num_lost() for node in (head, other)]
+    finally:
+        for node in (head, other):
+            node.lose_nothing()
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert [record["step"] for record in records(task / "runs" / "lossy")][-1] == 4
+    assert min(lost) > 0
+
+
 def test_a_node_that_is_cut_off_ends_the_run_with_its_name_and_another_run_resumes(cluster):
     task, head, other = cluster
     words = command(
@@ -164,6 +183,60 @@ def test_a_node_that_is_cut_off_ends_the_run_with_its_name_and_another_run_resum
     printed = resumed.communicate(timeout=600)[0]
     steps = [record["step"] for record in records(task / "runs" / "cut")]
     assert steps == sorted(set(steps)), printed[-4000:]
+
+
+def begun(task, head, name, *settings):
+    """Start a run that prints into a file, and return both when it has saved a checkpoint."""
+    settings = (f"name={name}", "train.num_episodes=40", "checkpoint.every=2", *EVERYWHERE, *settings)
+    run, printed = printing(task, head, "run", "rl.yaml", *settings)
+    saved = CheckpointStore(task / "runs" / name / "checkpoints")
+    wait_until(run, printed, saved.steps)
+    return run, printed
+
+
+def printing(task, head, *words):
+    path = task / f"{secrets.token_hex(4)}.log"
+    with path.open("w") as log:
+        run = head.start(*command(task, *words), stdout=log, stderr=subprocess.STDOUT)
+    return run, path.read_text
+
+
+def wait_until(run, printed, condition):
+    while not condition():
+        assert run.poll() is None, printed()[-4000:]
+        time.sleep(0.2)
+
+
+def stop_after_steps(run, printed, metrics):
+    """Stop a run when it has made three more steps. Fails if a step is in its metrics twice."""
+    last = records(metrics)[-1]["step"]
+    wait_until(run, printed, lambda: records(metrics)[-1]["step"] >= last + 3)
+    psutil.Process(run.pid).children()[0].send_signal(signal.SIGTERM)
+    run.wait(timeout=1800)
+    steps = [record["step"] for record in records(metrics)]
+    assert steps == sorted(set(steps)), printed()[-4000:]
+
+
+def test_a_run_whose_node_dies_for_good_begins_again_on_a_spare_one(tmp_path):
+    with started(tmp_path, 3) as (task, head, *others):
+        run, printed = begun(task, head, "spare")
+        lost = others[0]
+        lost.end()
+        wait_until(run, printed, lambda: "started again" in printed())
+        assert f"Ray has lost node 1 ({lost.name}, {lost.address})" in printed()
+        stop_after_steps(run, printed, task / "runs" / "spare")
+
+
+def test_a_run_whose_node_dies_for_good_is_given_up_and_resumed_on_what_is_left(tmp_path):
+    with started(tmp_path, 2) as (task, head, lost):
+        run, printed = begun(task, head, "left", "run.max_restarts=1")
+        lost.end()
+        assert run.wait(timeout=1800) == 75, printed()[-4000:]
+        assert f"Ray has lost node 1 ({lost.name}, {lost.address})" in printed()
+        assert "resume it with: hotseat resume runs/left" in printed()
+        settings = ("cluster.num_nodes=1", 'cluster.component_placement={"actor": "0", "rollout": "0"}')
+        run, printed = printing(task, head, "resume", "runs/left", *settings)
+        stop_after_steps(run, printed, task / "runs" / "left")
 
 
 WAYS = {
