@@ -14,6 +14,7 @@ import os
 import shutil
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from hotseat.agents.gateway.gateway_server import Gateway
 from hotseat.agents.gateway.message_images import content_of
 from hotseat.agents.gateway.program_session import ProgramSession, ServedPolicy
 from hotseat.agents.multi_turn import number
+from hotseat.agents.per_loop import PerLoop
 from hotseat.agents.programs import ProgramHost, environment
 from hotseat.agents.transcript import decode
 from hotseat.processes import exit_words
@@ -44,35 +46,38 @@ class BlackBox(Agent):
     def __init__(self, policy: ServedPolicy):
         self._policy, self._settings = policy, policy.settings
         max_image_bytes = 0 if policy.preparer is None else policy.preparer.max_image_bytes
-        self._gateway = Gateway(self._settings.bind, self._settings.advertise_url, max_image_bytes)
+        self._gateways = PerLoop(lambda: Gateway(self._settings.bind, self._settings.advertise_url, max_image_bytes))
 
     async def run(
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
         session = ProgramSession(self._policy, sample, sampling, prompt)
-        api_key = await self._gateway.open(session)
+        gateway = self._gateways.here()
+        api_key = await gateway.open(session)
         try:
             seed = episode_seed(key, self._settings.run_seed)
             tokenizer, preparer = self._policy.tokenizer, self._policy.preparer
             token = "" if preparer is None else decode(tokenizer, [preparer.image_token_id])
             content = content_of(prompt.text, token, len(prompt.images))
-            client = PolicyClient(f"{self._gateway.url}/v1", api_key, self._gateway.url, seed, content=content)
+            client = PolicyClient(f"{gateway.url}/v1", api_key, gateway.url, seed, content=content)
             result = await _unless_failed(self.play(prompt, client), session)
         except Exception:
             if not session.is_out_of_time or session.failure.done():
                 raise
             result = None  # the program could not go on without the policy: the run scores what there is
         finally:
-            self._gateway.end(api_key)
-        return await self._policy.work(_episode, session, key, result)
+            gateway.end(api_key)
+        return await self._policy.work(len(session.conversation.text), _episode, session, key, result)
 
     async def play(self, prompt: Prompt, client: PolicyClient) -> Any:
         """Play one episode and return its result: None, a number, or a mapping with some of `_RESULT_KEYS`."""
         raise NotImplementedError(f"{type(self).__name__}.play")
 
     async def close(self) -> None:
-        """Close the gateway. Called in the event loop; the next episode opens another one."""
-        await self._gateway.close()
+        """Close the gateway of the running event loop. The next episode opens another one."""
+        gateway = self._gateways.take()
+        if gateway is not None:
+            await gateway.close()
 
 
 class Program(BlackBox):
@@ -89,7 +94,7 @@ class Program(BlackBox):
             os.path.abspath(shutil.which(first) or first),
             *(os.path.abspath(word) if os.path.isfile(word) else word for word in words),
         ]
-        self._programs: asyncio.Future[ProgramHost] | None = None  # made by the first episode
+        self._programs = PerLoop(_Opening)
         self.name = " ".join(self._settings.command)
 
     async def play(self, prompt: Prompt, client: PolicyClient) -> Any:
@@ -120,22 +125,31 @@ class Program(BlackBox):
             return _read_result(result, written)
 
     async def _opened(self) -> ProgramHost:
-        if self._programs is None:
+        opening = self._programs.here()
+        if opening.host is None:
             made = asyncio.get_running_loop().run_in_executor(None, ProgramHost, self._settings.containers)
-            self._programs = asyncio.ensure_future(made)
-        opening = self._programs
+            opening.host = asyncio.ensure_future(made)
+        awaited = opening.host
         try:
-            return await asyncio.shield(opening)
+            return await asyncio.shield(awaited)
         except Exception:
-            if self._programs is opening:
-                self._programs = None  # the next episode tries again
+            if opening.host is awaited:
+                opening.host = None  # the next episode tries again
             raise
 
     async def close(self) -> None:
         await super().close()
-        if self._programs is not None:
-            programs, self._programs = await self._programs, None
+        opening = self._programs.take()
+        if opening is not None and opening.host is not None:
+            programs = await opening.host
             await asyncio.get_running_loop().run_in_executor(None, programs.close)
+
+
+@dataclass(eq=False)
+class _Opening:
+    """The programs of one event loop. host: made by the first episode."""
+
+    host: asyncio.Future[ProgramHost] | None = None
 
 
 async def _unless_failed(play: Any, session: ProgramSession) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hotseat.agents.agent import AgentError, PlayAgain
@@ -16,6 +17,7 @@ from hotseat.agents.environments.families import EnvironmentSettings
 from hotseat.agents.episode_jobs import current_job
 from hotseat.agents.gateway.program_session import ServedPolicy
 from hotseat.agents.loop_watch import BlockingWarnings
+from hotseat.agents.per_loop import PerLoop
 from hotseat.errors import UserError
 from hotseat.processes import WorkerDied
 from hotseat.types import Prompt
@@ -24,6 +26,15 @@ logger = logging.getLogger(__name__)
 
 _ALONE = -1  # the place of the process for one episode at a time
 _MAX_LOST = 3  # processes that an episode may lose to others, before it is played alone
+
+
+@dataclass(eq=False)
+class _Processes:
+    """The processes of one event loop, by their place, and the place of each next episode."""
+
+    started: dict[int, EnvironmentProcess] = field(default_factory=dict)
+    places: Iterator[int] = field(default_factory=itertools.count)
+    alone: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class EnvironmentAgent(BlackBox):
@@ -38,22 +49,21 @@ class EnvironmentAgent(BlackBox):
     def __init__(self, policy: ServedPolicy, environment: EnvironmentSettings):
         super().__init__(policy)
         self._environment = environment
-        self._processes: dict[int, EnvironmentProcess] = {}
-        self._places = itertools.count()
-        self._alone = asyncio.Lock()
+        self._processes = PerLoop(_Processes)
         self.name = str(environment)
         self._warnings = BlockingWarnings(self.name, logger.warning)
 
     async def play(self, prompt: Prompt, client: PolicyClient) -> Any:
         job = current_job.get()
         if job is not None and job.is_suspect:
-            async with self._alone:
+            async with self._processes.here().alone:
                 try:
                     return await self._play_at(_ALONE, prompt, client)
                 except ProcessLost as lost:
                     raise AgentError(f"its process ended twice with it: {lost.how}") from None
+        place = next(self._processes.here().places) % self._environment.num_processes
         try:
-            return await self._play_at(next(self._places) % self._environment.num_processes, prompt, client)
+            return await self._play_at(place, prompt, client)
         except ProcessLost as lost:
             if job is None or lost.is_over:
                 raise AgentError(f"its process ended with {lost.how}") from None
@@ -62,16 +72,17 @@ class EnvironmentAgent(BlackBox):
             raise PlayAgain(f"its process ended with {lost.how}") from None
 
     async def _play_at(self, place: int, prompt: Prompt, client: PolicyClient) -> Any:
-        process = self._processes.get(place)
+        started = self._processes.here().started
+        process = started.get(place)
         if process is None or process.has_ended:
             made = EnvironmentProcess(self._environment, self._settings.passed_on, self._warnings)
-            process = self._processes[place] = made
+            process = started[place] = made
         await process.ready()
         return await process.ask({"play": {"text": prompt.text, "label": prompt.label, "client": vars(client)}})
 
     async def close(self) -> None:
-        processes, self._processes = self._processes, {}
-        for process in processes.values():
+        processes = self._processes.take()
+        for process in () if processes is None else processes.started.values():
             await process.close()
         await super().close()
 

@@ -11,6 +11,7 @@ from hotseat.types import Sampling
 
 MAX_ANSWERS = 128  # of one request
 _MAX_STOPS = 16
+_LEAST = 64  # characters that a message takes at least, with what a template writes around it
 
 
 class BadRequest(Exception):
@@ -37,6 +38,16 @@ class Asked:
     stop: tuple[str, ...] = ()
     own: Mapping[str, Any] = field(default_factory=dict)  # settings by which the client would sample differently
     is_learned: bool = True  # False: the client wants the answer as context only, such as that of an opponent
+
+    @property
+    def num_characters(self) -> float:
+        """Return about how long the context is; infinity if it is more than plain text."""
+        if self.messages is None:
+            return len(self.text or "") + 4 * len(self.token_ids or ())
+        contents = [message.get("content") for message in self.messages]
+        if self.tools or any(message.get("tool_calls") for message in self.messages):
+            return inf
+        return sum(_LEAST + (inf if isinstance(content, list) else len(content or "")) for content in contents)
 
 
 # Settings that change the distribution, and the values of each that do not.

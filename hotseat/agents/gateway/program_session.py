@@ -7,8 +7,8 @@ import hashlib
 import logging
 import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Watch = Callable[[Sequence[GrowingAnswer]], object]
 _MAX_TEMPERATURE = 100.0
+_SHORT = 4096  # characters of a conversation that is worked on in the event loop: about a millisecond at most
+_TOKEN_CHARACTERS = 4  # on average
 OwnSampling = Literal["override", "refuse", "untrained"]
 
 
@@ -63,8 +65,9 @@ class ProgramSettings:
 class ServedPolicy:
     """The model behind the gateway, as far as all episodes share it: its tokenizer, its settings, what was logged.
 
-    Rendering and tokenising long conversations takes milliseconds, which the event loop does not have: one thread does
-    all of it (`work`), in the order of the calls. What it returns or raises goes to who waits.
+    Rendering and tokenising long conversations takes milliseconds, which the event loop does not have: `work` has one
+    thread do that, in the order of the calls. What is short takes less than passing it to a thread and back, and is
+    done at once, unless the thread is busy. So one conversation is worked on at a time.
     """
 
     tokenizer: Any
@@ -74,6 +77,7 @@ class ServedPolicy:
     preparer: ImagePreparer | None = None  # of a VLM's images; None: the run has none
     _logged: set[str] = field(default_factory=set)
     _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "conversations"))
+    _last: Future[Any] | None = None  # of what the thread was given
 
     def __post_init__(self) -> None:
         of_images = None if self.preparer is None else self.preparer.chat_template
@@ -93,9 +97,12 @@ class ServedPolicy:
     def parser(self) -> Parser | None:
         return parser_of(self.tokenizer, self.settings.tool_parser)
 
-    async def work(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Call a function in the thread of all conversations."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+    async def work(self, num_characters: float, function: Callable[..., Result], *args: Any) -> Result:
+        """Call a function that works on a conversation of so many characters."""
+        if num_characters <= _SHORT and (self._last is None or self._last.done()):
+            return function(*args)
+        working = self._last = self._thread.submit(function, *args)
+        return await asyncio.wrap_future(working)
 
     def log_once(self, about: str, message: str) -> None:
         if about not in self._logged:
@@ -167,8 +174,11 @@ class ProgramSession:
         sampling = replace(sampling, max_new_tokens=limit, stop=tuple(stops))
         if watch is None:
             completions = await self._complete(context, sampling, [None] * asked.num_answers)
-            return await policy.work(self._give, context, completions, asked, is_learned)
-        text_of = partial(policy.work, self._certain, context, asked.stop)
+            return await self._given(context, completions, asked, is_learned)
+
+        def text_of(token_ids: tuple[int, ...]) -> Awaitable[str]:
+            return policy.work(_size(context, token_ids), self._certain, context, asked.stop, token_ids)
+
         growing = [GrowingAnswer(context.token_ids, text_of) for _ in range(asked.num_answers)]
         watch(growing)
         try:
@@ -177,7 +187,7 @@ class ProgramSession:
             finally:
                 for each in growing:
                     each.stop()  # nothing more is shown, so that the whole answers can be compared with what was
-            answers = await policy.work(self._give, context, completions, asked, is_learned, growing)
+            answers = await self._given(context, completions, asked, is_learned, growing)
         except BaseException as error:
             for each in growing:
                 each.fail(error)
@@ -195,7 +205,7 @@ class ProgramSession:
         if asked.messages is not None and policy.preparer is not None:
             asked = replace(asked, messages=await self._with_images(asked.messages, policy.preparer))
         try:
-            return await policy.work(self._context, asked)
+            return await policy.work(asked.num_characters, self._context, asked)
         except ConversationError as error:
             raise BadRequest(str(error), "prompt" if asked.messages is None else "messages") from error
 
@@ -204,6 +214,19 @@ class ProgramSession:
         if stops and _first_stop(self.conversation.text_of(context, token_ids), stops) is not None:
             return ""  # the tokens after it will be cut off
         return certain(self._visible(context, token_ids), stops)
+
+    async def _given(
+        self,
+        context: Context,
+        completions: list[Completion],
+        asked: Asked,
+        is_learned: bool,
+        growing: Sequence[GrowingAnswer] = (),
+    ) -> list[ClientAnswer]:
+        size = _size(context, *(completion.token_ids for completion in completions))
+        if asked.tools:  # looking for calls may take long
+            size = _SHORT + 1
+        return await self._policy.work(size, self._give, context, completions, asked, is_learned, growing)
 
     def _give(
         self,
@@ -321,8 +344,11 @@ class ProgramSession:
         listeners: of each answer, if somebody reads it meanwhile.
         """
         self._num_asked += len(listeners)
-        tasks = [asyncio.ensure_future(self._complete_one(context, sampling, each)) for each in listeners]
+        tasks: list[asyncio.Task[Completion]] = []
         try:
+            if len(listeners) == 1:
+                return [await self._complete_one(context, sampling, listeners[0])]
+            tasks += [asyncio.ensure_future(self._complete_one(context, sampling, each)) for each in listeners]
             return list(await asyncio.gather(*tasks))
         except BaseException as error:
             self._num_asked -= len(listeners)
@@ -414,6 +440,11 @@ class ProgramSession:
                 else "sampled only by settings of its own or with learn: false"
             )
             raise AgentError(f"the program {why}, so there is nothing to learn from")
+
+
+def _size(context: Context, *answers: Sequence[int]) -> int:
+    """Return about how many characters a context and answers to it have."""
+    return len(context.text) + _TOKEN_CHARACTERS * sum(map(len, answers))
 
 
 def _first_stop(text: str, stops: tuple[str, ...]) -> str | None:

@@ -258,6 +258,23 @@ def test_a_function_plays_under_another_interpreter_in_a_process_that_stays(tmp_
         time.sleep(0.01)
 
 
+def test_a_host_that_closes_leaves_the_processes_of_the_agents_next_host_alone(tmp_path):
+    programs = ProgramSettings(environment=own_function(tmp_path))
+    agent = load_agent(None, tokenizer_of("smollm2"), max_length=600, programs=programs)
+
+    def ask(host: AgentHost, sample: int) -> Outcome:
+        return host.submit(Prompt(3, "bad?", (1,), "a"), SampleKey(0, 3, sample), SAMPLING).result(WAIT_S)
+
+    with AgentHost(agent, Engine("cab"), run_seed=5, timeout_s=WAIT_S) as late:
+        assert ask(late, 0).reward == 3
+        with AgentHost(agent, Engine("cab"), run_seed=5, timeout_s=WAIT_S) as host:
+            before = ask(host, 1)
+            late.close()
+            after = ask(host, 2)
+    assert after.reward == 3
+    assert after.extra["began"] == before.extra["began"]
+
+
 @pytest.mark.long
 def test_an_episode_that_takes_too_long_ends_and_others_go_on(tmp_path):
     code = """
