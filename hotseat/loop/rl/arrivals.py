@@ -49,8 +49,10 @@ class Arrivals:
         line = {"event": "taken", "step": step, "groups": groups, "dropped": dropped, **numbers, "seconds": seconds}
         if batch.given_up:
             line["given_up"] = [each.key for each in batch.given_up]
-        if num_turns := sum(facts.num_turns for facts in all_facts):
-            line |= {"num_turns": num_turns, "policy_s": round(sum(facts.policy_s for facts in all_facts), 4)}
+        turns = [facts.turn_times.every_turn for facts in all_facts]
+        if num_turns := sum(turn.num_samples for turn in turns):
+            line["num_turns"] = num_turns
+            line["policy_s"] = round(sum(turn.policy_s for turn in turns), 4)
         self._write(line)
 
     def trained(self, version: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from hotseat.agents.crash_record import num_given_up
 from hotseat.checks.reward_columns import label_hint
 from hotseat.config import Config
-from hotseat.config.presence import has_accuracy, has_simulator, has_teacher_alone
+from hotseat.config.presence import has_accuracy, has_agent, has_simulator, has_teacher_alone
 from hotseat.config.resolved import overlap_queue, reward_parts
 from hotseat.loop.devices.held_memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
@@ -126,7 +126,14 @@ def assemble(
             sync=SyncPhase(pusher, state, guard, recovery),
             meter=meter,
             metrics=StepMetrics(
-                meter, recovery, guard, phase_settings, state, groups.reference is not None, components
+                meter,
+                recovery,
+                guard,
+                phase_settings,
+                state,
+                has_reference=groups.reference is not None,
+                has_agent=has_agent(config),
+                components=components,
             ),
             micro_batches=MicroBatches(groups.models, phase_settings, meter),
             samples=samples,

@@ -20,6 +20,7 @@ from hotseat.loop.rl.recovery import ENGINE, HOST, Recovery
 from hotseat.loop.rl.state import PhaseSettings, RlState
 from hotseat.loop.rl.sync import PushReport
 from hotseat.loop.settings.training_settings import is_filtered
+from hotseat.loop.workers.turn_times import turn_metrics
 from hotseat.train.backend import UpdateReport
 from hotseat.train.update_facts import add_up
 from hotseat.types import SampleKey
@@ -35,11 +36,14 @@ class StepMetrics:
     phase_settings: PhaseSettings
     state: RlState
     has_reference: bool
+    has_agent: bool
     components: Components | None = None
 
     def of_step(self, batch: Collected, updates: Updates, pushed: PushReport) -> dict[str, float]:
         measured = self.meter.metrics()
         metrics = rollout_metrics(batch)
+        if self.has_agent:
+            metrics |= turn_metrics([facts.turn_times for facts in batch.groups])
         metrics |= policy_metrics(updates.actor) | critic_metrics(updates.critic) | push_metrics(pushed)
         metrics |= {
             "engine_restarts": float(self.recovery.restarts[ENGINE]),

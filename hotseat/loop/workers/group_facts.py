@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hotseat.loop.workers.turn_times import TurnTimes
 from hotseat.types import Prompt
 
 GroupKey = tuple[int, int]  # pass over the data, prompt
@@ -67,8 +68,7 @@ class GroupFacts:
     versions: tuple[tuple[int, int], ...] = ()  # oldest and newest of the weights that sampled each
     dropped_because: str | None = None  # by a custom component
     episode_s: tuple[float, ...] = field(default=(), compare=False)  # seconds of each episode, also of failed ones
-    num_turns: int = field(default=0, compare=False)  # of all samples, as far as their seconds are known
-    policy_s: float = field(default=0.0, compare=False)  # seconds for which these turns waited for the policy
+    turn_times: TurnTimes = field(default=TurnTimes(), compare=False)  # of all samples, as far as they are known
     scoring_s: float = field(default=0.0, compare=False)  # seconds from the last answer to the rewards
 
     @property

@@ -15,6 +15,7 @@ import numpy as np
 from hotseat.errors import RunError
 from hotseat.loop.workers.group_facts import GroupFacts, GroupKey
 from hotseat.loop.workers.group_format import NotAGroup, decode_group, encode_group
+from hotseat.loop.workers.turn_times import TurnTimes
 from hotseat.types import Episode, PromptGroup
 
 KEPT_BYTES_PER_TOKEN = 8 + 1 + 4 + 4  # id, mask, log-prob and version of a token in a file
@@ -37,7 +38,6 @@ class Finished:
     def facts(self) -> GroupFacts:
         """Return the summary of a group for the driver."""
         samples = self.group.samples
-        turns = [turn for sample in samples if (facts := sample.episode.facts) is not None for turn in facts.turns]
         return GroupFacts(
             epoch=self.epoch,
             prompt=self.group.prompt.index,
@@ -52,8 +52,7 @@ class Finished:
             extra=tuple(dict(sample.extra) for sample in samples),
             versions=tuple(_versions(sample.episode) for sample in samples),
             episode_s=self.episode_s,
-            num_turns=len(turns),
-            policy_s=sum(turn.answered_s - turn.asked_s for turn in turns),
+            turn_times=TurnTimes.of(sample.episode.facts for sample in samples),
             scoring_s=self.scoring_s,
         )
 
