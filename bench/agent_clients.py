@@ -120,9 +120,15 @@ def cases(python: str) -> dict[str, Case]:
         "play": Case("play with the openai client", usual, 2),
         "play-verify-off": Case("play, client without certificates", quick, 2),
         "python": Case("play in agent.python", usual, 2, {"python": python}),
-        "command": Case("a command, urllib", COMMAND, 4, {"command": [sys.executable]}),
-        "command-openai": Case("a command, openai client", OPENAI_COMMAND, 4, {"command": [sys.executable]}),
+        "command": Case("a command, urllib", COMMAND, None, {"command": [sys.executable]}),
+        "command-openai": Case("a command, openai client", OPENAI_COMMAND, None, {"command": [sys.executable]}),
+        "preload": Case("a command, urllib in agent.preload", COMMAND, 4, of_modules("json", "urllib.request")),
+        "preload-openai": Case("a command, openai in agent.preload", OPENAI_COMMAND, 4, of_modules("json", "openai")),
     }
+
+
+def of_modules(*names: str) -> dict[str, Any]:
+    return {"command": [sys.executable], "preload": list(names)}
 
 
 def config_of(directory: Path, name: str, case: Case) -> Config:

@@ -15,6 +15,7 @@ import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from hotseat.agents.gateway.message_images import content_of
 from hotseat.agents.gateway.program_session import ProgramSession, ServedPolicy
 from hotseat.agents.multi_turn import number
 from hotseat.agents.per_loop import PerLoop
-from hotseat.agents.programs import ProgramHost, environment
+from hotseat.agents.programs import Preload, ProgramHost, environment
 from hotseat.agents.transcript import decode
 from hotseat.processes import exit_words
 from hotseat.types import Episode, EpisodeFacts, Prompt, SampleKey, Sampling, ScoredEpisode, TurnFacts
@@ -95,6 +96,8 @@ class Program(BlackBox):
             *(os.path.abspath(word) if os.path.isfile(word) else word for word in words),
         ]
         self._programs = PerLoop(_Opening)
+        modules, passed_on = self._settings.preload, self._settings.passed_on
+        self._preload = Preload(tuple(self._command), modules, passed_on) if modules else None
         self.name = " ".join(self._settings.command)
 
     async def play(self, prompt: Prompt, client: PolicyClient) -> Any:
@@ -127,7 +130,8 @@ class Program(BlackBox):
     async def _opened(self) -> ProgramHost:
         opening = self._programs.here()
         if opening.host is None:
-            made = asyncio.get_running_loop().run_in_executor(None, ProgramHost, self._settings.containers)
+            make = partial(ProgramHost, self._settings.containers, preload=self._preload)
+            made = asyncio.get_running_loop().run_in_executor(None, make)
             opening.host = asyncio.ensure_future(made)
         awaited = opening.host
         try:

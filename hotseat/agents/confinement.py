@@ -141,6 +141,11 @@ def namespaces() -> list[tuple[str, ...]]:
     return commands
 
 
+def kept_capabilities() -> int:
+    """Return the rights of this process that its programs keep, a bit for each."""
+    return sum(1 << _KEPT[name] for name in _held()) if os.geteuid() == 0 else 0
+
+
 def _held() -> list[str]:
     """Return the names of the rights that this process has and its programs keep."""
     mine = capabilities()

@@ -100,7 +100,8 @@ class _EpisodeStream(io.TextIOBase):
     def write(self, text: str) -> int:
         log = current_log.get()
         if log is None or log.output is None:
-            return int(self.stream.write(text))
+            self.stream.write(text)  # Ray's streams do not say how much they wrote
+            return len(text)
         log.write(text)
         if self._num_left > 0:
             self._num_left -= len(text)

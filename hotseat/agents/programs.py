@@ -13,10 +13,12 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from hotseat.agents.confinement import Confinement, best_confinement, warn_if_open
+from hotseat.agents.kept_interpreter import CannotFork, KeptInterpreter
 from hotseat.processes import supervisor
 
 logger = logging.getLogger(__name__)
@@ -38,14 +40,29 @@ def environment(folder: Path, passed_on: Sequence[str], own: Mapping[str, str]) 
     return {**ours, "HOME": str(folder), "TMPDIR": str(folder), **own}
 
 
+@dataclass(frozen=True)
+class Preload:
+    """Modules that the interpreter of a command imports once for all episodes. passed_on: as for `environment`."""
+
+    command: tuple[str, ...]
+    modules: tuple[str, ...]
+    passed_on: tuple[str, ...] = ()
+
+
 class ProgramHost:
     """The programs of one process: each in a folder of its own, ended with what it started.
 
     A supervisor does the same for all of them if this process is killed. containers: the command whose
-    containers are removed if they carry the episode's labels, such as podman; None: none.
+    containers are removed if they carry the episode's labels, such as podman; None: none. preload: of programs that are
+    forked from an interpreter that stays, where that is possible.
     """
 
-    def __init__(self, containers: str | None = None, confinement: Confinement | None = None):
+    def __init__(
+        self,
+        containers: str | None = None,
+        confinement: Confinement | None = None,
+        preload: Preload | None = None,
+    ):
         self.name = secrets.token_hex(8)
         self._confinement = confinement or best_confinement(containers is not None)
         warn_if_open(self._confinement, containers is not None)
@@ -60,9 +77,22 @@ class ProgramHost:
             "containers": None if containers is None else (containers, f"{HOST_LABEL}={self.name}"),
         }
         self._supervisor = supervisor.start_supervisor(self._task)
+        self._kept = None if preload is None else self._started(preload)
+
+    def _started(self, preload: Preload) -> KeptInterpreter | None:
+        home = self._folder / "interpreter"
+        home.mkdir()
+        env = environment(home, preload.passed_on, {supervisor.EPISODE: self.name})
+        try:
+            return KeptInterpreter(preload.command, preload.modules, env, self._confinement)
+        except CannotFork as error:
+            logger.warning("agent.preload has no effect, every program imports what it needs: %s", error)
+            return None
 
     def close(self) -> None:
         """End what is left, and the supervisor. Nothing may run any more."""
+        if self._kept is not None:
+            self._kept.close()
         supervisor.clean_up(self._task)
         supervisor.dismiss_supervisor(self._supervisor)
 
@@ -99,6 +129,12 @@ class ProgramHost:
             stores = {"XDG_DATA_HOME": str(Path.home() / ".local" / "share"), **ours}
         mark = f"{self.name}/{folder.name}"
         marked = {**stores, **env, supervisor.EPISODE: mark, "HOTSEAT_LABEL_FILE": str(_labels_of(folder))}
+        if self._kept is not None and not self._kept.is_alive:
+            logger.warning("the interpreter that has imported agent.preload has ended: programs are started anew")
+            self._kept.close()
+            self._kept = None
+        if self._kept is not None:
+            return await _run_kept(self._kept, command[1:], folder, marked, line)
         code, written = await _run(self._confinement.command(command, folder.name), folder, marked, line)
         return self._confinement.exit_code(code), written
 
@@ -152,6 +188,30 @@ async def _run(command: Sequence[str], folder: Path, env: Mapping[str, str], lin
         loop.remove_reader(output)
         process.stdout.close()
         code = process.wait()
+    return code, bytes(written[-_KEPT:]).decode(errors="replace").strip()
+
+
+async def _run_kept(
+    kept: KeptInterpreter, words: Sequence[str], folder: Path, env: Mapping[str, str], line: bytes
+) -> tuple[int, str]:
+    """Run a script by an interpreter that is kept. words: the script with its arguments."""
+    written, loop = bytearray(), asyncio.get_running_loop()
+    (stdin, feeding), (output, stdout) = os.pipe(), os.pipe()
+    os.set_blocking(output, False)
+    loop.add_reader(output, _read, loop, output, written)
+    try:
+        pipe = os.fdopen(feeding, "wb")
+        if len(line) > _ATOMIC:
+            _ = loop.run_in_executor(None, _feed, pipe, line)
+        else:
+            _feed(pipe, line)
+        code = await kept.run(words, folder, env, (stdin, stdout))
+    finally:
+        os.close(stdin)
+        os.close(stdout)
+        _read(loop, output, written)
+        loop.remove_reader(output)
+        os.close(output)
     return code, bytes(written[-_KEPT:]).decode(errors="replace").strip()
 
 

@@ -141,3 +141,18 @@ def test_threads_that_print_at_the_same_time_do_not_mix_lines(tmp_path):
 def test_where_nothing_can_be_written_episodes_go_on(tmp_path):
     (tmp_path / "file").write_text("")
     EpisodeLog("0/0/0", EpisodeOutput(tmp_path / "file" / "agents-0.log")).write("lost\n")
+
+
+def test_what_is_printed_outside_of_episodes_goes_where_it_went_before(monkeypatch):
+    class Silent(io.StringIO):
+        """Says no number of characters, as the streams of Ray's workers."""
+
+        def write(self, text):
+            super().write(text)
+
+    stream = Silent()
+    monkeypatch.setattr(sys, "stdout", stream)
+    with captured(False, lambda: None):
+        print("of no episode")
+        assert sys.stdout.write("more") == 4
+    assert stream.getvalue() == "of no episode\nmore"

@@ -114,6 +114,7 @@ WITHOUT_A_FLAG = {
     "agent.max_concurrent",  # OPENRLHF_ASYNC_NUM_TASKS
     "agent.on_timeout",
     "agent.pass_env",
+    "agent.preload",
     "agent.python",
     "agent.sampling",
     "agent.tool_parser",

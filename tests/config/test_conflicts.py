@@ -79,6 +79,7 @@ WITHOUT_EFFECT = {
     "agent.max_steps": ("agent: {max_steps: 3}", "one turn"),
     "agent.sampling": ("agent: {sampling: refuse}", "no program talks to the policy"),
     "agent.pass_env": ("agent: {path: a.py, pass_env: [A]}", "neither agent.command nor agent.environment nor"),
+    "agent.preload": ("agent: {path: a.py, preload: [json]}", "agent.command is not set"),
     "agent.containers": ("agent: {path: a.py, containers: podman}", "agent.command is not set"),
     "agent.environment.name": ("agent: {environment: {name: a}}", "agent.environment.family is not set"),
     "agent.environment.num_processes": (

@@ -79,7 +79,8 @@ class _Stream(io.TextIOBase):
     def write(self, text: str) -> int:
         episode = current_episode.get()
         if episode is None:
-            return int(self._stream.write(text))
+            self._stream.write(text)
+            return len(text)
         self._prints.write(episode, text)
         return len(text)
 

@@ -43,8 +43,8 @@ class ProgramSettings:
     tool_parser: family of models whose tool calls are parsed, as the package `renderers` names it.
 
     passed_on: names of variables of our environment that a command gets. containers: the command that removes the
-    containers of an episode, such as podman. environment: what plays in processes of its own, instead of a command or a
-    function.
+    containers of an episode, such as podman. preload: modules that the interpreter of a command imports once for all
+    episodes. environment: what plays in processes of its own, instead of a command or a function.
     """
 
     command: tuple[str, ...] | None = None
@@ -57,6 +57,7 @@ class ProgramSettings:
     advertise_url: str | None = None
     passed_on: tuple[str, ...] = ()
     containers: str | None = None
+    preload: tuple[str, ...] = ()
     run_seed: int = 0
     environment: EnvironmentSettings | None = None
 

@@ -126,6 +126,8 @@ class AgentConfig(Section):
     """Interpreter of the environment, or of the function `play` in `path`; unset is Hotseat's own."""
     pass_env: Annotated[list[str], when.CHILD_PROCESS] = []
     """Names of variables that a command or an environment gets beside PATH, locale and Python's own."""
+    preload: Annotated[list[str], when.COMMAND, MayChange.LIMITS] = []
+    """Modules that the interpreter of a command `python FILE.py` imports once; each episode is then a fork of it."""
     containers: Annotated[Literal["podman", "docker"] | None, when.COMMAND] = None
     """Remove containers that the command started with `--label-file $HOTSEAT_LABEL_FILE`, by this engine."""
     sampling: Annotated[Literal["override", "refuse", "untrained"], when.PROGRAM] = "override"

@@ -262,6 +262,7 @@ def program_settings(config: Config) -> ProgramSettings:
         advertise_url=agent.gateway.advertise_url,
         passed_on=tuple(agent.pass_env),
         containers=agent.containers,
+        preload=tuple(agent.preload),
         run_seed=config.seed,
         environment=environment_settings(config),
     )
