@@ -68,6 +68,7 @@ class ProgramHost:
         warn_if_open(self._confinement, containers is not None)
         self._containers = containers
         self._numbers = itertools.count()
+        self._gone: set[str] = set()  # episodes of which it is known that no process is left
         self._folder = Path(tempfile.mkdtemp(prefix="hotseat-agents-"))
         groups = self._confinement.groups
         self._task: supervisor.Remains = {
@@ -110,8 +111,11 @@ class ProgramHost:
     def _clean(self, path: Path) -> None:
         name = path.name
         self._confinement.end(name)
-        # Whatever the confinement: a program that may write to control groups can leave its own.
-        supervisor.end_marked(supervisor.EPISODE, [name], timeout_s=5.0)
+        if name in self._gone:
+            self._gone.remove(name)
+        else:
+            # Whatever the confinement: a program that may write to control groups can leave its own.
+            supervisor.end_marked(supervisor.EPISODE, [name], timeout_s=5.0)
         supervisor.remove_folder(path)
         _labels_of(path).unlink(missing_ok=True)
         if self._containers is not None:
@@ -134,7 +138,9 @@ class ProgramHost:
             self._kept.close()
             self._kept = None
         if self._kept is not None:
-            return await _run_kept(self._kept, command[1:], folder, marked, line)
+            made = await _run_kept(self._kept, command[1:], folder, marked, line)
+            self._gone.add(folder.name)
+            return made
         code, written = await _run(self._confinement.command(command, folder.name), folder, marked, line)
         return self._confinement.exit_code(code), written
 
