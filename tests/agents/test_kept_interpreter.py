@@ -115,6 +115,25 @@ def test_episodes_share_what_is_preloaded_and_nothing_else(tmp_path):
     assert len({drawn for _, drawn in lines}) == 5
 
 
+def test_certificates_are_read_late_and_are_the_same(tmp_path):
+    code = """
+        import ssl
+        context = ssl.create_default_context()
+        print(type(context).__name__, context.verify_mode, context.check_hostname, len(context.get_ca_certs()))
+    """
+    results = []
+    for modules in (("ssl",), None):
+        host, command = host_of(tmp_path, code, modules)
+        try:
+            code_and_text = asyncio.run(run(host, command, SSL_CERT_FILE=os.environ.get("SSL_CERT_FILE", "")))
+            results.append(code_and_text)
+        finally:
+            host.close()
+    forked, fresh = results
+    assert forked[1].startswith("LazyContext ")
+    assert (forked[0], forked[1].partition(" ")[2]) == (fresh[0], fresh[1].partition(" ")[2])
+
+
 def test_what_a_fork_started_has_ended_before_its_folder_is_removed(tmp_path):
     code = """
         import os, subprocess, sys, time
