@@ -47,7 +47,8 @@ class Asked:
         contents = [message.get("content") for message in self.messages]
         if self.tools or any(message.get("tool_calls") for message in self.messages):
             return inf
-        return sum(_LEAST + (inf if isinstance(content, list) else len(content or "")) for content in contents)
+        others = [content for content in contents if content is not None and not isinstance(content, str)]
+        return inf if others else sum(_LEAST + len(content or "") for content in contents)
 
 
 # Settings that change the distribution, and the values of each that do not.
