@@ -243,7 +243,8 @@ def _settle(asked: dict[str, Any]) -> None:
     sys.argv[:] = asked["argv"]
     if hasattr(sys, "orig_argv"):
         sys.orig_argv[:] = [sys.executable, *asked["argv"]]
-    tempfile, numpy, torch = (sys.modules.get(name) for name in ("tempfile", "numpy", "torch"))
+    loaded: list[Any] = [sys.modules.get(name) for name in ("tempfile", "numpy", "torch")]
+    tempfile, numpy, torch = loaded
     if tempfile is not None:
         tempfile.tempdir = None
     if numpy is not None:

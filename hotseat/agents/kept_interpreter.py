@@ -39,10 +39,16 @@ class KeptInterpreter:
             raise CannotFork("programs are not confined in a PID namespace here")
         self._control, theirs = socket.socketpair()
         words = [command[0], str(_PROCESS), str(theirs.fileno())]
-        files = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         try:
             self._process = subprocess.Popen(
-                words, pass_fds=[theirs.fileno()], start_new_session=True, env=dict(env), cwd=env["HOME"], **files
+                words,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=dict(env),
+                cwd=env["HOME"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
         except OSError as error:
             self._control.close()
